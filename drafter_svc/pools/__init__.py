@@ -1,0 +1,1 @@
+"""Where n-grams are kept: in this process, or in Redis."""

@@ -1,0 +1,80 @@
+"""One pydantic schema a process for flags, environment and YAML; unknown keys are refused."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    YamlConfigSettingsSource,
+)
+from yaml import YAMLError
+
+_Settings = TypeVar("_Settings", bound="Settings")
+
+
+class Settings(BaseSettings):
+    """Base of each process's settings. Precedence: flags, environment, the YAML file of `--config`, defaults."""
+
+    model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    config: Path | None = None
+    """YAML file with any of these settings, named with underscores."""
+
+    log_level: str = "info"
+    """debug, info, warning or error."""
+
+    otlp_endpoint: str = ""
+    """OTLP gRPC endpoint that spans are sent to; empty turns tracing off."""
+
+    trace_sample_ratio: float = 1.0
+    """Share of the requests that are traced, unless the caller's traceparent decides."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+
+def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Settings:
+    """Read the settings of a process; prints each problem with its setting's name and exits with status 2 on any."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(arguments)[0].config
+    if path is not None and not path.is_file():
+        _exit(program, f"config: {path} is not a file")
+
+    class WithFile(schema):  # type: ignore[misc, valid-type]  # the file's path is known only now
+        model_config = SettingsConfigDict(yaml_file=path)
+
+    WithFile.__name__ = schema.__name__
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        WithFile, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_parse_args=arguments
+    )
+    try:
+        return cast(_Settings, WithFile(_cli_settings_source=source))
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc'])).replace('_', '-') or 'settings'}: {e['msg']}" for e in error.errors())
+        _exit(program, *problems)
+    except (SettingsError, YAMLError) as error:
+        _exit(program, f"config: {error}")
+
+
+def _exit(program: str, *problems: str) -> NoReturn:
+    for problem in problems:
+        print(f"{program}: {problem}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,292 @@
+"""The domain's messages as plain data: what the protos carry, without protobuf, grpc or torch.
+
+Objects that come out of `outrider.wire` have been checked: ids, counts and numbers are in the ranges the protos state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_DEPTH = 64
+MAX_NAME_LENGTH = 128
+MAX_STOP_TOKENS = 64
+
+
+class Rule(IntEnum):
+    """How a drafter's proposals are to be judged; the values are those of `DraftDistribution`."""
+
+    ONE_HOT = 1
+    SPARSE = 2
+    COUPLED = 3
+
+
+class TokenSource(IntEnum):
+    """Who wrote a committed token; the values are those of the proto."""
+
+    PLAIN = 1
+    ACCEPTED = 2
+    RECOVERED = 3
+    BONUS = 4
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; the values are those of the proto."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+class CloseReason(IntEnum):
+    """Why a sequence was closed to a drafter; the values are those of the proto."""
+
+    ENDED = 1
+    QUARANTINED = 2
+
+
+class Stage(Enum):
+    """How far a verifier has loaded."""
+
+    LOADING = 1
+    WARMING_UP = 2
+    READY = 3
+    DRAINING = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn: temperature, then top-k (0 is off), then top-p. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """Whether to speculate, with which drafter (id or family; empty: any) and how deep (None: the verifier's setting)."""
+
+    enabled: bool = True
+    drafter: str = ""
+    depth: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """One sequence to generate."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    tenant: str = ""
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did for one sequence, in vLLM's definitions; `histogram[i]` counts steps that accepted i tokens."""
+
+    forward_count: int = 0
+    draft_count: int = 0
+    draft_token_count: int = 0
+    accepted_token_count: int = 0
+    histogram: list[int] = field(default_factory=list)
+    max_depth: int = 0
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Count one forward that verified `drafted` tokens and accepted `accepted` of them."""
+        self.forward_count += 1
+        if drafted == 0:
+            return
+        self.draft_count += 1
+        self.draft_token_count += drafted
+        self.accepted_token_count += accepted
+        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        self.histogram[accepted] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """What one engine step committed for one sequence; the last chunk has a finish reason and statistics."""
+
+    token_ids: list[int]
+    sources: list[TokenSource]
+    drafter_id: str = ""
+    finish_reason: FinishReason | None = None
+    stats: SpeculationStats | None = None
+    cached_token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a drafter runs; `cores` is empty when the process is not pinned, `numa_node` None when not bound."""
+
+    kind: str = "local"
+    host: str = ""
+    device: str = "cpu"
+    cores: tuple[int, ...] = ()
+    numa_node: int | None = None
+    architecture: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A drafter's introduction."""
+
+    drafter_id: str
+    family: str
+    tokenizer_fingerprint: str
+    max_depth: int
+    distributions: frozenset[Rule] = frozenset({Rule.ONE_HOT})
+    placement: Placement = field(default_factory=Placement)
+    max_sequence_count: int = 0
+    wants_features: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The verifier's answer to a Hello."""
+
+    model_id: str
+    vocab_size: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How far a drafter may run ahead of the verdict, counted from the root it knows."""
+
+    node_count: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class SparseDistribution:
+    """Probability `probabilities[i] / sum(probabilities)` for `token_ids[i]`, 0 for every other token.
+
+    `token_ids` is int64 [S], `probabilities` float64 [S], already renormalised.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A sequence is handed to a drafter; node 0 of `epoch` is the last of `token_ids`."""
+
+    sequence_id: int
+    epoch: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    rule: Rule
+    window: Window
+    depth: int
+    tenant: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A run of nodes: the first hangs under `parent_node`, each further one under the one before."""
+
+    sequence_id: int
+    epoch: int
+    parent_node: int
+    first_node: int
+    token_ids: list[int]
+    distributions: list[SparseDistribution] = field(default_factory=list)
+    draft_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Nothing will come below `node` until the next verdict."""
+
+    sequence_id: int
+    epoch: int
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a step committed. The same epoch: the root moved along the trie; a higher one: the trie was dropped."""
+
+    sequence_id: int
+    epoch: int
+    root_node: int
+    committed_length: int
+    accepted_count: int
+    new_token_ids: list[int]
+    window: Window | None = None
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The sequence is over for this drafter."""
+
+    sequence_id: int
+    reason: CloseReason = CloseReason.ENDED
+
+
+@dataclass(slots=True)
+class DraftBatch:
+    """All a drafter has to say at once; skips apply after proposals."""
+
+    proposals: list[Proposal] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """All an engine step has to say to one drafter, in the order opened, verdicts, closed."""
+
+    opened: list[Opened] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    closed: list[Closed] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.opened or self.verdicts or self.closed)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """A drafter as the verifier sees it."""
+
+    drafter_id: str
+    family: str
+    placement: Placement
+    connected: bool
+    sequence_count: int
+    acceptance_rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model a verifier serves and who drafts for it."""
+
+    model_id: str
+    stage: Stage
+    stage_detail: str = ""
+    tokenizer_fingerprint: str = ""
+    vocab_size: int = 0
+    context_length: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = ""
+    device: str = ""
+    drafters: tuple[DrafterInfo, ...] = ()
+    max_depth: int = 0

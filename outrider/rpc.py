@@ -1,0 +1,178 @@
+"""gRPC as every process of Outrider uses it: bounded, kept alive, with health, reflection and google.rpc error details."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn, TypeVar, cast
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from outrider.errors import DOMAIN, OutriderError, Reason
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_STREAMS = 4096
+
+# A quiet stream is pinged every 20 s and given up after 10 s without an answer; the server must allow that, since by default it
+# answers pings more frequent than 5 minutes with GOAWAY "too_many_pings".
+_COMMON_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_COMMON_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.so_reuseport", 0),
+]
+# A lost peer is redialled quickly: these are processes on one host or in one rack, not clients across the internet.
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *_COMMON_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def dial(address: str) -> grpc.aio.Channel:
+    """A channel to `host:port` or `unix:/path`."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def status_of(error: OutriderError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo always, BadRequest when a field is at fault, RetryInfo when waiting helps."""
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=error.metadata)]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.reason.kind.status), message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def error_of(failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_UNAVAILABLE) -> OutriderError:
+    """The error that a peer reported; `otherwise` is the reason for a failure that no Outrider process described."""
+    status = rpc_status.from_call(failure)  # type: ignore[arg-type]  # reads code, details and trailing metadata alone
+    error = OutriderError(otherwise, failure.details() or failure.code().name)
+    for packed in status.details if status is not None else ():
+        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if packed.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
+            error.reason, error.metadata = Reason[info.reason], dict(info.metadata)
+        elif packed.Unpack(bad) and bad.field_violations:
+            error.field = bad.field_violations[0].field
+        elif packed.Unpack(retry):
+            error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return error
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
+    """End the call with the error's status and details."""
+    # grpc-stubs lack the method.
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))  # type: ignore[attr-defined]
+    raise AssertionError("abort_with_status returned")
+
+
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def _unexpected(method: str) -> OutriderError:
+    log.exception("%s failed", method)
+    return OutriderError(Reason.INTERNAL, f"{method} failed; the server's log has the reason")
+
+
+def reports_errors(handler: _Handler) -> _Handler:
+    """Decorate a servicer method, unary or streaming, so that a raised OutriderError becomes the call's status.
+
+    Anything else that is raised is logged and becomes INTERNAL without its text, which may hold a user's data.
+    """
+    if inspect.isasyncgenfunction(handler):
+
+        @functools.wraps(handler)
+        async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async for response in handler(self, request, context):
+                    yield response
+            except OutriderError as error:
+                await abort(context, error)
+            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                raise
+            except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+                await abort(context, _unexpected(handler.__name__))
+
+        return cast(_Handler, stream)
+
+    @functools.wraps(handler)
+    async def unary(self: Any, request: Any, context: Any) -> Any:
+        try:
+            return await handler(self, request, context)
+        except OutriderError as error:
+            await abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+            await abort(context, _unexpected(handler.__name__))
+
+    return cast(_Handler, unary)
+
+
+class Server:
+    """A grpc.aio server with the standard health service and reflection; every service starts as NOT_SERVING.
+
+    Usage: add servicers to `.grpc`, then `await start(address)`, `await set_serving(True)`, and at the end `await stop(grace_s)`.
+    """
+
+    def __init__(self, *services: str) -> None:
+        self.services = services
+        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # grpc-stubs lack it
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
+
+    async def start(self, *addresses: str) -> list[int]:
+        """Listen on each `host:port` or `unix:/path`; the ports that were bound (for port 0).
+
+        Raises OutriderError(INVALID_VALUE) when an address cannot be bound.
+        """
+        await self.set_serving(False)
+        ports = []
+        for address in addresses:
+            try:
+                ports.append(self.grpc.add_insecure_port(address))
+            except RuntimeError as cause:
+                raise OutriderError(Reason.INVALID_VALUE, f"cannot listen on {address}: {cause}", "listen") from cause
+        await self.grpc.start()
+        return ports
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set the health of every service and of the server as a whole (the empty name)."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *self.services):
+            await self._health.set(service, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Say NOT_SERVING, let running calls finish for `grace_s`, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace_s)

@@ -1,0 +1,114 @@
+"""Traces and metrics: OpenTelemetry spans that cross the draft stream, off by default and free when off.
+
+A trace context travels as a W3C `traceparent` string: in gRPC metadata for unary and server-streaming calls, in the messages for
+the draft stream. The empty string means "not sampled", and every span under it is the one no-op span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+Attribute = str | int | float | bool
+_propagator = TraceContextTextMapPropagator()
+_tracer: trace.Tracer | None = None
+_provider: TracerProvider | None = None
+
+
+class Span:
+    """A span, or nothing at all when tracing is off or the trace is not sampled."""
+
+    __slots__ = ("_span", "traceparent")
+
+    def __init__(self, span: trace.Span | None) -> None:
+        self._span = span
+        self.traceparent = ""
+        if span is not None:
+            carrier: dict[str, str] = {}
+            _propagator.inject(carrier, trace.set_span_in_context(span))
+            self.traceparent = carrier.get("traceparent", "")
+
+    def set(self, **attributes: Attribute) -> None:
+        """Set attributes; a dot in a name is written as a double underscore: `outrider__epoch`."""
+        if self._span is not None:
+            for name, value in attributes.items():
+                self._span.set_attribute(name.replace("__", "."), value)
+
+    def fail(self, message: str) -> None:
+        """Mark the span as failed."""
+        if self._span is not None:
+            self._span.set_status(trace.StatusCode.ERROR, message)
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._span.end()
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace_back: TracebackType | None) -> None:
+        if value is not None:
+            self.fail(f"{type(value).__name__}: {value}")
+        self.end()
+
+
+NO_SPAN = Span(None)
+
+
+def enabled() -> bool:
+    """Whether this process exports spans at all."""
+    return _tracer is not None
+
+
+def setup(service: str, processor: SpanProcessor | None = None, *, endpoint: str = "", sample_ratio: float = 1.0) -> None:
+    """Turn tracing on when there is somewhere to send spans: an OTLP gRPC `endpoint`, or a `processor` (for tests)."""
+    global _tracer, _provider
+    if processor is None and not endpoint:
+        return
+    if processor is None:
+        # Loaded only here: the exporter costs start-up time that a process without tracing should not pay.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https")))
+    resource = Resource.create({"service.name": service})
+    _provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
+    _provider.add_span_processor(processor)
+    _tracer = _provider.get_tracer("outrider")
+
+
+def shutdown() -> None:
+    """Send what is left and turn tracing off."""
+    global _tracer, _provider
+    if _provider is not None:
+        _provider.shutdown()
+    _tracer = _provider = None
+
+
+def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -> Span:
+    """A span that may begin a trace, under the caller's `traceparent` header when it sent one."""
+    if _tracer is None:
+        return NO_SPAN
+    return _start(_tracer, name, {key.lower(): value for key, value in headers.items()}, attributes)
+
+
+def start(name: str, traceparent: str, **attributes: Attribute) -> Span:
+    """A child of `traceparent`; nothing when that is empty or tracing is off."""
+    if _tracer is None or not traceparent:
+        return NO_SPAN
+    return _start(_tracer, name, {"traceparent": traceparent}, attributes)
+
+
+def _start(tracer: trace.Tracer, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Attribute]) -> Span:
+    span = tracer.start_span(name, context=_propagator.extract(carrier))
+    if not span.is_recording():
+        return NO_SPAN
+    result = Span(span)
+    result.set(**attributes)
+    return result

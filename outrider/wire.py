@@ -1,0 +1,446 @@
+"""Proto ⇄ domain, pure and in one place. Whatever comes in is range-checked here, by raised errors that name field and limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from outrider import messages as m
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
+
+MAX_DISTRIBUTION_ENTRIES = 256
+MAX_BATCH_ENTRIES = 4096
+MAX_WINDOW_DEPTH = 128
+MAX_WINDOW_NODES = 4096
+SUM_TOLERANCE = 1e-3
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------------
+
+
+def sampling_from_proto(proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling") -> m.SamplingParams:
+    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
+    temperature = proto.temperature if proto.HasField("temperature") else 1.0
+    top_p = proto.top_p if proto.HasField("top_p") else 1.0
+    check_sampling(temperature, top_p, proto.top_k, vocab_size, prefix + ".")
+    return m.SamplingParams(temperature, proto.top_k, top_p, proto.seed if proto.HasField("seed") else None)
+
+
+def check_sampling(temperature: float, top_p: float, top_k: int, vocab_size: int, prefix: str = "") -> None:
+    """The ranges of the sampling settings, for HTTP and gRPC alike; NaN is in no range."""
+    if not 0.0 <= temperature <= 2.0:
+        raise invalid(f"{prefix}temperature", f"must be in [0, 2], not {temperature}")
+    if not 0.0 < top_p <= 1.0:
+        raise invalid(f"{prefix}top_p", f"must be in (0, 1], not {top_p}")
+    if not 0 <= top_k <= vocab_size:
+        raise invalid(f"{prefix}top_k", f"must be in [0, {vocab_size}], not {top_k}")
+
+
+def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed
+    )
+
+
+def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.SpeculationOptions:
+    depth = proto.depth if proto.HasField("depth") else None
+    check_speculation(proto.drafter, depth)
+    return m.SpeculationOptions(proto.enabled if proto.HasField("enabled") else True, proto.drafter, depth)
+
+
+def check_speculation(drafter: str, depth: int | None) -> None:
+    """The ranges of the speculation settings, for HTTP and gRPC alike."""
+    if depth is not None and not 0 <= depth <= m.MAX_DEPTH:
+        raise invalid("speculation.depth", f"must be in [0, {m.MAX_DEPTH}], not {depth}")
+    _check_name("speculation.drafter", drafter, empty=True)
+
+
+def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.SpeculationOptions:
+    return common_pb2.SpeculationOptions(enabled=options.enabled, drafter=options.drafter, depth=options.depth)
+
+
+def request_from_proto(
+    proto: verifier_pb2.GenerateTokensRequest, *, vocab_size: int, context_length: int, traceparent: str = ""
+) -> m.TokenRequest:
+    """Check and convert a request; raises OutriderError that names the field and the limit."""
+    if not proto.prompt_token_ids:
+        raise invalid("prompt_token_ids", "must hold at least 1 token")
+    if proto.max_tokens < 1:
+        raise invalid("max_tokens", f"must be at least 1, not {proto.max_tokens}")
+    check_context(len(proto.prompt_token_ids), proto.max_tokens, context_length)
+    _check_ids("prompt_token_ids", proto.prompt_token_ids, vocab_size)
+    if len(proto.stop_token_ids) > m.MAX_STOP_TOKENS:
+        raise invalid("stop_token_ids", f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(proto.stop_token_ids)}")
+    _check_ids("stop_token_ids", proto.stop_token_ids, vocab_size)
+    _check_name("request_id", proto.request_id, empty=True)
+    _check_name("tenant", proto.tenant, empty=True)
+    return m.TokenRequest(
+        prompt=list(proto.prompt_token_ids),
+        max_tokens=proto.max_tokens,
+        sampling=sampling_from_proto(proto.sampling, vocab_size),
+        stop_token_ids=frozenset(proto.stop_token_ids),
+        ignore_eos=proto.ignore_eos,
+        speculation=speculation_from_proto(proto.speculation),
+        tenant=proto.tenant,
+        request_id=proto.request_id,
+        traceparent=traceparent,
+    )
+
+
+def check_context(prompt_length: int, max_tokens: int, context_length: int) -> None:
+    """Raises CONTEXT_LENGTH_EXCEEDED when the prompt and what may follow do not fit."""
+    if prompt_length + max_tokens > context_length:
+        message = (
+            f"max_tokens: the prompt has {prompt_length} tokens and max_tokens asks for {max_tokens} more, "
+            f"but the model's context holds {context_length}"
+        )
+        raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
+
+
+def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequest:
+    return verifier_pb2.GenerateTokensRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt,
+        max_tokens=request.max_tokens,
+        sampling=sampling_to_proto(request.sampling),
+        stop_token_ids=sorted(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        speculation=speculation_to_proto(request.speculation),
+        tenant=request.tenant,
+    )
+
+
+def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
+    response = verifier_pb2.GenerateTokensResponse(
+        token_ids=chunk.token_ids, sources=[_enum(source) for source in chunk.sources], drafter_id=chunk.drafter_id
+    )
+    if chunk.finish_reason is not None:
+        response.finish_reason = _enum(chunk.finish_reason)
+        response.cached_token_count = chunk.cached_token_count
+    if chunk.stats is not None:
+        response.stats.CopyFrom(stats_to_proto(chunk.stats))
+    return response
+
+
+def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk:
+    return m.TokenChunk(
+        token_ids=list(proto.token_ids),
+        sources=[m.TokenSource(source) for source in proto.sources],
+        drafter_id=proto.drafter_id,
+        finish_reason=m.FinishReason(proto.finish_reason) if proto.finish_reason else None,
+        stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
+        cached_token_count=proto.cached_token_count,
+    )
+
+
+def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
+    return common_pb2.SpeculationStats(
+        forward_count=stats.forward_count,
+        draft_count=stats.draft_count,
+        draft_token_count=stats.draft_token_count,
+        accepted_token_count=stats.accepted_token_count,
+        acceptance_histogram=stats.histogram,
+        max_depth=stats.max_depth,
+    )
+
+
+def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
+    return m.SpeculationStats(
+        proto.forward_count,
+        proto.draft_count,
+        proto.draft_token_count,
+        proto.accepted_token_count,
+        list(proto.acceptance_histogram),
+        proto.max_depth,
+    )
+
+
+# --- the model --------------------------------------------------------------------------------------------------------------
+
+
+def model_to_proto(info: m.ModelInfo) -> verifier_pb2.GetModelResponse:
+    return verifier_pb2.GetModelResponse(
+        model_id=info.model_id,
+        stage=_enum(info.stage.value),
+        stage_detail=info.stage_detail,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        context_length=info.context_length,
+        eos_token_ids=info.eos_token_ids,
+        dtype=info.dtype,
+        device=info.device,
+        max_depth=info.max_depth,
+        drafters=[
+            verifier_pb2.DrafterInfo(
+                drafter_id=drafter.drafter_id,
+                family=drafter.family,
+                placement=placement_to_proto(drafter.placement),
+                connected=drafter.connected,
+                sequence_count=drafter.sequence_count,
+                acceptance_rate=drafter.acceptance_rate,
+            )
+            for drafter in info.drafters
+        ],
+    )
+
+
+def model_from_proto(proto: verifier_pb2.GetModelResponse) -> m.ModelInfo:
+    return m.ModelInfo(
+        model_id=proto.model_id,
+        stage=m.Stage(proto.stage),
+        stage_detail=proto.stage_detail,
+        tokenizer_fingerprint=proto.tokenizer_fingerprint,
+        vocab_size=proto.vocab_size,
+        context_length=proto.context_length,
+        eos_token_ids=tuple(proto.eos_token_ids),
+        dtype=proto.dtype,
+        device=proto.device,
+        max_depth=proto.max_depth,
+        drafters=tuple(
+            m.DrafterInfo(
+                drafter.drafter_id,
+                drafter.family,
+                placement_from_proto(drafter.placement),
+                drafter.connected,
+                drafter.sequence_count,
+                drafter.acceptance_rate if drafter.HasField("acceptance_rate") else None,
+            )
+            for drafter in proto.drafters
+        ),
+    )
+
+
+def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
+    return common_pb2.Placement(
+        kind=placement.kind,
+        host=placement.host,
+        device=placement.device,
+        cores=placement.cores,
+        numa_node=placement.numa_node,
+        architecture=placement.architecture,
+    )
+
+
+def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
+    for name in ("kind", "host", "device", "architecture"):
+        _check_name(f"placement.{name}", getattr(proto, name), empty=True)
+    if len(proto.cores) > MAX_BATCH_ENTRIES:
+        raise invalid("placement.cores", f"must hold at most {MAX_BATCH_ENTRIES} cores")
+    numa_node = proto.numa_node if proto.HasField("numa_node") else None
+    return m.Placement(proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture)
+
+
+# --- the draft stream: what drafters say ------------------------------------------------------------------------------------
+
+
+def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
+    _check_name("hello.drafter_id", proto.drafter_id)
+    _check_name("hello.family", proto.family)
+    _check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
+    if not 1 <= proto.max_depth <= m.MAX_DEPTH:
+        raise invalid("hello.max_depth", f"must be in [1, {m.MAX_DEPTH}], not {proto.max_depth}")
+    if proto.max_sequence_count < 0:
+        raise invalid("hello.max_sequence_count", f"must not be negative, not {proto.max_sequence_count}")
+    known = {int(rule) for rule in m.Rule}
+    return m.Hello(
+        drafter_id=proto.drafter_id,
+        family=proto.family,
+        tokenizer_fingerprint=proto.tokenizer_fingerprint,
+        max_depth=proto.max_depth,
+        distributions=frozenset({m.Rule.ONE_HOT, *(m.Rule(d) for d in proto.distributions if d in known)}),
+        placement=placement_from_proto(proto.placement),
+        max_sequence_count=proto.max_sequence_count,
+        wants_features=drafts_pb2.VERDICT_EXTRA_FEATURES in proto.wants,
+    )
+
+
+def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
+    return drafts_pb2.Hello(
+        drafter_id=hello.drafter_id,
+        family=hello.family,
+        tokenizer_fingerprint=hello.tokenizer_fingerprint,
+        max_depth=hello.max_depth,
+        distributions=[_enum(rule) for rule in sorted(hello.distributions)],
+        placement=placement_to_proto(hello.placement),
+        max_sequence_count=hello.max_sequence_count,
+        wants=[drafts_pb2.VERDICT_EXTRA_FEATURES] if hello.wants_features else [],
+    )
+
+
+def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> m.DraftBatch:
+    """Check and convert; whether sequence, epoch, parent and window fit is for the trie to say."""
+    if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
+        raise _violation("drafts", f"holds more than {MAX_BATCH_ENTRIES} proposals and skips")
+    return m.DraftBatch(
+        [_proposal_from_proto(proposal, vocab_size) for proposal in proto.proposals],
+        [m.Skip(skip.sequence_id, skip.epoch, skip.node) for skip in proto.skips],
+    )
+
+
+def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Proposal:
+    ids = list(proto.token_ids)
+    if not 1 <= len(ids) <= MAX_WINDOW_DEPTH:
+        raise _violation("proposal.token_ids", f"must hold 1 to {MAX_WINDOW_DEPTH} tokens, not {len(ids)}")
+    if max(ids) >= vocab_size:
+        raise _violation("proposal.token_ids", f"must be in [0, {vocab_size}), not {max(ids)}")
+    if proto.distributions and len(proto.distributions) != len(ids):
+        raise _violation(
+            "proposal.distributions", f"must be empty or one for each of {len(ids)} tokens, not {len(proto.distributions)}"
+        )
+    distributions = [_distribution(d, token, vocab_size) for d, token in zip(proto.distributions, ids, strict=False)]
+    seconds = max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9)
+    return m.Proposal(proto.sequence_id, proto.epoch, proto.parent_node, proto.first_node, ids, distributions, seconds)
+
+
+def _distribution(proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int) -> m.SparseDistribution:
+    name = "proposal.distributions"
+    count = len(proto.token_ids)
+    if not 1 <= count <= MAX_DISTRIBUTION_ENTRIES or count != len(proto.probabilities):
+        raise _violation(
+            name, f"must hold 1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities, not {count} "
+            f"and {len(proto.probabilities)}"
+        )  # fmt: skip
+    ids = np.fromiter(proto.token_ids, np.int64, count)
+    weights = np.fromiter(proto.probabilities, np.float64, count)
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise _violation(name, "must be finite and not negative")
+    total = float(weights.sum())
+    if not math.isclose(total, 1.0, abs_tol=SUM_TOLERANCE):
+        raise _violation(name, f"must sum to 1 within {SUM_TOLERANCE}, not to {total:.6f}")
+    if ids.max() >= vocab_size or np.unique(ids).size != count:
+        raise _violation(name, f"must hold distinct ids in [0, {vocab_size})")
+    if not weights[ids == token].any():
+        raise _violation(name, f"must give the proposed token {token} a probability above 0")
+    return m.SparseDistribution(ids, weights / total)
+
+
+def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
+    proto = drafts_pb2.DraftBatch()
+    for proposal in batch.proposals:
+        out = proto.proposals.add(
+            sequence_id=proposal.sequence_id,
+            epoch=proposal.epoch,
+            parent_node=proposal.parent_node,
+            first_node=proposal.first_node,
+            token_ids=proposal.token_ids,
+        )
+        for distribution in proposal.distributions:
+            out.distributions.add(token_ids=distribution.token_ids.tolist(), probabilities=distribution.probabilities.tolist())
+        if proposal.draft_seconds > 0:
+            out.draft_time.FromNanoseconds(int(proposal.draft_seconds * 1e9))
+    for skip in batch.skips:
+        proto.skips.add(sequence_id=skip.sequence_id, epoch=skip.epoch, node=skip.node)
+    return proto
+
+
+# --- the draft stream: what the verifier says -------------------------------------------------------------------------------
+
+
+def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
+    return drafts_pb2.StepBatch(
+        opened=[_opened_to_proto(opened) for opened in step.opened],
+        verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
+        closed=[drafts_pb2.Closed(sequence_id=c.sequence_id, reason=_enum(c.reason)) for c in step.closed],
+    )
+
+
+def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
+    return drafts_pb2.Opened(
+        sequence_id=opened.sequence_id,
+        epoch=opened.epoch,
+        token_ids=opened.token_ids,
+        sampling=sampling_to_proto(opened.sampling),
+        distribution=_enum(opened.rule),
+        window=_window_to_proto(opened.window),
+        depth=opened.depth,
+        tenant=opened.tenant,
+        traceparent=opened.traceparent,
+    )
+
+
+def _verdict_to_proto(verdict: m.Verdict) -> drafts_pb2.Verdict:
+    return drafts_pb2.Verdict(
+        sequence_id=verdict.sequence_id,
+        epoch=verdict.epoch,
+        root_node=verdict.root_node,
+        committed_length=verdict.committed_length,
+        accepted_count=verdict.accepted_count,
+        new_token_ids=verdict.new_token_ids,
+        window=None if verdict.window is None else _window_to_proto(verdict.window),
+        traceparent=verdict.traceparent,
+    )
+
+
+def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
+    return drafts_pb2.Window(node_count=window.node_count, depth=window.depth)
+
+
+def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
+    return m.StepBatch(
+        [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
+        [
+            m.Verdict(
+                verdict.sequence_id,
+                verdict.epoch,
+                verdict.root_node,
+                verdict.committed_length,
+                verdict.accepted_count,
+                list(verdict.new_token_ids),
+                _window_from_proto(verdict.window) if verdict.HasField("window") else None,
+                verdict.traceparent,
+            )
+            for verdict in proto.verdicts
+        ],
+        [m.Closed(closed.sequence_id, m.CloseReason(closed.reason)) for closed in proto.closed],
+    )
+
+
+def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
+    if not proto.token_ids:
+        raise _violation("opened.token_ids", "must hold at least 1 token")
+    _check_ids("opened.token_ids", proto.token_ids, vocab_size)
+    return m.Opened(
+        sequence_id=proto.sequence_id,
+        epoch=proto.epoch,
+        token_ids=list(proto.token_ids),
+        sampling=sampling_from_proto(proto.sampling, vocab_size, "opened.sampling"),
+        rule=m.Rule(proto.distribution),
+        window=_window_from_proto(proto.window),
+        depth=proto.depth,
+        tenant=proto.tenant,
+        traceparent=proto.traceparent,
+    )
+
+
+def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
+    if not 1 <= proto.node_count <= MAX_WINDOW_NODES or not 1 <= proto.depth <= MAX_WINDOW_DEPTH:
+        raise _violation("window", f"must be within {MAX_WINDOW_NODES} nodes and depth {MAX_WINDOW_DEPTH}")
+    return m.Window(proto.node_count, proto.depth)
+
+
+def _enum(value: int) -> Any:
+    """A proto enum's value; the stubs make each enum a type of its own, which a plain integer is not."""
+    return int(value)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------------
+
+
+def _violation(field: str, message: str) -> OutriderError:
+    return OutriderError(Reason.PROTOCOL_VIOLATION, f"{field} {message}", field)
+
+
+def _check_ids(field: str, ids: Iterable[int] | Sequence[int], vocab_size: int) -> None:
+    worst = max(ids, default=0)
+    if worst >= vocab_size:
+        raise invalid(field, f"must be in [0, {vocab_size}), not {worst}")
+
+
+def _check_name(field: str, name: str, empty: bool = False) -> None:
+    if not (empty or name) or len(name) > m.MAX_NAME_LENGTH or (name and not name.isprintable()):
+        least = 0 if empty else 1
+        raise invalid(field, f"must be {least} to {m.MAX_NAME_LENGTH} printable characters, not {name[:40]!r}")
