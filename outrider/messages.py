@@ -120,7 +120,10 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """What one engine step committed for one sequence; the last chunk has a finish reason and statistics."""
+    """What one engine step committed for one sequence, and how many draft tokens it verified.
+
+    The last chunk has a finish reason and statistics.
+    """
 
     token_ids: list[int]
     sources: list[TokenSource]
@@ -128,6 +131,7 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     stats: SpeculationStats | None = None
     cached_token_count: int = 0
+    draft_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

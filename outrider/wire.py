@@ -116,7 +116,10 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
 
 def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
     response = verifier_pb2.GenerateTokensResponse(
-        token_ids=chunk.token_ids, sources=[_enum(source) for source in chunk.sources], drafter_id=chunk.drafter_id
+        token_ids=chunk.token_ids,
+        sources=[_enum(source) for source in chunk.sources],
+        drafter_id=chunk.drafter_id,
+        draft_token_count=chunk.draft_token_count,
     )
     if chunk.finish_reason is not None:
         response.finish_reason = _enum(chunk.finish_reason)
@@ -134,6 +137,7 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
         finish_reason=m.FinishReason(proto.finish_reason) if proto.finish_reason else None,
         stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
         cached_token_count=proto.cached_token_count,
+        draft_token_count=proto.draft_token_count,
     )
 
 

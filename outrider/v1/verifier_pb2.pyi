@@ -127,12 +127,15 @@ class GenerateTokensResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """The drafter whose path was verified; empty after a plain step."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     cached_token_count: _builtins.int
     """Prompt tokens whose state came from the prefix cache; set on the last message."""
+    draft_token_count: _builtins.int
+    """Draft tokens this step verified; counts what speculation did when the caller ends the sequence before its last message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed ids, in order. An ending stop token is included."""
@@ -154,10 +157,11 @@ class GenerateTokensResponse(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         stats: _common_pb2.SpeculationStats | None = ...,
         cached_token_count: _builtins.int = ...,
+        draft_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "draft_token_count", b"draft_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
