@@ -34,6 +34,7 @@ class Reason(Enum):
     TOKENIZER_MISMATCH = Kind("FAILED_PRECONDITION", 400, "invalid_request_error")
     DRAFTER_ID_TAKEN = Kind("ALREADY_EXISTS", 409, "invalid_request_error")
     PROTOCOL_VIOLATION = Kind("INVALID_ARGUMENT", 400, "invalid_request_error")
+    QUARANTINED = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
     SLOW_READER = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
     OVERLOADED = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
     NOT_READY = Kind("UNAVAILABLE", 503, "service_unavailable_error")

@@ -330,7 +330,7 @@ class Proposal(_message.Message):
     """Number of the first node of the run: one more than the last node of this epoch."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The guesses, 1 to Window.depth of them."""
+        """The guesses, 1 to Window.depth of them; the first must differ from its siblings under parent_node."""
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:

@@ -1,0 +1,75 @@
+"""Randomness by counter, and target probabilities as transformers has them."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from outrider.sampling import Purpose, inverse_cdf, philox4x32, target_probs, uniforms
+
+
+def test_philox_gives_the_known_answers_of_random123() -> None:
+    ones = 0xFFFFFFFF
+    counters = np.array([[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint64).T
+    keys = np.array([[0, 0], [ones, ones], [0xA4093822, 0x299F31D0]], np.uint64).T
+    expected = [
+        [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
+        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ]
+    assert philox4x32(counters, keys).T.tolist() == expected
+
+
+def test_a_uniform_depends_on_seed_position_and_purpose_alone() -> None:
+    together = uniforms([1, 2, 2**64 - 1], [5, 6, 2**40], Purpose.ACCEPT)
+    apart = [uniforms([s], [p], Purpose.ACCEPT)[0] for s, p in ((1, 5), (2, 6), (2**64 - 1, 2**40))]
+    assert together.tolist() == apart
+    assert len({*together, *uniforms([1, 2], [6, 5], Purpose.ACCEPT), *uniforms([1, 2], [5, 6], Purpose.SAMPLE)}) == 7
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_uniforms_are_uniform_along_positions(purpose: Purpose) -> None:
+    numbers = uniforms(np.full(50_000, 7), np.arange(50_000), purpose)
+    assert stats.kstest(numbers, "uniform").pvalue > 1e-4
+
+
+def test_two_purposes_share_no_noise() -> None:
+    first, second = (uniforms(np.full(50_000, 7), np.arange(50_000), purpose) for purpose in (Purpose.ACCEPT, Purpose.RECOVER))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 12, 0.6), (1.0, 1, 0.01)])
+def test_target_probabilities_are_those_of_transformers_processors(temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(16, 200, generator=torch.Generator().manual_seed(0)) * 3
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(TopPLogitsWarper(top_p))
+    expected = processors(torch.zeros(16, 1, dtype=torch.long), logits.clone()).softmax(-1)
+    rows = torch.ones(16)
+    got = target_probs(logits, rows * temperature, (rows * top_k).long(), rows * top_p)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_each_row_has_its_own_settings() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    temperature, top_k, top_p = torch.tensor([1.0, 0.5, 1.0]), torch.tensor([0, 3, 0]), torch.tensor([1.0, 1.0, 0.5])
+    together = target_probs(logits, temperature, top_k, top_p)
+    for i in range(3):
+        alone = target_probs(logits[i : i + 1], temperature[i : i + 1], top_k[i : i + 1], top_p[i : i + 1])
+        torch.testing.assert_close(together[i : i + 1], alone)
+
+
+def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
+    weights = torch.tensor([[0.0, 0.0, 0.4, 0.0, 0.6, 0.0, 0.0]]).repeat(4, 1)
+    edges = torch.tensor([0.0, 0.4, 1 - 2**-53, 0.39999], dtype=torch.float64)
+    assert inverse_cdf(weights, edges).tolist() == [2, 4, 4, 2]
+
+
+def test_inverse_cdf_follows_the_weights() -> None:
+    weights = torch.tensor([5.0, 0.0, 1.0, 3.0, 1.0])
+    draws = inverse_cdf(weights.repeat(20_000, 1), torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.SAMPLE)))
+    observed = np.bincount(draws.numpy(), minlength=5)[[0, 2, 3, 4]]
+    assert stats.chisquare(observed, np.array([5, 1, 3, 1]) / 10 * 20_000).pvalue > 1e-4

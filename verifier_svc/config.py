@@ -1,0 +1,71 @@
+"""The verifier's settings: flags, OUTRIDER_VERIFIER_* in the environment, or YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from outrider.config import Settings
+from outrider.messages import MAX_DEPTH
+
+
+class VerifierSettings(Settings):
+    """What `python -m verifier_svc` takes."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
+
+    target: str
+    """Directory or hub id of the target model."""
+
+    model_name: str = ""
+    """Name that requests use for it; the target as given unless set."""
+
+    dtype: str = "auto"
+    """auto (the checkpoint's), float32, bfloat16 or float16."""
+
+    device: str = "auto"
+    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
+
+    threads: int | None = Field(None, ge=1)
+    """Torch's threads on a CPU; unset leaves them to torch."""
+
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
+
+    listen: str = "127.0.0.1:50051"
+    """host:port to serve on."""
+
+    uds: Path | None = None
+    """Unix socket to serve on as well, for drafters on this host."""
+
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of Prometheus' /metrics on the loopback interface; 0 is off."""
+
+    depth: int = Field(4, ge=0, le=MAX_DEPTH)
+    """Draft tokens of a sequence verified in one step, unless its request says otherwise."""
+
+    max_batch_tokens: int = Field(512, ge=1)
+    """Tokens in one forward; longer prompts are taken in chunks."""
+
+    max_sequences: int = Field(64, ge=1, le=4096)
+    """Sequences in one batch."""
+
+    max_waiting: int = Field(1024, ge=1)
+    """Requests that wait for a place before more are refused."""
+
+    page_size: int | None = Field(None, ge=1, le=4096)
+    """Tokens in a page of the KV cache; unset takes what the attention kernel wants."""
+
+    page_count: int | None = Field(None, ge=1)
+    """Pages of the KV cache; unset sizes it by the memory there is."""
+
+    prefix_caching: bool = True
+    """Share pages between prompts that begin alike, within a tenant."""
+
+    trust_draft_distributions: bool = False
+    """Let drafters sample and judge them by the distribution they claim. One that lies can then bias the output."""
+
+    drain_seconds: float = Field(10.0, ge=0)
+    """How long running requests may finish after SIGTERM."""

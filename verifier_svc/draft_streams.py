@@ -1,0 +1,121 @@
+"""The draft streams as the event loop sees them: hello and welcome, then reading and writing as separate tasks.
+
+What a message means is for `drafting`; here it is parsed, bounded and handed to the engine's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from outrider import wire
+from outrider.errors import OutriderError, Reason
+from outrider.messages import Hello, StepBatch
+from outrider.v1 import drafts_pb2, verifier_pb2
+from verifier_svc.drafters import Drafter
+from verifier_svc.engine_thread import EngineThread
+
+# A drafter that does not read for this many engine steps is cut off before memory grows.
+MAX_UNSENT = 1024
+_HELLO_S = 10.0
+
+Requests = AsyncIterator[verifier_pb2.StreamDraftsRequest]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DraftStream:
+    """One drafter's stream. `sink` may be called on the event loop at any time after `run` began."""
+
+    def __init__(self, engine: EngineThread, requests: Requests, context: Context, model: verifier_pb2.GetModelResponse) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._context = context
+        self._model = model
+        self._unsent: asyncio.Queue[verifier_pb2.StreamDraftsResponse] = asyncio.Queue()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Serve until the drafter leaves; raises OutriderError when it, or its Hello, is not acceptable."""
+        hello = await self._receive_hello()
+        joined: list[Drafter] = []
+
+        def join() -> None:
+            joined.append(self._engine.engine.drafting.join(hello, self._sink))
+
+        tasks: list[asyncio.Future[None]] = [self._failure]
+        try:
+            await self._engine.call(join)
+            welcome = drafts_pb2.Welcome(
+                model_id=self._model.model_id, vocab_size=self._model.vocab_size, context_length=self._model.context_length
+            )
+            await self._context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
+            tasks += [asyncio.create_task(self._read(joined[0])), asyncio.create_task(self._write())]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Posted behind `join`, so that a drafter whose call was cancelled in between leaves as well.
+            self._engine.post(lambda: [self._engine.engine.drafting.leave(drafter) for drafter in joined])
+
+    def say_draining(self, reason: str) -> None:
+        """Tell the drafter that the verifier is about to leave."""
+        self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(draining=drafts_pb2.Draining(reason=reason)))
+
+    async def _receive_hello(self) -> Hello:
+        try:
+            first = await asyncio.wait_for(anext(self._requests), _HELLO_S)
+        except (TimeoutError, StopAsyncIteration) as cause:
+            raise _violation(f"the first message must be a Hello, within {_HELLO_S:.0f} s") from cause
+        if first.WhichOneof("message") != "hello":
+            raise _violation("the first message must be a Hello")
+        hello = wire.hello_from_proto(first.hello)
+        expected = self._model.tokenizer_fingerprint
+        if hello.tokenizer_fingerprint != expected:
+            raise OutriderError(
+                Reason.TOKENIZER_MISMATCH,
+                f"hello.tokenizer_fingerprint is {hello.tokenizer_fingerprint}, but the target's tokenizer is {expected}",
+                "hello.tokenizer_fingerprint",
+                metadata={"drafter": hello.tokenizer_fingerprint, "target": expected},
+            )
+        return hello
+
+    async def _read(self, drafter: Drafter) -> None:
+        engine, drafting = self._engine, self._engine.engine.drafting
+        async for request in self._requests:
+            kind = request.WhichOneof("message")
+            try:
+                if kind == "drafts":
+                    batch = wire.drafts_from_proto(request.drafts, self._model.vocab_size)
+                    engine.post(partial(drafting.take, drafter, batch))
+                elif kind == "draining":
+                    engine.post(partial(drafting.drain, drafter))
+                else:
+                    raise _violation("Hello comes first and only once; after it, drafts or draining")
+            except OutriderError as error:
+                engine.post(partial(drafting.reject, drafter, error))
+                await self._failure
+
+    async def _write(self) -> None:
+        while True:
+            await self._context.write(await self._unsent.get())
+
+    def _sink(self, message: StepBatch | OutriderError) -> None:
+        """Called on the event loop after an engine step."""
+        if self._failure.done():
+            return
+        if isinstance(message, OutriderError):
+            self._failure.set_exception(message)
+        elif self._unsent.qsize() >= MAX_UNSENT:
+            self._failure.set_exception(OutriderError(Reason.SLOW_READER, f"{MAX_UNSENT} steps are unread; the stream is cut off"))
+        else:
+            self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=wire.step_to_proto(message)))
+
+
+def _violation(message: str) -> OutriderError:
+    return OutriderError(Reason.PROTOCOL_VIOLATION, message)

@@ -1,0 +1,106 @@
+"""Who drafts: the connected drafters, what is known of each, and which of them a sequence is handed to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DrafterInfo, Hello, SpeculationOptions, StepBatch
+from verifier_svc.depth import AcceptanceRate, Average
+
+_PRIOR_ACCEPTANCE = 0.6
+_FAULTS_ALLOWED = 3
+_QUARANTINE_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Drafter:
+    """A connected drafter. `outbox` gathers what the current step has to say to it."""
+
+    hello: Hello
+    sink: Callable[[StepBatch | OutriderError], None]
+    latency: Average = field(default_factory=Average)
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PRIOR_ACCEPTANCE))
+    outbox: StepBatch = field(default_factory=StepBatch)
+    sequence_ids: set[int] = field(default_factory=set)
+    draining: bool = False
+    verified_count: int = 0
+    accepted_count: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.hello.drafter_id
+
+    @property
+    def open_to_more(self) -> bool:
+        limit = self.hello.max_sequence_count
+        return not self.draining and (limit == 0 or len(self.sequence_ids) < limit)
+
+    def info(self, connected: bool) -> DrafterInfo:
+        rate = self.accepted_count / self.verified_count if self.verified_count else None
+        hello = self.hello
+        return DrafterInfo(hello.drafter_id, hello.family, hello.placement, connected, len(self.sequence_ids), rate)
+
+
+class Roster:
+    """All drafters: connected ones, and those that were lost without a goodbye."""
+
+    def __init__(self) -> None:
+        self.connected: dict[str, Drafter] = {}
+        self._lost: dict[str, Drafter] = {}
+        self._faults: dict[str, list[float]] = {}
+
+    def join(self, drafter: Drafter) -> None:
+        """Raises OutriderError when the id is taken, or in quarantine after repeated protocol violations."""
+        now = time.monotonic()
+        recent = [at for at in self._faults.get(drafter.id, []) if now - at < _QUARANTINE_S]
+        if len(recent) >= _FAULTS_ALLOWED:
+            message = f"drafter {drafter.id} broke the protocol {len(recent)} times and is in quarantine for {_QUARANTINE_S:.0f} s"
+            raise OutriderError(Reason.QUARANTINED, message, retry_after_s=_QUARANTINE_S - (now - recent[0]))
+        if drafter.id in self.connected:
+            raise OutriderError(Reason.DRAFTER_ID_TAKEN, f"a drafter with the id {drafter.id} is connected", "hello.drafter_id")
+        self.connected[drafter.id] = drafter
+        self._lost.pop(drafter.id, None)
+
+    def leave(self, drafter: Drafter) -> None:
+        if self.connected.get(drafter.id) is not drafter:
+            return
+        del self.connected[drafter.id]
+        drafter.sequence_ids.clear()
+        if not drafter.draining:
+            self._lost[drafter.id] = drafter
+
+    def fault(self, drafter: Drafter) -> None:
+        """Count a protocol violation."""
+        self._faults.setdefault(drafter.id, []).append(time.monotonic())
+        self._faults[drafter.id] = self._faults[drafter.id][-_FAULTS_ALLOWED:]
+
+    def choose(self, options: SpeculationOptions, assigned: Iterable[str]) -> list[Drafter]:
+        """The drafters to hand a sequence to besides those `assigned` (ids): of each family that may draft, the least busy one."""
+        if not options.enabled:
+            return []
+        names = set(assigned)
+        covered = {self.connected[name].hello.family for name in names if name in self.connected}
+        chosen: dict[str, Drafter] = {}
+        for drafter in self.connected.values():
+            family = drafter.hello.family
+            wanted = options.drafter in ("", family, drafter.id)
+            if not wanted or drafter.id in names or family in covered or not drafter.open_to_more:
+                continue
+            if family not in chosen or len(drafter.sequence_ids) < len(chosen[family].sequence_ids):
+                chosen[family] = drafter
+        return list(chosen.values())
+
+    def check_known(self, name: str) -> None:
+        """Raises OutriderError(DRAFTER_NOT_FOUND) for a name that no drafter has or had, by id or by family."""
+        known = [*self.connected.values(), *self._lost.values()]
+        names = sorted({drafter.id for drafter in known} | {drafter.hello.family for drafter in known})
+        if name and name not in names:
+            message = f"speculation.drafter must be one of {', '.join(names) or '(no drafter is connected)'}, not {name}"
+            raise OutriderError(Reason.DRAFTER_NOT_FOUND, message, "speculation.drafter")
+
+    def infos(self) -> tuple[DrafterInfo, ...]:
+        connected = [drafter.info(True) for drafter in self.connected.values()]
+        return (*connected, *(drafter.info(False) for drafter in self._lost.values()))

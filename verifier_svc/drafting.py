@@ -1,0 +1,159 @@
+"""Hands sequences to drafters, takes their drafts, tells them what was committed, and says which drafts are worth a wait."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from outrider.errors import OutriderError
+from outrider.messages import Closed, CloseReason, DraftBatch, Hello, Rule, StepBatch, Window
+from verifier_svc.depth import AcceptanceRate, ForwardCost, expected_tokens, wait_budget_s
+from verifier_svc.drafters import Drafter, Roster
+from verifier_svc.metrics import Metrics
+from verifier_svc.sequence import Assignment, Sequence
+from verifier_svc.trie import Fate, Trie
+
+log = logging.getLogger(__name__)
+
+# A drafter may have twice the verified depth under way: the path being verified, its bonus token, and the path behind that.
+_AHEAD = 2
+_NODES_PER_DEPTH = 4
+
+
+class Drafting:
+    """The engine's side of all draft streams; used on the engine's thread alone."""
+
+    def __init__(self, sequences: dict[int, Sequence], metrics: Metrics, trust_distributions: bool) -> None:
+        self.roster = Roster()
+        self.rejections: list[tuple[Drafter, OutriderError]] = []
+        self._sequences = sequences
+        self._metrics = metrics
+        self._trust_distributions = trust_distributions
+
+    # --- drafters come and go ---
+
+    def join(self, hello: Hello, sink: Callable[[StepBatch | OutriderError], None]) -> Drafter:
+        """Register a drafter and hand it the sequences that lack one of its family; raises as `Roster.join`."""
+        drafter = Drafter(hello, sink)
+        self.roster.join(drafter)
+        for sequence in self._sequences.values():
+            self.hand_out(sequence)
+        return drafter
+
+    def leave(self, drafter: Drafter) -> None:
+        """Its stream is over: drop its tries and hand its sequences to others."""
+        orphans = [self._sequences[i] for i in drafter.sequence_ids if i in self._sequences]
+        self.roster.leave(drafter)
+        for sequence in orphans:
+            sequence.assignments.pop(drafter.id, None)
+            self.hand_out(sequence)
+
+    def drain(self, drafter: Drafter) -> None:
+        """It is about to leave: hand it no more sequences."""
+        drafter.draining = True
+
+    def reject(self, drafter: Drafter, error: OutriderError) -> None:
+        """Count a protocol violation and end the drafter's stream with the reason; its sequences go to others."""
+        log.warning("drafter %s: %s", drafter.id, error)
+        self.roster.fault(drafter)
+        self.rejections.append((drafter, error))
+        self.leave(drafter)
+
+    # --- sequences come and go ---
+
+    def hand_out(self, sequence: Sequence) -> None:
+        """Announce the sequence to the drafters it lacks."""
+        if sequence.depth == 0:
+            return
+        for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
+            depth = min(_AHEAD * sequence.depth + 1, drafter.hello.max_depth)
+            trusted = self._trust_distributions and Rule.SPARSE in drafter.hello.distributions
+            rule = Rule.SPARSE if trusted and not sequence.request.sampling.greedy else Rule.ONE_HOT
+            trie = Trie(Window(node_count=_NODES_PER_DEPTH * depth, depth=depth))
+            assignment = Assignment(drafter, trie, rule, AcceptanceRate(drafter.rate.value))
+            sequence.assignments[drafter.id] = assignment
+            drafter.sequence_ids.add(sequence.id)
+            drafter.outbox.opened.append(sequence.opened_for(assignment))
+            assignment.begin_epoch()
+
+    def close(self, sequence: Sequence) -> None:
+        """Tell its drafters that the sequence is over."""
+        for assignment in sequence.assignments.values():
+            assignment.drafter.sequence_ids.discard(sequence.id)
+            assignment.drafter.outbox.closed.append(Closed(sequence.id, CloseReason.ENDED))
+        sequence.assignments.clear()
+
+    # --- drafts and verdicts ---
+
+    def take(self, drafter: Drafter, batch: DraftBatch) -> None:
+        """Hang proposals into the tries; a drafter that breaks the protocol loses its stream, and no one else notices."""
+        if self.roster.connected.get(drafter.id) is not drafter:
+            return
+        try:
+            for proposal in batch.proposals:
+                assignment = self._assignment(drafter, proposal.sequence_id)
+                fate = assignment.trie.add(proposal) if assignment else Fate.STALE
+                self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
+                if assignment:
+                    assignment.answered(proposal.epoch)
+            for skip in batch.skips:
+                if assignment := self._assignment(drafter, skip.sequence_id):
+                    assignment.trie.skip(skip)
+                    assignment.answered(skip.epoch)
+        except OutriderError as error:
+            self.reject(drafter, error)
+
+    def _assignment(self, drafter: Drafter, sequence_id: int) -> Assignment | None:
+        """None for a sequence that is over or was never handed out; a late message looks the same, so it is counted and ignored."""
+        sequence = self._sequences.get(sequence_id)
+        return sequence.assignments.get(drafter.id) if sequence is not None else None
+
+    def acknowledge(self, sequence: Sequence, new_token_ids: list[int], traceparent: str) -> None:
+        """Move every trie's root along the committed tokens and tell its drafter."""
+        for assignment in sequence.assignments.values():
+            epoch = assignment.trie.epoch
+            matched = assignment.trie.advance(new_token_ids)
+            verdict = sequence.verdict_for(assignment, new_token_ids, matched, traceparent)
+            assignment.drafter.outbox.verdicts.append(verdict)
+            if assignment.trie.epoch != epoch or assignment.trie.node_count == 0:
+                assignment.begin_epoch()
+
+    def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
+        """Let the outcome of a verified draft teach the rates and the metrics."""
+        drafter = assignment.drafter
+        assignment.rate.observe(drafted, accepted)
+        drafter.rate.observe(drafted, accepted)
+        drafter.verified_count += drafted
+        drafter.accepted_count += accepted
+        self._metrics.verified(drafter, drafted, accepted)
+
+    # --- waiting ---
+
+    def worth_waiting_for(self, running: Iterable[Sequence], cost: ForwardCost) -> tuple[list[Assignment], float]:
+        """The drafts under way that may still pay, and until how many seconds after the last step's end they do."""
+        late: list[Assignment] = []
+        certain, awaited, token_count = 0.0, 0.0, 0
+        for sequence in running:
+            if sequence.pending_count != 1:
+                continue
+            now, later, slow = _prospects(sequence)
+            certain += now
+            token_count += 1 + sequence.draft_limit
+            if slow is not None:
+                awaited += later - now
+                late.append(slow)
+        budget_s = wait_budget_s(cost.estimate(token_count), certain, awaited)
+        return [slow for slow in late if (slow.drafter.latency.value or 0.0) <= budget_s], budget_s
+
+
+def _prospects(sequence: Sequence) -> tuple[float, float, Assignment | None]:
+    """Tokens expected of a step now, tokens expected once the best draft under way is there, and whose that is."""
+    depth = sequence.draft_limit
+    now, later, slow = 1.0, 1.0, None
+    for assignment in sequence.assignments.values():
+        there = len(assignment.trie.path(depth).token_ids)
+        now = max(now, expected_tokens(assignment.rate.value, there))
+        promised = expected_tokens(assignment.rate.value, depth)
+        if not assignment.trie.ready(depth) and promised > later:
+            later, slow = promised, assignment
+    return (now, later, slow) if later > now else (now, now, None)

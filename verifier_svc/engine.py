@@ -1,0 +1,324 @@
+"""The engine: a step is `batch = scheduler.next()`, `logits = model.forward(batch)`, `commit(accept(...))`.
+
+It runs on a thread of its own. Other threads only `post` work to it; what it has to say leaves through sinks, which are called
+together after each step. Knows token ids and drafters; not text, protobuf or grpc.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from outrider.lm.pages import KVSequence, PagePool
+from outrider.lm.runner import Slice
+
+from outrider import telemetry
+from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason, Rule, SpeculationStats, StepBatch, TokenChunk, TokenRequest, TokenSource
+from outrider.telemetry import NO_SPAN, Span
+from verifier_svc.acceptance import Draft, Outcome, accept
+from verifier_svc.depth import ForwardCost
+from verifier_svc.drafting import Drafting
+from verifier_svc.metrics import Metrics
+from verifier_svc.scheduler import Item, Scheduler
+from verifier_svc.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+Delivery = tuple[Callable[..., None], object]
+"""A sink, and what to call it with."""
+
+
+class LanguageModel(Protocol):
+    """What the engine needs of a model; `outrider.lm.runner.ModelRunner` is one."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def forward(self, slices: SequenceOf[Slice]) -> torch.Tensor:
+        """Float32 logits [R, V] for the last `logit_count` tokens of each slice, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`depth`: draft tokens of a sequence verified in one step, unless its request says otherwise; the rest are counts."""
+
+    depth: int = 4
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    max_waiting: int = 1024
+
+
+class Engine:
+    """Owns every sequence. All but `post` and `stop` is for the engine's own thread."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        pool: PagePool,
+        deliver: Callable[[list[Delivery]], None],
+        metrics: Metrics,
+        limits: Limits = Limits(),  # frozen
+        *,
+        trust_draft_distributions: bool = False,
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self.pool = pool
+        self.sequences: dict[int, Sequence] = {}
+        self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
+        self.drafting = Drafting(self.sequences, metrics, trust_draft_distributions)
+        self.cost = ForwardCost()
+        self._metrics = metrics
+        self._deliver = deliver
+        self._deliveries: list[Delivery] = []
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._last_id = 0
+
+    # --- from other threads ---
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have `work` run on the engine's thread, between two steps."""
+        with self._wake:
+            self._inbox.append(work)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Let `run` return after the step in progress."""
+        self.post(lambda: setattr(self, "_stopping", True))
+
+    # --- the loop ---
+
+    def run(self) -> None:
+        """Step until stopped; sleeps while there is nothing to do."""
+        while not self._stopping:
+            with self._wake:
+                while not self._inbox and not self.sequences:
+                    self._wake.wait()
+            self.drain_inbox()
+            self._await_drafts()
+            self.step()
+
+    def drain_inbox(self) -> None:
+        """Run everything that was posted."""
+        while self._inbox:
+            self._inbox.popleft()()
+        self._flush()
+
+    def step(self) -> None:
+        """One forward and what it commits; then everything that was said is delivered."""
+        started, preempted = time.monotonic(), self.scheduler.preemption_count
+        items = self.scheduler.next()
+        if not items:
+            return
+        spans = [_span(item) for item in items]
+        try:
+            outcomes = self._forward(items)
+        except (RuntimeError, OutriderError) as error:
+            log.exception("a forward failed")
+            self._fail(items, error)
+        else:
+            for item, outcome, span in zip(items, outcomes, spans, strict=True):
+                self._commit(item, outcome, span)
+        for span in spans:
+            span.end()
+        self._metrics.observe_step(
+            time.monotonic() - started,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            page_share=self.pool.used_count / self.pool.page_count,
+            preempted=self.scheduler.preemption_count - preempted,
+        )
+        self._flush()
+
+    def _forward(self, items: list[Item]) -> list[Outcome | None]:
+        """Score a batch; None for a part of a prompt."""
+        started = time.monotonic()
+        slices = [_slice(item) for item in items]
+        logits_RV = self.model.forward(slices)
+        judged = iter(accept(logits_RV, [_draft(item) for item in items if item.samples]))
+        self.cost.observe(sum(len(part.token_ids) for part in slices), time.monotonic() - started)
+        return [next(judged) if item.samples else None for item in items]
+
+    def _await_drafts(self) -> None:
+        """Wait for drafts that are under way as long as that pays; they may come, or turn out not to pay, in the meantime."""
+        started = time.monotonic()
+        while not self._stopping:
+            late, budget_s = self.drafting.worth_waiting_for(self.scheduler.running.values(), self.cost)
+            if not late:
+                return
+            remaining_s = started + budget_s - time.monotonic()
+            if remaining_s <= 0:
+                # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
+                for assignment in late:
+                    assignment.drafter.latency.observe(2 * (time.monotonic() - started))
+                return
+            with self._wake:
+                if not self._inbox:
+                    self._wake.wait(remaining_s)
+            self.drain_inbox()
+
+    # --- requests ---
+
+    def submit(self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span = NO_SPAN) -> Sequence:
+        """Take a request; its chunks and, at worst, an error go to `sink`.
+
+        Raises OutriderError: CONTEXT_LENGTH_EXCEEDED when it could never fit the cache, OVERLOADED when too many wait,
+        DRAFTER_NOT_FOUND for a drafter nobody knows.
+        """
+        needed, held = len(request.prompt) + request.max_tokens, self.pool.page_count * self.pool.page_size
+        if needed > held:
+            message = f"max_tokens: prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
+            raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
+        if len(self.scheduler.waiting) >= self.limits.max_waiting:
+            raise OutriderError(Reason.OVERLOADED, f"{self.limits.max_waiting} requests are waiting already", retry_after_s=1.0)
+        if request.speculation.enabled:
+            self.drafting.roster.check_known(request.speculation.drafter)
+        sequence = self._new_sequence(request, sink, span)
+        self.sequences[sequence.id] = sequence
+        self.scheduler.add(sequence)
+        self.drafting.hand_out(sequence)
+        return sequence
+
+    def _new_sequence(self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span) -> Sequence:
+        self._last_id += 1
+        depth = self.limits.depth if request.speculation.depth is None else request.speculation.depth
+        depth = depth if request.speculation.enabled else 0
+        return Sequence(
+            id=self._last_id,
+            request=request,
+            seed=secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed,
+            depth=depth,
+            end_ids=request.stop_token_ids | frozenset(() if request.ignore_eos else self.model.eos_token_ids),
+            kv=KVSequence(),
+            sink=sink,
+            tokens=list(request.prompt),
+            stats=SpeculationStats(max_depth=depth),
+            span=span,
+        )
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Free a sequence that nobody waits for any more."""
+        if sequence.id in self.sequences:
+            self._close(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        del self.sequences[sequence.id]
+        self.scheduler.remove(sequence)
+        self.drafting.close(sequence)
+
+    def _fail(self, items: list[Item], error: Exception) -> None:
+        """End the sequences of a batch whose forward failed; the others go on."""
+        told = error if isinstance(error, OutriderError) else OutriderError(Reason.INTERNAL, "the target's forward failed")
+        for item in items:
+            self._deliveries.append((item.sequence.sink, told))
+            self._close(item.sequence)
+
+    # --- committing ---
+
+    def _commit(self, item: Item, outcome: Outcome | None, span: Span) -> None:
+        """Take over what a forward said about one sequence."""
+        sequence = item.sequence
+        sequence.kv.length = item.start + len(item.token_ids)
+        if outcome is None:
+            self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+            return
+        drafted = item.path.token_ids
+        new = [*drafted[: outcome.accepted_count], outcome.next_token]
+        finish_reason = _end(sequence, new)
+        accepted = min(outcome.accepted_count, len(new))
+        sequence.tokens += new
+        sequence.stats.record(len(drafted), accepted)
+        # Keep the cache of what was accepted; the target's own token was sampled, not fed, so it comes with the next forward.
+        sequence.kv.length += accepted
+        self.pool.truncate(sequence.kv, sequence.kv.length)
+        self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+        self._metrics.generated(len(new))
+        span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
+        if item.assignment is not None:
+            self.drafting.judge(item.assignment, len(drafted), outcome.accepted_count)
+        self._deliveries.append((sequence.sink, _chunk(item, new, accepted, finish_reason)))
+        if finish_reason is not None:
+            self._close(sequence)
+        else:
+            self.drafting.acknowledge(sequence, new, span.traceparent)
+
+    def _flush(self) -> None:
+        """Hand everything that was said to its sinks, in one go."""
+        drafting = self.drafting
+        self._deliveries += [(drafter.sink, error) for drafter, error in drafting.rejections]
+        drafting.rejections.clear()
+        for drafter in drafting.roster.connected.values():
+            if drafter.outbox:
+                self._deliveries.append((drafter.sink, drafter.outbox))
+                drafter.outbox = StepBatch()
+        if self._deliveries:
+            self._deliver(self._deliveries)
+            self._deliveries = []
+
+
+def _slice(item: Item) -> Slice:
+    return Slice([*item.token_ids, *item.path.token_ids], item.start, item.sequence.kv.pages, item.logit_count)
+
+
+def _draft(item: Item) -> Draft:
+    sparse = item.assignment is not None and item.assignment.rule is Rule.SPARSE
+    return Draft(
+        item.sequence.request.sampling,
+        item.sequence.seed,
+        item.start + len(item.token_ids),
+        item.path.token_ids,
+        item.path.distributions if sparse else (),
+    )
+
+
+def _end(sequence: Sequence, new: list[int]) -> FinishReason | None:
+    """Cut `new` behind the token that ends the sequence, and say why it ends; None when it goes on."""
+    for i, token in enumerate(new):
+        if token in sequence.end_ids:
+            del new[i + 1 :]
+            return FinishReason.STOP
+    generated = len(sequence.tokens) - len(sequence.request.prompt) + len(new)
+    return FinishReason.LENGTH if generated >= sequence.request.max_tokens else None
+
+
+def _chunk(item: Item, new: list[int], accepted: int, finish_reason: FinishReason | None) -> TokenChunk:
+    """What the step committed, each token with its author."""
+    sources = [TokenSource.ACCEPTED] * accepted
+    if len(new) > accepted:
+        drafted = len(item.path.token_ids)
+        own = TokenSource.BONUS if accepted == drafted else TokenSource.RECOVERED
+        sources.append(own if drafted else TokenSource.PLAIN)
+    return TokenChunk(
+        token_ids=new,
+        sources=sources,
+        drafter_id=item.assignment.drafter.id if item.assignment is not None else "",
+        finish_reason=finish_reason,
+        stats=item.sequence.stats if finish_reason is not None else None,
+        cached_token_count=item.sequence.cached_token_count,
+    )
+
+
+def _span(item: Item) -> Span:
+    """The step's span in its request's trace; drafters of the next round stand below it."""
+    if not item.sequence.span.traceparent:
+        return NO_SPAN
+    span = telemetry.start("verify", item.sequence.span.traceparent)
+    span.set(
+        outrider__sequence_id=item.sequence.id,
+        outrider__tokens=len(item.token_ids),
+        outrider__draft_tokens=len(item.path.token_ids),
+    )
+    if item.assignment is not None:
+        span.set(outrider__drafter=item.assignment.drafter.id, outrider__epoch=item.assignment.trie.epoch)
+    return span

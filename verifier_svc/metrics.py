@@ -1,0 +1,76 @@
+"""The verifier's Prometheus metrics; the speculative ones have vLLM's names and definitions, under the prefix `outrider:`."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from outrider.messages import MAX_DEPTH
+from verifier_svc.drafters import Drafter
+
+_LABELS = ["model_name", "drafter", "placement"]
+
+
+class Metrics:
+    """Counters of one verifier, in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+
+        def counter(name: str, text: str, labels: list[str] = _LABELS) -> Counter:
+            return Counter(f"outrider:{name}", text, labels, registry=self.registry)
+
+        self._drafts = counter("spec_decode_num_drafts", "Steps of a sequence that verified a draft.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._accepted_per_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", [*_LABELS, "position"]
+        )
+        self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.")
+        self._stale_tokens = counter("stale_tokens", "Draft tokens received for an epoch, node or sequence that was over.")
+        self._generated = counter("generation_tokens", "Tokens committed.", ["model_name"])
+        self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", ["model_name"])
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"outrider:{name}", text, ["model_name"], registry=self.registry)
+
+        self._running = gauge("num_requests_running", "Sequences in the batch.")
+        self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
+        self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
+        self._step_seconds = Histogram(
+            "outrider:step_seconds",
+            "Time of one engine step's forward and acceptance.",
+            ["model_name"],
+            buckets=[0.001 * 2**i for i in range(14)],
+            registry=self.registry,
+        )
+
+    def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
+        return self._model_name, drafter.id, drafter.hello.placement.kind
+
+    def proposed(self, drafter: Drafter, token_count: int, *, stale: bool) -> None:
+        """A proposal arrived."""
+        self._proposed_tokens.labels(*self._labels(drafter)).inc(token_count)
+        if stale:
+            self._stale_tokens.labels(*self._labels(drafter)).inc(token_count)
+
+    def verified(self, drafter: Drafter, drafted: int, accepted: int) -> None:
+        """A draft was verified."""
+        labels = self._labels(drafter)
+        self._drafts.labels(*labels).inc()
+        self._draft_tokens.labels(*labels).inc(drafted)
+        self._accepted_tokens.labels(*labels).inc(accepted)
+        for position in range(min(accepted, MAX_DEPTH)):
+            self._accepted_per_pos.labels(*labels, str(position)).inc()
+
+    def generated(self, token_count: int) -> None:
+        """Tokens were committed."""
+        self._generated.labels(self._model_name).inc(token_count)
+
+    def observe_step(self, seconds: float, *, running: int, waiting: int, page_share: float, preempted: int) -> None:
+        """An engine step ended."""
+        self._step_seconds.labels(self._model_name).observe(seconds)
+        self._running.labels(self._model_name).set(running)
+        self._waiting.labels(self._model_name).set(waiting)
+        self._pages.labels(self._model_name).set(page_share)
+        self._preemptions.labels(self._model_name).inc(preempted)

@@ -1,0 +1,127 @@
+"""Which tokens of which sequences go into the next forward: continuous batching with chunked prefill, drafts and preemption.
+
+Knows sequences and pages; not the model, the acceptance rule or any stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from outrider.lm.pages import PagePool
+
+from verifier_svc.depth import expected_tokens
+from verifier_svc.sequence import Assignment, Sequence
+from verifier_svc.trie import Path
+
+NO_PATH = Path([], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One sequence's part of a batch: committed tokens the model has not seen, then a draft behind the last of them.
+
+    `samples` is False for a chunk of a prompt that is not its last: it yields no logits.
+    """
+
+    sequence: Sequence
+    start: int
+    token_ids: list[int]
+    path: Path
+    assignment: Assignment | None
+    samples: bool
+
+    @property
+    def logit_count(self) -> int:
+        return len(self.path.token_ids) + 1 if self.samples else 0
+
+
+class Scheduler:
+    """First come, first served; decoding goes before prefill, and the youngest sequence is preempted when pages run out."""
+
+    def __init__(self, pool: PagePool, *, max_batch_tokens: int, max_sequences: int) -> None:
+        self.pool = pool
+        self.running: dict[int, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.preemption_count = 0
+        self._max_batch_tokens = max_batch_tokens
+        self._max_sequences = max_sequences
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence and free its pages."""
+        if self.running.pop(sequence.id, None) is None and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.pool.free(sequence.kv)
+
+    def next(self) -> list[Item]:
+        """The next batch; empty when there is nothing to do."""
+        self._admit()
+        items: dict[int, Item] = {}
+        budget = self._max_batch_tokens
+        # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
+        decoding = [sequence for sequence in self.running.values() if sequence.pending_count == 1]
+        prefilling = [sequence for sequence in self.running.values() if sequence.pending_count > 1]
+        spare = max(0, budget - len(decoding))
+        for sequence in decoding:
+            item = self._schedule(sequence, 1, spare, items)
+            if item is not None:
+                spare -= len(item.path.token_ids)
+        for sequence in prefilling:
+            if spare > 0:
+                item = self._schedule(sequence, min(sequence.pending_count, spare), 0, items)
+                spare -= len(item.token_ids) if item is not None else 0
+        return list(items.values())
+
+    def _schedule(self, sequence: Sequence, count: int, spare: int, items: dict[int, Item]) -> Item | None:
+        """Put `count` tokens of the sequence, and a draft of at most `spare`, into the batch; None if it had to be preempted."""
+        if sequence.id not in self.running:
+            return None  # preempted for an older one in this very step
+        assignment, path = best_path(sequence, min(spare, sequence.draft_limit))
+        start = sequence.kv.length
+        if path.token_ids and not self.pool.reserve(sequence.kv, start + count + len(path.token_ids)):
+            assignment, path = None, NO_PATH
+        while not self.pool.reserve(sequence.kv, start + count + len(path.token_ids)):
+            victim = next((other for other in reversed(self.running.values()) if other.id not in items), sequence)
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        samples = count == sequence.pending_count
+        item = Item(sequence, start, sequence.tokens[start : start + count], path, assignment, samples)
+        items[sequence.id] = item
+        return item
+
+    def _admit(self) -> None:
+        """Move waiting sequences in while their whole text fits, so that admitting one never preempts another at once."""
+        while self.waiting and len(self.running) < self._max_sequences:
+            sequence = self.waiting[0]
+            cached = self.pool.attach_prefix(sequence.kv, sequence.tokens, sequence.request.tenant)
+            if not self.pool.reserve(sequence.kv, len(sequence.tokens)):
+                self.pool.free(sequence.kv)
+                return
+            if sequence.stats.forward_count == 0:
+                sequence.cached_token_count = cached
+            self.running[sequence.id] = self.waiting.popleft()
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Free its pages and recompute it later; its committed tokens and its drafters' tries stay as they are."""
+        self.pool.free(victim.kv)
+        del self.running[victim.id]
+        self.waiting.appendleft(victim)
+        self.preemption_count += 1
+
+
+def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:
+    """The path of at most `depth` tokens from which the most tokens are expected, by its length and its drafter's acceptance."""
+    best: tuple[Assignment | None, Path] = (None, NO_PATH)
+    best_value = 1.0
+    if depth <= 0:
+        return best
+    for assignment in sequence.assignments.values():
+        path = assignment.trie.path(depth)
+        value = expected_tokens(assignment.rate.value, len(path.token_ids))
+        if path.token_ids and value > best_value:
+            best, best_value = (assignment, path), value
+    return best

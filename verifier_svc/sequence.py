@@ -1,0 +1,94 @@
+"""One request's state in the engine, and one sequence in the hands of one drafter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.lm.pages import KVSequence
+
+from outrider.errors import OutriderError
+from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Verdict
+from outrider.telemetry import NO_SPAN, Span
+from verifier_svc.depth import AcceptanceRate
+from verifier_svc.drafters import Drafter
+from verifier_svc.trie import Trie
+
+_EPOCHS_TIMED = 8
+
+
+@dataclass(eq=False, slots=True)
+class Assignment:
+    """A sequence in the hands of a drafter."""
+
+    drafter: Drafter
+    trie: Trie
+    rule: Rule
+    rate: AcceptanceRate
+    asked_at: dict[int, float] = field(default_factory=dict)
+    """When each of the last few epochs began (monotonic seconds), until its first proposal."""
+
+    def begin_epoch(self) -> None:
+        """Note when the drafter was asked, to measure how long it takes."""
+        self.asked_at[self.trie.epoch] = time.monotonic()
+        while len(self.asked_at) > _EPOCHS_TIMED:
+            del self.asked_at[next(iter(self.asked_at))]
+
+    def answered(self, epoch: int) -> None:
+        """The epoch's first message came, late or not."""
+        asked_at = self.asked_at.pop(epoch, None)
+        if asked_at is not None:
+            self.drafter.latency.observe(time.monotonic() - asked_at)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request being generated.
+
+    `tokens` are the committed ones, the prompt first. `kv.length` of them have their keys and values in the cache; between steps of
+    a decoding sequence that is all but the last.
+    """
+
+    id: int
+    request: TokenRequest
+    seed: int
+    depth: int
+    end_ids: frozenset[int]
+    kv: KVSequence
+    sink: Callable[[TokenChunk | OutriderError], None]
+    tokens: list[int]
+    stats: SpeculationStats
+    assignments: dict[str, Assignment] = field(default_factory=dict)
+    cached_token_count: int = 0
+    span: Span = NO_SPAN
+
+    @property
+    def pending_count(self) -> int:
+        """Committed tokens that a forward has not seen; 1 when decoding."""
+        return len(self.tokens) - self.kv.length
+
+    @property
+    def draft_limit(self) -> int:
+        """Draft tokens that could still be committed: one token of each step is the target's own."""
+        left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
+        return max(0, min(self.depth, left - 1))
+
+    def opened_for(self, assignment: Assignment) -> Opened:
+        """The announcement to a drafter."""
+        return Opened(
+            sequence_id=self.id,
+            epoch=assignment.trie.epoch,
+            token_ids=list(self.tokens),
+            sampling=self.request.sampling,
+            rule=assignment.rule,
+            window=assignment.trie.window,
+            depth=self.depth,
+            tenant=self.request.tenant,
+            traceparent=self.span.traceparent,
+        )
+
+    def verdict_for(self, assignment: Assignment, new_token_ids: list[int], accepted_count: int, traceparent: str) -> Verdict:
+        """The acknowledgement of a step, after the trie has been advanced."""
+        trie = assignment.trie
+        return Verdict(self.id, trie.epoch, trie.root, len(self.tokens), accepted_count, new_token_ids, traceparent=traceparent)

@@ -1,0 +1,113 @@
+"""VerifierService: parses requests, hands them to the engine, streams what comes back. Owns the stage, not the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from outrider import telemetry, wire
+from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason, ModelInfo, Stage, TokenChunk
+from outrider.rpc import reports_errors
+from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+from verifier_svc.draft_streams import DraftStream
+from verifier_svc.engine_thread import EngineThread
+from verifier_svc.sequence import Sequence
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
+    """Answers GetModel from the start, and the rest once `serve` has been called."""
+
+    def __init__(self, model_id: str) -> None:
+        self.info = ModelInfo(model_id, Stage.LOADING, "starting")
+        self._engine: EngineThread | None = None
+        self._streams: set[DraftStream] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._active = 0
+
+    def report(self, stage: Stage, detail: str) -> None:
+        """Say how far loading is."""
+        self.info = replace(self.info, stage=stage, stage_detail=detail)
+
+    def serve(self, engine: EngineThread, info: ModelInfo) -> None:
+        """Begin to take requests and drafters."""
+        self._engine, self.info = engine, info
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new, tell the drafters, and wait for running requests for at most `grace_s`."""
+        self.report(Stage.DRAINING, "finishing what runs")
+        for stream in self._streams:
+            stream.say_draining("the verifier is about to stop")
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            return
+
+    def _ready(self) -> EngineThread:
+        if self.info.stage is Stage.DRAINING:
+            raise OutriderError(Reason.DRAINING, "the verifier is about to stop", retry_after_s=1.0)
+        if self._engine is None or self.info.stage is not Stage.READY:
+            stage = self.info.stage.name.lower().replace("_", " ")
+            raise OutriderError(Reason.NOT_READY, f"the verifier is {stage}: {self.info.stage_detail}", retry_after_s=1.0)
+        return self._engine
+
+    @reports_errors
+    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Context) -> verifier_pb2.GetModelResponse:
+        """The model, its stage and its drafters."""
+        info = self.info
+        if self._engine is not None:
+            info = replace(info, drafters=await self._engine.call(self._engine.engine.drafting.roster.infos))
+        return wire.model_to_proto(info)
+
+    @reports_errors
+    async def GenerateTokens(
+        self, request: verifier_pb2.GenerateTokensRequest, context: Context
+    ) -> AsyncIterator[verifier_pb2.GenerateTokensResponse]:
+        """Stream what each step commits; a call that is cancelled frees its sequence."""
+        engine = self._ready()
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        parsed = wire.request_from_proto(request, vocab_size=self.info.vocab_size, context_length=self.info.context_length)
+        chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
+        submitted: list[Sequence] = []
+        self._enter()
+        with telemetry.start("generate_tokens", metadata.get("traceparent", "")) as span:
+            span.set(outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=len(parsed.prompt))
+            try:
+                await engine.call(lambda: submitted.append(engine.engine.submit(parsed, chunks.put_nowait, span)))
+                finish_reason: FinishReason | None = None
+                while finish_reason is None:
+                    chunk = await chunks.get()
+                    if isinstance(chunk, OutriderError):
+                        raise chunk
+                    finish_reason = chunk.finish_reason
+                    yield wire.chunk_to_proto(chunk)
+            finally:
+                # Posted behind `submit`, so that a call cancelled before it ran is cancelled after it.
+                engine.post(lambda: [engine.engine.cancel(sequence) for sequence in submitted])
+                self._leave()
+
+    def _enter(self) -> None:
+        self._active += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._active -= 1
+        if self._active == 0:
+            self._idle.set()
+
+    @reports_errors
+    async def StreamDrafts(self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context) -> None:
+        """One drafter's stream, until it leaves."""
+        stream = DraftStream(self._ready(), aiter(request_iterator), context, wire.model_to_proto(self.info))
+        self._streams.add(stream)
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)

@@ -1,0 +1,176 @@
+"""The verifier's copy of one drafter's guesses for one sequence: a trie rooted at the last committed token.
+
+Knows tokens and node numbers; not models, streams or who drafts. See protos/outrider/v1/drafts.proto for the numbering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import Proposal, Skip, SparseDistribution, Window
+
+
+class Fate(Enum):
+    """What became of a proposal."""
+
+    ADDED = auto()
+    STALE = auto()
+    """It was made for an older epoch, or hangs under a node that the commit has since ruled out."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A guess. `depth` is its distance from node 0 of the epoch; `children` maps tokens to node numbers."""
+
+    token: int
+    depth: int
+    distribution: SparseDistribution | None = None
+    children: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Draft tokens from the root's child on, and what each was sampled from (empty when one-hot)."""
+
+    token_ids: list[int]
+    distributions: list[SparseDistribution]
+
+
+class Trie:
+    """Speculation trie of one (sequence, drafter)."""
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.epoch = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.root = 0
+        self._last = 0
+        self._nodes: dict[int, Node] = {0: Node(token=-1, depth=0)}
+        self._skipped: set[int] = set()
+        self._deepest_known: list[int] | None = None
+
+    @property
+    def node_count(self) -> int:
+        """Nodes below the root."""
+        return len(self._nodes) - 1
+
+    def add(self, proposal: Proposal) -> Fate:
+        """Hang a run of nodes under its parent.
+
+        Raises OutriderError(PROTOCOL_VIOLATION) for what no delay can explain: an epoch or parent that never was, numbers that are
+        not consecutive, two siblings of one token, more nodes or depth than the window allows.
+        """
+        if proposal.epoch < self.epoch:
+            return Fate.STALE
+        self._check_known(proposal.epoch, proposal.parent_node, "parent_node")
+        if proposal.first_node != self._last + 1:
+            raise _violation("first_node", f"must be {self._last + 1}, the epoch's next node, not {proposal.first_node}")
+        parent = self._nodes.get(proposal.parent_node)
+        if parent is None:
+            self._last += len(proposal.token_ids)  # the drafter has numbered them, so numbering goes on behind them
+            return Fate.STALE
+        self._check_room(proposal, parent)
+        for i, token in enumerate(proposal.token_ids):
+            self._last += 1
+            distribution = proposal.distributions[i] if proposal.distributions else None
+            node = Node(token, parent.depth + 1, distribution)
+            parent.children[token] = self._last
+            self._nodes[self._last] = node
+            parent = node
+        self._deepest_known = None
+        return Fate.ADDED
+
+    def skip(self, skip: Skip) -> Fate:
+        """Note that nothing will come below a node; raises as `add` does."""
+        if skip.epoch < self.epoch:
+            return Fate.STALE
+        self._check_known(skip.epoch, skip.node, "node")
+        self._skipped.add(skip.node)
+        return Fate.ADDED
+
+    def path(self, depth: int) -> Path:
+        """The deepest path from the root, cut at `depth` tokens.
+
+        Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
+        """
+        tokens, distributions = [], []
+        for number in self._deepest()[:depth]:
+            node = self._nodes[number]
+            tokens.append(node.token)
+            if node.distribution is not None:
+                distributions.append(node.distribution)
+        # A path is sampled from end to end or counts as one-hot from end to end.
+        return Path(tokens, distributions if len(distributions) == len(tokens) else [])
+
+    def ready(self, depth: int) -> bool:
+        """Whether waiting could not make the path to `depth` any longer."""
+        deepest = self._deepest()
+        return len(deepest) >= depth or (deepest[-1] if deepest else self.root) in self._skipped
+
+    def advance(self, token_ids: list[int]) -> int:
+        """Move the root along committed tokens; how many the trie had. If not all, it is dropped and the epoch rises."""
+        for matched, token in enumerate(token_ids):
+            child = self._nodes[self.root].children.get(token)
+            if child is None:
+                self.epoch += 1
+                self._restart()
+                return matched
+            self.root = child
+        self._prune()
+        return len(token_ids)
+
+    def _prune(self) -> None:
+        """Keep the root and what is below it."""
+        kept, pending = {self.root: self._nodes[self.root]}, [self.root]
+        while pending:
+            for child in self._nodes[pending.pop()].children.values():
+                kept[child] = self._nodes[child]
+                pending.append(child)
+        self._nodes = kept
+        self._skipped &= kept.keys()
+        self._deepest_known = None
+
+    def _deepest(self) -> list[int]:
+        """Node numbers from the root's child to the deepest node, the first proposed of several."""
+        if self._deepest_known is None:
+            self._deepest_known = self._find_deepest()
+        return self._deepest_known
+
+    def _find_deepest(self) -> list[int]:
+        # Numbers grow towards the leaves, so walking them backwards sees every child before its parent.
+        best: dict[int, int] = {}
+        height = dict.fromkeys(self._nodes, 0)
+        for number in sorted(self._nodes, reverse=True):
+            for child in self._nodes[number].children.values():
+                if height[child] + 1 > height[number]:
+                    height[number], best[number] = height[child] + 1, child
+        path, number = [], self.root
+        while number in best:
+            number = best[number]
+            path.append(number)
+        return path
+
+    def _check_known(self, epoch: int, node: int, field_name: str) -> None:
+        if epoch > self.epoch:
+            raise _violation("epoch", f"must be at most {self.epoch}, not {epoch}")
+        if node > self._last:
+            raise _violation(field_name, f"must be a node of the epoch, at most {self._last}, not {node}")
+
+    def _check_room(self, proposal: Proposal, parent: Node) -> None:
+        count = len(proposal.token_ids)
+        depth = parent.depth - self._nodes[self.root].depth + count
+        if depth > self.window.depth:
+            raise _violation("token_ids", f"reach depth {depth}, but the window allows {self.window.depth}")
+        if self.node_count + count > self.window.node_count:
+            raise _violation("token_ids", f"make more than the {self.window.node_count} nodes that the window allows")
+        if proposal.token_ids[0] in parent.children:
+            repeated = proposal.token_ids[0]
+            raise _violation("token_ids", f"begin with {repeated}, but node {proposal.parent_node} has that child already")
+
+
+def _violation(field_name: str, message: str) -> OutriderError:
+    return OutriderError(Reason.PROTOCOL_VIOLATION, f"proposal.{field_name} {message}", f"proposal.{field_name}")
