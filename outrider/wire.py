@@ -119,11 +119,11 @@ def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
         token_ids=chunk.token_ids,
         sources=[_enum(source) for source in chunk.sources],
         drafter_id=chunk.drafter_id,
+        cached_token_count=chunk.cached_token_count,
         draft_token_count=chunk.draft_token_count,
     )
     if chunk.finish_reason is not None:
         response.finish_reason = _enum(chunk.finish_reason)
-        response.cached_token_count = chunk.cached_token_count
     if chunk.stats is not None:
         response.stats.CopyFrom(stats_to_proto(chunk.stats))
     return response

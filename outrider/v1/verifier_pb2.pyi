@@ -133,7 +133,7 @@ class GenerateTokensResponse(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     cached_token_count: _builtins.int
-    """Prompt tokens whose state came from the prefix cache; set on the last message."""
+    """Prompt tokens whose state came from the prefix cache."""
     draft_token_count: _builtins.int
     """Draft tokens this step verified; counts what speculation did when the caller ends the sequence before its last message."""
     @_builtins.property
