@@ -4,6 +4,9 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root}
 python=${PYTHON:-$root/.venv/bin/python}
-PATH="$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I "$root/protos" \
-  --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet:$out" \
-  "$root"/protos/outrider/v1/*.proto
+export PATH="$(dirname "$python"):$PATH"
+cd "$root/protos"
+protoc=("$python" -m grpc_tools.protoc -I .)
+"${protoc[@]}" --python_out="$out" --mypy_out="quiet:$out" outrider/v1/*.proto
+# Only files with a service have stubs.
+"${protoc[@]}" --grpc_python_out="$out" --mypy_grpc_out="quiet:$out" $(grep -l '^service ' outrider/v1/*.proto)

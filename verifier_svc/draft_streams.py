@@ -43,8 +43,14 @@ class DraftStream:
         hello = await self._receive_hello()
         joined: list[Drafter] = []
 
+        drafting = self._engine.engine.drafting
+
         def join() -> None:
-            joined.append(self._engine.engine.drafting.join(hello, self._sink))
+            joined.append(drafting.join(hello, self._sink))
+
+        def leave() -> None:
+            for drafter in joined:
+                drafting.leave(drafter)
 
         tasks: list[asyncio.Future[None]] = [self._failure]
         try:
@@ -61,7 +67,7 @@ class DraftStream:
             for task in tasks:
                 task.cancel()
             # Posted behind `join`, so that a drafter whose call was cancelled in between leaves as well.
-            self._engine.post(lambda: [self._engine.engine.drafting.leave(drafter) for drafter in joined])
+            self._engine.post(leave)
 
     def say_draining(self, reason: str) -> None:
         """Tell the drafter that the verifier is about to leave."""

@@ -80,14 +80,14 @@ class Engine:
         self._metrics = metrics
         self._deliver = deliver
         self._deliveries: list[Delivery] = []
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._last_id = 0
 
     # --- from other threads ---
 
-    def post(self, work: Callable[[], None]) -> None:
+    def post(self, work: Callable[[], object]) -> None:
         """Have `work` run on the engine's thread, between two steps."""
         with self._wake:
             self._inbox.append(work)
@@ -306,6 +306,7 @@ def _chunk(item: Item, new: list[int], accepted: int, finish_reason: FinishReaso
         finish_reason=finish_reason,
         stats=item.sequence.stats if finish_reason is not None else None,
         cached_token_count=item.sequence.cached_token_count,
+        draft_token_count=len(item.path.token_ids),
     )
 
 

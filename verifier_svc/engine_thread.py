@@ -43,7 +43,7 @@ class EngineThread:
 
     def post(self, work: Callable[[], object]) -> None:
         """Have `work` run on the engine's thread, in the order of posting."""
-        self.engine.post(lambda: work() and None)
+        self.engine.post(work)
 
     async def call(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on the engine's thread, between two steps, and return its result or raise its OutriderError."""

@@ -76,6 +76,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         parsed = wire.request_from_proto(request, vocab_size=self.info.vocab_size, context_length=self.info.context_length)
         chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
         submitted: list[Sequence] = []
+
+        def cancel() -> None:
+            for sequence in submitted:
+                engine.engine.cancel(sequence)
+
         self._enter()
         with telemetry.start("generate_tokens", metadata.get("traceparent", "")) as span:
             span.set(outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=len(parsed.prompt))
@@ -90,7 +95,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     yield wire.chunk_to_proto(chunk)
             finally:
                 # Posted behind `submit`, so that a call cancelled before it ran is cancelled after it.
-                engine.post(lambda: [engine.engine.cancel(sequence) for sequence in submitted])
+                engine.post(cancel)
                 self._leave()
 
     def _enter(self) -> None:
@@ -103,7 +108,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             self._idle.set()
 
     @reports_errors
-    async def StreamDrafts(self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context) -> None:
+    async def StreamDrafts(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+        self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context
+    ) -> None:
         """One drafter's stream, until it leaves."""
         stream = DraftStream(self._ready(), aiter(request_iterator), context, wire.model_to_proto(self.info))
         self._streams.add(stream)

@@ -1,0 +1,20 @@
+"""One real stack for all end-to-end tests: a verifier and both kinds of drafter, each a process of its own."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stack import Stack, running  # lies beside this file
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    stack = Stack()
+    stack.add_drafter("ngram-1", "ngram")
+    stack.add_drafter("model-1", "model")
+    with running(stack):
+        yield stack

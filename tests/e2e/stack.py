@@ -1,0 +1,139 @@
+"""Starts Outrider's processes for tests, and talks to a verifier as a client would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from outrider import rpc, wire
+from outrider.messages import ModelInfo, Stage, TokenChunk, TokenRequest
+from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Process:
+    """One process of the stack with its output in a file."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self.arguments = [sys.executable, "-m", module, *arguments]
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process object
+        self.start()
+
+    def start(self) -> None:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        self.popen = subprocess.Popen(
+            self.arguments, stdout=self.log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """As a crash would."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def stop(self, timeout_s: float = 15.0) -> int:
+        """SIGTERM; the exit status."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.arguments} did not stop:\n{self.output()}") from None
+
+
+class Stack:
+    """A verifier with the bundled target in float32, and drafters by name."""
+
+    def __init__(self, *verifier_flags: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.verifier = Process("verifier_svc", "--target", TARGET, "--dtype", "float32", "--listen", self.address, *verifier_flags)
+        self.drafters: dict[str, Process] = {}
+
+    def add_drafter(self, name: str, family: str, *flags: str) -> None:
+        model = ["--model", DRAFT, "--dtype", "float32", "--threads", "1"] if family == "model" else []
+        arguments = ["--family", family, "--verifier", self.address, "--id", name, *model, *flags]
+        self.drafters[name] = Process("drafter_svc", *arguments)
+
+    def wait_ready(self, timeout_s: float = 90.0) -> ModelInfo:
+        """Until the target is loaded and every drafter is connected."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for process in (self.verifier, *self.drafters.values()):
+                assert process.popen.poll() is None, process.output()
+            info = asyncio.run(self._model())
+            if info is not None and info.stage is Stage.READY:
+                connected = {drafter.drafter_id for drafter in info.drafters if drafter.connected}
+                if connected >= set(self.drafters):
+                    return info
+            time.sleep(0.1)
+        raise AssertionError(
+            f"not ready after {timeout_s} s:\n" + "\n".join(p.output() for p in (self.verifier, *self.drafters.values()))
+        )
+
+    async def _model(self) -> ModelInfo | None:
+        async with Client(self.address) as client:
+            try:
+                return await client.model()
+            except grpc.aio.AioRpcError:
+                return None
+
+    def stop(self) -> None:
+        for process in (*self.drafters.values(), self.verifier):
+            process.stop()
+
+
+class Client:
+    """A gRPC client of one verifier; use as an async context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = rpc.dial(address)
+        self.stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def model(self) -> ModelInfo:
+        return wire.model_from_proto(await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10))
+
+    async def generate(self, request: TokenRequest) -> list[TokenChunk]:
+        call = self.stub.GenerateTokens(wire.request_to_proto(request), timeout=120)
+        return [wire.chunk_from_proto(response) async for response in call]
+
+    async def tokens(self, request: TokenRequest) -> list[int]:
+        return [token for chunk in await self.generate(request) for token in chunk.token_ids]
+
+
+@contextmanager
+def running(stack: Stack) -> Iterator[Stack]:
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.stop()

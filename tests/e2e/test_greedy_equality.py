@@ -1,0 +1,136 @@
+"""Greedy output in float32 is that of transformers' `generate`, token for token, whoever drafts."""
+
+import asyncio
+import inspect
+import json
+import textwrap
+import time
+
+import pytest
+import torch
+from stack import TARGET, Client, Stack
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+
+TOKENS = 64
+TIE = 1e-4
+GREEDY = SamplingParams(temperature=0.0)
+CONFIGURATIONS = {
+    "no drafter": SpeculationOptions(enabled=False),
+    "ngram": SpeculationOptions(drafter="ngram-1"),
+    "model": SpeculationOptions(drafter="model-1"),
+    "all at once": SpeculationOptions(),
+}
+
+
+class Reference:
+    """The prompts, and what transformers makes of them."""
+
+    def __init__(self) -> None:
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+        self.prompts = [encoding.ids for encoding in AutoTokenizer.from_pretrained(TARGET).backend_tokenizer.encode_batch(texts())]
+        self.expected = [self._generate(prompt) for prompt in self.prompts]
+
+    def _generate(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+        return out[0, len(prompt) :].tolist()
+
+    def check(self, index: int, tokens: list[int]) -> None:
+        """Equal, or different from where the two best logits are within `TIE`."""
+        prompt, expected = self.prompts[index], self.expected[index]
+        if tokens == expected:
+            return
+        at = next(i for i, (a, b) in enumerate(zip([*tokens, -1], [*expected, -1], strict=False)) if a != b)
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + expected[:at]])).logits[0, -1]
+        best = logits.topk(2).values
+        assert best[0] - best[1] <= TIE, f"prompt {index} differs from token {at} on: {tokens[at:]} instead of {expected[at:]}"
+
+
+def texts() -> list[str]:
+    """40 prompts of the kinds the pair was trained on: code to go on with, text to repeat, JSON to extract."""
+    modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
+    sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
+    code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]
+    rewrite = [f"{source[1000:1400]}\n\n# The same again:\n{source[1000:1060]}" for source in sources]
+    names = ["Ada", "Ben", "Chen", "Dora", "Eli"]
+    people = [
+        f"<|user|>Extract name, age, job and city as JSON: {n}, {30 + i}, works as a baker in Oslo.<|end|><|assistant|>"
+        for i, n in enumerate(names)
+    ]
+    orders = [
+        f"<|user|>List the items as JSON: Order: {i} x lamp at 3.5, {i + 1} x rope at {i}.<|end|><|assistant|>" for i in range(1, 6)
+    ]
+    short = ["def ", "import os\n", "class A:\n    ", "    return ", "#"]
+    return [*code, *rewrite, *people, *orders, *short]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    torch.set_num_threads(2)
+    return Reference()
+
+
+def request(prompt: list[int], options: SpeculationOptions) -> TokenRequest:
+    return TokenRequest(prompt, TOKENS, GREEDY, speculation=options)
+
+
+def test_there_are_forty_prompts(reference: Reference) -> None:
+    assert len(reference.prompts) == 40
+    assert min(map(len, reference.prompts)) >= 1
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+async def test_alone(stack: Stack, reference: Reference, name: str) -> None:
+    async with Client(stack.address) as client:
+        for index, prompt in enumerate(reference.prompts):
+            reference.check(index, await client.tokens(request(prompt, CONFIGURATIONS[name])))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+async def test_in_mixed_batches_of_eight(stack: Stack, reference: Reference, name: str) -> None:
+    places = asyncio.Semaphore(8)
+
+    async def one(client: Client, index: int) -> None:
+        async with places:
+            reference.check(index, await client.tokens(request(reference.prompts[index], CONFIGURATIONS[name])))
+
+    async with Client(stack.address) as client:
+        await asyncio.gather(*(one(client, index) for index in range(len(reference.prompts))))
+
+
+async def test_every_configuration_mixed_in_one_batch(stack: Stack, reference: Reference) -> None:
+    options = list(CONFIGURATIONS.values())
+    async with Client(stack.address) as client:
+        requests = [request(reference.prompts[index], options[index % 4]) for index in range(16)]
+        for index, tokens in enumerate(await asyncio.gather(*(client.tokens(one) for one in requests))):
+            reference.check(index, tokens)
+
+
+async def test_while_drafters_are_killed_and_restarted(stack: Stack, reference: Reference) -> None:
+    stopping = asyncio.Event()
+
+    async def torment() -> int:
+        kills = 0
+        while not stopping.is_set():
+            for process in stack.drafters.values():
+                process.kill()
+                kills += 1
+                await asyncio.sleep(0.3)
+                process.start()
+            await asyncio.sleep(1.0)
+        return kills
+
+    async with Client(stack.address) as client:
+        tormentor = asyncio.create_task(torment())
+        started = time.monotonic()
+        while time.monotonic() - started < 12:
+            for index in range(0, 40, 8):
+                requests = [request(reference.prompts[i], SpeculationOptions()) for i in range(index, index + 8)]
+                for i, tokens in enumerate(await asyncio.gather(*(client.tokens(one) for one in requests))):
+                    reference.check(index + i, tokens)
+        stopping.set()
+        assert await tormentor >= 6
+    stack.wait_ready()

@@ -1,0 +1,144 @@
+"""A model small enough to enumerate: its logits are a table over the last two tokens, which it reads from its paged cache."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import Slice
+
+from outrider.errors import OutriderError
+from outrider.messages import DraftBatch, FinishReason, Hello, Proposal, Skip, StepBatch, TokenChunk
+from verifier_svc.drafters import Drafter
+from verifier_svc.engine import Delivery, Engine, Limits
+from verifier_svc.metrics import Metrics
+
+VOCAB = 8
+EOS = 7
+
+
+class TableModel:
+    """Logits [V, V, V] by the last two tokens. What it knows of earlier tokens is what lies in the pages it is given."""
+
+    vocab_size = VOCAB
+    eos_token_ids = (EOS,)
+
+    def __init__(self, page_count: int, page_size: int, seed: int = 0, eos_bias: float = -1.0) -> None:
+        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        self.table[:, :, EOS] += eos_bias
+        self.cache = np.full((page_count, page_size), -1)
+        self.page_size = page_size
+        self.forward_count = 0
+        self.broken: Callable[[Sequence[Slice]], None] = lambda slices: None
+
+    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+        self.forward_count += 1
+        self.broken(slices)
+        rows = []
+        for part in slices:
+            positions = np.arange(part.start, part.start + len(part.token_ids))
+            pages = np.array(part.pages)
+            self.cache[pages[positions // self.page_size], positions % self.page_size] = part.token_ids
+            for position in positions[len(positions) - part.logit_count :]:
+                before = max(position - 1, 0)
+                pair = [self.cache[pages[p // self.page_size], p % self.page_size] for p in (before, position)]
+                assert min(pair) >= 0, "a slice was scored whose past is not in its pages"
+                rows.append(self.table[pair[0], pair[1]])
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """What plain greedy decoding gives."""
+        tokens = list(prompt)
+        while len(tokens) - len(prompt) < max_tokens:
+            tokens.append(int(self.table[tokens[max(len(tokens) - 2, 0)], tokens[-1]].argmax()))
+            if tokens[-1] == EOS:
+                break
+        return tokens[len(prompt) :]
+
+
+class Client:
+    """Collects what one request is sent."""
+
+    def __init__(self) -> None:
+        self.chunks: list[TokenChunk] = []
+        self.error: OutriderError | None = None
+
+    def __call__(self, message: TokenChunk | OutriderError) -> None:
+        if isinstance(message, OutriderError):
+            self.error = message
+        else:
+            self.chunks.append(message)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.chunks[-1].finish_reason if self.chunks else None
+
+
+class ScriptedDrafter:
+    """A drafter in the test's hands: keeps what it was told, proposes what it is given."""
+
+    def __init__(self, engine: Engine, name: str = "scripted", family: str = "scripted", **hello: object) -> None:
+        self.engine = engine
+        self.told: list[StepBatch] = []
+        self.error: OutriderError | None = None
+        self.epoch: dict[int, int] = {}
+        self.next_node: dict[int, int] = {}
+        self.tip: dict[int, int] = {}
+        self.handle: Drafter = engine.drafting.join(Hello(name, family, "f", **{"max_depth": 16, **hello}), self._sink)  # type: ignore[arg-type]
+
+    def _sink(self, message: StepBatch | OutriderError) -> None:
+        if isinstance(message, OutriderError):
+            self.error = message
+            return
+        self.told.append(message)
+        for opened in message.opened:
+            self._begin(opened.sequence_id, opened.epoch)
+        for verdict in message.verdicts:
+            if verdict.epoch != self.epoch[verdict.sequence_id]:
+                self._begin(verdict.sequence_id, verdict.epoch)
+            elif verdict.root_node > self.tip[verdict.sequence_id]:
+                self.tip[verdict.sequence_id] = verdict.root_node
+
+    def _begin(self, sequence_id: int, epoch: int) -> None:
+        self.epoch[sequence_id], self.next_node[sequence_id], self.tip[sequence_id] = epoch, 1, 0
+
+    def propose(self, sequence_id: int, tokens: list[int], parent: int | None = None) -> None:
+        """Hang tokens under `parent`, the tip of the last run unless given."""
+        under = self.tip[sequence_id] if parent is None else parent
+        first = self.next_node[sequence_id]
+        self.send(Proposal(sequence_id, self.epoch[sequence_id], under, first, tokens))
+        self.next_node[sequence_id] += len(tokens)
+        self.tip[sequence_id] = self.next_node[sequence_id] - 1
+
+    def skip(self, sequence_id: int) -> None:
+        self.engine.drafting.take(
+            self.handle, DraftBatch(skips=[Skip(sequence_id, self.epoch[sequence_id], self.tip[sequence_id])])
+        )
+
+    def send(self, *proposals: Proposal) -> None:
+        self.engine.drafting.take(self.handle, DraftBatch(list(proposals)))
+        self.engine.drain_inbox()
+
+
+def make_engine(
+    *,
+    page_count: int = 64,
+    page_size: int = 4,
+    limits: Limits | None = None,
+    seed: int = 0,
+    trust: bool = False,
+    eos_bias: float = -1.0,
+) -> tuple[Engine, TableModel]:
+    """An engine over a table model; sinks are called at once, on the caller's thread."""
+
+    def deliver(deliveries: list[Delivery]) -> None:
+        for sink, argument in deliveries:
+            sink(argument)
+
+    model = TableModel(page_count, page_size, seed, eos_bias)
+    pool = PagePool(page_count, page_size)
+    return Engine(model, pool, deliver, Metrics("fake"), limits or Limits(), trust_draft_distributions=trust), model

@@ -1,0 +1,159 @@
+"""What is committed follows the target's distribution, whatever is drafted."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from outrider.messages import SamplingParams, SparseDistribution
+from outrider.sampling import Purpose, uniforms
+from verifier_svc.acceptance import Draft, accept
+
+VOCAB = 5
+DRAWS = 12_000
+SAMPLED = SamplingParams(temperature=1.0)
+Table = npt.NDArray[np.float64]
+
+# A target and a drafter that know one token of context: row t is the distribution after token t.
+TARGET: Table = np.random.default_rng(0).dirichlet(np.ones(VOCAB) * 0.7, VOCAB)
+CLOSE: Table = 0.7 * TARGET + 0.3 * np.random.default_rng(1).dirichlet(np.ones(VOCAB), VOCAB)
+REVERSED: Table = TARGET[:, ::-1].copy()
+
+
+def draw(table: Table, contexts: npt.NDArray[np.int64], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    return (table[contexts].cumsum(-1) > numbers[:, None]).argmax(-1)
+
+
+def generate(target: Table, drafter: Table, depth: int, *, sparse: bool, length: int = 2) -> npt.NDArray[np.int64]:
+    """`DRAWS` sequences of `length` tokens, [DRAWS, length], each committed by speculative steps from token 0."""
+    rng = np.random.default_rng(depth)
+    done: list[list[int]] = [[] for _ in range(DRAWS)]
+    while unfinished := [i for i, tokens in enumerate(done) if len(tokens) < length]:
+        drafts, rows = [], []
+        for i in unfinished:
+            context = done[i][-1] if done[i] else 0
+            tokens: list[int] = []
+            distributions = []
+            for _ in range(depth):
+                last = tokens[-1] if tokens else context
+                law = drafter[last]
+                tokens.append(int(rng.choice(VOCAB, p=law)) if sparse else int(law.argmax()))
+                distributions.append(SparseDistribution(np.arange(VOCAB), law))
+            rows += [target[t] for t in (context, *tokens)]
+            drafts.append(Draft(SAMPLED, i, len(done[i]), tokens, distributions if sparse else ()))
+        logits = torch.from_numpy(np.log(np.array(rows) + 1e-300)).float()
+        for i, draft, outcome in zip(unfinished, drafts, accept(logits, drafts), strict=True):
+            done[i] += [*draft.token_ids[: outcome.accepted_count], outcome.next_token]
+    return np.array([tokens[:length] for tokens in done])
+
+
+def chi_square(samples: npt.NDArray[np.int64], target: Table) -> float:
+    """p-value of the joint distribution of two tokens after token 0 against exact enumeration."""
+    expected = np.array([target[0, a] * target[a, b] for a, b in itertools.product(range(VOCAB), repeat=2)])
+    observed = np.bincount(samples[:, 0] * VOCAB + samples[:, 1], minlength=VOCAB**2)
+    large = expected * DRAWS >= 5
+    merged = [np.append(x[large], x[~large].sum()) for x in (observed, expected * DRAWS)]
+    keep = merged[1] > 0
+    return float(stats.chisquare(merged[0][keep], merged[1][keep] * merged[0][keep].sum() / merged[1][keep].sum()).pvalue)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("sparse", [False, True], ids=["one-hot", "sparse"])
+@pytest.mark.parametrize("drafter", [CLOSE, REVERSED, TARGET], ids=["close", "reversed", "equal"])
+def test_sampled_output_follows_the_target(drafter: Table, sparse: bool, depth: int) -> None:
+    assert chi_square(generate(TARGET, drafter, depth, sparse=sparse), TARGET) > 1e-4
+
+
+def test_a_draft_on_a_forbidden_token_changes_nothing() -> None:
+    target = TARGET.copy()
+    target[:, 2] = 0
+    target /= target.sum(1, keepdims=True)
+    forbidden = np.full((VOCAB, VOCAB), 1e-3 / (VOCAB - 1))
+    forbidden[:, 2] = 1 - 1e-3
+    samples = generate(target, forbidden, 2, sparse=True)
+    assert (samples != 2).all()
+    assert chi_square(samples, target) > 1e-4
+
+
+def reused_uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.float64]:
+    return uniforms(seeds, positions, Purpose.ACCEPT)
+
+
+def test_noise_shared_by_two_purposes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verifier_svc.acceptance.uniforms", reused_uniform)
+    assert chi_square(generate(TARGET, CLOSE, 2, sparse=True), TARGET) < 1e-4
+
+
+def test_a_draft_equal_to_the_target_is_accepted_whole() -> None:
+    rng = np.random.default_rng(5)
+    drafts, rows = [], []
+    for i in range(500):
+        tokens = [0]
+        for _ in range(4):
+            tokens.append(int(rng.choice(VOCAB, p=TARGET[tokens[-1]])))
+        rows += [TARGET[t] for t in tokens]
+        distributions = [SparseDistribution(np.arange(VOCAB), TARGET[t]) for t in tokens[:-1]]
+        drafts.append(Draft(SAMPLED, i, 0, tokens[1:], distributions))
+    outcomes = accept(torch.from_numpy(np.log(np.array(rows))), drafts)
+    assert np.mean([outcome.accepted_count for outcome in outcomes]) > 3.99
+
+
+def test_the_rejection_rule_accepts_with_one_minus_the_total_variation_distance() -> None:
+    tokens = draw(CLOSE, np.zeros(DRAWS, np.int64), np.random.default_rng(2).random(DRAWS))
+    law = SparseDistribution(np.arange(VOCAB), CLOSE[0])
+    drafts = [Draft(SAMPLED, i, 0, [int(token)], [law]) for i, token in enumerate(tokens)]
+    rows = np.stack([TARGET[[0] * DRAWS], TARGET[tokens]], 1).reshape(-1, VOCAB)
+    rate = np.mean([outcome.accepted_count for outcome in accept(torch.from_numpy(np.log(rows)), drafts)])
+    assert rate == pytest.approx(1 - abs(TARGET[0] - CLOSE[0]).sum() / 2, abs=0.02)
+
+
+@st.composite
+def batches(make: Callable[..., object]) -> tuple[list[Draft], torch.Tensor]:
+    lengths = make(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    seed = make(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
+    drafts, rows = [], []
+    for i, length in enumerate(lengths):
+        sampling = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.7, 1.0])), top_k=int(rng.integers(0, 4)), top_p=float(rng.choice([1, 0.8]))
+        )
+        laws = rng.dirichlet(np.ones(VOCAB), length)
+        tokens = [int(rng.choice(VOCAB, p=law)) for law in laws]
+        distributions = [SparseDistribution(np.arange(VOCAB), law) for law in laws] if rng.random() < 0.5 else []
+        drafts.append(Draft(sampling, int(rng.integers(2**63)), 10 * i, tokens, distributions))
+        rows.append(rng.normal(size=(length + 1, VOCAB)))
+    return drafts, torch.from_numpy(np.concatenate(rows)).float()
+
+
+@given(batches())
+@settings(max_examples=60, deadline=None)
+def test_a_sequence_is_judged_alike_alone_and_in_any_batch(batch: tuple[list[Draft], torch.Tensor]) -> None:
+    drafts, logits = batch
+    together = accept(logits, drafts)
+    row = 0
+    for draft, outcome in zip(drafts, together, strict=True):
+        rows = logits[row : row + len(draft.token_ids) + 1]
+        assert accept(rows, [draft]) == [outcome]
+        row += len(draft.token_ids) + 1
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=5), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_greedy_commits_the_argmax_chain(tokens: list[int], seed: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(tokens) + 1, VOCAB)))
+    best = logits.argmax(-1).tolist()
+    [outcome] = accept(logits, [Draft(SamplingParams(temperature=0), 0, 0, tokens)])
+    matched = next((i for i, token in enumerate(tokens) if token != best[i]), len(tokens))
+    assert (outcome.accepted_count, outcome.next_token) == (matched, best[matched])
+
+
+def test_a_seed_gives_the_same_tokens_whatever_a_one_hot_drafter_says() -> None:
+    plain = generate(TARGET, CLOSE, 0, sparse=False, length=4)
+    assert (generate(TARGET, CLOSE, 3, sparse=False, length=4) == plain).all()
+    assert (generate(TARGET, REVERSED, 2, sparse=False, length=4) == plain).all()

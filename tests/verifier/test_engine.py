@@ -1,0 +1,360 @@
+"""The engine commits what the target alone would, whatever drafters do, and gives everything back."""
+
+from dataclasses import replace
+
+import pytest
+from fake_model import EOS, VOCAB, Client, ScriptedDrafter, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason, Proposal, Rule, SamplingParams, SpeculationOptions, TokenRequest, TokenSource
+from verifier_svc.engine import Engine, Limits
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def request(prompt: list[int], max_tokens: int = 20, **changes: object) -> TokenRequest:
+    return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)  # type: ignore[arg-type]
+
+
+def finish(engine: Engine, steps: int = 2000) -> None:
+    """Step until nothing is left, and check that nothing is held any more."""
+    for _ in range(steps):
+        engine.step()
+        if not engine.sequences:
+            break
+    assert not engine.sequences
+    engine.pool.check_integrity()
+    assert engine.pool.used_count == 0
+
+
+def test_without_a_drafter_decoding_is_plain() -> None:
+    engine, model = make_engine()
+    client = Client()
+    engine.submit(request([1, 2, 3]), client)
+    finish(engine)
+    assert client.tokens == model.greedy([1, 2, 3], 20)
+    assert {source for chunk in client.chunks for source in chunk.sources} == {TokenSource.PLAIN}
+
+
+def test_a_right_draft_is_committed_in_one_step_with_its_bonus_token() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2, 3], 10), client)
+    engine.drain_inbox()
+    truth = model.greedy([1, 2, 3], 10)
+    drafter.propose(sequence.id, truth[:3])
+    engine.step()
+    assert client.chunks[0].token_ids == truth[:4]
+    assert client.chunks[0].sources == [TokenSource.ACCEPTED] * 3 + [TokenSource.BONUS]
+    assert client.chunks[0].drafter_id == "scripted"
+    finish(engine)
+    assert client.tokens == truth
+
+
+def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2, 3], 10), client)
+    engine.drain_inbox()
+    truth = model.greedy([1, 2, 3], 10)
+    drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % VOCAB, truth[2]])
+    engine.step()
+    assert client.chunks[0].token_ids == truth[:2]
+    assert client.chunks[0].sources == [TokenSource.ACCEPTED, TokenSource.RECOVERED]
+    verdict = drafter.told[-1].verdicts[0]
+    assert (verdict.epoch, verdict.root_node, verdict.accepted_count, verdict.new_token_ids) == (1, 0, 1, truth[:2])
+    finish(engine)
+    assert client.tokens == truth
+
+
+def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:
+    engine, model = make_engine(limits=Limits(depth=2), eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2], 9), client)
+    engine.drain_inbox()
+    truth = model.greedy([1, 2], 9)
+    drafter.propose(sequence.id, truth[:5])
+    engine.step()
+    engine.step()
+    assert [chunk.token_ids for chunk in client.chunks] == [truth[:3], truth[3:6]]
+    assert drafter.told[-2].verdicts[0].epoch == 0
+
+
+def test_the_last_draft_token_stands_at_the_limit_and_tokens_after_it_are_never_sent() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2], 3), client)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1, 2], 5)[:4])
+    finish(engine)
+    assert client.tokens == model.greedy([1, 2], 3)
+    assert client.finish_reason is FinishReason.LENGTH
+
+
+def test_an_end_token_inside_a_draft_ends_the_text_there() -> None:
+    engine, model = make_engine(seed=3, eos_bias=1.5)
+    truth = model.greedy([1, 2], 20)
+    assert truth[-1] == EOS
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2], 20), client)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, [*truth, 1, 1][:4])
+    finish(engine)
+    assert client.tokens == truth
+    assert client.finish_reason is FinishReason.STOP
+
+
+def test_stop_tokens_end_the_text_and_ignore_eos_does_not() -> None:
+    engine, model = make_engine(seed=3, eos_bias=1.5)
+    truth = model.greedy([1, 2], 20)
+    stopped, unstopped = Client(), Client()
+    engine.submit(request([1, 2], 20, stop_token_ids=frozenset({truth[0]})), stopped)
+    engine.submit(request([1, 2], 20, ignore_eos=True), unstopped)
+    finish(engine)
+    assert stopped.tokens == truth[:1]
+    assert len(unstopped.tokens) == 20
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number_of_pages(data: st.DataObject) -> None:
+    limits = Limits(depth=data.draw(st.integers(0, 5)), max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
+    engine, model = make_engine(page_count=data.draw(st.integers(8, 40)), limits=limits, seed=data.draw(st.integers(0, 5)))
+    drafters = [ScriptedDrafter(engine, f"d{i}", f"family{i}") for i in range(data.draw(st.integers(0, 2)))]
+    prompts = data.draw(st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12), min_size=1, max_size=8))
+    clients = []
+    for prompt in prompts:
+        clients.append(Client())
+        engine.submit(request(prompt, 16), clients[-1])
+    engine.drain_inbox()
+    noise = data.draw(st.randoms(use_true_random=False))
+    for _ in range(3000):
+        for drafter in drafters:
+            for sequence in list(engine.sequences.values()):
+                guess_randomly(engine, drafter, sequence.id, noise, model.greedy(sequence.tokens, 6))
+        engine.step()
+        if not engine.sequences:
+            break
+    finish(engine, 0) if not engine.sequences else finish(engine)
+    for prompt, client in zip(prompts, clients, strict=True):
+        assert client.tokens == model.greedy(prompt, 16)
+
+
+def guess_randomly(engine: Engine, drafter: ScriptedDrafter, sequence_id: int, noise: object, truth: list[int]) -> None:
+    """Grow a chain at the root that is right for a while, wrong after that, or silent; never break the protocol."""
+    assignment = engine.sequences[sequence_id].assignments[drafter.handle.id] if engine.limits.depth else None
+    if assignment is None or assignment.trie.node_count or noise.random() < 0.3:  # type: ignore[attr-defined]
+        return
+    right = noise.randint(0, len(truth))  # type: ignore[attr-defined]
+    tokens = [*truth[:right], *(noise.randrange(VOCAB) for _ in range(3))][: assignment.trie.window.depth]  # type: ignore[attr-defined]
+    if tokens:
+        drafter.propose(sequence_id, tokens, parent=assignment.trie.root)
+
+
+def test_preemption_loses_nothing() -> None:
+    engine, model = make_engine(page_count=8, page_size=4, eos_bias=-99)
+    clients = [Client() for _ in range(4)]
+    for i, client in enumerate(clients):
+        engine.submit(request([i, 1, 2], 24), client)
+    finish(engine)
+    assert engine.scheduler.preemption_count > 0
+    assert [client.tokens for client in clients] == [model.greedy([i, 1, 2], 24) for i in range(4)]
+
+
+def test_a_prompt_longer_than_the_batch_is_taken_in_chunks_while_others_decode() -> None:
+    engine, model = make_engine(limits=Limits(max_batch_tokens=8), eos_bias=-99)
+    short, long = Client(), Client()
+    engine.submit(request([1], 30), short)
+    engine.step()
+    prompt = [i % 7 for i in range(60)]
+    engine.submit(request(prompt, 4), long)
+    for _ in range(5):
+        engine.step()
+    assert len(short.tokens) == 6
+    assert not long.chunks
+    finish(engine)
+    assert long.tokens == model.greedy(prompt, 4)
+
+
+def test_a_repeated_prompt_comes_from_the_prefix_cache_but_not_for_another_tenant() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    prompt = [i % 7 for i in range(22)]
+    clients = {}
+    for name, tenant in (("first", "a"), ("again", "a"), ("other", "b")):
+        clients[name] = Client()
+        engine.submit(request(prompt, 2, tenant=tenant), clients[name])
+        finish(engine)
+    cached = {name: client.chunks[-1].cached_token_count for name, client in clients.items()}
+    assert cached == {"first": 0, "again": 20, "other": 0}
+    assert clients["again"].tokens == clients["first"].tokens
+
+
+def test_a_cancelled_sequence_is_freed_and_its_drafter_told() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2], 30), client)
+    engine.drain_inbox()
+    engine.step()
+    engine.cancel(sequence)
+    engine.drain_inbox()
+    assert [closed.sequence_id for closed in drafter.told[-1].closed] == [sequence.id]
+    assert engine.pool.used_count == 0
+    engine.cancel(sequence)
+
+
+def test_a_drafter_that_joins_late_is_handed_what_runs() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    client = Client()
+    sequence = engine.submit(request([1, 2], 10), client)
+    engine.step()
+    drafter = ScriptedDrafter(engine)
+    engine.drain_inbox()
+    [opened] = drafter.told[0].opened
+    assert opened.token_ids == sequence.tokens
+    drafter.propose(sequence.id, model.greedy(sequence.tokens, 3))
+    engine.step()
+    assert len(client.chunks[-1].token_ids) == 4
+
+
+def test_when_a_drafter_leaves_another_of_its_family_takes_over() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    first, second = ScriptedDrafter(engine, "one", "same"), ScriptedDrafter(engine, "two", "same")
+    sequence = engine.submit(request([1, 2], 10), Client())
+    engine.drain_inbox()
+    assert [len(drafter.told) for drafter in (first, second)] == [1, 0]
+    engine.drafting.leave(first.handle)
+    engine.drain_inbox()
+    assert second.told[0].opened[0].sequence_id == sequence.id
+    infos = {info.drafter_id: info.connected for info in engine.drafting.roster.infos()}
+    assert infos == {"two": True, "one": False}
+
+
+def test_a_violation_ends_that_drafters_stream_and_no_other_sequence_suffers() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    bad, good = ScriptedDrafter(engine, "bad", "bad"), ScriptedDrafter(engine, "good", "good")
+    client = Client()
+    sequence = engine.submit(request([1, 2], 10), client)
+    engine.drain_inbox()
+    bad.send(Proposal(sequence.id, 0, 77, 1, [1]))
+    assert bad.error is not None
+    assert bad.error.reason is Reason.PROTOCOL_VIOLATION
+    good.propose(sequence.id, model.greedy([1, 2], 4))
+    finish(engine)
+    assert good.error is None
+    assert client.tokens == model.greedy([1, 2], 10)
+
+
+def test_a_drafter_that_keeps_breaking_the_protocol_is_quarantined() -> None:
+    engine, _ = make_engine()
+    sequence = engine.submit(request([1, 2], 10), Client())
+    for _ in range(3):
+        drafter = ScriptedDrafter(engine, "bad")
+        drafter.send(Proposal(sequence.id, 5, 0, 1, [1]))
+    with pytest.raises(OutriderError) as caught:
+        ScriptedDrafter(engine, "bad")
+    assert caught.value.reason is Reason.QUARANTINED
+    ScriptedDrafter(engine, "another")
+
+
+def test_proposals_for_unknown_and_finished_sequences_are_ignored() -> None:
+    engine, _ = make_engine()
+    drafter = ScriptedDrafter(engine)
+    drafter.send(Proposal(99, 0, 0, 1, [1]))
+    assert drafter.error is None
+    assert 'outrider:stale_tokens_total{drafter="scripted"' in exposition(engine)
+
+
+def exposition(engine: Engine) -> str:
+    from prometheus_client import generate_latest
+
+    return generate_latest(engine._metrics.registry).decode()
+
+
+def test_two_drafters_of_one_name_cannot_be_connected() -> None:
+    engine, _ = make_engine()
+    ScriptedDrafter(engine, "one")
+    with pytest.raises(OutriderError) as caught:
+        ScriptedDrafter(engine, "one")
+    assert caught.value.reason is Reason.DRAFTER_ID_TAKEN
+
+
+def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
+    engine, _ = make_engine()
+    drafters = [ScriptedDrafter(engine, "a", "x"), ScriptedDrafter(engine, "b", "y")]
+    for options, expected in (
+        (SpeculationOptions(), {"a", "b"}),
+        (SpeculationOptions(drafter="y"), {"b"}),
+        (SpeculationOptions(drafter="a"), {"a"}),
+        (SpeculationOptions(enabled=False), set()),
+        (SpeculationOptions(depth=0), set()),
+    ):
+        sequence = engine.submit(request([1], 5, speculation=options), Client())
+        assert set(sequence.assignments) == expected
+    assert len(drafters) == 2
+    with pytest.raises(OutriderError, match=r"speculation.drafter must be one of a, b, x, y, not nobody"):
+        engine.submit(request([1], 5, speculation=SpeculationOptions(drafter="nobody")), Client())
+
+
+def test_a_distribution_counts_only_from_trusted_drafters_and_only_when_sampling() -> None:
+    for trust, sampling, rule in (
+        (False, SamplingParams(), Rule.ONE_HOT),
+        (True, SamplingParams(), Rule.SPARSE),
+        (True, GREEDY, Rule.ONE_HOT),
+    ):
+        engine, _ = make_engine(trust=trust)
+        drafter = ScriptedDrafter(engine, distributions=frozenset({Rule.ONE_HOT, Rule.SPARSE}))
+        engine.submit(request([1], 5, sampling=sampling), Client())
+        engine.drain_inbox()
+        assert drafter.told[0].opened[0].rule is rule
+
+
+def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> None:
+    engine, _ = make_engine(page_count=4, page_size=4, limits=Limits(max_waiting=1))
+    with pytest.raises(OutriderError, match="the KV cache holds 16") as caught:
+        engine.submit(request([1] * 10, 7), Client())
+    assert caught.value.field == "max_tokens"
+    engine.submit(request([1], 7), Client())
+    with pytest.raises(OutriderError) as caught:
+        engine.submit(request([1], 7), Client())
+    assert caught.value.reason is Reason.OVERLOADED
+    assert caught.value.retry_after_s == 1.0
+
+
+def test_a_failed_forward_ends_its_batch_with_an_error_and_the_engine_goes_on() -> None:
+    engine, model = make_engine()
+    unlucky = Client()
+    engine.submit(request([1, 2], 5), unlucky)
+
+    def broken(slices: object) -> None:
+        raise RuntimeError("out of memory")
+
+    model.broken = broken
+    engine.step()
+    assert unlucky.error is not None
+    assert unlucky.error.reason is Reason.INTERNAL
+    model.broken = lambda slices: None
+    lucky = Client()
+    engine.submit(request([1, 2], 5), lucky)
+    finish(engine)
+    assert lucky.tokens == model.greedy([1, 2], 5)
+
+
+def test_statistics_count_what_was_verified() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(request([1, 2], 10), client)
+    engine.drain_inbox()
+    truth = model.greedy([1, 2], 10)
+    drafter.propose(sequence.id, truth[:2])
+    engine.step()
+    drafter.propose(sequence.id, [truth[3], (truth[4] + 1) % VOCAB, 0], parent=0)
+    finish(engine)
+    stats = client.chunks[-1].stats
+    assert stats is not None
+    assert (stats.draft_count, stats.draft_token_count, stats.accepted_token_count, stats.histogram) == (2, 5, 3, [0, 1, 1])
+    assert stats.forward_count == 2 + (10 - 3 - 2)
+    text = exposition(engine)
+    assert 'outrider:spec_decode_num_accepted_tokens_total{drafter="scripted",model_name="fake",placement="local"} 3.0' in text
+    assert 'num_accepted_tokens_per_pos_total{drafter="scripted",model_name="fake",placement="local",position="1"} 1.0' in text

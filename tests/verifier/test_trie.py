@@ -1,0 +1,156 @@
+"""The speculation trie: what the protocol allows is kept, what no delay can explain is refused, late guesses are ignored."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import Proposal, Skip, SparseDistribution, Window
+from verifier_svc.trie import Fate, Trie
+
+
+def trie() -> Trie:
+    return Trie(Window(node_count=12, depth=6))
+
+
+def run(first: int, tokens: list[int], parent: int = 0, epoch: int = 0) -> Proposal:
+    return Proposal(1, epoch, parent, first, tokens)
+
+
+def test_a_chain_is_the_path_and_the_root_moves_along_it() -> None:
+    t = trie()
+    t.add(run(1, [5, 6, 7, 8]))
+    assert t.path(3).token_ids == [5, 6, 7]
+    assert t.advance([5, 6]) == 2
+    assert (t.epoch, t.root, t.path(9).token_ids) == (0, 2, [7, 8])
+
+
+def test_a_chain_grows_ahead_of_the_verdict() -> None:
+    t = trie()
+    t.add(run(1, [5, 6]))
+    t.add(run(3, [7, 8], parent=2))
+    t.advance([5])
+    t.add(run(5, [9], parent=4))
+    assert t.path(9).token_ids == [6, 7, 8, 9]
+
+
+def test_a_miss_drops_the_trie_and_raises_the_epoch() -> None:
+    t = trie()
+    t.add(run(1, [5, 6, 7]))
+    assert t.advance([5, 9]) == 1
+    assert (t.epoch, t.root, t.path(9).token_ids) == (1, 0, [])
+    assert t.add(run(4, [8], parent=3)) is Fate.STALE
+    assert t.add(run(1, [8], epoch=1)) is Fate.ADDED
+
+
+def test_a_side_branch_is_kept_and_found_by_the_commit() -> None:
+    t = trie()
+    t.add(run(1, [5, 6, 7]))
+    t.add(run(4, [9, 3], parent=1))
+    assert t.advance([5, 9]) == 2
+    assert (t.epoch, t.root, t.path(9).token_ids) == (0, 4, [3])
+
+
+def test_what_hangs_under_a_branch_that_was_ruled_out_is_stale_and_keeps_the_numbering() -> None:
+    t = trie()
+    t.add(run(1, [5]))
+    t.add(run(2, [6]))
+    t.advance([6])
+    assert t.add(run(3, [1, 2], parent=1)) is Fate.STALE
+    assert t.add(run(5, [4], parent=2)) is Fate.ADDED
+    assert t.path(9).token_ids == [4]
+
+
+def test_the_deepest_path_is_chosen() -> None:
+    t = trie()
+    t.add(run(1, [5]))
+    t.add(run(2, [6, 7]))
+    assert t.path(9).token_ids == [6, 7]
+
+
+def test_a_skip_says_that_waiting_is_no_use() -> None:
+    t = trie()
+    assert not t.ready(3)
+    t.add(run(1, [5]))
+    t.skip(Skip(1, 0, 1))
+    assert t.ready(3)
+    t.advance([5])
+    assert t.ready(3)
+    t.advance([8])
+    assert not t.ready(3)
+
+
+def test_distributions_stay_with_their_tokens() -> None:
+    t = trie()
+    laws = [SparseDistribution(np.array([i]), np.array([1.0])) for i in (5, 6)]
+    t.add(Proposal(1, 0, 0, 1, [5, 6], laws))
+    t.advance([5])
+    assert t.path(4).distributions == laws[1:]
+
+
+def test_a_path_that_is_sampled_only_in_part_counts_as_one_hot() -> None:
+    t = trie()
+    t.add(Proposal(1, 0, 0, 1, [5], [SparseDistribution(np.array([5]), np.array([1.0]))]))
+    t.add(run(2, [6], parent=1))
+    assert t.path(4).distributions == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (run(1, [5], epoch=1), "epoch"),
+        (run(1, [5], parent=9), "parent_node"),
+        (run(3, [5]), "first_node"),
+        (run(1, [1, 2, 3, 4, 5, 6, 7]), "token_ids"),
+    ],
+    ids=["epoch that never was", "unknown parent", "numbers with a gap", "beyond the window"],
+)
+def test_what_no_delay_can_explain_is_a_violation_that_names_the_field(bad: Proposal, field: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        trie().add(bad)
+    assert caught.value.reason is Reason.PROTOCOL_VIOLATION
+    assert caught.value.field == f"proposal.{field}"
+
+
+def test_too_many_nodes_are_a_violation() -> None:
+    t = trie()
+    t.add(run(1, [1, 2, 3, 4, 5, 6]))
+    t.add(run(7, [2, 2, 3, 4, 5, 6]))
+    with pytest.raises(OutriderError, match="12 nodes"):
+        t.add(run(13, [3]))
+
+
+def test_siblings_of_one_token_are_a_violation() -> None:
+    t = trie()
+    t.add(run(1, [5]))
+    with pytest.raises(OutriderError, match="has that child"):
+        t.add(run(2, [5]))
+
+
+@given(st.data())
+def test_any_growth_and_commits_leave_what_a_naive_set_of_strings_would(data: st.DataObject) -> None:
+    """Model: the guesses as plain strings below the root, each node known by its number."""
+    t = Trie(Window(node_count=400, depth=100))
+    guesses: dict[int, tuple[int, ...]] = {0: ()}
+    last = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            parent = data.draw(st.sampled_from(sorted(guesses)))
+            tokens = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+            if (*guesses[parent], tokens[0]) in guesses.values():
+                continue
+            t.add(Proposal(1, t.epoch, parent, last + 1, tokens))
+            for i in range(len(tokens)):
+                guesses[last + 1 + i] = (*guesses[parent], *tokens[: i + 1])
+            last += len(tokens)
+        else:
+            committed = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+            below = {n: g[len(committed) :] for n, g in guesses.items() if g[: len(committed)] == committed}
+            epoch = t.epoch
+            t.advance(list(committed))
+            assert (t.epoch == epoch) == bool(below)
+            guesses, last = (below, last) if below else ({0: ()}, 0)
+        assert t.node_count == len(guesses) - 1
+        assert len(t.path(1000).token_ids) == max(map(len, guesses.values()))
+        assert tuple(t.path(1000).token_ids) in guesses.values()

@@ -1,0 +1,116 @@
+"""A draft is waited for as long as that pays, and no longer."""
+
+import threading
+import time
+
+import pytest
+from fake_model import Client, ScriptedDrafter, TableModel, make_engine
+
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.depth import AcceptanceRate, ForwardCost, expected_tokens, wait_budget_s
+from verifier_svc.engine import Engine
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def slow_forward(model: TableModel, seconds: float) -> None:
+    model.broken = lambda slices: time.sleep(seconds)
+
+
+def run_in_background(engine: Engine) -> threading.Thread:
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    return thread
+
+
+def wait_for(client: Client, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(client.tokens) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_expected_tokens_is_the_geometric_sum() -> None:
+    assert expected_tokens(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)
+    assert expected_tokens(1.0, 3) == 4
+    assert expected_tokens(0.0, 5) == 1
+
+
+def test_waiting_to_the_limit_is_as_fast_as_not_waiting() -> None:
+    limit = wait_budget_s(0.1, 1.0, 2.0)
+    assert (1.0 + 2.0) / (0.1 + limit) == pytest.approx(1.0 / 0.1)
+
+
+def test_acceptance_is_learned_from_what_was_judged() -> None:
+    rate = AcceptanceRate(0.6)
+    assert rate.value == pytest.approx(0.6)
+    for _ in range(100):
+        rate.observe(drafted=4, accepted=1)
+    assert rate.value == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_forward_is_priced_by_the_nearest_size_measured() -> None:
+    cost = ForwardCost()
+    assert cost.estimate(5) == 0.0
+    cost.observe(1, 0.01)
+    cost.observe(500, 0.5)
+    assert cost.estimate(2) == pytest.approx(0.01)
+    assert cost.estimate(300) == pytest.approx(0.5)
+
+
+def test_a_drafter_that_skips_is_not_waited_for() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())
+    slow_forward(model, 0.05)
+    engine.step()
+    late, budget_s = engine.drafting.worth_waiting_for(engine.scheduler.running.values(), engine.cost)
+    assert late
+    assert budget_s > 0.02
+    drafter.skip(sequence.id)
+    assert not engine.drafting.worth_waiting_for(engine.scheduler.running.values(), engine.cost)[0]
+
+
+def test_a_silent_drafter_stops_being_waited_for() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    slow_forward(model, 0.01)
+    ScriptedDrafter(engine)
+    client = Client()
+    engine.submit(TokenRequest([1, 2], 150, GREEDY), client)
+    thread = run_in_background(engine)
+    wait_for(client, 100)
+    started = time.monotonic()
+    wait_for(client, 150)
+    elapsed_s = time.monotonic() - started
+    engine.stop()
+    thread.join()
+    assert elapsed_s < 50 * 0.01 * 1.6
+
+
+def test_a_prompt_answer_is_waited_for_and_used() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    slow_forward(model, 0.02)
+    drafter, client = ScriptedDrafter(engine), Client()
+    truth = model.greedy([1, 2], 60)
+    deliver = engine._deliver
+
+    def answer_soon(deliveries: list[object]) -> None:
+        deliver(deliveries)  # type: ignore[arg-type]
+
+        def answer() -> None:
+            done = len(client.tokens)
+            if sequence.id in engine.sequences and len(client.tokens) < 55:
+                drafter.propose(sequence.id, truth[done : done + 4])
+
+        if any(argument is not client for _, argument in deliveries):  # type: ignore[misc]
+            threading.Timer(0.004, lambda: engine.post(answer)).start()
+
+    engine._deliver = answer_soon  # type: ignore[assignment]
+    sequence = engine.submit(TokenRequest([1, 2], 60, GREEDY), client)
+    thread = run_in_background(engine)
+    wait_for(client, 60)
+    engine.stop()
+    thread.join()
+    assert client.tokens == truth
+    assert client.chunks[-1].stats is not None
+    assert client.chunks[-1].stats.forward_count < 25
