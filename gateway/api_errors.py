@@ -1,0 +1,112 @@
+"""Errors in OpenAI's shape, whatever raised them: validation, routing, the verifier, or a fault of our own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+
+from outrider.errors import OutriderError, Reason
+
+log = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 60
+_BY_STATUS = {404: Reason.ROUTE_NOT_FOUND, 405: Reason.METHOD_NOT_ALLOWED, 413: Reason.REQUEST_TOO_LARGE}
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was ready."""
+
+
+def error_body(error: OutriderError) -> dict[str, object]:
+    """`{"error": {message, type, param, code}}`."""
+    kind = error.reason.kind
+    code = error.reason.name.lower()
+    return {"error": {"message": error.message, "type": kind.openai_type, "param": error.field, "code": code}}
+
+
+def error_response(error: OutriderError) -> JSONResponse:
+    """The error with its HTTP status."""
+    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
+    return JSONResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)
+
+
+def unexpected() -> OutriderError:
+    """What a caller learns of a fault of our own; its text, which may hold a user's data, goes to the log alone."""
+    return OutriderError(Reason.INTERNAL, "the gateway failed; its log has the reason")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the application in OpenAI's shape."""
+    handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
+        OutriderError: _outrider_error,
+        RequestValidationError: _validation_error,
+        HTTPException: _http_error,
+        ClientGone: _client_gone,
+        Exception: _fault,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+async def _outrider_error(_request: Request, error: OutriderError) -> Response:
+    return error_response(error)
+
+
+async def _validation_error(_request: Request, error: RequestValidationError) -> Response:
+    return error_response(validation_error(error.errors()))
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    reason = _BY_STATUS.get(error.status_code, Reason.MALFORMED_REQUEST)
+    messages = {
+        Reason.ROUTE_NOT_FOUND: f"there is no {request.url.path[:200]} here",
+        Reason.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
+    }
+    response = error_response(OutriderError(reason, messages.get(reason, str(error.detail))))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _client_gone(_request: Request, _error: ClientGone) -> Response:
+    return Response(status_code=499)
+
+
+async def _fault(_request: Request, _error: Exception) -> Response:
+    return error_response(unexpected())
+
+
+def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> OutriderError:
+    """The first of pydantic's complaints, with the field's path and what was sent there."""
+    if not details:
+        return OutriderError(Reason.MALFORMED_REQUEST, "the request is malformed")
+    detail = details[0]
+    kind, message = detail["type"], detail["msg"]
+    if kind == "json_invalid":
+        cause = detail.get("ctx", {}).get("error", "")
+        return OutriderError(Reason.MALFORMED_REQUEST, f"the body is not JSON: {message} ({cause})")
+    path = field_path(detail["loc"])
+    if not path:
+        return OutriderError(Reason.MALFORMED_REQUEST, "the body must be a JSON object, sent with Content-Type: application/json")
+    if kind == "extra_forbidden":
+        return OutriderError(Reason.UNKNOWN_PARAMETER, f"{path} is not a parameter of this request", path)
+    if kind == "missing":
+        return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
+    shown = json.dumps(detail.get("input"), default=str)
+    shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "…"
+    return OutriderError(Reason.INVALID_VALUE, f"{path}: {message}, not {shown}", path)
+
+
+def field_path(location: Sequence[str | int]) -> str:
+    """`messages[0].content` for ("body", "messages", 0, "content")."""
+    path = ""
+    for part in location[1:] if location[:1] == ("body",) else location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".")

@@ -1,0 +1,71 @@
+"""The HTTP application: routes, error shapes, the bound on bodies, and the count of responses."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway import api_errors, openai, system
+from gateway.config import GatewaySettings
+from gateway.generate import Generation
+from gateway.metrics import Metrics
+from outrider import __version__
+
+
+def create_app(settings: GatewaySettings, generation: Generation, metrics: Metrics) -> FastAPI:
+    """The application around one Generation."""
+    app = FastAPI(title="Outrider", version=__version__, redoc_url=None)
+    app.include_router(openai.routes(generation, settings.max_sequences))
+    app.include_router(system.routes(generation, metrics))
+    api_errors.install(app)
+    app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
+    app.add_middleware(CountResponses, metrics=metrics)
+    return app
+
+
+class BodyLimit:
+    """Refuses a body above `limit_bytes` as soon as its length is known, before it is held in memory."""
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self._app = app
+        self._limit = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive() if announced <= self._limit else {}
+            taken += len(message.get("body", b""))
+            if max(announced, taken) > self._limit:
+                raise HTTPException(413, f"the body is larger than {self._limit} bytes", {"Connection": "close"})
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+class CountResponses:
+    """Counts responses by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The route's pattern: a path of the client's own would make a new time series each time.
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._metrics.http_responses.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -1,0 +1,41 @@
+"""The gateway's settings: flags, OUTRIDER_GATEWAY_… in the environment, or a YAML file."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from outrider.config import Settings
+
+
+class GatewaySettings(Settings):
+    """Settings of `python -m gateway`."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
+
+    verifier: list[str] = Field(min_length=1)
+    """Addresses of the verifier's replicas, host:port or unix:/path; a request goes to the least busy one that is ready."""
+
+    tokenizer: str
+    """Model directory or hub id whose tokenizer and chat template are used; it must be the target's."""
+
+    model_name: str = ""
+    """Name that requests use for the model; empty takes the verifier's."""
+
+    http_host: str = "127.0.0.1"
+    """Address the OpenAI API listens on."""
+
+    http_port: int = Field(default=8000, ge=0, le=65535)
+    """Port the OpenAI API listens on; 0 takes a free one."""
+
+    grpc_listen: str = "127.0.0.1:8001"
+    """host:port or unix:/path that gRPC listens on."""
+
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    """Largest HTTP request body."""
+
+    max_sequences: int = Field(default=64, ge=1, le=1024)
+    """Most sequences of one request: prompts times n."""
+
+    drain_seconds: float = Field(default=10.0, ge=0.0)
+    """On SIGTERM, how long running requests may still take before they are cut off."""

@@ -1,0 +1,208 @@
+"""The core that HTTP and gRPC share: one prompt in, pieces of text out. Knows no HTTP and no request's own shape."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import grpc
+
+from gateway.metrics import Metrics, SequenceClock
+from gateway.prompts import Prompts
+from gateway.routing import Replica, Router
+from gateway.text import TextStream, TokenTable
+from outrider import rpc, wire
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.messages import (
+    FinishReason,
+    ModelInfo,
+    SamplingParams,
+    SpeculationOptions,
+    SpeculationStats,
+    TokenChunk,
+    TokenRequest,
+    TokenSource,
+)
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """One sequence to generate. `prompt_field` and `limit_field` are what the caller calls its prompt and its max_tokens.
+
+    `max_tokens` None takes what the context leaves, and `default_max_tokens` at most that much.
+    """
+
+    prompt: list[int]
+    max_tokens: int | None = None
+    default_max_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    model: str = ""
+    request_id: str = ""
+    traceparent: str = ""
+    prompt_field: str = "prompt"
+    limit_field: str = "max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sequence ended, and what it took."""
+
+    reason: FinishReason
+    prompt_token_count: int
+    completion_token_count: int
+    cached_token_count: int
+    stats: SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of whole characters, and the tokens that came with it; the last piece has the ending."""
+
+    text: str
+    token_ids: Sequence[int]
+    sources: Sequence[TokenSource]
+    drafter_id: str = ""
+    ending: Ending | None = None
+
+
+class Generation:
+    """Generates text with the verifier's replicas."""
+
+    def __init__(self, router: Router, prompts: Prompts, metrics: Metrics) -> None:
+        self.router = router
+        self.prompts = prompts
+        self._metrics = metrics
+        self._table = TokenTable(prompts.tokenizer)
+
+    async def stream(self, request: TextRequest) -> AsyncGenerator[Piece, None]:
+        """The text of one request, piece by piece. Closing the iterator cancels the sequence everywhere.
+
+        Raises OutriderError: what `Router.pick` and `token_request` raise, and whatever the verifier reports.
+        """
+        name, info, replica = self.router.pick(request.model)
+        tokens = token_request(request, info)
+        clock = SequenceClock(self._metrics, name, len(tokens.prompt))
+        sequence = _Sequence(tokens, info, TextStream(self._table, request.stop))
+        try:
+            with replica.busy():
+                async with aclosing(_chunks(replica, tokens)) as chunks:
+                    async for chunk in chunks:
+                        clock.chunk(len(chunk.token_ids))
+                        piece = sequence.take(chunk)
+                        if piece.ending is not None:
+                            clock.finished(piece.ending.reason)
+                        yield piece
+                        if piece.ending is not None:
+                            return
+            raise OutriderError(Reason.VERIFIER_UNAVAILABLE, f"verifier {replica.address} ended without a finish reason")
+        except OutriderError as error:
+            clock.failed(error.reason.name)
+            raise
+        finally:
+            clock.close()
+
+
+class _Sequence:
+    """Turns the chunks of one sequence into pieces."""
+
+    def __init__(self, request: TokenRequest, info: ModelInfo, text: TextStream) -> None:
+        self._prompt_token_count = len(request.prompt)
+        self._end_ids = request.stop_token_ids | frozenset(() if request.ignore_eos else info.eos_token_ids)
+        self._text = text
+        # Kept for the case that a stop string ends the sequence, since then the verifier's own statistics never come.
+        depth = info.max_depth if request.speculation.depth is None else request.speculation.depth
+        self._stats = SpeculationStats(max_depth=depth if request.speculation.enabled else 0)
+
+    def take(self, chunk: TokenChunk) -> Piece:
+        """The piece for the next chunk."""
+        ids = chunk.token_ids
+        ended_by_token = chunk.finish_reason is FinishReason.STOP and bool(ids) and ids[-1] in self._end_ids
+        before = self._text.token_count
+        text = self._text.push(ids[:-1] if ended_by_token else ids)
+        if chunk.finish_reason is not None and not self._text.stopped:
+            text += self._text.finish()
+        used = self._text.token_count - before if self._text.stopped else len(ids)
+        sources = chunk.sources[:used]
+        self._stats.record(chunk.draft_token_count, sources.count(TokenSource.ACCEPTED))
+        return Piece(text, ids[:used], sources, chunk.drafter_id, self._ending(chunk, ended_by_token))
+
+    def _ending(self, chunk: TokenChunk, ended_by_token: bool) -> Ending | None:
+        stopped = self._text.stopped
+        reason = FinishReason.STOP if stopped else chunk.finish_reason
+        if reason is None:
+            return None
+        stats = self._stats if stopped or chunk.stats is None else chunk.stats
+        count = self._text.token_count + (ended_by_token and not stopped)
+        return Ending(reason, self._prompt_token_count, count, chunk.cached_token_count, stats)
+
+
+async def _chunks(replica: Replica, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
+    """The verifier's chunks; closing the iterator cancels the call."""
+    metadata = (("traceparent", request.traceparent),) if request.traceparent else ()
+    call = replica.stub.GenerateTokens(wire.request_to_proto(request), metadata=metadata)
+    try:
+        async for response in call:
+            yield wire.chunk_from_proto(response)
+    except grpc.aio.AioRpcError as failure:
+        error = rpc.error_of(failure)
+        if failure.code() is grpc.StatusCode.UNAVAILABLE and error.reason is Reason.VERIFIER_UNAVAILABLE:
+            replica.lost(error)
+        raise error from failure
+    finally:
+        call.cancel()
+
+
+def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
+    """What the verifier is asked; raises OutriderError that names the caller's own field and the limit."""
+    prompt, name = request.prompt, request.prompt_field
+    if not prompt:
+        raise invalid(name, "must hold at least 1 token")
+    outside = next((index for index in (min(prompt), max(prompt)) if not 0 <= index < info.vocab_size), None)
+    if outside is not None:
+        raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {outside}")
+    return TokenRequest(
+        prompt=prompt,
+        max_tokens=_max_tokens(request, info.context_length),
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        speculation=request.speculation,
+        request_id=request.request_id,
+        traceparent=request.traceparent,
+    )
+
+
+def _max_tokens(request: TextRequest, context_length: int) -> int:
+    left, length = context_length - len(request.prompt), len(request.prompt)
+    if left < 1:
+        message = f"{request.prompt_field} has {length} tokens, but the model's context holds {context_length}, its answer included"
+        raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field)
+    if request.max_tokens is None:
+        return left if request.default_max_tokens is None else min(left, request.default_max_tokens)
+    if request.max_tokens < 1:
+        raise invalid(request.limit_field, f"must be at least 1, not {request.max_tokens}")
+    if request.max_tokens > left:
+        message = (
+            f"{request.limit_field} asks for {request.max_tokens} tokens after a prompt of {length}, "
+            f"but the model's context holds {context_length}"
+        )
+        raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, request.limit_field)
+    return request.max_tokens
+
+
+def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings when they are within bounds; raises OutriderError(INVALID_VALUE) otherwise."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
+    for index, text in enumerate(stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise invalid(f"stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(text)}")
+    return tuple(stop)

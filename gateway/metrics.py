@@ -1,0 +1,85 @@
+"""The gateway's Prometheus metrics, with vLLM's names and definitions under the prefix `outrider:`."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from outrider.messages import FinishReason
+
+_LABELS = ["model_name"]
+_FIRST_TOKEN_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0]
+_TOKEN_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0]
+_REQUEST_S = [0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0]
+
+
+class Metrics:
+    """Metrics of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens given out.")
+        self.finished = self._counter("request_success", "Sequences that ended by themselves.", "finished_reason")
+        self.failed = self._counter("request_failure", "Sequences that ended in an error.", "reason")
+        self.cancelled = self._counter("request_cancelled", "Sequences whose client went away.")
+        self.running = Gauge("outrider:num_requests_running", "Sequences in progress.", _LABELS, registry=self.registry)
+        self.first_token_s = self._histogram("time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_S)
+        self.chunk_s = self._histogram("inter_token_latency_seconds", "Between two outputs of the model.", _TOKEN_S)
+        self.token_s = self._histogram(
+            "request_time_per_output_token_seconds", "From first to last token, over the tokens after the first.", _TOKEN_S
+        )
+        self.request_s = self._histogram("e2e_request_latency_seconds", "From the request to its end.", _REQUEST_S)
+        self.http_responses = Counter("outrider:http_responses", "HTTP responses.", ["route", "status"], registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"outrider:{name}", text, [*_LABELS, *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: list[float]) -> Histogram:
+        return Histogram(f"outrider:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+
+
+class SequenceClock:
+    """Observes one sequence from its start to its end."""
+
+    def __init__(self, metrics: Metrics, model: str, prompt_token_count: int) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._start = self._first = self._last = time.perf_counter()
+        self._token_count = 0
+        self._ended = False
+        self._chunk_s = metrics.chunk_s.labels(model)
+        metrics.prompt_tokens.labels(model).inc(prompt_token_count)
+        metrics.running.labels(model).inc()
+
+    def chunk(self, token_count: int) -> None:
+        """Tokens came."""
+        now = time.perf_counter()
+        if self._token_count == 0:
+            self._first = now
+            self._metrics.first_token_s.labels(self._model).observe(now - self._start)
+        else:
+            self._chunk_s.observe(now - self._last)
+        self._last = now
+        self._token_count += token_count
+
+    def finished(self, reason: FinishReason) -> None:
+        """The sequence ended by itself."""
+        self._ended = True
+        self._metrics.finished.labels(self._model, reason.name.lower()).inc()
+        self._metrics.request_s.labels(self._model).observe(time.perf_counter() - self._start)
+        if self._token_count > 1:
+            self._metrics.token_s.labels(self._model).observe((self._last - self._first) / (self._token_count - 1))
+
+    def failed(self, reason: str) -> None:
+        """The sequence ended in an error."""
+        self._ended = True
+        self._metrics.failed.labels(self._model, reason.lower()).inc()
+
+    def close(self) -> None:
+        """The sequence is over; unless it finished or failed, its client went away."""
+        if not self._ended:
+            self._metrics.cancelled.labels(self._model).inc()
+        self._metrics.running.labels(self._model).dec()
+        self._metrics.generation_tokens.labels(self._model).inc(self._token_count)

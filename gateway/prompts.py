@@ -1,0 +1,130 @@
+"""Prompts to token ids: the model's tokenizer and its chat template, without torch or transformers.
+
+The template sees what `transformers`' `apply_chat_template` would show it; it comes from the model alone, never from a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.tokenizer import fingerprint, load_tokenizer, model_file
+
+# Longer texts are tokenised on a thread: at about 0.4 µs a character this is some 10 ms of the event loop.
+_THREAD_CHARACTERS = 20_000
+
+
+class Prompts:
+    """Renders and tokenises prompts for one model (a directory or a hub id)."""
+
+    def __init__(self, model: str) -> None:
+        self.tokenizer = load_tokenizer(model)
+        # Some tokenizer.json files would silently cut a prompt or fill it up.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.fingerprint = fingerprint(self.tokenizer)
+        config = _json_file(model, "tokenizer_config.json")
+        self._special_tokens = _special_tokens(config)
+        self._template = _template(model, config)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's ids; a long text does not hold up the event loop."""
+        if len(text) > _THREAD_CHARACTERS:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The ids' text, special tokens included."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as one text; raises OutriderError with the template's own words when it does not take it."""
+        if self._template is None:
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "messages: the model has no chat template", "messages")
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise invalid("messages", f"were refused by the model's chat template: {error}") from error
+
+
+def _json_file(model: str, name: str) -> dict[str, Any]:
+    path = model_file(model, name)
+    content = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    if not isinstance(content, dict):
+        raise OutriderError(Reason.INVALID_VALUE, f"{name} of {model} must hold a JSON object", "tokenizer")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and their like, as a template may name them; a token is written as a string or as {"content": …}."""
+    tokens = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _template(model: str, config: Mapping[str, Any]) -> jinja2.Template | None:
+    """The model's chat template, from its own file or from tokenizer_config.json; of several, the one named "default"."""
+    path = model_file(model, "chat_template.jinja")
+    source = path.read_text(encoding="utf-8") if path is not None else config.get("chat_template")
+    if isinstance(source, list):
+        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    return _environment().from_string(source) if source is not None else None
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only passes them through."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; jinja2's own filter would escape it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,200 @@
+"""Bodies of the OpenAI requests: which parameters exist and of which type. Ranges are checked where the limits are known."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+
+from outrider.errors import OutriderError, Reason, invalid
+
+# Parameters of OpenAI's and vLLM's that are not supported, each with the values that ask for nothing; those are let through.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_json": (),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# What an answer's message carries beside its text, so that it can be sent back as it came.
+_EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "reasoning_content", "refusal", "tool_calls")
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields and without silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _drop_neutral(values: Any) -> Any:
+    """Take out what asks for nothing; raises OutriderError(UNSUPPORTED_PARAMETER) that names what asks for something."""
+    if not isinstance(values, dict):
+        return values
+    kept = {}
+    for name, value in values.items():
+        if name not in _NEUTRAL:
+            kept[name] = value
+        elif value is not None and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+            allowed = "".join(f" or send {json.dumps(neutral)}" for neutral in _NEUTRAL[name])
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{name} is not supported; leave it out{allowed}", name)
+    return kept
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality that tells 0 from False, as JSON does."""
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+
+
+class SpeculationBody(Body):
+    """Whether and how to speculate; `metrics` asks for vLLM's `metrics.speculative_decoding` in the answer."""
+
+    enabled: bool = True
+    drafter: str = ""
+    depth: int | None = None
+    metrics: bool = False
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+def _stops(value: object) -> object:
+    """OpenAI's three forms of `stop` as a list."""
+    return [value] if isinstance(value, str) else ([] if value is None else value)
+
+
+class GenerationBody(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, description="vLLM's extension; 0 or -1 keeps all tokens.")
+    seed: int | None = None
+    n: int | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationBody = SpeculationBody()
+    ignore_eos: bool | None = Field(default=None, description="vLLM's extension; go on after an end-of-sequence token.")
+    stop_token_ids: list[int] | None = Field(default=None, description="vLLM's extension; ids that end the text.")
+    # Labels for OpenAI's own records and caches; they have no meaning for the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, values: Any) -> Any:
+        return _drop_neutral(values)
+
+
+Prompt = str | list[int]
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """OpenAI's four forms of a prompt as a list of prompts: a text, texts, token ids, lists of token ids."""
+    if isinstance(value, str) or _is_ids(value):
+        return [value]  # type: ignore[list-item]  # one of the two, by the checks
+    if isinstance(value, list) and value and (all(isinstance(item, str) for item in value) or all(map(_is_ids, value))):
+        return value
+    raise invalid("prompt", "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none empty")
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, BeforeValidator(_prompts), Field(json_schema_extra={"type": ["string", "array"]})]
+
+
+class TextPart(Body):
+    """A piece of a message's content; of OpenAI's kinds, text alone."""
+
+    type: Literal["text"]
+    text: str
+
+
+_PARTS = TypeAdapter(list[TextPart])
+
+
+def _text(value: object) -> object:
+    """A message's content as one text; parts are joined by a newline, as vLLM does."""
+    if isinstance(value, list) and value:
+        return "\n".join(part.text for part in _PARTS.validate_python(value))
+    return value
+
+
+class Message(Body):
+    """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in _EMPTY_IN_MESSAGE or value not in (None, [])}
+
+    def for_template(self) -> dict[str, str]:
+        """The message as a chat template knows it."""
+        named = {"name": self.name} if self.name is not None else {}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **named}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize, in vLLM's shape: either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = Field(default=None, description="Default: true for a prompt, false for messages.")
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize, in vLLM's shape."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,99 @@
+"""The gateway as a process: HTTP and gRPC on one event loop, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+
+from gateway.app import create_app
+from gateway.config import GatewaySettings
+from gateway.generate import Generation
+from gateway.metrics import Metrics
+from gateway.prompts import Prompts
+from gateway.routing import Router
+from gateway.servicer import SERVICE, GenerationServicer
+from outrider import rpc
+from outrider.errors import invalid
+from outrider.v1 import generation_pb2_grpc
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the process has one order of shutting down, for HTTP and gRPC."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Gateway:
+    """A running gateway; `http_url` and `grpc_address` are where it listens."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        prompts = Prompts(settings.tokenizer)
+        metrics = Metrics()
+        self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name)
+        generation = Generation(self.router, prompts, metrics)
+        config = uvicorn.Config(
+            create_app(settings, generation, metrics),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        )
+        self._http = _HttpServer(config)
+        self._grpc = rpc.Server(SERVICE)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation), self._grpc.grpc)
+        self._http_task: asyncio.Task[None] | None = None
+        self.http_url = ""
+        self.grpc_address = ""
+
+    async def start(self) -> None:
+        """Listen; raises OutriderError(INVALID_VALUE) when an address cannot be bound."""
+        settings = self._settings
+        try:
+            family = socket.AF_INET6 if ":" in settings.http_host else socket.AF_INET
+            listener = socket.create_server((settings.http_host, settings.http_port), family=family, backlog=2048)
+        except OSError as cause:
+            raise invalid("http-port", f"cannot be bound: {settings.http_host}:{settings.http_port}: {cause}") from cause
+        [port] = await self._grpc.start(settings.grpc_listen)
+        self.grpc_address = settings.grpc_listen
+        if not settings.grpc_listen.startswith("unix:"):
+            self.grpc_address = f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
+        self.http_url = f"http://{settings.http_host}:{listener.getsockname()[1]}"
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
+        self.router.start(self._grpc.set_serving)
+
+    async def stop(self) -> None:
+        """Take nothing new, let what runs finish within `drain_seconds`, then cut it off."""
+        self.router.draining = True
+        self._http.should_exit = True
+        await asyncio.gather(self._grpc.stop(self._settings.drain_seconds), self._http_task or asyncio.sleep(0))
+        await self.router.close()
+
+
+@contextlib.asynccontextmanager
+async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+    """A gateway that runs while the block does."""
+    gateway = Gateway(settings)
+    await gateway.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.stop()
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Run until SIGTERM or SIGINT."""
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with running(settings) as gateway:
+        print(f"gateway listening on {gateway.http_url} (OpenAI API) and {gateway.grpc_address} (gRPC)", flush=True)
+        await ended.wait()

@@ -1,0 +1,92 @@
+"""GenerationService over gRPC: the same core as HTTP, in the protos' shape."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
+from outrider import rpc, telemetry, wire
+from outrider.errors import invalid
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+SERVICE = "outrider.v1.GenerationService"
+_ROLES = ("system", "user", "assistant")
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Serves GenerateText."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    @rpc.reports_errors
+    async def GenerateText(
+        self, request: generation_pb2.GenerateTextRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
+        """Stream the text of one request; the caller's `traceparent` metadata is the span's parent."""
+        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        with telemetry.start_root(operation, headers, gen_ai__operation__name=operation) as span:
+            job = await self._text_request(request, span.traceparent)
+            async with aclosing(self._generation.stream(job)) as pieces:
+                async for piece in pieces:
+                    yield _response(piece)
+
+    async def _text_request(self, request: generation_pb2.GenerateTextRequest, traceparent: str) -> TextRequest:
+        """The checked request; raises OutriderError that names the field and the limit."""
+        name, info, _ = self._generation.router.pick(request.model)
+        prompt, field = await self._prompt(request)
+        return TextRequest(
+            prompt=prompt,
+            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+            sampling=wire.sampling_from_proto(request.sampling, info.vocab_size),
+            stop=check_stop(request.stop),
+            speculation=wire.speculation_from_proto(request.speculation),
+            model=name,
+            traceparent=traceparent,
+            prompt_field=field,
+        )
+
+    async def _prompt(self, request: generation_pb2.GenerateTextRequest) -> tuple[list[int], str]:
+        """The prompt's ids, and the field it came in."""
+        prompts = self._generation.prompts
+        kind = request.WhichOneof("input")
+        if kind == "prompt":
+            return await prompts.encode(request.prompt), "prompt"
+        if kind == "tokens":
+            return list(request.tokens.token_ids), "tokens.token_ids"
+        if kind is None:
+            raise invalid("input", "must be one of prompt, chat and tokens")
+        if not request.chat.messages:
+            raise invalid("chat.messages", "must hold at least 1 message")
+        for index, message in enumerate(request.chat.messages):
+            if message.role not in _ROLES:
+                raise invalid(f"chat.messages[{index}].role", f"must be one of {', '.join(_ROLES)}, not {message.role[:40]!r}")
+        text = prompts.render([{"role": message.role, "content": message.content} for message in request.chat.messages])
+        return await prompts.encode(text, add_special_tokens=False), "chat.messages"
+
+
+def _response(piece: Piece) -> generation_pb2.GenerateTextResponse:
+    response = generation_pb2.GenerateTextResponse(
+        text=piece.text, token_ids=piece.token_ids, sources=[_enum(s) for s in piece.sources], drafter_id=piece.drafter_id
+    )
+    if piece.ending is not None:
+        _end(response, piece.ending)
+    return response
+
+
+def _end(response: generation_pb2.GenerateTextResponse, ending: Ending) -> None:
+    response.finish_reason = _enum(ending.reason)
+    response.usage.prompt_token_count = ending.prompt_token_count
+    response.usage.completion_token_count = ending.completion_token_count
+    response.usage.cached_token_count = ending.cached_token_count
+    response.stats.CopyFrom(wire.stats_to_proto(ending.stats))
+
+
+def _enum(value: int) -> Any:
+    """A proto enum's value; the stubs make each enum a type of its own, which a plain integer is not."""
+    return int(value)

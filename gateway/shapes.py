@@ -1,0 +1,115 @@
+"""OpenAI's answers as plain dictionaries: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from outrider import __version__
+from outrider.messages import FinishReason
+
+Json = dict[str, Any]
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_FINGERPRINT = f"outrider-{__version__}"
+
+
+class Shape:
+    """How one endpoint writes its answers. Subclasses say what a choice looks like."""
+
+    operation: str
+    """OpenTelemetry's name of the endpoint's operation."""
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, model: str, *, include_usage: bool) -> None:
+        self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self.model = model
+        self._created = int(time.time())
+        # With usage asked for, every chunk but the last has "usage": null.
+        self._usage: Json = {"usage": None} if include_usage else {}
+
+    def _answer(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self.model,
+            "system_fingerprint": _FINGERPRINT,
+            "choices": choices,
+        }
+
+    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json) -> Json:
+        """The answer to a request that does not stream; one text and one reason for each choice."""
+        choices = [
+            {"index": index, **self._whole_choice(text), "logprobs": None, "finish_reason": _FINISH[reason]}
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return self._answer(self.whole_object, choices) | {"usage": usage}
+
+    def chunk(self, index: int, content: Json, reason: FinishReason | None = None) -> Json:
+        """A chunk with one choice."""
+        finish = _FINISH[reason] if reason is not None else None
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
+        return self._answer(self.chunk_object, [choice]) | self._usage
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """The last chunk when usage was asked for."""
+        return self._answer(self.chunk_object, []) | {"usage": usage}
+
+    def _whole_choice(self, text: str) -> Json:
+        raise NotImplementedError
+
+    def opening(self) -> Json | None:
+        """What a choice's first chunk holds before any text; None when there is none."""
+        raise NotImplementedError
+
+    def delta(self, text: str) -> Json:
+        """What a chunk with text holds."""
+        raise NotImplementedError
+
+    def closing(self) -> Json:
+        """What the chunk with the finish reason holds."""
+        raise NotImplementedError
+
+
+class CompletionShape(Shape):
+    """POST /v1/completions."""
+
+    operation = "text_completion"
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def _whole_choice(self, text: str) -> Json:
+        return {"text": text}
+
+    def opening(self) -> Json | None:
+        return None
+
+    def delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def closing(self) -> Json:
+        return {"text": ""}
+
+
+class ChatShape(Shape):
+    """POST /v1/chat/completions."""
+
+    operation = "chat"
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _whole_choice(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def opening(self) -> Json | None:
+        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
+
+    def delta(self, text: str) -> Json:
+        return {"delta": {"content": text}}
+
+    def closing(self) -> Json:
+        return {"delta": {}}

@@ -1,0 +1,121 @@
+"""Server-sent events, and clients that go away. Knows no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gateway.api_errors import ClientGone, error_body, unexpected
+from gateway.choices import Event, Tally
+from gateway.shapes import Json, Shape
+from outrider.errors import OutriderError
+from outrider.telemetry import Span
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+DONE = b"data: [DONE]\n\n"
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`, unless the client hangs up first: then the work is cancelled and ClientGone raised."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: Json) -> bytes:
+    """One server-sent event. Non-ASCII is escaped: some clients take U+2028 and its like for the end of a line."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Streams events, and closes their source when the client is gone, even in the middle of a write."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Event, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._open = (events, source)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for generator in self._open:
+                await generator.aclose()
+
+
+class ChunkWriter:
+    """Writes a request's events as the chunks of its endpoint."""
+
+    def __init__(self, shape: Shape, tally: Tally, *, include_usage: bool, include_metrics: bool) -> None:
+        self._shape = shape
+        self._tally = tally
+        self._include_usage = include_usage
+        self._include_metrics = include_metrics
+        self._opened: set[int] = set()
+        self._open_count = len(tally.endings)
+
+    def write(self, index: int, piece_text: str) -> bytes:
+        """The events for a piece of text, if it needs any."""
+        out = b""
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = self._shape.opening()
+            out = event(self._shape.chunk(index, opening)) if opening is not None else b""
+        return out + event(self._shape.chunk(index, self._shape.delta(piece_text))) if piece_text else out
+
+    def close(self, index: int) -> bytes:
+        """The events for the end of a choice, and after the last one for the end of all."""
+        ending = self._tally.endings[index]
+        closing = self._shape.chunk(index, self._shape.closing(), ending.reason if ending is not None else None)
+        self._open_count -= 1
+        if self._open_count:
+            return event(closing)
+        metrics = {"metrics": self._tally.metrics()} if self._include_metrics else {}
+        if not self._include_usage:
+            return event(closing | metrics) + DONE
+        return event(closing) + event(self._shape.usage_chunk(self._tally.usage()) | metrics) + DONE
+
+
+async def sse(
+    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, tally: Tally, span: Span
+) -> AsyncGenerator[bytes, None]:
+    """All events of a stream; a failure is its last event, in the shape of every other error."""
+    with span:
+        try:
+            item: Event | None = first
+            while item is not None:
+                index, piece = item
+                out = writer.write(index, piece.text)
+                if piece.ending is not None:
+                    tally.add(index, piece.ending)
+                    out += writer.close(index)
+                if out:
+                    yield out
+                item = await anext(rest, None)
+        except OutriderError as error:
+            span.fail(error.message)
+            yield event(error_body(error))
+        except Exception:  # logged, and answered with INTERNAL
+            log.exception("a stream failed")
+            span.fail("internal")
+            yield event(error_body(unexpected()))

@@ -1,0 +1,143 @@
+"""Everything over HTTP that generates no text: models, tokenisation, health and metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from gateway.generate import Generation
+from gateway.metrics import Metrics
+from gateway.routing import Replica, Router
+from gateway.schema import DetokenizeBody, TokenizeBody
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.messages import DrafterInfo, ModelInfo, Stage
+
+
+def routes(generation: Generation, metrics: Metrics) -> APIRouter:
+    """The endpoints around the generation."""
+    router = APIRouter()
+    started = int(time.time())
+
+    @router.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("/docs")
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The served models; none before the verifier has told its model's name."""
+        listed = [_model(name, info, started) for name, info in generation.router.models.items()]
+        return JSONResponse({"object": "list", "data": listed})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        info = generation.router.models.get(name)
+        if info is None:
+            raise OutriderError(Reason.MODEL_NOT_FOUND, f"model {name[:100]!r} is not served here", "model")
+        return JSONResponse(_model(name, info, started))
+
+    @router.get("/livez")
+    async def livez() -> Response:
+        """200 while the process runs."""
+        return JSONResponse({"status": "alive"})
+
+    @router.get("/readyz")
+    async def readyz() -> Response:
+        """200 when requests are taken, with status "degraded" when something that was there is lost; else 503 with the reason."""
+        body = readiness(generation.router)
+        return JSONResponse(body, status_code=200 if body["status"] in ("ready", "degraded") else 503)
+
+    @router.get("/health")
+    async def health() -> Response:
+        """As vLLM's: 200 without a body when requests are taken, else 503."""
+        return Response(status_code=200 if generation.router.ready else 503)
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        """Prometheus' text format."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    _add_tokenizer_routes(router, generation)
+    return router
+
+
+def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
+        _, info, _ = generation.router.pick(body.model)
+        if (body.prompt is None) is (body.messages is None):
+            raise invalid("prompt", "or messages must be given, and not both")
+        special = body.add_special_tokens
+        if body.messages is not None:
+            messages = [message.for_template() for message in body.messages]
+            text = generation.prompts.render(messages, add_generation_prompt=body.add_generation_prompt)
+            special = False if special is None else special
+        else:
+            text = body.prompt or ""
+            special = True if special is None else special
+        ids = await generation.prompts.encode(text, add_special_tokens=special)
+        strings = [generation.prompts.tokenizer.id_to_token(index) for index in ids] if body.return_token_strs else None
+        return JSONResponse({"count": len(ids), "max_model_len": info.context_length, "tokens": ids, "token_strs": strings})
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of ids, special tokens included, in vLLM's shape."""
+        _, info, _ = generation.router.pick(body.model)
+        for index, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < info.vocab_size:
+                raise invalid(f"tokens[{index}]", f"must be in [0, {info.vocab_size}), not {token_id}")
+        return JSONResponse({"prompt": generation.prompts.decode(body.tokens)})
+
+
+def _model(name: str, info: ModelInfo, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "outrider", "max_model_len": info.context_length}
+
+
+def readiness(router: Router) -> dict[str, Any]:
+    """What `/readyz` says: status ready, degraded, loading, failed, unavailable or draining, and each verifier's state."""
+    verifiers = [_verifier(replica) for replica in router.replicas]
+    if router.draining:
+        return {"status": "draining", "detail": "the gateway is shutting down", "verifiers": verifiers}
+    problems = [str(replica.problem) for replica in router.replicas if replica.problem is not None]
+    if not router.ready:
+        return {"status": _not_ready(router.replicas[0]), "detail": "; ".join(problems), "verifiers": verifiers}
+    drafters = [drafter for replica in router.replicas if replica.info is not None for drafter in replica.info.drafters]
+    problems += [f"drafter {drafter.drafter_id} is lost" for drafter in drafters if not drafter.connected]
+    return {"status": "degraded" if problems else "ready", "detail": "; ".join(problems), "verifiers": verifiers}
+
+
+def _not_ready(replica: Replica) -> str:
+    if replica.info is None or (replica.problem is not None and replica.problem.reason is Reason.VERIFIER_UNAVAILABLE):
+        return "unavailable"
+    stages = {Stage.LOADING: "loading", Stage.WARMING_UP: "loading", Stage.DRAINING: "draining"}
+    return stages.get(replica.info.stage, "failed")
+
+
+def _verifier(replica: Replica) -> dict[str, Any]:
+    info = replica.info
+    known: dict[str, Any] = {}
+    if info is not None:
+        known = {
+            "model": info.model_id,
+            "stage": info.stage.name.lower(),
+            "stage_detail": info.stage_detail,
+            "dtype": info.dtype,
+            "device": info.device,
+            "drafters": [_drafter(drafter) for drafter in info.drafters],
+        }
+    return {"address": replica.address, "ready": replica.problem is None, "running": replica.running, **known}
+
+
+def _drafter(drafter: DrafterInfo) -> dict[str, Any]:
+    return {
+        "id": drafter.drafter_id,
+        "family": drafter.family,
+        "placement": drafter.placement.kind,
+        "connected": drafter.connected,
+        "sequences": drafter.sequence_count,
+        "acceptance_rate": drafter.acceptance_rate,
+    }

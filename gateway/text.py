@@ -1,0 +1,136 @@
+"""Token ids to text as they come: whole characters only, and stop strings found across chunk borders. Knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# Of a UTF-8 character that lacks its end, at most 3 bytes can have come, and a decoder shows each as one replacement character.
+_UNSURE_CHARACTERS = 3
+_LONG_TAIL = 256
+
+
+class TokenTable:
+    """A tokenizer for decoding, with its special tokens, which are no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def text_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids that stand for text."""
+        return [index for index in token_ids if index not in self._special]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+class Detokenizer:
+    """Decodes a growing sequence of ids without ever splitting a character.
+
+    Only the tokens since the last whole character but one are decoded again, so the cost of a push does not grow with the text.
+    (`tokenizers.decoders.DecodeStream` does the same, but raises on bytes that are no UTF-8 and cannot give out its rest.)
+    """
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._tail: list[int] = []
+        self._context = 0  # leading tokens of the tail that are there only to decode the others in their context
+        self._sent = 0  # characters of the tail's text that were given out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now; what may be half a character is held back."""
+        added = self._table.text_ids(token_ids)
+        if not added:
+            return ""
+        self._tail += added
+        text = self._table.decode(self._tail)
+        unsure = min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNSURE_CHARACTERS)
+        certain = max(self._sent, len(text) - unsure)
+        piece, self._sent = text[self._sent : certain], certain
+        if unsure == 0 and piece:
+            del self._tail[: self._context]
+            self._context, self._sent = len(self._tail), len(self._table.decode(self._tail))
+        elif len(self._tail) > _LONG_TAIL:
+            self._shorten(text)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._table.decode(self._tail)[self._sent :]
+
+    def _shorten(self, text: str) -> None:
+        """Drop the head of a long run of bytes that form no characters, at a place where the decoder sees a border as well."""
+        for cut in range(len(self._tail) - 1, len(self._tail) // 2, -1):
+            head = self._table.decode(self._tail[:cut])
+            if len(head) <= self._sent and head + self._table.decode(self._tail[cut:]) == text:
+                del self._tail[:cut]
+                self._context, self._sent = 0, self._sent - len(head)
+                return
+
+
+class StopScanner:
+    """Finds the stop string that is complete first; of those that end at the same character, the longest.
+
+    So the result does not depend on how the text is cut into chunks. Text that may be the start of a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._starts = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
+        self._longest_start = max((len(stop) - 1 for stop in stops), default=0)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that is certain to come before any stop string."""
+        text = self._held + text
+        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            self.stopped, self._held = True, ""
+            return text[: min(hits)[1]]
+        held = next((n for n in range(min(self._longest_start, len(text)), 0, -1) if text[-n:] in self._starts), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+class TextStream:
+    """The text of one sequence: detokenised, and cut before the first stop string."""
+
+    def __init__(self, table: TokenTable, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(table)
+        self._scanner = StopScanner(stops)
+        self._by_token = bool(stops)
+        self.token_count = 0
+        """Tokens taken in; when a stop string was found, up to the one that completed it."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; then no text follows."""
+        return self._scanner.stopped
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now. With stop strings tokens are taken one by one, to know which of them completed one."""
+        if not self._by_token:
+            self.token_count += len(token_ids)
+            return self._detokenizer.push(token_ids)
+        pieces = []
+        for token_id in token_ids:
+            self.token_count += 1
+            pieces.append(self._scanner.push(self._detokenizer.push([token_id])))
+            if self.stopped:
+                break
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What was held back; call it once, when no token follows and no stop string was found."""
+        text = self._scanner.push(self._detokenizer.finish())
+        return text if self.stopped else text + self._scanner.finish()
