@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from outrider.lm.pages import PagePool
-
 from verifier_svc.depth import expected_tokens
 from verifier_svc.sequence import Assignment, Sequence
 from verifier_svc.trie import Path
@@ -65,14 +64,14 @@ class Scheduler:
         decoding = [sequence for sequence in self.running.values() if sequence.pending_count == 1]
         prefilling = [sequence for sequence in self.running.values() if sequence.pending_count > 1]
         spare = max(0, budget - len(decoding))
-        for sequence in decoding:
-            item = self._schedule(sequence, 1, spare, items)
-            if item is not None:
-                spare -= len(item.path.token_ids)
-        for sequence in prefilling:
-            if spare > 0:
-                item = self._schedule(sequence, min(sequence.pending_count, spare), 0, items)
-                spare -= len(item.token_ids) if item is not None else 0
+        for sequence in (*decoding, *prefilling):
+            count = min(sequence.pending_count, max(spare, sequence.pending_count == 1))
+            if count == 0:
+                continue
+            last_chunk = count == sequence.pending_count
+            spare -= count if count > 1 else 0
+            item = self._schedule(sequence, count, spare if last_chunk else 0, items)
+            spare -= len(item.path.token_ids) if item is not None else 0
         return list(items.values())
 
     def _schedule(self, sequence: Sequence, count: int, spare: int, items: dict[int, Item]) -> Item | None:

@@ -1,0 +1,180 @@
+"""Attention over the paged cache, as the one function that `transformers` models are told to call.
+
+A model's attention module carries its `LayerCache`; so no model code is copied, two models can live in one process, and threads
+share nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from outrider.lm.layout import BatchLayout, Group
+
+NAME = "outrider_paged"
+_STATE = "outrider_layer_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Key/value heads and head size of one layer, as seen in a trial forward."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+class LayerCache:
+    """Keys and values of one layer: [pages, page_size, heads, size] each, once `allocate` was called.
+
+    Before that, a forward is a trial: it only notes the shape, and attends within the batch's single slice.
+    """
+
+    def __init__(self) -> None:
+        self.shape: LayerShape | None = None
+        self.soft_capped = False
+        self.layout: BatchLayout | None = None
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._use_varlen = False
+
+    def allocate(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the cache; raises RuntimeError when the trial forward never came here."""
+        if self.shape is None:
+            raise RuntimeError("allocate before the trial forward")
+        size = (page_count, page_size, self.shape.heads)
+        # Zeros, since a page that was never written is masked, but 0 * NaN would not be.
+        self._keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
+        self._values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
+        self._use_varlen = has_varlen(device, dtype) and not self.soft_capped and self.shape.key_size == self.shape.value_size
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Store this batch's keys and values, and attend: query [1, H, T, D] to output [1, T, H, D]."""
+        if self._keys is None or self._values is None or self.layout is None:
+            return self._trial(query, key, value, scaling, softcap)
+        layout = self.layout
+        self._keys.flatten(0, 1).index_copy_(0, layout.slots, key[0].transpose(0, 1))
+        self._values.flatten(0, 1).index_copy_(0, layout.slots, value[0].transpose(0, 1))
+        query_THD = query[0].transpose(0, 1)
+        if self._use_varlen:
+            return self._varlen(query_THD, scaling, window).unsqueeze(0)
+        if len(layout.groups) == 1:
+            return self._group(query_THD, layout.groups[0], scaling, window, softcap).unsqueeze(0)
+        out = query_THD.new_empty(*query_THD.shape[:2], self._values.shape[-1])
+        for group in layout.groups:
+            rows = group.rows_BQ if group.real_BQ is None else group.rows_BQ[group.real_BQ]
+            out[rows.flatten()] = self._group(query_THD, group, scaling, window, softcap)
+        return out.unsqueeze(0)
+
+    def _varlen(self, query_THD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        shared = self.layout.varlen  # type: ignore[union-attr]  # `attend` has looked
+        out: torch.Tensor = varlen_attn(
+            query_THD.contiguous(),
+            self._keys,  # type: ignore[arg-type]  # `attend` has looked
+            self._values,  # type: ignore[arg-type]
+            shared.cu_seq_q,
+            None,
+            shared.max_q,
+            shared.max_k,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=True,
+            seqused_k=shared.seqused_k,
+            block_table=shared.block_table,
+        )
+        return out
+
+    def _group(
+        self, query_THD: torch.Tensor, group: Group, scaling: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        """Attention of one group's real tokens, [rows, H, D], over its pages, gathered."""
+        batch, queries = group.rows_BQ.shape
+        heads, size = query_THD.shape[1:]
+        key, value = self._gather(self._keys, group), self._gather(self._values, group)
+        # The query heads of one key/value head stand beside each other: fold them into the queries instead of repeating keys.
+        repeats = heads // key.shape[1]
+        folded = query_THD[group.rows_BQ].view(batch, queries, key.shape[1], repeats, size).transpose(1, 2).flatten(2, 3)
+        mask = group.mask(window, repeats)
+        if softcap is None:
+            out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        else:
+            out = _soft_capped(folded, key, value, mask, scaling, softcap)
+        out = out.view(batch, key.shape[1], queries, repeats, -1).transpose(1, 2).reshape(batch, queries, heads, -1)
+        return out.flatten(0, 1) if group.real_BQ is None else out[group.real_BQ]
+
+    def _gather(self, cache: torch.Tensor | None, group: Group) -> torch.Tensor:
+        """The group's keys or values, [B, heads, P * page_size, size]."""
+        pages = cache.index_select(0, group.pages_BP.flatten())  # type: ignore[union-attr]  # `attend` has looked
+        return pages.view(group.pages_BP.shape[0], -1, *pages.shape[2:]).transpose(1, 2)
+
+    def _trial(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, softcap: float | None
+    ) -> torch.Tensor:
+        self.shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        self.soft_capped = softcap is not None
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def _soft_capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
+) -> torch.Tensor:
+    """Gemma 2's attention, whose scores are squashed to (-softcap, softcap), which no fused kernel here does."""
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """The one choice of attention: the variable-length CUDA kernel where there is one, else gathered pages."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and half and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+def install(model: torch.nn.Module) -> dict[int, LayerCache]:
+    """Give every module that may attend its layer's cache, by layer number."""
+    caches: dict[int, LayerCache] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            object.__setattr__(module, _STATE, caches.setdefault(index, LayerCache()))
+    return caches
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that models call: query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D].
+
+    Raises NotImplementedError for attention sinks, which change the softmax itself.
+    """
+    if unused.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks")
+    cache: LayerCache = getattr(module, _STATE)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cache.attend(query, key, value, scale, sliding_window, softcap), None
+
+
+AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,149 @@
+"""Pages of the KV cache: who holds which, and which can be shared. Knows token ids and page numbers; not tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, slots=True)
+class KVSequence:
+    """One sequence's pages, in order. `length` tokens have their keys and values there."""
+
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    """Block hashes of the leading pages that are published or shared; those are never written again."""
+
+
+class PagePool:
+    """Hands out pages, and keeps those of committed prompts for whoever comes with the same beginning.
+
+    A full page of committed tokens is known by its chained block hash: SHA-256 over the hash of the page before (of the salt, for
+    the first) and its token ids as little-endian uint32. Pages nobody holds stay findable until they are needed, the least
+    recently used going first. Shared pages are never written, since a sequence writes only behind its `length`.
+    """
+
+    def __init__(self, page_count: int, page_size: int, *, prefix_caching: bool = True) -> None:
+        self.page_count = page_count
+        self.page_size = page_size
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._prefix_caching = prefix_caching
+        self._holders = [0] * page_count
+        self._blank = deque(range(page_count))
+        self._by_digest: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free_count(self) -> int:
+        """Pages that could be handed out now."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def used_count(self) -> int:
+        """Pages that some sequence holds."""
+        return self.page_count - self.free_count
+
+    def reserve(self, sequence: KVSequence, length: int) -> bool:
+        """Give the sequence pages for `length` tokens; False, and nothing has changed, when there are not enough."""
+        missing = -(-length // self.page_size) - len(sequence.pages)
+        if missing > self.free_count:
+            return False
+        for _ in range(missing):
+            sequence.pages.append(self._take())
+        return True
+
+    def truncate(self, sequence: KVSequence, length: int) -> None:
+        """Rewind to `length` tokens and give back the pages behind them; nothing is copied.
+
+        A rewind to within a published page goes on to that page's beginning, since others may be reading the page.
+        """
+        published = length // self.page_size
+        if published < len(sequence.digests):
+            length = published * self.page_size
+            del sequence.digests[published:]
+        sequence.length = min(sequence.length, length)
+        keep = -(-length // self.page_size)
+        # Backwards, so that of a cached prefix the end is forgotten before the beginning.
+        while len(sequence.pages) > keep:
+            self._give_back(sequence.pages.pop())
+
+    def free(self, sequence: KVSequence) -> None:
+        """Give back everything."""
+        self.truncate(sequence, 0)
+
+    def attach_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> int:
+        """Start an empty sequence on the cached pages of its longest known beginning; the number of tokens covered.
+
+        At least one token is left to compute, since its logits are what the caller is after.
+        """
+        self.prefix_query_tokens += len(token_ids)
+        if not self._prefix_caching:
+            return 0
+        for i in range((len(token_ids) - 1) // self.page_size):
+            digest = self._digest(sequence.digests, token_ids, i, salt)
+            page = self._by_digest.get(digest)
+            if page is None:
+                break
+            self._idle.pop(page, None)
+            self._holders[page] += 1
+            sequence.pages.append(page)
+            sequence.digests.append(digest)
+        sequence.length = len(sequence.digests) * self.page_size
+        self.prefix_hit_tokens += sequence.length
+        return sequence.length
+
+    def publish(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
+        """Make the full pages of committed tokens findable; pages published before cost nothing."""
+        if not self._prefix_caching:
+            return
+        full = min(sequence.length, len(token_ids)) // self.page_size
+        for i in range(len(sequence.digests), full):
+            digest = self._digest(sequence.digests, token_ids, i, salt)
+            sequence.digests.append(digest)
+            if digest not in self._by_digest:
+                self._by_digest[digest] = sequence.pages[i]
+                self._digest_of[sequence.pages[i]] = digest
+
+    def check_integrity(self, sequences: Iterable[KVSequence] = ()) -> None:
+        """Raise RuntimeError unless every page is blank, idle, or held by exactly as many of `sequences` as counted."""
+        held = [0] * self.page_count
+        for sequence in sequences:
+            for page in sequence.pages:
+                held[page] += 1
+        if held != self._holders:
+            raise RuntimeError("pages are held by others than counted")
+        blank, idle = set(self._blank), set(self._idle)
+        unheld = {page for page, count in enumerate(held) if count == 0}
+        if blank & idle or blank | idle != unheld or len(blank) != len(self._blank):
+            raise RuntimeError("a page is lost, or free twice")
+        if {page: digest for digest, page in self._by_digest.items()} != self._digest_of or not idle <= self._digest_of.keys():
+            raise RuntimeError("the index of published pages is inconsistent")
+
+    def _take(self) -> int:
+        if self._blank:
+            page = self._blank.popleft()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            del self._by_digest[self._digest_of.pop(page)]
+        self._holders[page] = 1
+        return page
+
+    def _give_back(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page] > 0:
+            return
+        if page in self._digest_of:
+            self._idle[page] = None
+        else:
+            self._blank.append(page)
+
+    def _digest(self, before: Sequence[bytes], token_ids: Sequence[int], index: int, salt: str) -> bytes:
+        parent = before[-1] if before else hashlib.sha256(salt.encode()).digest()
+        block = array("I", token_ids[index * self.page_size : (index + 1) * self.page_size])
+        return hashlib.sha256(parent + block.tobytes()).digest()

@@ -1,0 +1,164 @@
+"""Runs a decoder-only model of `transformers` on packed slices of many sequences, over a paged KV cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from outrider.errors import OutriderError, Reason
+from outrider.lm import attention
+from outrider.lm.layout import BatchLayout, Slice
+
+__all__ = ["ModelRunner", "Slice"]
+
+_CPU_CACHE_BYTES = 2**30
+_CUDA_SHARE = 0.85
+_SEQUENCES_AT_FULL_CONTEXT = 64
+_TRIAL_TOKENS = 4
+
+
+class ModelRunner:
+    """A model and its cache. Not thread-safe: one thread calls `forward`."""
+
+    def __init__(
+        self, model: torch.nn.Module, model_id: str = "", *, page_size: int | None = None, page_count: int | None = None
+    ) -> None:
+        """Take over a loaded `transformers` model.
+
+        `page_size` (tokens) defaults to what the attention kernel wants, `page_count` to what memory allows. Raises
+        OutriderError(INVALID_VALUE) for a model whose every layer does not attend through the attention interface.
+        """
+        self.model_id = model_id
+        self._model: Any = model.eval()
+        config = self._model.config.get_text_config(decoder=True)
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.vocab_size: int = config.vocab_size
+        self.context_length: int = config.max_position_embeddings
+        self.eos_token_ids = _eos_token_ids(self._model)
+        self._model.set_attn_implementation(attention.NAME)
+        self._layers = attention.install(model)
+        self._try_out(config.num_hidden_layers)
+        # The paged CUDA kernel takes pages of 256 tokens; where pages are gathered, small ones waste the least.
+        self.page_size = page_size or (256 if attention.has_varlen(self.device, self.dtype) else 16)
+        self.page_count = page_count or self._default_page_count()
+        for layer in self._layers.values():
+            layer.allocate(self.page_count, self.page_size, self.dtype, self.device)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        page_size: int | None = None,
+        page_count: int | None = None,
+        threads: int | None = None,
+        trust_remote_code: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> ModelRunner:
+        """Load a directory or hub id; safetensors only, so that no foreign pickle is ever opened.
+
+        `dtype` is auto (the checkpoint's), float32, bfloat16 or float16; `threads` are torch's on a CPU. Raises OutriderError:
+        MODEL_NOT_FOUND, or INVALID_VALUE for a model or setting that cannot be served.
+        """
+        report = progress or (lambda detail: None)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        where = _device(device)
+        report(f"reading {model}")
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+            if config.is_encoder_decoder:
+                raise _unsupported(model, "it is an encoder-decoder")
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model, dtype=_dtype(dtype), use_safetensors=True, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as cause:
+            raise OutriderError(Reason.MODEL_NOT_FOUND, f"cannot load {model}: {str(cause).splitlines()[0]}", "model") from cause
+        report(f"moving the weights to {where}")
+        runner = cls(loaded.to(where), model, page_size=page_size, page_count=page_count)
+        report("warming up")
+        for count in (1, 2, 16):
+            runner.forward([Slice([0] * count, 0, list(range(-(-count // runner.page_size))), 1)])
+        return runner
+
+    @torch.inference_mode()
+    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+        """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache."""
+        layout = BatchLayout(slices, self.page_size, self.device)
+        for layer in self._layers.values():
+            layer.layout = layout
+        output = self._model(
+            input_ids=layout.token_ids.unsqueeze(0),
+            position_ids=layout.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=layout.logit_rows,
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def _try_out(self, layer_count: int) -> None:
+        """A forward of a few tokens, which shows each layer's shape and whether it attends through our function at all."""
+        ids = torch.zeros(1, _TRIAL_TOKENS, dtype=torch.long, device=self.device)
+        name = type(self._model).__name__
+        try:
+            self._model(input_ids=ids, use_cache=False)
+        except NotImplementedError as cause:
+            raise _unsupported(name, f"it uses {cause}, which the paged attention cannot do") from cause
+        seen = sum(layer.shape is not None for layer in self._layers.values())
+        if seen != layer_count:
+            raise _unsupported(name, f"{layer_count - seen} of {layer_count} layers do not attend through the attention interface")
+
+    def _default_page_count(self) -> int:
+        shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
+        token_bytes = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes) * self.dtype.itemsize
+        if self.device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(self.device)[0] * _CUDA_SHARE)
+        else:
+            budget = min(_CPU_CACHE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4)
+        affordable = budget // (token_bytes * self.page_size)
+        useful = _SEQUENCES_AT_FULL_CONTEXT * -(-self.context_length // self.page_size)
+        return max(1, min(affordable, useful))
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """The ids that end a text: the generation config's, which chat models extend, else the model's."""
+    generation: GenerationConfig | None = getattr(model, "generation_config", None)
+    ids = generation.eos_token_id if generation is not None else None
+    ids = model.config.eos_token_id if ids is None else ids
+    return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (int(ids),)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as cause:
+        raise OutriderError(Reason.INVALID_VALUE, f"device must be auto, cpu or cuda:N, not {name}", "device") from cause
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OutriderError(Reason.INVALID_VALUE, "device is cuda, but torch finds no CUDA device", "device")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype | str:
+    names: dict[str, torch.dtype | str] = {
+        "auto": "auto",
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in names:
+        raise OutriderError(Reason.INVALID_VALUE, f"dtype must be one of {', '.join(names)}, not {name}", "dtype")
+    return names[name]
+
+
+def _unsupported(model: str, why: str) -> OutriderError:
+    return OutriderError(Reason.INVALID_VALUE, f"{model} cannot be served: {why}", "model")
