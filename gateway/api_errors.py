@@ -32,10 +32,17 @@ def error_body(error: OutriderError) -> dict[str, object]:
     return {"error": {"message": error.message, "type": kind.openai_type, "param": error.field, "code": code}}
 
 
-def error_response(error: OutriderError) -> JSONResponse:
+class _AsciiResponse(JSONResponse):
+    """JSON with every other character escaped: an error may quote what is not even Unicode, such as half a surrogate pair."""
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content).encode()
+
+
+def error_response(error: OutriderError) -> Response:
     """The error with its HTTP status."""
     headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
-    return JSONResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)
+    return _AsciiResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)
 
 
 def unexpected() -> OutriderError:
@@ -67,6 +74,7 @@ async def _validation_error(_request: Request, error: RequestValidationError) ->
 async def _http_error(request: Request, error: HTTPException) -> Response:
     reason = _BY_STATUS.get(error.status_code, Reason.MALFORMED_REQUEST)
     messages = {
+        Reason.MALFORMED_REQUEST: f"the body cannot be read as JSON: {error.__cause__ or error.detail}",
         Reason.ROUTE_NOT_FOUND: f"there is no {request.url.path[:200]} here",
         Reason.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
     }
@@ -88,7 +96,7 @@ def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> Outrid
     if not details:
         return OutriderError(Reason.MALFORMED_REQUEST, "the request is malformed")
     detail = details[0]
-    kind, message = detail["type"], detail["msg"]
+    kind, message = detail["type"], detail["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         cause = detail.get("ctx", {}).get("error", "")
         return OutriderError(Reason.MALFORMED_REQUEST, f"the body is not JSON: {message} ({cause})")

@@ -15,7 +15,7 @@ from outrider import __version__
 
 def create_app(settings: GatewaySettings, generation: Generation, metrics: Metrics) -> FastAPI:
     """The application around one Generation."""
-    app = FastAPI(title="Outrider", version=__version__, redoc_url=None)
+    app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.routes(generation, settings.max_sequences))
     app.include_router(system.routes(generation, metrics))
     api_errors.install(app)

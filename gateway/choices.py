@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from gateway.generate import Ending, Piece
 
@@ -60,7 +61,7 @@ class Tally:
     def add(self, index: int, ending: Ending) -> None:
         self.endings[index] = ending
 
-    def usage(self) -> dict[str, object]:
+    def usage(self) -> dict[str, Any]:
         """OpenAI's usage object: a prompt counts once whatever n; accepted and rejected are draft tokens."""
         endings = [ending for ending in self.endings if ending is not None]
         firsts = [ending for ending in self.endings[:: self._n] if ending is not None]
@@ -79,7 +80,7 @@ class Tally:
             },
         }
 
-    def metrics(self) -> dict[str, object]:
+    def metrics(self) -> dict[str, Any]:
         """vLLM's `metrics` object; like there, it describes one sequence and is null for several."""
         ending = self.endings[0]
         if len(self.endings) > 1 or ending is None:

@@ -13,7 +13,7 @@ from gateway.choices import Event, Tally, collect, merge
 from gateway.generate import Generation, TextRequest, check_stop
 from gateway.schema import ChatBody, CompletionBody, GenerationBody
 from gateway.shapes import ChatShape, CompletionShape, Shape
-from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
+from gateway.streaming import ChunkWriter, EventStream, describe, sse, until_gone
 from outrider import telemetry, wire
 from outrider.errors import invalid
 from outrider.messages import MAX_STOP_TOKENS, ModelInfo, SamplingParams, SpeculationOptions
@@ -116,6 +116,7 @@ async def _answer(
     if not body.stream:
         with span:
             texts = await until_gone(request, collect(events, tally))
+            describe(span, tally)
             return JSONResponse(_whole(body, shape, tally, texts))
     try:
         # The first piece is awaited before the status line goes out, so that what is refused is refused with its own status.

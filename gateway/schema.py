@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
 
 from outrider.errors import OutriderError, Reason, invalid
 
@@ -45,6 +45,18 @@ class Body(BaseModel):
     """A JSON object without unknown fields and without silent conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _unicode(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which is no text and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise ValueError("holds half of a surrogate pair, which is not Unicode text") from cause
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
 
 
 def _drop_neutral(values: Any) -> Any:
@@ -96,7 +108,7 @@ class GenerationBody(Body):
     top_k: int | None = Field(default=None, description="vLLM's extension; 0 or -1 keeps all tokens.")
     seed: int | None = None
     n: int | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    stop: Annotated[list[Text], BeforeValidator(_stops)] = []
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -120,10 +132,11 @@ Prompt = str | list[int]
 
 def _prompts(value: object) -> list[Prompt]:
     """OpenAI's four forms of a prompt as a list of prompts: a text, texts, token ids, lists of token ids."""
-    if isinstance(value, str) or _is_ids(value):
-        return [value]  # type: ignore[list-item]  # one of the two, by the checks
-    if isinstance(value, list) and value and (all(isinstance(item, str) for item in value) or all(map(_is_ids, value))):
-        return value
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if isinstance(prompts, list) and prompts and all(isinstance(prompt, str) for prompt in prompts):
+        return [_unicode(prompt) for prompt in prompts]
+    if isinstance(prompts, list) and prompts and all(map(_is_ids, prompts)):
+        return prompts
     raise invalid("prompt", "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none empty")
 
 
@@ -141,7 +154,7 @@ class TextPart(Body):
     """A piece of a message's content; of OpenAI's kinds, text alone."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 _PARTS = TypeAdapter(list[TextPart])
@@ -158,8 +171,8 @@ class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text)]
-    name: str | None = None
+    content: Annotated[Text, BeforeValidator(_text)]
+    name: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -186,7 +199,7 @@ class TokenizeBody(Body):
     """POST /tokenize, in vLLM's shape: either a prompt or messages."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = Field(default=None, description="Default: true for a prompt, false for messages.")
     add_generation_prompt: bool = True

@@ -96,6 +96,12 @@ class ChunkWriter:
         return event(closing) + event(self._shape.usage_chunk(self._tally.usage()) | metrics) + DONE
 
 
+def describe(span: Span, tally: Tally) -> None:
+    """Put the token counts on a request's span, under OpenTelemetry's names."""
+    usage = tally.usage()
+    span.set(gen_ai__usage__input_tokens=usage["prompt_tokens"], gen_ai__usage__output_tokens=usage["completion_tokens"])
+
+
 async def sse(
     first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, tally: Tally, span: Span
 ) -> AsyncGenerator[bytes, None]:
@@ -112,6 +118,7 @@ async def sse(
                 if out:
                     yield out
                 item = await anext(rest, None)
+            describe(span, tally)
         except OutriderError as error:
             span.fail(error.message)
             yield event(error_body(error))

@@ -6,13 +6,14 @@ import time
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.generate import Generation
 from gateway.metrics import Metrics
 from gateway.routing import Replica, Router
 from gateway.schema import DetokenizeBody, TokenizeBody
+from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import DrafterInfo, ModelInfo, Stage
 
@@ -22,9 +23,11 @@ def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     router = APIRouter()
     started = int(time.time())
 
-    @router.get("/", include_in_schema=False)
+    @router.get("/")
     async def root() -> Response:
-        return RedirectResponse("/docs")
+        """What this is, and where to look next."""
+        links = {"models": "/v1/models", "ready": "/readyz", "metrics": "/metrics", "openapi": "/openapi.json"}
+        return JSONResponse({"name": "outrider", "version": __version__, "links": links})
 
     @router.get("/v1/models")
     async def models() -> Response:

@@ -9,7 +9,10 @@ from tokenizers import Tokenizer
 _REPLACEMENT = "\ufffd"
 # Of a UTF-8 character that lacks its end, at most 3 bytes can have come, and a decoder shows each as one replacement character.
 _UNSURE_CHARACTERS = 3
-_LONG_TAIL = 256
+# Tokens that may wait for the end of a character. A chunk can be long, and decoders of byte tokens show a whole run of them as
+# replacement characters until the last character of the run is complete.
+_LONGEST_WAIT = 128
+_BORDER_SEARCH = 8
 
 
 class TokenTable:
@@ -48,28 +51,36 @@ class Detokenizer:
             return ""
         self._tail += added
         text = self._table.decode(self._tail)
-        unsure = min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNSURE_CHARACTERS)
-        certain = max(self._sent, len(text) - unsure)
-        piece, self._sent = text[self._sent : certain], certain
-        if unsure == 0 and piece:
-            del self._tail[: self._context]
-            self._context, self._sent = len(self._tail), len(self._table.decode(self._tail))
-        elif len(self._tail) > _LONG_TAIL:
-            self._shorten(text)
-        return piece
+        if not text.endswith(_REPLACEMENT):
+            return self._release(text)
+        if len(self._tail) - self._context <= _LONGEST_WAIT:
+            return ""
+        return self._release_most(text)
 
     def finish(self) -> str:
         """What was held back."""
         return self._table.decode(self._tail)[self._sent :]
 
-    def _shorten(self, text: str) -> None:
-        """Drop the head of a long run of bytes that form no characters, at a place where the decoder sees a border as well."""
-        for cut in range(len(self._tail) - 1, len(self._tail) // 2, -1):
+    def _release(self, text: str) -> str:
+        """All of the tail's text; its newest tokens stay as the context of the next."""
+        piece = text[self._sent :]
+        if piece:
+            del self._tail[: self._context]
+            self._context, self._sent = len(self._tail), len(self._table.decode(self._tail))
+        return piece
+
+    def _release_most(self, text: str) -> str:
+        """A long run of bytes that form no characters: give out all but its end, and forget it up to a border near its end."""
+        certain = max(self._sent, len(text.rstrip(_REPLACEMENT)), len(text) - _UNSURE_CHARACTERS)
+        piece, self._sent = text[self._sent : certain], certain
+        for cut in range(len(self._tail) - 1, len(self._tail) - _BORDER_SEARCH, -1):
             head = self._table.decode(self._tail[:cut])
-            if len(head) <= self._sent and head + self._table.decode(self._tail[cut:]) == text:
+            # Decoded apart both halves give the same text: the cut splits no character, now or later.
+            if len(head) <= certain and head + self._table.decode(self._tail[cut:]) == text:
                 del self._tail[:cut]
-                self._context, self._sent = 0, self._sent - len(head)
-                return
+                self._context, self._sent = 0, certain - len(head)
+                break
+        return piece
 
 
 class StopScanner:

@@ -1,0 +1,101 @@
+"""A VerifierService over real gRPC that says what a test tells it to, so that errors and odd chunks can be had at will."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from outrider import rpc, wire
+from outrider.errors import OutriderError
+from outrider.messages import FinishReason, ModelInfo, SpeculationStats, Stage, TokenChunk, TokenRequest, TokenSource
+from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+
+Step = TokenChunk | OutriderError | float
+"""A chunk to send, an error to end with, or seconds to wait."""
+
+
+@dataclass
+class Script:
+    """What the verifier is and does. `answer` gives the steps for a request."""
+
+    info: ModelInfo
+    answer: Callable[[TokenRequest], list[Step]]
+    requests: list[TokenRequest] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)
+    running: int = 0
+    cancelled: int = 0
+    unreachable: bool = False
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """Plays a script."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    @rpc.reports_errors
+    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
+        if self.script.unreachable:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        return wire.model_to_proto(self.script.info)
+
+    @rpc.reports_errors
+    async def GenerateTokens(
+        self, request: verifier_pb2.GenerateTokensRequest, context: Any
+    ) -> AsyncIterator[verifier_pb2.GenerateTokensResponse]:
+        script = self.script
+        info = script.info
+        asked = wire.request_from_proto(request, vocab_size=info.vocab_size, context_length=info.context_length)
+        script.requests.append(asked)
+        script.traceparents += [value for key, value in context.invocation_metadata() if key == "traceparent"]
+        script.running += 1
+        try:
+            for step in script.answer(asked):
+                if isinstance(step, OutriderError):
+                    raise step
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                else:
+                    yield wire.chunk_to_proto(step)
+        except (asyncio.CancelledError, GeneratorExit):
+            script.cancelled += 1
+            raise
+        finally:
+            script.running -= 1
+
+
+def plain(token_ids: list[int]) -> TokenChunk:
+    """A chunk of plainly decoded tokens."""
+    return TokenChunk(token_ids, [TokenSource.PLAIN] * len(token_ids))
+
+
+def last(token_ids: list[int], reason: FinishReason, stats: SpeculationStats | None = None, cached: int = 0) -> TokenChunk:
+    """The chunk that ends a sequence."""
+    return TokenChunk(
+        token_ids,
+        [TokenSource.PLAIN] * len(token_ids),
+        finish_reason=reason,
+        stats=stats or SpeculationStats(forward_count=1),
+        cached_token_count=cached,
+    )
+
+
+def ready(fingerprint: str, vocab_size: int = 4096, **changes: Any) -> ModelInfo:
+    """A served model with the bundled pair's numbers."""
+    known: dict[str, Any] = {
+        "model_id": "models/target",
+        "stage": Stage.READY,
+        "stage_detail": "serving",
+        "tokenizer_fingerprint": fingerprint,
+        "vocab_size": vocab_size,
+        "context_length": 2048,
+        "eos_token_ids": (0, 3),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_depth": 4,
+    }
+    return ModelInfo(**known | changes)

@@ -1,0 +1,132 @@
+"""Detokenisation and stop strings do not depend on how the tokens are cut into chunks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from gateway.prompts import Prompts
+from gateway.text import Detokenizer, StopScanner, TextStream, TokenTable
+
+VOCAB_SIZE = 4096
+TEXTS = st.text(max_size=40) | st.sampled_from(["naïve 😀 family 👨‍👩‍👧 ok", "日本語テキスト", "a\u2028b\x00c", "é" * 20])
+ANY_IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
+
+
+def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    return [ids[start:end] for start, end in pairwise(borders)]
+
+
+@pytest.fixture(scope="module")
+def table(prompts: Prompts) -> TokenTable:
+    return TokenTable(prompts.tokenizer)
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 60)))
+def test_chunks_of_any_text_join_to_the_text(text: str, cuts: list[int], prompts: Prompts, table: TokenTable) -> None:
+    detokenizer = Detokenizer(table)
+    pieces = [detokenizer.push(chunk) for chunk in chunks(prompts.tokenizer.encode(text).ids, cuts)]
+    assert "".join(pieces) + detokenizer.finish() == text
+    assert not any("\ufffd" in piece for piece in pieces if "\ufffd" not in text)
+
+
+@given(ids=ANY_IDS, cuts=st.lists(st.integers(0, 40)))
+def test_chunks_of_any_ids_join_to_their_decoding(ids: list[int], cuts: list[int], prompts: Prompts, table: TokenTable) -> None:
+    detokenizer = Detokenizer(table)
+    pieces = [detokenizer.push(chunk) for chunk in chunks(ids, cuts)]
+    assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(prompts: Prompts, table: TokenTable) -> None:
+    [emoji_start, *emoji_rest] = prompts.tokenizer.encode("😀").ids
+    ids = [emoji_start] * 2000 + emoji_rest
+    detokenizer = Detokenizer(table)
+    pieces = [detokenizer.push([token]) for token in ids]
+    assert len(detokenizer._tail) < 300
+    assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(ids)
+
+
+def test_a_character_of_several_tokens_comes_whole_with_its_last(prompts: Prompts, table: TokenTable) -> None:
+    ids = prompts.tokenizer.encode("😀").ids
+    assert len(ids) > 1, "the bundled tokenizer has no token for this emoji"
+    detokenizer = Detokenizer(table)
+    assert [detokenizer.push([token]) for token in ids] == [""] * (len(ids) - 1) + ["😀"]
+
+
+def test_byte_fallback_tokenizers_keep_spaces_and_characters() -> None:
+    words = ["<unk>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in "😀é".encode())]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    detokenizer = Detokenizer(TokenTable(tokenizer))
+    pieces = [detokenizer.push([index]) for index in range(1, len(words))]
+    assert pieces == ["Hello", " world", "", "", "", "😀", "", "é"]
+
+
+def test_special_tokens_are_no_text(table: TokenTable, prompts: Prompts) -> None:
+    detokenizer = Detokenizer(table)
+    [hi] = prompts.tokenizer.encode("if").ids
+    assert [detokenizer.push([token]) for token in (0, hi, 3, hi)] == ["", "if", "", "if"]
+
+
+def cut_at_stop(text: str, stops: list[str]) -> str:
+    """The definition: the stop string whose last character comes first; of several that end there the longest."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+ALPHABET = "ab\n"
+
+
+@given(
+    text=st.text(ALPHABET, max_size=30),
+    stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 30)),
+)
+@example(text="abcX", stops=["abcX", "b"], cuts=[1, 2])
+def test_stop_strings_cut_the_same_text_however_it_is_chunked(text: str, stops: list[str], cuts: list[int]) -> None:
+    scanner = StopScanner(stops)
+    out = ""
+    for start, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
+        out += scanner.push(text[start:end])
+        if scanner.stopped:
+            break
+    assert out + scanner.finish() == cut_at_stop(text, stops)
+
+
+@given(
+    text=st.text(ALPHABET + "é😀", max_size=20),
+    stops=st.lists(st.text(ALPHABET + "é😀", min_size=1, max_size=3), max_size=3),
+    cuts=st.lists(st.integers(0, 40)),
+)
+def test_the_text_of_tokens_is_cut_before_the_stop(
+    text: str, stops: list[str], cuts: list[int], prompts: Prompts, table: TokenTable
+) -> None:
+    stream = TextStream(table, stops)
+    out = ""
+    for chunk in chunks(prompts.tokenizer.encode(text).ids, cuts):
+        if not stream.stopped:
+            out += stream.push(chunk)
+    assert out + ("" if stream.stopped else stream.finish()) == cut_at_stop(text, stops)
+
+
+def test_tokens_are_counted_up_to_the_one_that_completes_the_stop(prompts: Prompts, table: TokenTable) -> None:
+    ids = prompts.tokenizer.encode("one two three four").ids
+    upto = next(n for n in range(len(ids)) if "three" in prompts.tokenizer.decode(ids[:n]))
+    stream = TextStream(table, ["three"])
+    assert stream.push(ids) == "one two "
+    assert (stream.stopped, stream.token_count) == (True, upto)
+
+
+def test_text_that_only_begins_like_a_stop_is_given_out_in_the_end() -> None:
+    scanner = StopScanner(["###"])
+    assert [scanner.push("a#"), scanner.push("#b#"), scanner.finish()] == ["a", "##b", "#"]
