@@ -6,20 +6,22 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import uvloop
-from outrider.lm.pages import PagePool
-from outrider.lm.runner import ModelRunner
 from prometheus_client import start_http_server
 
 from outrider import rpc, telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError, Reason
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import ModelRunner
 from outrider.messages import ModelInfo, Stage
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
-from verifier_svc.engine import Limits
+from verifier_svc.engine import Delivery, Engine, Limits
 from verifier_svc.engine_thread import EngineThread
 from verifier_svc.metrics import Metrics
 from verifier_svc.servicer import VerifierServicer
@@ -32,77 +34,82 @@ async def serve(settings: VerifierSettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    model_id = settings.model_name or settings.target
-    servicer = VerifierServicer(model_id)
+    servicer = VerifierServicer(settings.model_name or settings.target)
     server = rpc.Server("outrider.v1.VerifierService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
-    addresses = [settings.listen, *([f"unix:{settings.uds}"] if settings.uds is not None else [])]
-    ports = await server.start(*addresses)
+    ports = await server.start(settings.listen, *([f"unix:{settings.uds}"] if settings.uds is not None else []))
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
-    loading = asyncio.create_task(_load(settings, servicer))
-    stopped = asyncio.create_task(stop.wait())
+    loader = Loader(settings, servicer)
+    thread = EngineThread(loader.build)
+    stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+    built: asyncio.Future[Any] = thread.built
+    ended: asyncio.Future[Any] = thread.ended
     try:
-        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            engine = await loading
-            await server.set_serving(True)
-            print(f"verifier ready: {model_id} in {servicer.info.dtype} on {servicer.info.device}", flush=True)
-            await asyncio.wait({stopped, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
-            await server.set_serving(False)
-            if not engine.failed.done():
-                await servicer.drain(settings.drain_seconds)
-                await engine.stop()
+        await asyncio.wait([built, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not built.done():
+            return
+        await built
+        servicer.serve(thread, loader.info)
+        await server.set_serving(True)
+        print(f"verifier ready: {loader.info.model_id} in {loader.info.dtype} on {loader.info.device}", flush=True)
+        await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await server.set_serving(False)
+        if ended.done():
+            raise OutriderError(Reason.INTERNAL, "the engine stopped; the log above has the reason")
+        await servicer.drain(settings.drain_seconds)
+        await thread.stop()
     finally:
-        loading.cancel()
+        stopped.cancel()
         await server.stop(0.5)
         telemetry.shutdown()
-    if loading.done() and not loading.cancelled() and (await loading).failed.done():
-        raise OutriderError(Reason.INTERNAL, "the engine stopped; the log above has the reason")
 
 
-async def _load(settings: VerifierSettings, servicer: VerifierServicer) -> EngineThread:
-    """Load and warm up the target off the event loop, and open the service."""
-    loop = asyncio.get_running_loop()
+class Loader:
+    """Loads and warms up the target on the engine's thread, and reports how far it is to the event loop's."""
 
-    def progress(detail: str) -> None:
-        loop.call_soon_threadsafe(servicer.report, Stage.LOADING, detail)
+    def __init__(self, settings: VerifierSettings, servicer: VerifierServicer) -> None:
+        self._settings = settings
+        self._servicer = servicer
+        self._loop = asyncio.get_running_loop()
+        self.info = servicer.info
 
-    identity = await asyncio.to_thread(lambda: fingerprint(load_tokenizer(settings.target)))
-    runner = await asyncio.to_thread(_load_runner, settings, progress)
-    model_id = servicer.info.model_id
-    metrics = Metrics(model_id)
-    if settings.metrics_port:
-        start_http_server(settings.metrics_port, "127.0.0.1", registry=metrics.registry)
-    pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
-    limits = Limits(settings.depth, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
-    engine = EngineThread(runner, pool, metrics, limits, trust_draft_distributions=settings.trust_draft_distributions)
-    info = ModelInfo(
-        model_id=model_id,
-        stage=Stage.READY,
-        stage_detail="serving",
-        tokenizer_fingerprint=identity,
-        vocab_size=runner.vocab_size,
-        context_length=min(runner.context_length, pool.page_count * pool.page_size),
-        eos_token_ids=runner.eos_token_ids,
-        dtype=str(runner.dtype).removeprefix("torch."),
-        device=str(runner.device),
-        max_depth=settings.depth,
-    )
-    servicer.serve(engine, info)
-    return engine
+    def _report(self, stage: Stage, detail: str) -> None:
+        self._loop.call_soon_threadsafe(self._servicer.report, stage, detail)
 
-
-def _load_runner(settings: VerifierSettings, progress: object) -> ModelRunner:
-    return ModelRunner.load(
-        settings.target,
-        dtype=settings.dtype,
-        device=settings.device,
-        page_size=settings.page_size,
-        page_count=settings.page_count,
-        threads=settings.threads,
-        trust_remote_code=settings.trust_remote_code,
-        progress=progress,
-    )
+    def build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
+        """The engine, ready to run; raises OutriderError when the target cannot be served."""
+        settings = self._settings
+        identity = fingerprint(load_tokenizer(settings.target))
+        runner = ModelRunner.load(
+            settings.target,
+            dtype=settings.dtype,
+            device=settings.device,
+            page_size=settings.page_size,
+            page_count=settings.page_count,
+            threads=settings.threads,
+            trust_remote_code=settings.trust_remote_code,
+            progress=lambda detail: self._report(Stage.LOADING, detail),
+        )
+        self._report(Stage.WARMING_UP, "running trial forwards")
+        runner.warm_up()
+        pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
+        self.info = ModelInfo(
+            model_id=self.info.model_id,
+            stage=Stage.READY,
+            stage_detail="serving",
+            tokenizer_fingerprint=identity,
+            vocab_size=runner.vocab_size,
+            context_length=min(runner.context_length, pool.page_count * pool.page_size),
+            eos_token_ids=runner.eos_token_ids,
+            dtype=str(runner.dtype).removeprefix("torch."),
+            device=str(runner.device),
+            max_depth=settings.depth,
+        )
+        metrics = Metrics(self.info.model_id)
+        if settings.metrics_port:
+            start_http_server(settings.metrics_port, "127.0.0.1", registry=metrics.registry)
+        limits = Limits(settings.depth, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
+        return Engine(runner, pool, deliver, metrics, limits, trust_draft_distributions=settings.trust_draft_distributions)
 
 
 def main() -> None:

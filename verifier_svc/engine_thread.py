@@ -8,35 +8,49 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from outrider.lm.pages import PagePool
-
 from outrider.errors import OutriderError
-from verifier_svc.engine import Delivery, Engine, LanguageModel, Limits
-from verifier_svc.metrics import Metrics
+from verifier_svc.engine import Delivery, Engine
 
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
 class EngineThread:
-    """Runs an engine on a daemon thread; made and used on a running event loop."""
+    """Builds an engine and runs it, on a daemon thread; made and used on a running event loop.
 
-    def __init__(
-        self, model: LanguageModel, pool: PagePool, metrics: Metrics, limits: Limits, *, trust_draft_distributions: bool = False
-    ) -> None:
+    The model is loaded and warmed up on the very thread that will run it: OpenMP keeps a team of workers for each thread that ever
+    computed, and two teams on the same cores make it give up spinning, which more than doubled a small model's step.
+    """
+
+    def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], Engine]) -> None:
         self._loop = asyncio.get_running_loop()
-        self.engine = Engine(model, pool, self._deliver, metrics, limits, trust_draft_distributions=trust_draft_distributions)
-        self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Done, with the reason, if the engine's loop ever ends by an exception."""
+        self._build = build
+        self.built: asyncio.Future[Engine] = self._loop.create_future()
+        """Done when the engine takes work, or with the reason why it never will."""
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done when the engine's loop has ended, with the reason if that was an exception."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, once `built` is done."""
+        return self.built.result()
+
     def _run(self) -> None:
         try:
-            self.engine.run()
+            engine = self._build(self._deliver)
+        except Exception as error:  # noqa: BLE001  # whoever awaits `built` raises it
+            self._loop.call_soon_threadsafe(self.built.set_exception, error)
+            return
+        self._loop.call_soon_threadsafe(self.built.set_result, engine)
+        try:
+            engine.run()
         except BaseException as error:
             log.exception("the engine stopped")
-            self._loop.call_soon_threadsafe(self.failed.set_exception, error)
+            self._loop.call_soon_threadsafe(self.ended.set_exception, error)
+        else:
+            self._loop.call_soon_threadsafe(self.ended.set_result, None)
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         self._loop.call_soon_threadsafe(_call_sinks, deliveries)
@@ -69,9 +83,9 @@ class EngineThread:
         return await done
 
     async def stop(self) -> None:
-        """End the engine's loop and wait for the step in progress."""
+        """End the engine's loop after the step in progress."""
         self.engine.stop()
-        await asyncio.to_thread(self._thread.join)
+        await self.ended
 
 
 def _call_sinks(deliveries: list[Delivery]) -> None:

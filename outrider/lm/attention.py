@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -83,7 +83,7 @@ class LayerCache:
         from torch.nn.attention.varlen import varlen_attn
 
         shared = self.layout.varlen  # type: ignore[union-attr]  # `attend` has looked
-        out: torch.Tensor = varlen_attn(
+        out = varlen_attn(
             query_THD.contiguous(),
             self._keys,  # type: ignore[arg-type]  # `attend` has looked
             self._values,  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ class LayerCache:
             seqused_k=shared.seqused_k,
             block_table=shared.block_table,
         )
-        return out
+        return cast(torch.Tensor, out)  # a tuple only when auxiliary results are asked for
 
     def _group(
         self, query_THD: torch.Tensor, group: Group, scaling: float, window: int | None, softcap: float | None
@@ -108,17 +108,25 @@ class LayerCache:
         key, value = self._gather(self._keys, group), self._gather(self._values, group)
         # The query heads of one key/value head stand beside each other: fold them into the queries instead of repeating keys.
         repeats = heads // key.shape[1]
-        folded = query_THD[group.rows_BQ].view(batch, queries, key.shape[1], repeats, size).transpose(1, 2).flatten(2, 3)
-        mask = group.mask(window, repeats)
+        picked = query_THD if group.whole_batch else query_THD[group.rows_BQ]
+        if queries == 1:
+            folded = picked.reshape(batch, key.shape[1], repeats, size)
+        else:
+            folded = picked.reshape(batch, queries, key.shape[1], repeats, size).transpose(1, 2).flatten(2, 3)
+        mask = group.mask(window, repeats, query_THD.dtype)
         if softcap is None:
             out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         else:
             out = _soft_capped(folded, key, value, mask, scaling, softcap)
-        out = out.view(batch, key.shape[1], queries, repeats, -1).transpose(1, 2).reshape(batch, queries, heads, -1)
+        if queries > 1:
+            out = out.view(batch, key.shape[1], queries, repeats, -1).transpose(1, 2)
+        out = out.reshape(batch, queries, heads, -1)
         return out.flatten(0, 1) if group.real_BQ is None else out[group.real_BQ]
 
     def _gather(self, cache: torch.Tensor | None, group: Group) -> torch.Tensor:
-        """The group's keys or values, [B, heads, P * page_size, size]."""
+        """The group's keys or values, [B, heads, keys, size]."""
+        if group.run is not None:
+            return cache.flatten(0, 1)[group.run].transpose(0, 1).unsqueeze(0)  # type: ignore[union-attr]  # `attend` has looked
         pages = cache.index_select(0, group.pages_BP.flatten())  # type: ignore[union-attr]  # `attend` has looked
         return pages.view(group.pages_BP.shape[0], -1, *pages.shape[2:]).transpose(1, 2)
 
@@ -132,11 +140,12 @@ class LayerCache:
 
 
 def _soft_capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float, softcap: float
 ) -> torch.Tensor:
     """Gemma 2's attention, whose scores are squashed to (-softcap, softcap), which no fused kernel here does."""
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    scores = scores if mask is None else scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:

@@ -31,28 +31,37 @@ class Slice:
 class Group:
     """Slices that one attention call takes: B of them, padded to Q queries and P pages.
 
-    `rows_BQ` [B, Q] are packed token numbers, padded with a slice's last token; `real_BQ` is None when nothing is padded.
+    `rows_BQ` [B, Q] are packed token numbers, padded with a slice's last token; `real_BQ` is None when nothing is padded, and
+    `whole_batch` says that moreover the group is all of the batch, in its order. `key_count` keys are looked at: P pages of them,
+    or, for a single slice whose pages lie side by side, just its own; then `run` is where they lie in the flattened cache, so
+    that nothing need be gathered.
     `positions_BQ` [B, Q] go with them, `pages_BP` [B, P] are padded with page 0, which the mask hides.
     """
 
     rows_BQ: torch.Tensor
     real_BQ: torch.Tensor | None
+    whole_batch: bool
     positions_BQ: torch.Tensor
     pages_BP: torch.Tensor
-    page_size: int
+    key_count: int
+    run: slice | None
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, repeats: int) -> torch.Tensor:
-        """Boolean [B, 1, Q * repeats, P * page_size]: which keys a query sees, each query's row `repeats` times over.
+    def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[B, 1, Q * repeats, keys], 0 where a query sees a key and -inf elsewhere, each query `repeats` times over.
 
-        With a sliding window a query sees the last `window` positions, its own included. Kept, since most layers ask alike.
+        With a sliding window a query sees the last `window` positions, its own included. None when every query sees all keys.
+        Kept, since most layers ask alike.
         """
+        if self.run is not None and self.rows_BQ.shape[1] == 1 and (window is None or self.key_count <= window):
+            return None
         key = (window, repeats)
         if key not in self._masks:
             queries = self.positions_BQ.repeat_interleave(repeats, dim=1)[:, None, :, None]
-            keys = torch.arange(self.pages_BP.shape[1] * self.page_size, device=queries.device)
-            seen = keys <= queries
-            self._masks[key] = seen if window is None else seen & (keys > queries - window)
+            keys = torch.arange(self.key_count, device=queries.device)
+            hidden = keys > queries
+            hidden = hidden if window is None else hidden | (keys <= queries - window)
+            self._masks[key] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         return self._masks[key]
 
 
@@ -100,13 +109,23 @@ class BatchLayout:
         steps = np.arange(lengths.max())
         real = steps < lengths[:, None]
         rows = (self._ends_B[indices] - lengths)[:, None] + np.minimum(steps, lengths[:, None] - 1)
+        run = self._run(indices)
         return Group(
             rows_BQ=self._tensor(rows),
             real_BQ=None if real.all() else self._tensor(real),
+            whole_batch=bool(real.all()) and len(indices) == len(self._pages),
             positions_BQ=self._tensor(self._positions_T[rows]),
             pages_BP=self._block_table(indices),
-            page_size=self._page_size,
+            key_count=run.stop - run.start if run is not None else max(self._pages[i].size for i in indices) * self._page_size,
+            run=run,
         )
+
+    def _run(self, indices: list[int]) -> slice | None:
+        pages = self._pages[indices[0]]
+        if len(indices) > 1 or (np.diff(pages) != 1).any():
+            return None
+        first = int(pages[0]) * self._page_size
+        return slice(first, first + int(self._starts_B[indices[0]] + self._lengths_B[indices[0]]))
 
     def _block_table(self, indices: Sequence[int]) -> torch.Tensor:
         table = np.zeros((len(indices), max(self._pages[i].size for i in indices)), np.int64)

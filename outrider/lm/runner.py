@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -33,7 +33,7 @@ class ModelRunner:
         OutriderError(INVALID_VALUE) for a model whose every layer does not attend through the attention interface.
         """
         self.model_id = model_id
-        self._model: Any = model.eval()
+        self._model = cast(Any, model.eval())
         config = self._model.config.get_text_config(decoder=True)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -82,11 +82,12 @@ class ModelRunner:
         except (OSError, ValueError) as cause:
             raise OutriderError(Reason.MODEL_NOT_FOUND, f"cannot load {model}: {str(cause).splitlines()[0]}", "model") from cause
         report(f"moving the weights to {where}")
-        runner = cls(loaded.to(where), model, page_size=page_size, page_count=page_count)
-        report("warming up")
+        return cls(cast(Any, loaded).to(where), model, page_size=page_size, page_count=page_count)
+
+    def warm_up(self) -> None:
+        """Run forwards of several sizes, so that the first request does not pay for choosing kernels; page 0 on is overwritten."""
         for count in (1, 2, 16):
-            runner.forward([Slice([0] * count, 0, list(range(-(-count // runner.page_size))), 1)])
-        return runner
+            self.forward([Slice([0] * count, 0, list(range(-(-count // self.page_size))), 1)])
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
