@@ -43,7 +43,7 @@ class BodyLimit:
             message = await receive() if announced <= self._limit else {}
             taken += len(message.get("body", b""))
             if max(announced, taken) > self._limit:
-                raise HTTPException(413, f"the body is larger than {self._limit} bytes", {"Connection": "close"})
+                raise HTTPException(413, f"the body is larger than {self._limit} bytes")
             return message
 
         await self._app(scope, bounded, send)

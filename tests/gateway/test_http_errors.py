@@ -1,0 +1,254 @@
+"""Bad input gets an error in OpenAI's shape that names the field and the limit, and disturbs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from gateway_rig import Rig
+from scripted_verifier import last, plain
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHAT = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+# (body beside the prompt, param, code, a part of the message)
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"prompt": ""}, "prompt", "invalid_value", "at least 1 token"),
+    ({"prompt": []}, "prompt", "invalid_value", "none empty"),
+    ({"prompt": [[]]}, "prompt", "invalid_value", "none empty"),
+    ({"prompt": ["x", 3]}, "prompt", "invalid_value", "list of strings"),
+    ({"prompt": [True]}, "prompt", "invalid_value", "list of token ids"),
+    ({"prompt": {"a": 1}}, "prompt", "invalid_value", "must be a string"),
+    ({"prompt": "\ud800"}, "prompt", "invalid_value", "surrogate"),
+    ({"prompt": [4096]}, "prompt", "invalid_value", "[0, 4096), not 4096"),
+    ({"prompt": [-1]}, "prompt", "invalid_value", "[0, 4096), not -1"),
+    ({"prompt": [5] * 2048}, "prompt", "context_length_exceeded", "2048 tokens"),
+    ({"prompt": ["x"] * 9}, "prompt", "invalid_value", "at most 8"),
+    ({"prompt": ["x"] * 3, "n": 3}, "n", "invalid_value", "at most 8"),
+    ({"n": 0}, "n", "invalid_value", "[1, 8], not 0"),
+    ({"n": 10**30}, "n", "invalid_value", "[1, 8]"),
+    ({"n": 1.0}, "n", "invalid_value", "valid integer"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value", "at least 1, not 0"),
+    ({"max_tokens": -5}, "max_tokens", "invalid_value", "at least 1, not -5"),
+    ({"max_tokens": 2048}, "max_tokens", "context_length_exceeded", "holds 2048"),
+    ({"max_tokens": 10**30}, "max_tokens", "context_length_exceeded", "holds 2048"),
+    ({"max_tokens": "7"}, "max_tokens", "invalid_value", "valid integer"),
+    ({"temperature": -0.1}, "temperature", "invalid_value", "[0, 2], not -0.1"),
+    ({"temperature": 2.1}, "temperature", "invalid_value", "[0, 2], not 2.1"),
+    ({"temperature": True}, "temperature", "invalid_value", "valid number"),
+    ({"top_p": 0}, "top_p", "invalid_value", "(0, 1], not 0"),
+    ({"top_p": 1.5}, "top_p", "invalid_value", "(0, 1], not 1.5"),
+    ({"top_k": -2}, "top_k", "invalid_value", "[0, 4096], not -2"),
+    ({"top_k": 4097}, "top_k", "invalid_value", "[0, 4096], not 4097"),
+    ({"seed": 2**64}, "seed", "invalid_value", "must be in"),
+    ({"seed": "1"}, "seed", "invalid_value", "valid integer"),
+    ({"stop": [""]}, "stop[0]", "invalid_value", "1 to 256 characters"),
+    ({"stop": ["a", "b" * 257]}, "stop[1]", "invalid_value", "1 to 256 characters"),
+    ({"stop": ["a"] * 17}, "stop", "invalid_value", "at most 16 strings, not 17"),
+    ({"stop": [1]}, "stop[0]", "invalid_value", "valid string"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids[0]", "invalid_value", "[0, 4096)"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "invalid_value", "at most 64"),
+    ({"speculation": {"depth": 65}}, "speculation.depth", "invalid_value", "[0, 64], not 65"),
+    ({"speculation": {"depth": -1}}, "speculation.depth", "invalid_value", "[0, 64], not -1"),
+    ({"speculation": {"drafter": "x" * 129}}, "speculation.drafter", "invalid_value", "128"),
+    ({"speculation": {"speed": 9}}, "speculation.speed", "unknown_parameter", "not a parameter"),
+    ({"speculation": True}, "speculation", "invalid_value", "valid dictionary"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "stream: true"),
+    ({"temprature": 1}, "temprature", "unknown_parameter", "not a parameter"),
+    ({"model": "gpt-5"}, "model", "model_not_found", "there is models/target"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "code", "words"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
+async def test_a_bad_parameter_is_named_with_its_limit(rig: Rig, body: dict[str, Any], param: str, code: str, words: str) -> None:
+    response = await rig.http.post("/v1/completions", content=json.dumps({"prompt": "x"} | body), headers=JSON)
+    error = error_of(response)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert words in error["message"]
+    assert response.status_code == (404 if code == "model_not_found" else 400)
+    assert rig.script.requests == []
+
+
+UNSUPPORTED = {
+    "audio": {},
+    "best_of": 2,
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "function_call": "auto",
+    "functions": [{}],
+    "logit_bias": {"5": 1},
+    "logprobs": 0,
+    "min_p": 0.1,
+    "modalities": ["audio"],
+    "prediction": {},
+    "presence_penalty": -1,
+    "reasoning_effort": "low",
+    "repetition_penalty": 1.1,
+    "response_format": {"type": "json_object"},
+    "service_tier": "flex",
+    "store": True,
+    "suffix": "x",
+    "tool_choice": "required",
+    "tools": [{}],
+    "top_logprobs": 2,
+    "web_search_options": {},
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+async def test_an_unsupported_parameter_is_refused_not_ignored(rig: Rig, name: str) -> None:
+    error = error_of(await rig.http.post("/v1/chat/completions", json={"messages": CHAT, name: UNSUPPORTED[name]}))
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [*CHAT, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x" * 60_000}]}, "messages"),
+    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": CHAT, "max_completion_tokens": 4000}, "max_completion_tokens"),
+    ({"messages": CHAT, "max_completion_tokens": 4, "max_tokens": 4}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CHATS, ids=lambda value: str(value)[:60])
+async def test_a_bad_chat_names_the_place(rig: Rig, body: dict[str, Any], param: str) -> None:
+    response = await rig.http.post("/v1/chat/completions", content=json.dumps(body), headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "words"),
+    [
+        (b'{"prompt": "x', JSON, "not JSON"),
+        (b"", JSON, "JSON object"),
+        (b"[1]", JSON, "JSON object"),
+        (b'"text"', JSON, "JSON object"),
+        (b"null", JSON, "JSON object"),
+        (b"[" * 60_000, JSON, "JSON"),
+        (b'{"prompt": ' + b"[" * 60_000, JSON, "JSON"),
+        (b'{"n": ' + b"9" * 60_000 + b"}", JSON, "JSON"),
+        (b'{"prompt": "\xff"}', JSON, "JSON"),
+        (b'{"prompt": "x"}', {"content-type": "text/plain"}, "Content-Type"),
+        (b'{"\\ud800": 1}', JSON, ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_malformed_body_is_told_what_is_wrong(rig: Rig, content: bytes, headers: dict[str, str], words: str) -> None:
+    response = await rig.http.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["code"] in ("malformed_request", "invalid_value")
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+async def test_numbers_that_are_none_are_refused(rig: Rig, name: str, number: str) -> None:
+    response = await rig.http.post("/v1/completions", content=f'{{"prompt": "x", "{name}": {number}}}', headers=JSON)
+    assert (response.status_code, error_of(response)["param"]) == (400, name)
+
+
+async def test_a_body_over_the_limit_is_refused_whether_its_length_is_told_or_not(rig: Rig) -> None:
+    async def parts() -> Any:
+        for _ in range(70):
+            yield b"x" * 1000
+
+    for content in (b"x" * 65537, parts()):
+        response = await rig.http.post("/v1/completions", content=content, headers=JSON)
+        assert response.status_code == 413
+        assert error_of(response)["message"] == "the body is larger than 65536 bytes"
+
+
+async def test_unknown_routes_and_methods_have_the_shape_too(rig: Rig) -> None:
+    missing = await rig.http.get("/v1/nothing")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "route_not_found")
+    wrong = await rig.http.get("/v1/completions")
+    assert (wrong.status_code, error_of(wrong)["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+    model = await rig.http.get("/v1/models/gpt")
+    assert (model.status_code, error_of(model)["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(Reason.DRAFTER_NOT_FOUND, 404), (Reason.OVERLOADED, 429), (Reason.INTERNAL, 500), (Reason.DRAINING, 503)],
+)
+async def test_what_the_verifier_refuses_has_its_own_status(rig: Rig, reason: Reason, status: int, stream: bool) -> None:
+    rig.script.answer = lambda _: [OutriderError(reason, "because", "speculation.drafter", retry_after_s=3.0)]
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (status, "3")
+    error = error_of(response)
+    assert (error["message"], error["code"], error["param"]) == ("because", reason.name.lower(), "speculation.drafter")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_failure_in_mid_stream_is_the_last_event(rig: Rig, n: int) -> None:
+    rig.script.answer = lambda request: [plain([5]), OutriderError(Reason.INTERNAL, "the target's forward failed")]
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True, "n": n})
+    assert response.status_code == 200
+    *texts, error, end = response.text.split("\n\n")
+    assert texts
+    assert end == ""
+    assert json.loads(error.removeprefix("data: ")) == {
+        "error": {
+            "message": "the target's forward failed",
+            "type": "internal_server_error",
+            "param": None,
+            "code": "internal",
+        }
+    }
+
+
+async def test_the_official_client_raises_a_mid_stream_failure(rig: Rig) -> None:
+    rig.script.answer = lambda _: [plain([5]), OutriderError(Reason.INTERNAL, "broken")]
+    stream = await rig.client.completions.create(model="models/target", prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match="broken"):
+        _ = [part async for part in stream]
+
+
+async def test_one_failed_choice_fails_the_request_and_cancels_its_siblings(rig: Rig) -> None:
+    def answer(request: Any) -> list[Any]:
+        failed = request.sampling.seed == 1
+        return [0.05, OutriderError(Reason.INTERNAL, "broken")] if failed else [plain([5]), 60.0]
+
+    rig.script.answer = answer
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "n": 3, "seed": 0})
+    assert (response.status_code, error_of(response)["message"]) == (500, "broken")
+    async with asyncio.timeout(1):
+        while rig.script.running:  # noqa: ASYNC110  # the verifier's own state has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_a_bad_request_disturbs_no_other(rig: Rig) -> None:
+    ids = rig.prompts.tokenizer.encode("if x").ids
+    rig.script.answer = lambda _: [*(step for i in ids for step in (plain([i]), 0.05)), last([3], FinishReason.STOP)]
+    good = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "x"}))
+    for body in ({"prompt": ""}, {"prompt": "x", "n": 99}, {"prompt": [9999]}):
+        assert (await rig.http.post("/v1/completions", json=body)).status_code == 400
+    assert (await good).json()["choices"][0]["text"] == "if x"

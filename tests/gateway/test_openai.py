@@ -1,0 +1,267 @@
+"""The official client gets what OpenAI's API would give it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+from gateway_rig import Rig, until
+from scripted_verifier import last, plain
+
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TEXT = "def add(a, b):\n    return a + b  # 😀"
+MESSAGES = [{"role": "user", "content": "Write add."}]
+
+
+async def test_a_completion_continues_the_prompt(rig: Rig) -> None:
+    ids = rig.says(TEXT)
+    answer = await rig.client.completions.create(model="models/target", prompt="x = 1", max_tokens=64)
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason, choice.index) == (TEXT, "stop", 0)
+    assert answer.id.startswith("cmpl-")
+    assert answer.usage is not None
+    prompt_count = len(rig.prompts.tokenizer.encode("x = 1").ids)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_count, len(ids) + 1)
+    assert answer.usage.total_tokens == prompt_count + len(ids) + 1
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+async def test_a_stream_joins_to_the_whole_answer(rig: Rig, chunk: int) -> None:
+    rig.says(TEXT, chunk)
+    texts, reasons = [], []
+    async for part in await rig.client.completions.create(model="models/target", prompt="x", stream=True):
+        texts.append(part.choices[0].text)
+        reasons.append(part.choices[0].finish_reason)
+    assert "".join(texts) == TEXT
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+
+
+async def test_a_chat_is_rendered_by_the_template_and_answered(rig: Rig) -> None:
+    rig.says(TEXT)
+    answer = await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
+    assert answer.choices[0].message.content == TEXT
+    assert answer.choices[0].message.role == "assistant"
+    assert rig.prompts.decode(rig.script.requests[0].prompt) == "<|user|>Write add.<|end|><|assistant|>"
+
+
+async def test_an_answer_can_be_sent_back_as_it_came(rig: Rig) -> None:
+    answer = await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
+    history = [*MESSAGES, answer.choices[0].message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "Thanks"}]}]
+    await rig.client.chat.completions.create(model="models/target", messages=history)
+    assert rig.prompts.decode(rig.script.requests[1].prompt).endswith("<|user|>Thanks<|end|><|assistant|>")
+
+
+async def test_a_chat_stream_has_the_role_first_and_the_usage_last(rig: Rig) -> None:
+    ids = rig.says(TEXT, 3, reason=FinishReason.LENGTH)
+    stream = await rig.client.chat.completions.create(
+        model="models/target", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    parts = [part async for part in stream]
+    first, *middle, closing, usage = parts
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert "".join(part.choices[0].delta.content or "" for part in middle) == TEXT
+    assert (closing.choices[0].finish_reason, closing.choices[0].delta.content) == ("length", None)
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens == len(ids)
+    assert all(part.usage is None for part in parts[:-1])
+    assert len({part.id for part in parts}) == 1
+
+
+async def test_the_bytes_of_a_stream_are_openais(rig: Rig) -> None:
+    rig.says("naïve")
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert {event["object"] for event in events} == {"text_completion"}
+    assert all(event.keys() == {"id", "object", "created", "model", "system_fingerprint", "choices"} for event in events)
+    assert events[-1]["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
+    assert response.text.isascii()
+
+
+async def test_parameters_reach_the_verifier(rig: Rig) -> None:
+    await rig.client.completions.create(
+        model="models/target",
+        prompt="x",
+        max_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        seed=-1,
+        extra_body={
+            "top_k": 9,
+            "ignore_eos": True,
+            "stop_token_ids": [5],
+            "speculation": {"enabled": True, "drafter": "ngram", "depth": 3},
+        },
+    )
+    [request] = rig.script.requests
+    sampling, speculation = request.sampling, request.speculation
+    assert (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.0, 0.5, 9)
+    assert sampling.seed == 2**64 - 1
+    assert (speculation.enabled, speculation.drafter, speculation.depth) == (True, "ngram", 3)
+    assert (request.ignore_eos, request.stop_token_ids) == (True, {5})
+
+
+async def test_defaults_are_openais(rig: Rig) -> None:
+    await rig.client.completions.create(model="models/target", prompt="x")
+    await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
+    completion, chat = rig.script.requests
+    assert completion.max_tokens == 16
+    assert chat.max_tokens == 2048 - len(chat.prompt)
+    assert (completion.sampling.temperature, completion.sampling.top_p, completion.sampling.seed) == (1.0, 1.0, None)
+    assert completion.speculation.enabled
+
+
+async def test_values_that_ask_for_nothing_are_accepted(rig: Rig) -> None:
+    await rig.client.chat.completions.create(
+        model="models/target",
+        messages=MESSAGES,
+        n=1,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logprobs=False,
+        logit_bias={},
+        response_format={"type": "text"},
+        tools=[],
+        tool_choice="none",
+        store=False,
+        user="someone",
+        metadata={"run": "1"},
+        stop=None,
+    )
+
+
+async def test_prompts_come_as_text_or_ids_alone_or_in_lists(rig: Rig) -> None:
+    ids = rig.prompts.tokenizer.encode("if x").ids
+    for prompt in ("if x", ["if x"], ids, [ids]):
+        answer = await rig.client.completions.create(model="models/target", prompt=prompt)
+        assert [choice.text for choice in answer.choices] == ["if x"]
+
+
+async def test_choices_are_numbered_by_prompt_and_a_prompt_counts_once(rig: Rig) -> None:
+    prompts = ["if", "while x", "for"]
+    answer = await rig.client.completions.create(model="models/target", prompt=prompts, n=2, seed=5)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(i, prompts[i // 2]) for i in range(6)]
+    lengths = [len(rig.prompts.tokenizer.encode(prompt).ids) for prompt in prompts]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(lengths)
+    assert answer.usage.completion_tokens == 2 * sum(length + 1 for length in lengths)
+    assert sorted(request.sampling.seed or 0 for request in rig.script.requests) == [5, 5, 5, 6, 6, 6]
+
+
+async def test_streamed_choices_interleave_without_mixing(rig: Rig) -> None:
+    rig.says(TEXT, 2, pause_s=0.001)
+    texts = ["", "", ""]
+    async for part in await rig.client.completions.create(model="models/target", prompt="x", n=3, stream=True):
+        texts[part.choices[0].index] += part.choices[0].text
+    assert texts == [TEXT] * 3
+
+
+async def test_a_stop_string_ends_the_text_and_the_sequence(rig: Rig) -> None:
+    ids = rig.says("one two three four five six", 1, pause_s=0.05)
+    answer = await rig.client.completions.create(model="models/target", prompt="x", stop=["three", "six"])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one two ", "stop")
+    used = next(n for n in range(len(ids)) if "three" in rig.prompts.tokenizer.decode(ids[:n]))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == used
+    await until(lambda: rig.script.running == 0)
+    assert rig.script.cancelled == 1
+
+
+async def test_the_token_that_ends_a_sequence_is_no_text_but_counts(rig: Rig) -> None:
+    [word] = rig.prompts.tokenizer.encode("if").ids
+    rig.script.answer = lambda _: [plain([word]), last([word], FinishReason.STOP)]
+    answer = await rig.client.completions.create(model="models/target", prompt="x", extra_body={"stop_token_ids": [word]})
+    assert answer.choices[0].text == "if"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 2
+
+
+STATS = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
+
+
+async def test_usage_and_metrics_tell_what_speculation_did(rig: Rig) -> None:
+    rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, STATS, cached=1)]
+    answer = await rig.client.completions.create(model="models/target", prompt="x", extra_body={"speculation": {"metrics": True}})
+    details = answer.usage.completion_tokens_details if answer.usage else None
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 6)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert answer.model_extra["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 1 + 6 / 4,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [1, 1, 1, 1],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 12,
+        "num_spec_tokens": 3,
+    }
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+async def test_a_stream_carries_metrics_in_its_last_chunk(rig: Rig, include_usage: bool) -> None:
+    rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, STATS)]
+    stream = await rig.client.completions.create(
+        model="models/target",
+        prompt="x",
+        stream=True,
+        stream_options={"include_usage": include_usage},
+        extra_body={"speculation": {"metrics": True}},
+    )
+    *others, final = [part.model_extra.get("metrics") async for part in stream]
+    assert final["speculative_decoding"]["acceptance_histogram"] == [1, 1, 1, 1]
+    assert others == [None] * len(others)
+
+
+async def test_a_sequence_ended_by_a_stop_string_still_has_its_statistics(rig: Rig) -> None:
+    ids = rig.prompts.tokenizer.encode("a b stop").ids
+    sources = [TokenSource.ACCEPTED] * (len(ids) - 1) + [TokenSource.RECOVERED]
+    step = TokenChunk(ids, sources, "d", draft_token_count=len(ids) + 2, cached_token_count=1)
+    rig.script.answer = lambda _: [step, 60.0]
+    answer = await rig.client.completions.create(
+        model="models/target", prompt="x", stop="stop", extra_body={"speculation": {"metrics": True}}
+    )
+    metrics = answer.model_extra["metrics"]["speculative_decoding"]
+    assert (metrics["num_accepted_draft_tokens"], metrics["num_draft_tokens"]) == (len(ids) - 1, len(ids) + 2)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+async def test_models_are_listed_and_found_by_a_name_with_a_slash(rig: Rig) -> None:
+    assert [model.id async for model in rig.client.models.list()] == ["models/target"]
+    assert (await rig.client.models.retrieve("models/target")).owned_by == "outrider"
+
+
+async def test_a_synchronous_client_streams(rig: Rig) -> None:
+    rig.says(TEXT, 4)
+
+    def call() -> str:
+        with openai.OpenAI(base_url=rig.client.base_url, api_key="any", max_retries=0) as client:
+            stream = client.chat.completions.create(model="models/target", messages=MESSAGES, stream=True)
+            return "".join(part.choices[0].delta.content or "" for part in stream)
+
+    assert await asyncio.to_thread(call) == TEXT
+
+
+async def test_tokenize_and_detokenize_undo_each_other(rig: Rig) -> None:
+    answer = (await rig.http.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True})).json()
+    ids = rig.prompts.tokenizer.encode(TEXT).ids
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 2048)
+    assert len(answer["token_strs"]) == len(ids)
+    assert (await rig.http.post("/detokenize", json={"tokens": ids})).json() == {"prompt": TEXT}
+
+
+async def test_tokenize_renders_a_chat(rig: Rig) -> None:
+    ids = (await rig.http.post("/tokenize", json={"messages": MESSAGES})).json()["tokens"]
+    assert rig.prompts.decode(ids) == "<|user|>Write add.<|end|><|assistant|>"
+
+
+async def test_the_traceparent_of_the_client_does_not_reach_the_verifier_when_tracing_is_off(rig: Rig) -> None:
+    await rig.http.post("/v1/completions", json={"prompt": "x"}, headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    assert rig.script.traceparents == []

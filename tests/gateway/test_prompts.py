@@ -1,0 +1,107 @@
+"""Prompts are rendered and tokenised exactly as `transformers` would, without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gateway_rig import TARGET
+from transformers import AutoTokenizer
+
+from gateway.prompts import Prompts
+from outrider.errors import OutriderError, Reason
+
+CHAT = [
+    {"role": "system", "content": "Be <short> & 'kind'.\n"},
+    {"role": "user", "content": "Hi 😀"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Who?"},
+]
+# What templates of the hub use: trimmed blocks, namespaces, loop controls, tojson, special tokens, the generation tag.
+TEMPLATE = """\
+{%- set seen = namespace(system=false) -%}
+{{ bos_token }}
+{% for message in messages %}
+    {%- if message.role == 'system' %}
+        {%- set seen.system = true %}
+[SYS] {{ message | tojson }}
+        {% continue %}
+    {%- endif %}
+    {% if message.role == 'assistant' %}{% generation %}{{ message['content'] | trim }}{{ eos_token }}{% endgeneration %}{% else %}
+{{ message.role | upper }}: {{ message.content }}
+    {% endif %}
+{% endfor %}
+{% if seen.system and add_generation_prompt and not tools %}ASSISTANT {{ unknown_token }}{{ strftime_now('%%') }}{% endif %}
+"""
+
+
+def model_with_template(folder: Path, template: object, **config: object) -> str:
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+    known = json.loads((Path(TARGET) / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(known | {"chat_template": template} | config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("generation_prompt", [True, False])
+def test_the_bundled_template_renders_as_in_transformers(prompts: Prompts, generation_prompt: bool) -> None:
+    reference = AutoTokenizer.from_pretrained(TARGET)
+    expected = reference.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation_prompt)
+    assert prompts.render(CHAT, add_generation_prompt=generation_prompt) == expected
+
+
+async def test_a_rendered_chat_has_the_ids_of_transformers(prompts: Prompts) -> None:
+    expected = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert await prompts.encode(prompts.render(CHAT), add_special_tokens=False) == expected
+
+
+def test_a_demanding_template_renders_as_in_transformers(tmp_path: Path) -> None:
+    model = model_with_template(tmp_path, TEMPLATE, bos_token={"content": "<|user|>", "__type": "AddedToken"})
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert Prompts(model).render(CHAT) == expected
+
+
+def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    assert Prompts(model_with_template(tmp_path, templates)).render([{"role": "user", "content": "hi"}]) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.nothing.more }}", "nothing"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_what_a_template_refuses_is_an_error_with_its_words(tmp_path: Path, template: str, words: str) -> None:
+    with pytest.raises(OutriderError, match=words) as caught:
+        Prompts(model_with_template(tmp_path, template)).render([{"role": "user", "content": "hi"}])
+    assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "messages")
+
+
+def test_a_model_without_a_template_takes_no_chat(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="no chat template") as caught:
+        Prompts(model_with_template(tmp_path, None)).render([{"role": "user", "content": "hi"}])
+    assert caught.value.reason is Reason.UNSUPPORTED_PARAMETER
+
+
+async def test_a_long_prompt_is_tokenised_whole(tmp_path: Path, prompts: Prompts) -> None:
+    model = model_with_template(tmp_path, None)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = "x = 1\n" * 10_000
+    ids = await Prompts(model).encode(text)
+    assert prompts.decode(ids) == text
+
+
+def test_the_gateway_starts_without_torch_and_transformers() -> None:
+    code = "import sys, gateway.__main__; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
