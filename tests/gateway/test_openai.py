@@ -260,8 +260,3 @@ async def test_tokenize_and_detokenize_undo_each_other(rig: Rig) -> None:
 async def test_tokenize_renders_a_chat(rig: Rig) -> None:
     ids = (await rig.http.post("/tokenize", json={"messages": MESSAGES})).json()["tokens"]
     assert rig.prompts.decode(ids) == "<|user|>Write add.<|end|><|assistant|>"
-
-
-async def test_the_traceparent_of_the_client_does_not_reach_the_verifier_when_tracing_is_off(rig: Rig) -> None:
-    await rig.http.post("/v1/completions", json={"prompt": "x"}, headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
-    assert rig.script.traceparents == []

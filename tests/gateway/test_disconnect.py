@@ -1,0 +1,86 @@
+"""A client that goes away frees its sequences at the verifier within a second, wherever it was."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+from gateway_rig import Rig, until
+from scripted_verifier import plain
+
+from outrider.v1 import generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def endless(rig: Rig, first: list[Any]) -> None:
+    """Let the verifier say something and then nothing for a minute."""
+    rig.script.answer = lambda _: [*first, 60.0]
+
+
+async def freed(rig: Rig, count: int) -> None:
+    await until(lambda: rig.script.running == 0, timeout_s=1.0)
+    assert rig.script.cancelled == count
+
+
+@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_hangs_up_frees_its_sequences(rig: Rig, said: list[Any], stream: bool, n: int) -> None:
+    endless(rig, said)
+    request = asyncio.create_task(rig.client.completions.create(model="models/target", prompt="x", n=n, stream=stream))
+    await until(lambda: rig.script.running == n)
+    if stream and said:
+        await (await request).close()
+    else:
+        request.cancel()
+    await freed(rig, n)
+
+
+async def test_a_client_that_hangs_up_between_tokens_frees_its_sequence(rig: Rig) -> None:
+    rig.script.answer = lambda _: [step for _ in range(1000) for step in (plain([5]), 0.01)]
+    stream = await rig.client.completions.create(model="models/target", prompt="x", stream=True)
+    for _ in range(5):
+        await anext(stream)
+    await stream.close()
+    await freed(rig, 1)
+
+
+async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(rig: Rig) -> None:
+    """The gateway is then in the middle of a write that its full socket does not take."""
+    rig.script.answer = lambda _: [plain([5] * 50)] * 100_000
+    where = urlsplit(rig.gateway.http_url)
+    connection = socket.create_connection((where.hostname, where.port))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    body = b'{"prompt": "x", "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    await until(lambda: rig.script.running == 1)
+    await asyncio.sleep(0.5)
+    assert rig.script.running == 1, "the gateway took in without bound what its client does not read"
+    connection.close()
+    await freed(rig, 1)
+
+
+@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+async def test_a_cancelled_grpc_call_frees_its_sequence(rig: Rig, said: list[Any]) -> None:
+    endless(rig, said)
+    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"))
+    await until(lambda: rig.script.running == 1)
+    if said:
+        await anext(aiter(call))
+    call.cancel()
+    await freed(rig, 1)
+
+
+async def test_a_grpc_deadline_frees_its_sequence(rig: Rig) -> None:
+    endless(rig, [plain([5])])
+    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"), timeout=0.2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [response async for response in call]
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await freed(rig, 1)

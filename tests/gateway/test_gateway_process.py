@@ -1,0 +1,49 @@
+"""`python -m gateway` as a user runs it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from gateway_rig import TARGET
+
+COMMAND = [sys.executable, "-m", "gateway", "--verifier", "127.0.0.1:9", "--tokenizer", TARGET, "--http-port", "0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_prints_where_it_listens_and_ends_on_a_signal(number: signal.Signals) -> None:
+    process = subprocess.Popen([*COMMAND, "--grpc-listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = next(word for word in line.split() if word.startswith("http://"))
+        assert httpx.get(f"{url}/livez").status_code == 200
+        assert httpx.get(f"{url}/readyz").json()["status"] == "unavailable"
+        started = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(5) == 0
+        assert time.monotonic() - started < 2
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--http-port", "70000"], 2, "http-port: Input should be less than or equal to 65535"),
+        (["--colour", "red"], 2, "colour"),
+        (["--tokenizer", "/nowhere"], 1, "/nowhere is neither a directory nor a model of the hub"),
+        (["--grpc-listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1:1"),
+        (["--http-host", "256.0.0.1"], 1, "256.0.0.1"),
+    ],
+)
+def test_a_bad_setting_is_named(arguments: list[str], status: int, words: str) -> None:
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=20)
+    assert result.returncode == status
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,58 @@
+"""Each sequence goes to the least busy ready replica of its model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from scripted_verifier import ready
+
+from gateway.routing import Router
+from outrider.errors import OutriderError, Reason
+from outrider.messages import ModelInfo, Stage
+
+
+@pytest_asyncio.fixture
+async def router() -> AsyncIterator[Router]:
+    router = Router(["a:1", "b:1", "c:1"], "print")
+    for replica in router.replicas:
+        replica.info, replica.problem = ready("print"), None
+    yield router
+    await router.close()
+
+
+async def test_the_least_busy_ready_replica_is_picked(router: Router) -> None:
+    for replica, count in zip(router.replicas, (3, 1, 0), strict=True):
+        replica.running = count
+    router.replicas[2].problem = OutriderError(Reason.NOT_READY, "loading")
+    assert router.pick("models/target")[2].address == "b:1"
+    with router.replicas[1].busy(), router.replicas[1].busy(), router.replicas[1].busy():
+        assert router.pick(None)[2].address == "a:1"
+    assert router.pick(None)[2].address == "b:1"
+
+
+async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) -> None:
+    router.replicas[1].info = ModelInfo("large", Stage.READY, tokenizer_fingerprint="print")
+    assert router.pick("large")[2].address == "b:1"
+    with pytest.raises(OutriderError, match="there is large, models/target"):
+        router.pick("other")
+
+
+async def test_a_configured_name_replaces_the_verifiers() -> None:
+    router = Router(["a:1"], "print", "house-model")
+    router.replicas[0].info, router.replicas[0].problem = ready("print"), None
+    assert router.pick("house-model")[0] == "house-model"
+    with pytest.raises(OutriderError, match="not served"):
+        router.pick("models/target")
+    await router.close()
+
+
+async def test_a_lost_replica_is_picked_no_more(router: Router) -> None:
+    for replica in router.replicas[:2]:
+        replica.lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
+    assert {router.pick(None)[2].address for _ in range(4)} == {"c:1"}
+    router.replicas[2].lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
+    with pytest.raises(OutriderError, match="a:1 does not answer: connection refused") as caught:
+        router.pick(None)
+    assert caught.value.reason is Reason.VERIFIER_UNAVAILABLE
