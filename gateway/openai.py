@@ -117,7 +117,7 @@ async def _answer(
         with span:
             texts = await until_gone(request, collect(events, tally))
             describe(span, tally)
-            return JSONResponse(_whole(body, shape, tally, texts))
+            return JSONResponse(_whole(body, shape, tally, texts), headers={"X-Request-Id": shape.id})
     try:
         # The first piece is awaited before the status line goes out, so that what is refused is refused with its own status.
         first = await until_gone(request, _first(events))
@@ -126,7 +126,7 @@ async def _answer(
         span.end()
         raise
     writer = ChunkWriter(shape, tally, include_usage=include_usage, include_metrics=body.speculation.metrics)
-    return EventStream(sse(first, events, writer, tally, span), events)
+    return EventStream(sse(first, events, writer, tally, span), events, {"X-Request-Id": shape.id})
 
 
 def _choice(job: TextRequest, request_id: str, choice: int, span: Span) -> TextRequest:

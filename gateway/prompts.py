@@ -64,15 +64,18 @@ class Prompts:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is a program, and may fail in any way
             raise invalid("messages", f"were refused by the model's chat template: {error}") from error
 
 
 def _json_file(model: str, name: str) -> dict[str, Any]:
     path = model_file(model, name)
-    content = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    except ValueError as cause:
+        raise invalid("tokenizer", f"{model}: its {name} is not JSON: {cause}") from cause
     if not isinstance(content, dict):
-        raise OutriderError(Reason.INVALID_VALUE, f"{name} of {model} must hold a JSON object", "tokenizer")
+        raise invalid("tokenizer", f"{model}: its {name} must hold a JSON object")
     return content
 
 
@@ -92,7 +95,10 @@ def _template(model: str, config: Mapping[str, Any]) -> jinja2.Template | None:
     source = path.read_text(encoding="utf-8") if path is not None else config.get("chat_template")
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return _environment().from_string(source) if source is not None else None
+    try:
+        return _environment().from_string(source) if source is not None else None
+    except jinja2.TemplateSyntaxError as cause:
+        raise invalid("tokenizer", f"{model}: its chat template does not parse: {cause}") from cause
 
 
 class _GenerationTag(Extension):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from outrider import __version__
@@ -14,7 +15,7 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _FINGERPRINT = f"outrider-{__version__}"
 
 
-class Shape:
+class Shape(ABC):
     """How one endpoint writes its answers. Subclasses say what a choice looks like."""
 
     operation: str
@@ -58,20 +59,21 @@ class Shape:
         """The last chunk when usage was asked for."""
         return self._answer(self.chunk_object, []) | {"usage": usage}
 
+    @abstractmethod
     def _whole_choice(self, text: str) -> Json:
-        raise NotImplementedError
+        """What a choice of a whole answer holds."""
 
+    @abstractmethod
     def opening(self) -> Json | None:
         """What a choice's first chunk holds before any text; None when there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, text: str) -> Json:
         """What a chunk with text holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing(self) -> Json:
         """What the chunk with the finish reason holds."""
-        raise NotImplementedError
 
 
 class CompletionShape(Shape):

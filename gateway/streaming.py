@@ -51,8 +51,9 @@ def event(data: Json) -> bytes:
 class EventStream(StreamingResponse):
     """Streams events, and closes their source when the client is gone, even in the middle of a write."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Event, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Event, None], headers: dict[str, str]) -> None:
+        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers | unbuffered)
         self._open = (events, source)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

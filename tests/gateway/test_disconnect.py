@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,8 +11,9 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 from gateway_rig import Rig, until
-from scripted_verifier import plain
+from scripted_verifier import last, plain
 
+from outrider.messages import FinishReason
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -64,6 +66,21 @@ async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(ri
     assert rig.script.running == 1, "the gateway took in without bound what its client does not read"
     connection.close()
     await freed(rig, 1)
+
+
+async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig: Rig) -> None:
+    rig.script.answer = lambda _: [step for _ in range(20) for step in (plain([5]), 0.005)] + [last([], FinishReason.LENGTH)]
+
+    async def client(number: int) -> None:
+        body = {"prompt": "x", "n": 1 + number % 3, "stream": number % 2 == 0}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.004 * number):
+                await rig.http.post("/v1/completions", json=body)
+
+    await asyncio.gather(*(client(number) for number in range(48)))
+    await until(lambda: rig.script.running == 0, timeout_s=1.0)
+    assert [replica.running for replica in rig.gateway.router.replicas] == [0]
+    assert 'outrider:num_requests_running{model_name="models/target"} 0.0' in (await rig.http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])

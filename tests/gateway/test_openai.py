@@ -249,6 +249,19 @@ async def test_a_synchronous_client_streams(rig: Rig) -> None:
     assert await asyncio.to_thread(call) == TEXT
 
 
+async def test_an_answer_has_its_id_in_the_header_and_at_the_verifier(rig: Rig) -> None:
+    for stream in (False, True):
+        response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+        assert response.headers["x-request-id"] == rig.script.requests[-1].request_id
+        assert response.headers["x-request-id"] in response.text
+
+
+async def test_the_openapi_document_describes_the_requests(rig: Rig) -> None:
+    document = (await rig.http.get("/openapi.json")).json()
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/readyz"} <= document["paths"].keys()
+    assert {"temperature", "speculation", "prompt"} <= document["components"]["schemas"]["CompletionBody"]["properties"].keys()
+
+
 async def test_tokenize_and_detokenize_undo_each_other(rig: Rig) -> None:
     answer = (await rig.http.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True})).json()
     ids = rig.prompts.tokenizer.encode(TEXT).ids

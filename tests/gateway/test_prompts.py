@@ -77,12 +77,18 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
         ("{{ messages[0].content.nothing.more }}", "nothing"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 // 0 }}", "zero"),
     ],
 )
 def test_what_a_template_refuses_is_an_error_with_its_words(tmp_path: Path, template: str, words: str) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
         Prompts(model_with_template(tmp_path, template)).render([{"role": "user", "content": "hi"}])
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "messages")
+
+
+def test_a_template_that_does_not_parse_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="does not parse: Unexpected end of template"):
+        Prompts(model_with_template(tmp_path, "{% if x %}"))
 
 
 def test_a_model_without_a_template_takes_no_chat(tmp_path: Path) -> None:
