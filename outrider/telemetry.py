@@ -6,6 +6,7 @@ the draft stream. The empty string means "not sampled", and every span under it 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -98,15 +99,18 @@ def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -
     return _start(_tracer, name, {key.lower(): value for key, value in headers.items()}, attributes)
 
 
-def start(name: str, traceparent: str, **attributes: Attribute) -> Span:
-    """A child of `traceparent`; nothing when that is empty or tracing is off."""
+def start(name: str, traceparent: str, *, seconds_ago: float = 0.0, **attributes: Attribute) -> Span:
+    """A child of `traceparent` that began `seconds_ago`; nothing when there is no parent or tracing is off."""
     if _tracer is None or not traceparent:
         return NO_SPAN
-    return _start(_tracer, name, {"traceparent": traceparent}, attributes)
+    return _start(_tracer, name, {"traceparent": traceparent}, attributes, seconds_ago)
 
 
-def _start(tracer: trace.Tracer, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Attribute]) -> Span:
-    span = tracer.start_span(name, context=_propagator.extract(carrier))
+def _start(
+    tracer: trace.Tracer, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Attribute], seconds_ago: float = 0.0
+) -> Span:
+    began_ns = time.time_ns() - int(seconds_ago * 1e9)
+    span = tracer.start_span(name, context=_propagator.extract(carrier), start_time=began_ns)
     if not span.is_recording():
         return NO_SPAN
     result = Span(span)

@@ -1,0 +1,93 @@
+"""A drafter's settings: flags, OUTRIDER_DRAFTER_* in the environment, or YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from outrider.config import Settings
+from outrider.messages import MAX_DEPTH
+
+
+class DrafterSettings(Settings):
+    """What `python -m drafter_svc` takes."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
+
+    verifier: str = "127.0.0.1:50051"
+    """host:port of the verifier."""
+
+    uds: Path | None = None
+    """The verifier's Unix socket, used instead when it exists on this host."""
+
+    family: Literal["ngram", "model"]
+    """How to draft."""
+
+    id: str = ""
+    """Name among the verifier's drafters; family, host and process id unless set."""
+
+    listen: str = "127.0.0.1:0"
+    """host:port of the health service; port 0 takes any."""
+
+    model: str = ""
+    """Family model: directory or hub id of the draft model."""
+
+    dtype: str = "auto"
+    """Family model: auto (the checkpoint's), float32, bfloat16 or float16."""
+
+    device: str = "auto"
+    """Family model: auto (CUDA when there is any), cpu, cuda or cuda:N."""
+
+    page_count: int | None = Field(None, ge=1)
+    """Family model: pages of the KV cache; unset sizes it by the memory there is."""
+
+    max_batch_tokens: int = Field(512, ge=1)
+    """Family model: tokens in one forward."""
+
+    max_entries: int = Field(32, ge=1, le=256)
+    """Family model: tokens of a sampled guess's distribution that are kept and sent."""
+
+    trust_remote_code: bool = False
+    """Family model: run model code that comes with the checkpoint."""
+
+    placement: Literal["local", "cpu", "grace"] = "local"
+    """local leaves the process to the system; cpu pins it as told below; grace finds the Grace CPU's cores and memory itself."""
+
+    cores: str | None = None
+    """Cores to run on, such as 0-71 or 0,2,4-7."""
+
+    numa_node: int | None = Field(None, ge=0)
+    """NUMA node to take memory from."""
+
+    threads: int | None = Field(None, ge=1)
+    """Threads that compute; unset takes one for each pinned core, or leaves it to torch."""
+
+    max_draft_len: int = Field(8, ge=1, le=MAX_DEPTH)
+    """Family ngram: longest run proposed at once."""
+
+    max_matching_ngram_size: int = Field(3, ge=1, le=16)
+    """Family ngram: longest suffix looked up."""
+
+    is_keep_all: bool = True
+    """Family ngram: keep every continuation of an n-gram, not one."""
+
+    is_use_oldest: bool = False
+    """Family ngram: propose the oldest continuation kept, not the newest."""
+
+    is_public_pool: bool = False
+    """Family ngram: share one pool among all requests, tenants included."""
+
+    pool_entries: int = Field(1_000_000, ge=1)
+    """Family ngram: n-grams a pool holds at most; the least recently used go first."""
+
+    redis: str | None = None
+    """Family ngram: URL of a Redis that holds the public pool for all replicas; without it the pool is in memory."""
+
+    namespace: str = "default"
+    """Family ngram: pools of different namespaces in one Redis are apart."""
+
+    pool_ttl_seconds: int = Field(86_400, ge=1)
+    """Family ngram: age at which an unused n-gram leaves Redis."""

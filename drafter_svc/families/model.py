@@ -1,0 +1,187 @@
+"""Drafting with a smaller model of the same tokenizer: one forward a guessed token, for all sequences at once."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from drafter_svc.chain import Chain
+from outrider import telemetry
+from outrider.lm.pages import KVSequence, PagePool
+from outrider.lm.runner import ModelRunner, Slice
+from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, SparseDistribution, Verdict
+from outrider.sampling import Purpose, inverse_cdf, target_probs, uniforms
+
+
+@dataclass(eq=False, slots=True)
+class _Draft:
+    """A sequence's chain, its cache, and the run it is growing."""
+
+    chain: Chain
+    seed: int
+    kv: KVSequence = field(default_factory=KVSequence)
+    run: list[int] = field(default_factory=list)
+    distributions: list[SparseDistribution] = field(default_factory=list)
+
+    @property
+    def text(self) -> list[int]:
+        return [*self.chain.tokens, *self.chain.ahead, *self.run]
+
+    @property
+    def samples(self) -> bool:
+        return self.chain.opened.rule is Rule.SPARSE and not self.chain.opened.sampling.greedy
+
+
+class ModelFamily:
+    """`max_batch_tokens` bounds one forward, `max_entries` the sparse distribution that goes with a sampled token."""
+
+    name = "model"
+    distributions = frozenset({Rule.ONE_HOT, Rule.SPARSE})
+    max_depth = MAX_DEPTH
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        thread: ThreadPoolExecutor,
+        vocab_size: int,
+        *,
+        max_batch_tokens: int = 512,
+        max_entries: int = 32,
+    ) -> None:
+        """`thread` is the one worker that `runner` was loaded on. Ids from `vocab_size` on, the target's, are never proposed."""
+        self._runner = runner
+        self._thread = thread
+        self.device = str(runner.device)
+        self._pool = PagePool(self._runner.page_count, self._runner.page_size)
+        self._max_batch_tokens = max_batch_tokens
+        self._max_entries = max_entries
+        self._vocab_size = vocab_size
+        self._drafts: dict[int, _Draft] = {}
+
+    def open(self, opened: Opened) -> None:
+        seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
+        draft = _Draft(Chain(opened), seed)
+        self._pool.attach_prefix(draft.kv, draft.chain.tokens, opened.tenant)
+        self._drafts[opened.sequence_id] = draft
+
+    def verdict(self, verdict: Verdict) -> None:
+        if draft := self._drafts.get(verdict.sequence_id):
+            standing = draft.chain.apply(verdict)
+            if standing < draft.kv.length:
+                with telemetry.start("rewind", verdict.traceparent, outrider__epoch=verdict.epoch, outrider__kept_tokens=standing):
+                    self._pool.truncate(draft.kv, standing)
+
+    def close(self, sequence_id: int) -> None:
+        if draft := self._drafts.pop(sequence_id, None):
+            self._pool.free(draft.kv)
+
+    async def aclose(self) -> None:
+        self._drafts.clear()
+
+    async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+        """One round for the sequences the verifier may be waiting for; when there are none, the others run ahead."""
+        batch = DraftBatch([run for draft in self._drafts.values() if (run := draft.chain.resend())])
+        if batch.proposals:
+            return batch
+        candidates = [draft for draft in self._drafts.values() if draft.chain.room > 0]
+        for draft in [d for d in candidates if len(d.text) >= self._runner.context_length]:
+            batch.skips.append(draft.chain.skip())
+            candidates.remove(draft)
+        chosen = [draft for draft in candidates if draft.chain.urgent] or candidates
+        if chosen:
+            started = time.monotonic()
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._grow, chosen, interrupted)
+            self._collect(chosen, batch, time.monotonic() - started)
+        return batch
+
+    def _collect(self, drafts: list[_Draft], batch: DraftBatch, seconds: float) -> None:
+        """Turn what was grown into proposals; a sequence that got no pages is skipped."""
+        for draft in drafts:
+            if draft.run:
+                batch.proposals.append(draft.chain.grow(draft.run, draft.distributions, seconds))
+                draft.run, draft.distributions = [], []
+            elif not self._fits(draft):
+                batch.skips.append(draft.chain.skip())
+
+    # --- on the model's thread; the event loop does not touch the drafts meanwhile ---
+
+    def _grow(self, drafts: list[_Draft], interrupted: Callable[[], bool]) -> None:
+        """Forwards until every run has its length, or a verdict waits; prompts are taken in chunks."""
+        goals = {id(draft): _goal(draft) for draft in drafts}
+        while active := [draft for draft in drafts if len(draft.run) < goals[id(draft)] and self._fits(draft)]:
+            self._forward(active)
+            if interrupted():
+                return
+
+    def _fits(self, draft: _Draft) -> bool:
+        """Reserve pages for all the text there is."""
+        text = len(draft.text)
+        return text < self._runner.context_length and self._pool.reserve(draft.kv, text)
+
+    def _forward(self, drafts: list[_Draft]) -> None:
+        budget = self._max_batch_tokens
+        slices: list[Slice] = []
+        scored: list[_Draft] = []
+        fed: list[_Draft] = []
+        # Whoever lacks one token goes before prompts.
+        for draft in sorted(drafts, key=lambda d: len(d.text) - d.kv.length):
+            text = draft.text
+            tokens = text[draft.kv.length : draft.kv.length + budget]
+            if not tokens:
+                break
+            complete = draft.kv.length + len(tokens) == len(text)
+            slices.append(Slice(tokens, draft.kv.length, draft.kv.pages, int(complete)))
+            fed.append(draft)
+            if complete:
+                scored.append(draft)
+            budget -= len(tokens)
+        logits_RV = self._runner.forward(slices)[:, : self._vocab_size]
+        for draft, part in zip(fed, slices, strict=True):
+            draft.kv.length += len(part.token_ids)
+            self._pool.publish(draft.kv, draft.chain.tokens, draft.chain.opened.tenant)
+        if scored:
+            self._choose(scored, logits_RV)
+
+    def _choose(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
+        """Append each row's next token: the likeliest, or a sample together with the distribution it was drawn from."""
+        best = logits_RV.argmax(-1).tolist()
+        for draft, token in zip(drafts, best, strict=True):
+            if not draft.samples:
+                draft.run.append(token)
+        rows = [i for i, draft in enumerate(drafts) if draft.samples]
+        if rows:
+            self._sample([drafts[i] for i in rows], logits_RV[rows])
+
+    def _sample(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
+        """Truncate to the likeliest few, round to the wire's float32, and draw from exactly that."""
+        settings = [draft.chain.opened.sampling for draft in drafts]
+        probs_RV = target_probs(
+            logits_RV,
+            torch.tensor([s.temperature for s in settings], device=logits_RV.device),
+            torch.tensor([s.top_k for s in settings], device=logits_RV.device),
+            torch.tensor([s.top_p for s in settings], device=logits_RV.device),
+        )
+        top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
+        top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
+        numbers = uniforms([draft.seed for draft in drafts], [len(draft.text) for draft in drafts], Purpose.DRAFT)
+        picks = inverse_cdf(top_RE, torch.from_numpy(numbers).to(top_RE.device))
+        tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
+        ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
+        for i, draft in enumerate(drafts):
+            kept = weights[i] > 0
+            draft.run.append(tokens[i])
+            draft.distributions.append(SparseDistribution(ids[i][kept], weights[i][kept]))
+
+
+def _goal(draft: _Draft) -> int:
+    """Length of the run to grow: what the verifier takes in one step, or one such portion further ahead."""
+    chain = draft.chain
+    portion = chain.opened.depth - len(chain.ahead) if chain.urgent else chain.opened.depth
+    return min(portion, chain.room)

@@ -1,0 +1,234 @@
+"""A drafter's end of the draft stream: dials, introduces itself, and keeps its family supplied with verdicts and sending drafts.
+
+Receiving and drafting are separate tasks, so neither end ever waits for the other to read. Knows no way of drafting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from drafter_svc.families.base import Family
+from outrider import rpc, telemetry, wire
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S = (0.1, 3.0)
+_POLL_LOADING_S = 0.25
+_GOODBYE_S = 1.0
+_END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
+# What a verifier will say again however often it is asked.
+_FINAL = (Reason.TOKENIZER_MISMATCH, Reason.INVALID_VALUE)
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What the process wants to hear: registered with a verifier, and no longer."""
+
+    registered: Callable[[], Awaitable[None]]
+    lost: Callable[[], Awaitable[None]]
+
+
+async def wait_until_ready(channel: grpc.aio.Channel) -> ModelInfo:
+    """The model, once the verifier serves it; polls for as long as it takes."""
+    stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+    told = ""
+    while True:
+        try:
+            response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
+            info = wire.model_from_proto(response)
+            if info.stage is Stage.READY:
+                return info
+            state = f"{info.stage.name.lower()}: {info.stage_detail}"
+        except grpc.aio.AioRpcError as failure:
+            state = f"{failure.code().name}: {failure.details()}"
+        if state != told:
+            log.info("waiting for the verifier (%s)", state)
+            told = state
+        await asyncio.sleep(_POLL_LOADING_S)
+
+
+class DraftStream:
+    """Serves one verifier for ever, through its restarts; `stop` ends it."""
+
+    def __init__(
+        self,
+        address: str,
+        make_family: Callable[[ModelInfo], Family],
+        hello: Callable[[Family, ModelInfo], Hello],
+        callbacks: Callbacks,
+    ) -> None:
+        """`make_family` makes fresh state for each connection, since a verifier announces everything anew."""
+        self._address = address
+        self._make_family = make_family
+        self._hello = hello
+        self._callbacks = callbacks
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Say goodbye and end `run`."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Raises OutriderError when the verifier will never have this drafter."""
+        backoff_s = _BACKOFF_S[0]
+        while not self._stopping.is_set():
+            try:
+                await self._connect()
+                backoff_s = _BACKOFF_S[0]
+            except grpc.aio.AioRpcError as failure:
+                error = rpc.error_of(failure)
+                if error.reason in _FINAL:
+                    raise error from failure
+                log.warning("the stream to %s ended: %s", self._address, error)
+                wait_s = error.retry_after_s or backoff_s * random.uniform(0.5, 1.0)
+                backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+                await self._sleep(wait_s)
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _connect(self) -> None:
+        async with rpc.dial(self._address) as channel:
+            info = await self._unless_stopped(wait_until_ready(channel))
+            if info is None:
+                return
+            family = self._make_family(info)
+            try:
+                session = _Session(channel, family, info, self._stopping)
+                await session.introduce(self._hello(family, info))
+                await self._callbacks.registered()
+                await session.serve()
+            finally:
+                await self._callbacks.lost()
+                await family.aclose()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, ModelInfo]) -> ModelInfo | None:
+        """The result of `work`; None when `stop` came first."""
+        task, stopped = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stopped.cancel()
+
+
+class _Session:
+    """One connection."""
+
+    def __init__(self, channel: grpc.aio.Channel, family: Family, info: ModelInfo, stopping: asyncio.Event) -> None:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        self._call: Any = stub.StreamDrafts()
+        self._family = family
+        self._vocab_size = info.vocab_size
+        self._stopping = stopping
+        self._inbox: deque[StepBatch] = deque()
+        self._wake = asyncio.Event()
+        self._traceparents: dict[int, str] = {}
+
+    async def introduce(self, hello: Hello) -> None:
+        await self._call.write(verifier_pb2.StreamDraftsRequest(hello=wire.hello_to_proto(hello)))
+        first = await self._call.read()
+        if first is _END or first.WhichOneof("message") != "welcome":
+            await self._raise_status()
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, "the verifier's first message must be a Welcome")
+
+    async def serve(self) -> None:
+        """Until the verifier ends the stream, or `stopping` is set and the goodbye is said."""
+        receiving, drafting = asyncio.create_task(self._receive()), asyncio.create_task(self._draft())
+        stopped = asyncio.create_task(self._wake_to_stop())
+        try:
+            await asyncio.wait([receiving, drafting], return_when=asyncio.FIRST_COMPLETED)
+            if self._stopping.is_set():
+                await asyncio.wait([receiving], timeout=_GOODBYE_S)
+            else:
+                await self._end(receiving, drafting)
+        finally:
+            for task in (receiving, drafting, stopped):
+                task.cancel()
+            await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
+
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+        """Raise why the stream ended: a bug of ours as it is, all else by the status of the call, since a failed write says nothing."""
+        for task in tasks:
+            if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None):
+                task.result()
+        await self._raise_status()
+
+    async def _wake_to_stop(self) -> None:
+        await self._stopping.wait()
+        self._wake.set()
+
+    async def _raise_status(self) -> None:
+        """Raise what the verifier ended the call with, if that was an error."""
+        code = await self._call.code()
+        if code is not grpc.StatusCode.OK:
+            initial, trailing = await self._call.initial_metadata(), await self._call.trailing_metadata()
+            raise grpc.aio.AioRpcError(code, initial, trailing, await self._call.details(), None)
+
+    async def _receive(self) -> None:
+        while (response := await self._call.read()) is not _END:
+            if response.WhichOneof("message") == "step":
+                self._inbox.append(wire.step_from_proto(response.step, self._vocab_size))
+                self._wake.set()
+            elif response.WhichOneof("message") == "draining":
+                log.info("the verifier is draining: %s", response.draining.reason)
+
+    async def _draft(self) -> None:
+        family = self._family
+        while not self._stopping.is_set():
+            self._wake.clear()
+            while self._inbox:
+                self._apply(self._inbox.popleft())
+            batch = await family.draft(self._wake.is_set)
+            if batch.proposals or batch.skips:
+                self._trace(batch)
+                await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(batch)))
+            else:
+                await self._wake.wait()
+        goodbye = drafts_pb2.Draining(reason="the drafter is stopping")
+        await self._call.write(verifier_pb2.StreamDraftsRequest(draining=goodbye))
+        await self._call.done_writing()
+
+    def _apply(self, step: StepBatch) -> None:
+        for opened in step.opened:
+            self._family.open(opened)
+            self._remember(opened.sequence_id, opened.traceparent)
+        for verdict in step.verdicts:
+            self._family.verdict(verdict)
+            self._remember(verdict.sequence_id, verdict.traceparent)
+        for closed in step.closed:
+            self._family.close(closed.sequence_id)
+            self._traceparents.pop(closed.sequence_id, None)
+
+    def _remember(self, sequence_id: int, traceparent: str) -> None:
+        if traceparent and telemetry.enabled():
+            self._traceparents[sequence_id] = traceparent
+
+    def _trace(self, batch: DraftBatch) -> None:
+        """A span for each traced run, below the span of the round that it answers."""
+        if not self._traceparents:
+            return
+        for proposal in batch.proposals:
+            span = telemetry.start("propose", self._traceparents.get(proposal.sequence_id, ""), seconds_ago=proposal.draft_seconds)
+            span.set(
+                outrider__family=self._family.name,
+                outrider__sequence_id=proposal.sequence_id,
+                outrider__epoch=proposal.epoch,
+                outrider__draft_tokens=len(proposal.token_ids),
+            )
+            span.end()
