@@ -57,16 +57,13 @@ class Gateway:
     async def start(self) -> None:
         """Listen; raises OutriderError(INVALID_VALUE) when an address cannot be bound."""
         settings = self._settings
-        try:
-            family = socket.AF_INET6 if ":" in settings.http_host else socket.AF_INET
-            listener = socket.create_server((settings.http_host, settings.http_port), family=family, backlog=2048)
-        except OSError as cause:
-            raise invalid("http-port", f"cannot be bound: {settings.http_host}:{settings.http_port}: {cause}") from cause
+        listener = _listen(settings.http_host, settings.http_port)
         [port] = await self._grpc.start(settings.grpc_listen)
         self.grpc_address = settings.grpc_listen
         if not settings.grpc_listen.startswith("unix:"):
             self.grpc_address = f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
-        self.http_url = f"http://{settings.http_host}:{listener.getsockname()[1]}"
+        host = f"[{settings.http_host}]" if ":" in settings.http_host else settings.http_host
+        self.http_url = f"http://{host}:{listener.getsockname()[1]}"
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
         self.router.start(self._grpc.set_serving)
 
@@ -76,6 +73,19 @@ class Gateway:
         self._http.should_exit = True
         await asyncio.gather(self._grpc.stop(self._settings.drain_seconds), self._http_task or asyncio.sleep(0))
         await self.router.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Its protocol is named because asyncio turns Nagle's algorithm off for sockets that name TCP alone."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as cause:
+        listener.close()
+        raise invalid("http-port", f"cannot be bound: {host}:{port}: {cause}") from cause
+    return listener
 
 
 @contextlib.asynccontextmanager

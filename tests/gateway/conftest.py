@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import fields
 
@@ -12,6 +13,7 @@ import pytest_asyncio
 from gateway_rig import TARGET, Rig, echo, is_ready, until
 from scripted_verifier import Script, ScriptedVerifier, ready
 
+from gateway import routing
 from gateway.config import GatewaySettings
 from gateway.prompts import Prompts
 from gateway.server import running
@@ -38,6 +40,15 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
         max_body_bytes=65536,
         max_sequences=8,
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "_POLL_READY_S", 0.05)  # so that a test need not wait a second to see a change
+        async with running_rig(settings, script, prompts) as rig:
+            yield rig
+    await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def running_rig(settings: GatewaySettings, script: Script, prompts: Prompts) -> AsyncIterator[Rig]:
     async with (
         running(settings) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url) as http,
@@ -46,7 +57,6 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
         channel = rpc.dial(gateway.grpc_address)
         yield Rig(gateway, script, prompts, http, client, generation_pb2_grpc.GenerationServiceStub(channel))
         await channel.close()
-    await server.stop(0)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
