@@ -64,9 +64,7 @@ async def serve(settings: DrafterSettings, place: PlacementPlan) -> None:
 def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[MakeFamily, str]:
     """How to make the family for a connection, and the tokenizer's fingerprint; imports nothing that the family does not need."""
     if settings.family == "ngram":
-        from drafter_svc.families.ngram import NgramFamily
-
-        return NgramFamily.maker(settings), ""
+        return _ngram_family(settings), ""
     if not settings.model:
         raise invalid("model", "must name a directory or hub id for the family model")
     from drafter_svc.families.model import ModelFamily
@@ -94,6 +92,28 @@ def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[MakeFamily
         )
 
     return make, fingerprint(load_tokenizer(settings.model))
+
+
+def _ngram_family(settings: DrafterSettings) -> MakeFamily:
+    from drafter_svc.families.ngram import NgramFamily
+    from drafter_svc.pools.memory import MemoryPool, NgramOptions
+    from drafter_svc.pools.redis import RedisOptions, RedisPool
+
+    if settings.redis is not None and not settings.is_public_pool:
+        raise invalid("redis", "holds the public pool, so it goes with is-public-pool")
+    options = NgramOptions(settings.max_draft_len, settings.max_matching_ngram_size, settings.is_keep_all, settings.is_use_oldest)
+    # Outlives the connection to a verifier, unlike all else.
+    shared = MemoryPool(options, settings.pool_entries) if settings.is_public_pool else None
+
+    def make(info: ModelInfo) -> Family:
+        redis = None
+        if settings.redis is not None:
+            url, age_s = settings.redis, settings.pool_ttl_seconds
+            remote = RedisOptions(url, settings.namespace, settings.pool_entries, age_s, use_oldest=settings.is_use_oldest)
+            redis = RedisPool(remote, info.tokenizer_fingerprint, info.vocab_size)
+        return NgramFamily(options, settings.pool_entries, shared, redis)
+
+    return make
 
 
 def main() -> None:

@@ -163,7 +163,7 @@ class _Session:
             await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
 
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
-        """Raise why the stream ended: a bug of ours as it is, all else by the status of the call, since a failed write says nothing."""
+        """Raise why the stream ended: a bug of ours as it is, all else by the status of the call, for a failed write tells nothing."""
         for task in tasks:
             if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None):
                 task.result()

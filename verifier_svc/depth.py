@@ -1,9 +1,13 @@
-"""What a draft is worth: measured acceptance, measured cost of a forward, and so how long a draft is worth waiting for."""
+"""What a draft is worth: measured acceptance, measured times, and so whether it pays to draft and how long to wait for it."""
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
+
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0
+_SAMPLES = 7
 
 
 class AcceptanceRate:
@@ -38,6 +42,26 @@ class Average:
         self.value = seconds if self.value is None else self.value + (1 - _DECAY) * (seconds - self.value)
 
 
+class Latency:
+    """Median of the last few times a drafter took to answer, in seconds; 0 before the first.
+
+    A median, since one answer that was late for a reason of its own (a cold start, a long prompt) should not keep the drafter from
+    being asked again.
+    """
+
+    __slots__ = ("_samples",)
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+
+    def observe(self, seconds: float) -> None:
+        self._samples.append(seconds)
+
+    @property
+    def value(self) -> float:
+        return median(self._samples) if self._samples else 0.0
+
+
 class ForwardCost:
     """Measured seconds of a forward by its number of tokens, in buckets of powers of two."""
 
@@ -68,3 +92,8 @@ def wait_budget_s(forward_s: float, certain_tokens: float, awaited_tokens: float
     A step now commits `certain_tokens` in `forward_s`; after a wait it commits `awaited_tokens` more. Equal rates give the limit.
     """
     return forward_s * awaited_tokens / certain_tokens if certain_tokens > 0 else 0.0
+
+
+def speculation_pays(acceptance: float, depth: int, plain_s: float, verify_s: float, latency_s: float) -> bool:
+    """Whether a step that waits for a draft and verifies it commits tokens at a higher rate than plain steps do."""
+    return expected_tokens(acceptance, depth) * plain_s > latency_s + verify_s

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, Hello, SpeculationOptions, StepBatch
-from verifier_svc.depth import AcceptanceRate, Average
+from verifier_svc.depth import Latency
 
-_PRIOR_ACCEPTANCE = 0.6
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
 
@@ -21,8 +20,7 @@ class Drafter:
 
     hello: Hello
     sink: Callable[[StepBatch | OutriderError], None]
-    latency: Average = field(default_factory=Average)
-    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PRIOR_ACCEPTANCE))
+    latency: Latency = field(default_factory=Latency)
     outbox: StepBatch = field(default_factory=StepBatch)
     sequence_ids: set[int] = field(default_factory=set)
     draining: bool = False

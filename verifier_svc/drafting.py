@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 
 from outrider.errors import OutriderError
 from outrider.messages import Closed, CloseReason, DraftBatch, Hello, Rule, StepBatch, Window
-from verifier_svc.depth import AcceptanceRate, ForwardCost, expected_tokens, wait_budget_s
+from verifier_svc.depth import AcceptanceRate, ForwardCost, expected_tokens, speculation_pays, wait_budget_s
 from verifier_svc.drafters import Drafter, Roster
 from verifier_svc.metrics import Metrics
-from verifier_svc.sequence import Assignment, Sequence
+from verifier_svc.sequence import Assignment, Pause, Sequence
 from verifier_svc.trie import Fate, Trie
 
 log = logging.getLogger(__name__)
@@ -18,15 +18,20 @@ log = logging.getLogger(__name__)
 # A drafter may have twice the verified depth under way: the path being verified, its bonus token, and the path behind that.
 _AHEAD = 2
 _NODES_PER_DEPTH = 4
+# What is believed of a drafter before it was tried on a sequence. Hopeful, because what is believed bad is never tried.
+_OPTIMISM = 0.8
+# A probe may cost as much time as this many plain steps.
+_PROBE_STEPS = 2
 
 
 class Drafting:
     """The engine's side of all draft streams; used on the engine's thread alone."""
 
-    def __init__(self, sequences: dict[int, Sequence], metrics: Metrics, trust_distributions: bool) -> None:
+    def __init__(self, sequences: dict[int, Sequence], cost: ForwardCost, metrics: Metrics, trust_distributions: bool) -> None:
         self.roster = Roster()
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self._sequences = sequences
+        self._cost = cost
         self._metrics = metrics
         self._trust_distributions = trust_distributions
 
@@ -70,7 +75,7 @@ class Drafting:
             trusted = self._trust_distributions and Rule.SPARSE in drafter.hello.distributions
             rule = Rule.SPARSE if trusted and not sequence.request.sampling.greedy else Rule.ONE_HOT
             trie = Trie(Window(node_count=_NODES_PER_DEPTH * depth, depth=depth))
-            assignment = Assignment(drafter, trie, rule, AcceptanceRate(drafter.rate.value))
+            assignment = Assignment(drafter, trie, rule, AcceptanceRate(_OPTIMISM))
             sequence.assignments[drafter.id] = assignment
             drafter.sequence_ids.add(sequence.id)
             drafter.outbox.opened.append(sequence.opened_for(assignment))
@@ -109,41 +114,60 @@ class Drafting:
         return sequence.assignments.get(drafter.id) if sequence is not None else None
 
     def acknowledge(self, sequence: Sequence, new_token_ids: list[int], traceparent: str) -> None:
-        """Move every trie's root along the committed tokens and tell its drafter."""
+        """Move every trie's root along the committed tokens and tell its drafter, unless drafting is paused."""
         for assignment in sequence.assignments.values():
-            epoch = assignment.trie.epoch
-            matched = assignment.trie.advance(new_token_ids)
-            verdict = sequence.verdict_for(assignment, new_token_ids, matched, traceparent)
-            assignment.drafter.outbox.verdicts.append(verdict)
-            if assignment.trie.epoch != epoch or assignment.trie.node_count == 0:
+            pause, trie = assignment.pause, assignment.trie
+            epoch = trie.epoch
+            matched = trie.advance(new_token_ids)
+            if pause.steps_left > 0:
+                if not pause.step(new_token_ids):
+                    continue
+            elif trie.epoch != epoch and not self._pays(sequence, assignment):
+                pause.begin(new_token_ids)
+                continue
+            told = pause.end() or new_token_ids
+            assignment.drafter.outbox.verdicts.append(sequence.verdict_for(assignment, told, matched, traceparent))
+            if trie.epoch != epoch or trie.node_count == 0:
                 assignment.begin_epoch()
+
+    def _pays(self, sequence: Sequence, assignment: Assignment) -> bool:
+        """Whether asking this drafter for another draft is worth it, as far as is known."""
+        depth = sequence.draft_limit
+        plain_s, verify_s = self._cost.estimate(1), self._cost.estimate(1 + depth)
+        pays = speculation_pays(assignment.rate.value, depth, plain_s, verify_s, assignment.drafter.latency.value)
+        if pays:
+            assignment.pause.length = Pause().length
+        return pays
 
     def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
         drafter = assignment.drafter
         assignment.rate.observe(drafted, accepted)
-        drafter.rate.observe(drafted, accepted)
         drafter.verified_count += drafted
         drafter.accepted_count += accepted
         self._metrics.verified(drafter, drafted, accepted)
 
     # --- waiting ---
 
-    def worth_waiting_for(self, running: Iterable[Sequence], cost: ForwardCost) -> tuple[list[Assignment], float]:
+    def worth_waiting_for(self, running: Iterable[Sequence]) -> tuple[list[Assignment], float]:
         """The drafts under way that may still pay, and until how many seconds after the last step's end they do."""
         late: list[Assignment] = []
-        certain, awaited, token_count = 0.0, 0.0, 0
+        certain, awaited, token_count, plain_count = 0.0, 0.0, 0, 0
         for sequence in running:
             if sequence.pending_count != 1:
                 continue
             now, later, slow = _prospects(sequence)
             certain += now
+            plain_count += 1
             token_count += 1 + sequence.draft_limit
             if slow is not None:
                 awaited += later - now
                 late.append(slow)
-        budget_s = wait_budget_s(cost.estimate(token_count), certain, awaited)
-        return [slow for slow in late if (slow.drafter.latency.value or 0.0) <= budget_s], budget_s
+        budget_s = wait_budget_s(self._cost.estimate(token_count), certain, awaited)
+        worth = [slow for slow in late if slow.drafter.latency.value <= budget_s or slow.pause.probing]
+        if any(slow.pause.probing for slow in worth):
+            budget_s = max(budget_s, _PROBE_STEPS * self._cost.estimate(plain_count))
+        return worth, budget_s
 
 
 def _prospects(sequence: Sequence) -> tuple[float, float, Assignment | None]:
@@ -154,6 +178,6 @@ def _prospects(sequence: Sequence) -> tuple[float, float, Assignment | None]:
         there = len(assignment.trie.path(depth).token_ids)
         now = max(now, expected_tokens(assignment.rate.value, there))
         promised = expected_tokens(assignment.rate.value, depth)
-        if not assignment.trie.ready(depth) and promised > later:
+        if assignment.pause.steps_left == 0 and not assignment.trie.ready(depth) and promised > later:
             later, slow = promised, assignment
     return (now, later, slow) if later > now else (now, now, None)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from outrider.lm.pages import KVSequence, PagePool
-from outrider.lm.runner import Slice
 
 from outrider import telemetry
 from outrider.errors import OutriderError, Reason
+from outrider.lm.pages import KVSequence, PagePool
+from outrider.lm.runner import Slice
 from outrider.messages import FinishReason, Rule, SpeculationStats, StepBatch, TokenChunk, TokenRequest, TokenSource
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.acceptance import Draft, Outcome, accept
@@ -75,8 +75,8 @@ class Engine:
         self.pool = pool
         self.sequences: dict[int, Sequence] = {}
         self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
-        self.drafting = Drafting(self.sequences, metrics, trust_draft_distributions)
         self.cost = ForwardCost()
+        self.drafting = Drafting(self.sequences, self.cost, metrics, trust_draft_distributions)
         self._metrics = metrics
         self._deliver = deliver
         self._deliveries: list[Delivery] = []
@@ -154,7 +154,7 @@ class Engine:
         """Wait for drafts that are under way as long as that pays; they may come, or turn out not to pay, in the meantime."""
         started = time.monotonic()
         while not self._stopping:
-            late, budget_s = self.drafting.worth_waiting_for(self.scheduler.running.values(), self.cost)
+            late, budget_s = self.drafting.worth_waiting_for(self.scheduler.running.values())
             if not late:
                 return
             remaining_s = started + budget_s - time.monotonic()
@@ -162,6 +162,7 @@ class Engine:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
                 for assignment in late:
                     assignment.drafter.latency.observe(2 * (time.monotonic() - started))
+                    assignment.pause.probing = False
                 return
             with self._wake:
                 if not self._inbox:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.lm.pages import KVSequence
-
 from outrider.errors import OutriderError
+from outrider.lm.pages import KVSequence
 from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Verdict
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.depth import AcceptanceRate
@@ -16,6 +15,37 @@ from verifier_svc.drafters import Drafter
 from verifier_svc.trie import Trie
 
 _EPOCHS_TIMED = 8
+_FIRST_PAUSE = 16
+_LONGEST_PAUSE = 256
+
+
+@dataclass(eq=False, slots=True)
+class Pause:
+    """Speculation that does not pay is paused by silence: a drafter that hears no verdict spends nothing.
+
+    After `steps_left` steps it is told all that it missed, once, as a probe; each pause in a row is twice as long.
+    """
+
+    steps_left: int = 0
+    length: int = _FIRST_PAUSE
+    withheld: list[int] = field(default_factory=list)
+    probing: bool = False
+
+    def begin(self, new_token_ids: list[int]) -> None:
+        self.steps_left, self.withheld, self.probing = self.length, list(new_token_ids), False
+        self.length = min(2 * self.length, _LONGEST_PAUSE)
+
+    def step(self, new_token_ids: list[int]) -> bool:
+        """Withhold another step's tokens; whether it is time for the probe."""
+        self.withheld += new_token_ids
+        self.steps_left -= 1
+        self.probing = self.steps_left == 0
+        return self.probing
+
+    def end(self) -> list[int]:
+        """What was withheld."""
+        withheld, self.withheld = self.withheld, []
+        return withheld
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +58,7 @@ class Assignment:
     rate: AcceptanceRate
     asked_at: dict[int, float] = field(default_factory=dict)
     """When each of the last few epochs began (monotonic seconds), until its first proposal."""
+    pause: Pause = field(default_factory=lambda: Pause())
 
     def begin_epoch(self) -> None:
         """Note when the drafter was asked, to measure how long it takes."""

@@ -22,17 +22,27 @@ from outrider.sampling import Purpose, inverse_cdf, target_probs, uniforms
 
 @dataclass(eq=False, slots=True)
 class _Draft:
-    """A sequence's chain, its cache, and the run it is growing."""
+    """A sequence's chain, its cache, and the run it is growing. `foreign`: it has ids that the draft model does not know."""
 
     chain: Chain
     seed: int
+    foreign: bool
     kv: KVSequence = field(default_factory=KVSequence)
     run: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution] = field(default_factory=list)
 
     @property
-    def text(self) -> list[int]:
-        return [*self.chain.tokens, *self.chain.ahead, *self.run]
+    def length(self) -> int:
+        """Tokens there are: committed, proposed, and those of the run."""
+        return len(self.chain.tokens) + len(self.chain.ahead) + len(self.run)
+
+    def unread(self, limit: int) -> list[int]:
+        """The first `limit` of the tokens that the cache lacks."""
+        start, committed = self.kv.length, self.chain.tokens
+        guessed = [*self.chain.ahead, *self.run]
+        if start >= len(committed):
+            return guessed[start - len(committed) :][:limit]
+        return [*committed[start : start + limit], *guessed][:limit]
 
     @property
     def samples(self) -> bool:
@@ -67,13 +77,14 @@ class ModelFamily:
 
     def open(self, opened: Opened) -> None:
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
-        draft = _Draft(Chain(opened), seed)
+        draft = _Draft(Chain(opened), seed, foreign=max(opened.token_ids) >= self._runner.vocab_size)
         self._pool.attach_prefix(draft.kv, draft.chain.tokens, opened.tenant)
         self._drafts[opened.sequence_id] = draft
 
     def verdict(self, verdict: Verdict) -> None:
         if draft := self._drafts.get(verdict.sequence_id):
             standing = draft.chain.apply(verdict)
+            draft.foreign |= max(verdict.new_token_ids, default=0) >= self._runner.vocab_size
             if standing < draft.kv.length:
                 with telemetry.start("rewind", verdict.traceparent, outrider__epoch=verdict.epoch, outrider__kept_tokens=standing):
                     self._pool.truncate(draft.kv, standing)
@@ -91,7 +102,7 @@ class ModelFamily:
         if batch.proposals:
             return batch
         candidates = [draft for draft in self._drafts.values() if draft.chain.room > 0]
-        for draft in [d for d in candidates if len(d.text) >= self._runner.context_length]:
+        for draft in [d for d in candidates if d.foreign or d.length >= self._runner.context_length]:
             batch.skips.append(draft.chain.skip())
             candidates.remove(draft)
         chosen = [draft for draft in candidates if draft.chain.urgent] or candidates
@@ -113,17 +124,18 @@ class ModelFamily:
     # --- on the model's thread; the event loop does not touch the drafts meanwhile ---
 
     def _grow(self, drafts: list[_Draft], interrupted: Callable[[], bool]) -> None:
-        """Forwards until every run has its length, or a verdict waits; prompts are taken in chunks."""
+        """Forwards until the runs have their length, or a verdict waits; prompts are taken in chunks."""
         goals = {id(draft): _goal(draft) for draft in drafts}
         while active := [draft for draft in drafts if len(draft.run) < goals[id(draft)] and self._fits(draft)]:
             self._forward(active)
             if interrupted():
                 return
+            # One chunk of prompts a round: who guesses already is not held up by more.
+            drafts = [draft for draft in drafts if draft.run] or drafts
 
     def _fits(self, draft: _Draft) -> bool:
         """Reserve pages for all the text there is."""
-        text = len(draft.text)
-        return text < self._runner.context_length and self._pool.reserve(draft.kv, text)
+        return draft.length < self._runner.context_length and self._pool.reserve(draft.kv, draft.length)
 
     def _forward(self, drafts: list[_Draft]) -> None:
         budget = self._max_batch_tokens
@@ -131,12 +143,11 @@ class ModelFamily:
         scored: list[_Draft] = []
         fed: list[_Draft] = []
         # Whoever lacks one token goes before prompts.
-        for draft in sorted(drafts, key=lambda d: len(d.text) - d.kv.length):
-            text = draft.text
-            tokens = text[draft.kv.length : draft.kv.length + budget]
+        for draft in sorted(drafts, key=lambda d: d.length - d.kv.length):
+            tokens = draft.unread(budget)
             if not tokens:
                 break
-            complete = draft.kv.length + len(tokens) == len(text)
+            complete = draft.kv.length + len(tokens) == draft.length
             slices.append(Slice(tokens, draft.kv.length, draft.kv.pages, int(complete)))
             fed.append(draft)
             if complete:
@@ -170,7 +181,7 @@ class ModelFamily:
         )
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
         top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
-        numbers = uniforms([draft.seed for draft in drafts], [len(draft.text) for draft in drafts], Purpose.DRAFT)
+        numbers = uniforms([draft.seed for draft in drafts], [draft.length for draft in drafts], Purpose.DRAFT)
         picks = inverse_cdf(top_RE, torch.from_numpy(numbers).to(top_RE.device))
         tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
         ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)

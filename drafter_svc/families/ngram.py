@@ -1,1 +1,113 @@
-"""stub"""
+"""Drafting by what followed the same n-gram before: in the request's own text first, then in the pool that requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from drafter_svc.chain import Chain
+from drafter_svc.pools.memory import MemoryPool, NgramOptions
+from drafter_svc.pools.redis import RedisPool
+from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
+
+
+@dataclass(eq=False, slots=True)
+class _Text:
+    """A sequence's chain and the n-grams of its own text. `shared_count` tokens have been offered to Redis."""
+
+    chain: Chain
+    pool: MemoryPool
+    shared_count: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        return [*self.chain.tokens, *self.chain.ahead]
+
+
+class NgramFamily:
+    """`shared` is the pool of all requests of this process, `redis` that of all replicas; both None for private pools alone."""
+
+    name = "ngram"
+    distributions = frozenset({Rule.ONE_HOT})
+    max_depth = MAX_DEPTH
+    device = "cpu"
+
+    def __init__(
+        self, options: NgramOptions, max_entries: int, shared: MemoryPool | None = None, redis: RedisPool | None = None
+    ) -> None:
+        self._options = options
+        self._max_entries = max_entries
+        self._shared = shared
+        self._redis = redis
+        self._texts: dict[int, _Text] = {}
+
+    def open(self, opened: Opened) -> None:
+        text = _Text(Chain(opened), MemoryPool(self._options, self._max_entries))
+        self._texts[opened.sequence_id] = text
+        self._index(text, 0)
+
+    def verdict(self, verdict: Verdict) -> None:
+        if text := self._texts.get(verdict.sequence_id):
+            start = len(text.chain.tokens)
+            text.chain.apply(verdict)
+            self._index(text, start)
+
+    def close(self, sequence_id: int) -> None:
+        if text := self._texts.pop(sequence_id, None):
+            self._offer(text, len(text.chain.tokens) - 1)
+
+    async def aclose(self) -> None:
+        if self._redis is not None:
+            await self._redis.aclose()
+
+    def _index(self, text: _Text, start: int) -> None:
+        text.pool.index(text.chain.tokens, start)
+        if self._shared is not None:
+            self._shared.index(text.chain.tokens, start)
+        # Offered once its continuation is whole; the rest follows when the text ends.
+        self._offer(text, len(text.chain.tokens) - self._options.max_draft_len)
+
+    def _offer(self, text: _Text, end: int) -> None:
+        """Have the n-grams that end at the positions up to `end` written to Redis."""
+        if self._redis is None:
+            return
+        tokens = text.chain.tokens
+        for position in range(max(1, text.shared_count), end + 1):
+            continuation = tokens[position : position + self._options.max_draft_len]
+            for ngram in _suffixes(tokens[:position], self._options.max_matching_ngram_size):
+                self._redis.offer(ngram, continuation)
+        text.shared_count = max(text.shared_count, end + 1)
+
+    async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+        """A run for every sequence with room, or a skip where nothing is known; one round trip to Redis for all of them."""
+        batch = DraftBatch([run for text in self._texts.values() if (run := text.chain.resend())])
+        unknown: list[_Text] = []
+        for text in self._texts.values():
+            if text.chain.room > 0 and not self._grow(text, self._local(text), batch):
+                unknown.append(text)
+        shared = await self._ask_redis(unknown) if unknown else []
+        for text, continuation in zip(unknown, shared, strict=True):
+            if not self._grow(text, continuation, batch):
+                batch.skips.append(text.chain.skip())
+        return batch
+
+    def _grow(self, text: _Text, continuation: list[int], batch: DraftBatch) -> bool:
+        run = continuation[: text.chain.room]
+        if run:
+            batch.proposals.append(text.chain.grow(run))
+        return bool(run)
+
+    def _local(self, text: _Text) -> list[int]:
+        context = text.context[-self._options.max_matching_ngram_size :]
+        own = text.pool.continuation(context, text.chain.room)
+        return own if own or self._shared is None else self._shared.continuation(context, text.chain.room)
+
+    async def _ask_redis(self, texts: Sequence[_Text]) -> list[list[int]]:
+        if self._redis is None:
+            return [[] for _ in texts]
+        return await self._redis.lookup([_suffixes(text.context, self._options.max_matching_ngram_size) for text in texts])
+
+
+def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
+    """The n-grams that `tokens` end with, the longest first."""
+    return [tokens[-size:] for size in range(min(longest, len(tokens)), 0, -1)]

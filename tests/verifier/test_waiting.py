@@ -7,7 +7,7 @@ import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 
 from outrider.messages import SamplingParams, TokenRequest
-from verifier_svc.depth import AcceptanceRate, ForwardCost, expected_tokens, wait_budget_s
+from verifier_svc.depth import AcceptanceRate, ForwardCost, Latency, expected_tokens, speculation_pays, wait_budget_s
 from verifier_svc.engine import Engine
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -64,11 +64,11 @@ def test_a_drafter_that_skips_is_not_waited_for() -> None:
     sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())
     slow_forward(model, 0.05)
     engine.step()
-    late, budget_s = engine.drafting.worth_waiting_for(engine.scheduler.running.values(), engine.cost)
+    late, budget_s = engine.drafting.worth_waiting_for(engine.scheduler.running.values())
     assert late
     assert budget_s > 0.02
     drafter.skip(sequence.id)
-    assert not engine.drafting.worth_waiting_for(engine.scheduler.running.values(), engine.cost)[0]
+    assert not engine.drafting.worth_waiting_for(engine.scheduler.running.values())[0]
 
 
 def test_a_silent_drafter_stops_being_waited_for() -> None:
@@ -114,3 +114,40 @@ def test_a_prompt_answer_is_waited_for_and_used() -> None:
     assert client.tokens == truth
     assert client.chunks[-1].stats is not None
     assert client.chunks[-1].stats.forward_count < 25
+
+
+def test_speculation_pays_while_it_commits_tokens_faster_than_plain_steps() -> None:
+    assert speculation_pays(acceptance=0.8, depth=4, plain_s=1.0, verify_s=1.2, latency_s=1.0)
+    assert not speculation_pays(acceptance=0.0, depth=4, plain_s=1.0, verify_s=1.2, latency_s=0.0)
+    assert not speculation_pays(acceptance=0.8, depth=4, plain_s=1.0, verify_s=1.2, latency_s=3.0)
+
+
+def test_one_late_answer_does_not_change_a_drafters_latency() -> None:
+    latency = Latency()
+    for seconds in (0.001, 5.0, 0.002):
+        latency.observe(seconds)
+    assert latency.value == 0.002
+
+
+def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed() -> None:
+    engine, model = make_engine(eos_bias=-99, page_count=128)
+    slow_forward(model, 0.001)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(TokenRequest([1, 2], 200, GREEDY), client)
+    engine.drain_inbox()
+    asked = 0
+    for _ in range(400):
+        if sequence.id not in engine.sequences:
+            break
+        trie = sequence.assignments["scripted"].trie
+        if trie.node_count == 0 and drafter.epoch[sequence.id] == trie.epoch:
+            wrong = [(token + 1) % 7 for token in model.greedy(sequence.tokens, 1)] * 3
+            drafter.propose(sequence.id, wrong)
+            asked += 1
+        engine.step()
+    assert client.tokens == model.greedy([1, 2], 200)
+    assert asked < 30
+    verdicts = [verdict for batch in drafter.told for verdict in batch.verdicts]
+    assert max(len(verdict.new_token_ids) for verdict in verdicts) > 16
+    told = [token for verdict in verdicts for token in verdict.new_token_ids]
+    assert told == client.tokens[: len(told)]
