@@ -8,24 +8,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from drafter_svc.families.base import Family
 from outrider import rpc, telemetry, wire
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch
+from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch, Welcome
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 _BACKOFF_S = (0.1, 3.0)
 _POLL_LOADING_S = 0.25
 _GOODBYE_S = 1.0
+# More than these wait in the verifier, which cuts off who does not read.
+_MAX_UNREAD_STEPS = 256
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 # What a verifier will say again however often it is asked.
 _FINAL = (Reason.TOKENIZER_MISMATCH, Reason.INVALID_VALUE)
@@ -74,6 +77,7 @@ class DraftStream:
         self._hello = hello
         self._callbacks = callbacks
         self._stopping = asyncio.Event()
+        self._backoff_s = _BACKOFF_S[0]
 
     def stop(self) -> None:
         """Say goodbye and end `run`."""
@@ -81,19 +85,21 @@ class DraftStream:
 
     async def run(self) -> None:
         """Raises OutriderError when the verifier will never have this drafter."""
-        backoff_s = _BACKOFF_S[0]
         while not self._stopping.is_set():
             try:
                 await self._connect()
-                backoff_s = _BACKOFF_S[0]
+                error = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier ended it")
             except grpc.aio.AioRpcError as failure:
                 error = rpc.error_of(failure)
                 if error.reason in _FINAL:
                     raise error from failure
+            except OutriderError as violation:
+                # What the verifier said makes no sense; a new stream begins with nothing that could be out of step.
+                error = violation
+            if not self._stopping.is_set():
                 log.warning("the stream to %s ended: %s", self._address, error)
-                wait_s = error.retry_after_s or backoff_s * random.uniform(0.5, 1.0)
-                backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
-                await self._sleep(wait_s)
+                await self._sleep(error.retry_after_s or self._backoff_s * random.uniform(0.5, 1.0))
+                self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
 
     async def _sleep(self, seconds: float) -> None:
         try:
@@ -109,14 +115,18 @@ class DraftStream:
             family = self._make_family(info)
             try:
                 session = _Session(channel, family, info, self._stopping)
-                await session.introduce(self._hello(family, info))
+                welcome = await self._unless_stopped(session.introduce(self._hello(family, info)))
+                if welcome is None:
+                    return
+                log.info("drafting for %s", welcome.model_id)
+                self._backoff_s = _BACKOFF_S[0]
                 await self._callbacks.registered()
                 await session.serve()
             finally:
                 await self._callbacks.lost()
                 await family.aclose()
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, ModelInfo]) -> ModelInfo | None:
+    async def _unless_stopped(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
         """The result of `work`; None when `stop` came first."""
         task, stopped = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
         try:
@@ -125,6 +135,7 @@ class DraftStream:
         finally:
             task.cancel()
             stopped.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
 
 
 class _Session:
@@ -136,25 +147,30 @@ class _Session:
         self._family = family
         self._vocab_size = info.vocab_size
         self._stopping = stopping
-        self._inbox: deque[StepBatch] = deque()
+        self._inbox: asyncio.Queue[StepBatch] = asyncio.Queue(_MAX_UNREAD_STEPS)
         self._wake = asyncio.Event()
         self._traceparents: dict[int, str] = {}
 
-    async def introduce(self, hello: Hello) -> None:
+    async def introduce(self, hello: Hello) -> Welcome:
+        """Raises grpc.aio.AioRpcError when the verifier refuses."""
         await self._call.write(verifier_pb2.StreamDraftsRequest(hello=wire.hello_to_proto(hello)))
         first = await self._call.read()
-        if first is _END or first.WhichOneof("message") != "welcome":
+        if first is _END:
             await self._raise_status()
+        if first is _END or first.WhichOneof("message") != "welcome":
             raise OutriderError(Reason.PROTOCOL_VIOLATION, "the verifier's first message must be a Welcome")
+        return Welcome(first.welcome.model_id, first.welcome.vocab_size, first.welcome.context_length)
 
     async def serve(self) -> None:
         """Until the verifier ends the stream, or `stopping` is set and the goodbye is said."""
         receiving, drafting = asyncio.create_task(self._receive()), asyncio.create_task(self._draft())
-        stopped = asyncio.create_task(self._wake_to_stop())
+        stopped = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait([receiving, drafting], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([receiving, drafting, stopped], return_when=asyncio.FIRST_COMPLETED)
             if self._stopping.is_set():
-                await asyncio.wait([receiving], timeout=_GOODBYE_S)
+                self._wake.set()
+                # A verifier that no longer reads must not keep the process alive.
+                await asyncio.wait([receiving, drafting], timeout=_GOODBYE_S)
             else:
                 await self._end(receiving, drafting)
         finally:
@@ -163,15 +179,11 @@ class _Session:
             await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
 
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
-        """Raise why the stream ended: a bug of ours as it is, all else by the status of the call, for a failed write tells nothing."""
+        """Raise why the stream ended: a bug of ours as it is, all else by the call's status, since a failed write says nothing."""
         for task in tasks:
             if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None):
                 task.result()
         await self._raise_status()
-
-    async def _wake_to_stop(self) -> None:
-        await self._stopping.wait()
-        self._wake.set()
 
     async def _raise_status(self) -> None:
         """Raise what the verifier ended the call with, if that was an error."""
@@ -183,7 +195,7 @@ class _Session:
     async def _receive(self) -> None:
         while (response := await self._call.read()) is not _END:
             if response.WhichOneof("message") == "step":
-                self._inbox.append(wire.step_from_proto(response.step, self._vocab_size))
+                await self._inbox.put(wire.step_from_proto(response.step, self._vocab_size))
                 self._wake.set()
             elif response.WhichOneof("message") == "draining":
                 log.info("the verifier is draining: %s", response.draining.reason)
@@ -192,8 +204,8 @@ class _Session:
         family = self._family
         while not self._stopping.is_set():
             self._wake.clear()
-            while self._inbox:
-                self._apply(self._inbox.popleft())
+            while not self._inbox.empty():
+                self._apply(self._inbox.get_nowait())
             batch = await family.draft(self._wake.is_set)
             if batch.proposals or batch.skips:
                 self._trace(batch)

@@ -90,8 +90,6 @@ class Loader:
             trust_remote_code=settings.trust_remote_code,
             progress=lambda detail: self._report(Stage.LOADING, detail),
         )
-        self._report(Stage.WARMING_UP, "running trial forwards")
-        runner.warm_up()
         pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
         self.info = ModelInfo(
             model_id=self.info.model_id,
@@ -109,7 +107,10 @@ class Loader:
         if settings.metrics_port:
             start_http_server(settings.metrics_port, "127.0.0.1", registry=metrics.registry)
         limits = Limits(settings.depth, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
-        return Engine(runner, pool, deliver, metrics, limits, trust_draft_distributions=settings.trust_draft_distributions)
+        engine = Engine(runner, pool, deliver, metrics, limits, trust_draft_distributions=settings.trust_draft_distributions)
+        self._report(Stage.WARMING_UP, "running trial forwards")
+        engine.warm_up()
+        return engine
 
 
 def main() -> None:

@@ -97,6 +97,18 @@ class Engine:
         """Let `run` return after the step in progress."""
         self.post(lambda: setattr(self, "_stopping", True))
 
+    def warm_up(self) -> None:
+        """Run forwards of several sizes: the first request does not pay for choosing kernels, and costs are known from the start.
+
+        Only before the first request, since pages are overwritten.
+        """
+        capacity = self.pool.page_count * self.pool.page_size
+        for count in [min(count, capacity) for count in (16, 1, 1 + self.limits.depth)] * 3:
+            pages = list(range(-(-count // self.pool.page_size)))
+            started = time.monotonic()
+            self.model.forward([Slice([0] * count, 0, pages, count)])
+            self.cost.observe(count, time.monotonic() - started)
+
     # --- the loop ---
 
     def run(self) -> None:

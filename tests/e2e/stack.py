@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -84,7 +83,7 @@ class Stack:
         while time.monotonic() < deadline:
             for process in (self.verifier, *self.drafters.values()):
                 assert process.popen.poll() is None, process.output()
-            info = asyncio.run(self._model())
+            info = self._model()
             if info is not None and info.stage is Stage.READY:
                 connected = {drafter.drafter_id for drafter in info.drafters if drafter.connected}
                 if connected >= set(self.drafters):
@@ -94,16 +93,18 @@ class Stack:
             f"not ready after {timeout_s} s:\n" + "\n".join(p.output() for p in (self.verifier, *self.drafters.values()))
         )
 
-    async def _model(self) -> ModelInfo | None:
-        async with Client(self.address) as client:
+    def _model(self) -> ModelInfo | None:
+        with grpc.insecure_channel(self.address) as channel:
             try:
-                return await client.model()
-            except grpc.aio.AioRpcError:
+                response = verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest(), timeout=5)
+            except grpc.RpcError:
                 return None
+        return wire.model_from_proto(response)
 
     def stop(self) -> None:
         for process in (*self.drafters.values(), self.verifier):
             process.stop()
+            process.log.close()
 
 
 class Client:

@@ -39,7 +39,9 @@ def test_two_purposes_share_no_noise() -> None:
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 12, 0.6), (1.0, 1, 0.01)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 12, 0.6), (1.0, 1, 0.01)]
+)
 def test_target_probabilities_are_those_of_transformers_processors(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(16, 200, generator=torch.Generator().manual_seed(0)) * 3
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
@@ -70,6 +72,8 @@ def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
 
 def test_inverse_cdf_follows_the_weights() -> None:
     weights = torch.tensor([5.0, 0.0, 1.0, 3.0, 1.0])
-    draws = inverse_cdf(weights.repeat(20_000, 1), torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.SAMPLE)))
+    draws = inverse_cdf(
+        weights.repeat(20_000, 1), torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.SAMPLE))
+    )
     observed = np.bincount(draws.numpy(), minlength=5)[[0, 2, 3, 4]]
     assert stats.chisquare(observed, np.array([5, 1, 3, 1]) / 10 * 20_000).pvalue > 1e-4
