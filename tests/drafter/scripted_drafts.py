@@ -1,0 +1,102 @@
+"""A VerifierService over real gRPC that speaks the verifier's side of the draft stream as a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from outrider import rpc, wire
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+
+FINGERPRINT = "f" * 64
+READY = ModelInfo("target", Stage.READY, "serving", FINGERPRINT, 4096, 2048, (0,), "float32", "cpu")
+
+
+class Stream:
+    """One accepted stream, from the verifier's side. `heard` gets every message of the drafter's; None once it has half-closed."""
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+        self.heard: asyncio.Queue[DraftBatch | str | None] = asyncio.Queue()
+        self.says: asyncio.Queue[StepBatch | str | OutriderError] = asyncio.Queue()
+
+    async def hear(self) -> DraftBatch | str | None:
+        return await asyncio.wait_for(self.heard.get(), 5)
+
+    def say(self, message: StepBatch | str | OutriderError) -> None:
+        """A step, a reason for draining, or the error to end the call with."""
+        self.says.put_nowait(message)
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """`info` is what it serves; `silent` accepts a stream but never welcomes it; `deaf` stops reading after the Hello."""
+
+    def __init__(self, *, silent: bool = False, deaf: bool = False) -> None:
+        self.info = READY
+        self.port = 0
+        self.silent = silent
+        self.deaf = deaf
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Listen on `port`: any at first, the same one after `stop`."""
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def accepted(self) -> Stream:
+        return await asyncio.wait_for(self.streams.get(), 10)
+
+    @rpc.reports_errors
+    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
+        return wire.model_to_proto(self.info)
+
+    @rpc.reports_errors
+    async def StreamDrafts(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+        self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
+    ) -> None:
+        requests = aiter(request_iterator)
+        stream = Stream(wire.hello_from_proto((await anext(requests)).hello))
+        self.streams.put_nowait(stream)
+        if self.silent:
+            await asyncio.Event().wait()
+        if stream.hello.tokenizer_fingerprint != FINGERPRINT:
+            raise OutriderError(
+                Reason.TOKENIZER_MISMATCH, f"the drafter's tokenizer is {stream.hello.tokenizer_fingerprint}, not {FINGERPRINT}"
+            )
+        welcome = drafts_pb2.Welcome(model_id="target", vocab_size=4096, context_length=2048)
+        await context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
+        listening = asyncio.create_task(asyncio.Event().wait() if self.deaf else self._listen(stream, requests))
+        speaking = asyncio.create_task(self._speak(stream, context))
+        done, waiting = await asyncio.wait([listening, speaking], return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        for task in done:
+            await task
+
+    async def _listen(self, stream: Stream, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("message") == "drafts":
+                stream.heard.put_nowait(wire.drafts_from_proto(request.drafts, 4096))
+            else:
+                stream.heard.put_nowait(request.draining.reason)
+        stream.heard.put_nowait(None)
+
+    async def _speak(self, stream: Stream, context: Any) -> None:
+        while True:
+            message = await stream.says.get()
+            if isinstance(message, OutriderError):
+                raise message
+            if isinstance(message, str):
+                await context.write(verifier_pb2.StreamDraftsResponse(draining=drafts_pb2.Draining(reason=message)))
+            else:
+                await context.write(verifier_pb2.StreamDraftsResponse(step=wire.step_to_proto(message)))

@@ -1,0 +1,275 @@
+"""The drafter's end of the draft stream, over real gRPC against a scripted verifier: introductions, rounds, restarts, goodbyes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier  # lies beside this file
+
+from drafter_svc.chain import Chain
+from drafter_svc.stream import Callbacks, DraftStream
+from outrider import telemetry
+from outrider.errors import OutriderError, Reason
+from outrider.messages import (
+    Closed,
+    DraftBatch,
+    Hello,
+    ModelInfo,
+    Opened,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Stage,
+    StepBatch,
+    Verdict,
+    Window,
+)
+
+WINDOW = Window(16, 4)
+TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+
+class Counting:
+    """A family that guesses one more than the token before, two at a time; `slow_s` is how long a draft takes, unless cut short."""
+
+    name = "counting"
+    distributions = frozenset({Rule.ONE_HOT})
+    max_depth = 8
+    device = "cpu"
+
+    def __init__(self, slow_s: float = 0.0) -> None:
+        self.chains: dict[int, Chain] = {}
+        self.slow_s = slow_s
+        self.closed = False
+
+    def open(self, opened: Opened) -> None:
+        self.chains[opened.sequence_id] = Chain(opened)
+
+    def verdict(self, verdict: Verdict) -> None:
+        if chain := self.chains.get(verdict.sequence_id):
+            chain.apply(verdict)
+
+    def close(self, sequence_id: int) -> None:
+        self.chains.pop(sequence_id, None)
+
+    async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+        ends = time.monotonic() + self.slow_s
+        drafting = any(chain.room for chain in self.chains.values())
+        while drafting and time.monotonic() < ends and not interrupted():  # noqa: ASYNC110  # polled, as between two forwards
+            await asyncio.sleep(0.005)
+        return DraftBatch([self._run(chain) for chain in self.chains.values() if chain.room])
+
+    def _run(self, chain: Chain) -> Proposal:
+        last = [*chain.tokens, *chain.ahead][-1]
+        return chain.grow([last + 1, last + 2][: chain.room])
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def opened(sequence_id: int = 1, tokens: tuple[int, ...] = (10, 11), traceparent: str = "") -> Opened:
+    return Opened(sequence_id, 0, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, WINDOW, 2, traceparent=traceparent)
+
+
+class Drafter:
+    """A stream with its families, and whether it is registered."""
+
+    def __init__(self, port: int, fingerprint: str = FINGERPRINT, slow_s: float = 0.0) -> None:
+        self.families: list[Counting] = []
+        self.registered = False
+
+        def make(info: ModelInfo) -> Counting:
+            self.families.append(Counting(slow_s))
+            return self.families[-1]
+
+        async def set_registered(registered: bool) -> None:
+            self.registered = registered
+
+        self.stream = DraftStream(
+            f"127.0.0.1:{port}",
+            make,
+            lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_depth),
+            Callbacks(lambda: set_registered(True), lambda: set_registered(False)),
+        )
+
+
+@asynccontextmanager
+async def running(drafter: Drafter) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(drafter.stream.run())
+    try:
+        yield task
+    finally:
+        drafter.stream.stop()
+        await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+
+
+@pytest.fixture
+async def verifier() -> AsyncIterator[ScriptedVerifier]:
+    verifier = ScriptedVerifier()
+    await verifier.start()
+    yield verifier
+    await verifier.stop()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_window(verifier: ScriptedVerifier) -> None:
+    drafter = Drafter(verifier.port)
+    async with running(drafter):
+        stream = await verifier.accepted()
+        assert stream.hello == Hello("counting-1", "counting", FINGERPRINT, 8)
+        stream.say(StepBatch(opened=[opened()]))
+        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [12, 13])])
+        assert await stream.hear() == DraftBatch([Proposal(1, 0, 2, 3, [14, 15])])
+        stream.say(StepBatch(verdicts=[Verdict(1, 0, 1, 3, 1, [12])]))
+        assert await stream.hear() == DraftBatch([Proposal(1, 0, 4, 5, [16])])
+        assert drafter.registered
+
+
+async def test_a_miss_starts_the_next_epoch_and_a_closed_sequence_falls_silent(verifier: ScriptedVerifier) -> None:
+    async with running(Drafter(verifier.port)):
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened(1), opened(2)]))
+        await stream.hear()
+        await stream.hear()
+        stream.say(StepBatch(verdicts=[Verdict(1, 1, 0, 3, 0, [77]), Verdict(2, 0, 2, 4, 2, [12, 13])], closed=[Closed(2)]))
+        assert await stream.hear() == DraftBatch([Proposal(1, 1, 0, 1, [78, 79])])
+
+
+async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(verifier: ScriptedVerifier) -> None:
+    async with running(Drafter(verifier.port, slow_s=30.0)):
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened(1)]))
+        await asyncio.sleep(0.1)
+        stream.say(StepBatch(opened=[opened(2, (20,))]))
+        first = await stream.hear()
+        assert isinstance(first, DraftBatch)
+        assert [proposal.sequence_id for proposal in first.proposals] == [1]
+
+
+async def test_it_waits_while_the_verifier_loads(verifier: ScriptedVerifier) -> None:
+    verifier.info = replace(READY, stage=Stage.LOADING, stage_detail="reading weights")
+    async with running(Drafter(verifier.port)):
+        await asyncio.sleep(0.4)
+        assert verifier.streams.empty()
+        verifier.info = READY
+        await verifier.accepted()
+
+
+async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(verifier: ScriptedVerifier) -> None:
+    drafter = Drafter(verifier.port)
+    async with running(drafter):
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened(tokens=(10, 11))]))
+        await stream.hear()
+        await verifier.stop()
+        await until(lambda: not drafter.registered)
+        await verifier.start()
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened(tokens=(50,))]))
+        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [51, 52])])
+        assert [family.closed for family in drafter.families] == [True, False]
+        assert drafter.registered
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutriderError(Reason.DRAFTER_ID_TAKEN, "a drafter with the id counting-1 is connected"),
+        OutriderError(Reason.QUARANTINED, "in quarantine", retry_after_s=0.05),
+        OutriderError(Reason.INTERNAL, "a bug"),
+    ],
+)
+async def test_it_comes_back_after_a_failure_that_may_pass(verifier: ScriptedVerifier, error: OutriderError) -> None:
+    async with running(Drafter(verifier.port)):
+        (await verifier.accepted()).say(error)
+        await verifier.accepted()
+
+
+async def test_it_begins_anew_when_the_verifier_contradicts_itself(verifier: ScriptedVerifier) -> None:
+    async with running(Drafter(verifier.port)):
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened()]))
+        await stream.hear()
+        stream.say(StepBatch(verdicts=[Verdict(1, 0, 1, 99, 1, [12])]))
+        await verifier.accepted()
+
+
+async def test_it_gives_up_on_another_tokenizer_and_names_both(verifier: ScriptedVerifier) -> None:
+    drafter = Drafter(verifier.port, fingerprint="a" * 64)
+    with pytest.raises(OutriderError) as caught:
+        await asyncio.wait_for(drafter.stream.run(), 5)
+    assert caught.value.reason is Reason.TOKENIZER_MISMATCH
+    assert "a" * 64 in caught.value.message
+    assert FINGERPRINT in caught.value.message
+    assert not drafter.registered
+
+
+async def test_told_to_stop_it_says_goodbye_and_half_closes(verifier: ScriptedVerifier) -> None:
+    drafter = Drafter(verifier.port, slow_s=30.0)
+    async with running(drafter) as task:
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened()]))
+        await asyncio.sleep(0.1)
+        drafter.stream.stop()
+        await asyncio.wait_for(task, 2)
+        heard = [await stream.hear() for _ in range(3)]
+        assert heard[1:] == ["the drafter is stopping", None]
+        assert not drafter.registered
+
+
+@pytest.mark.parametrize("state", ["loading", "silent", "deaf", "absent"])
+async def test_it_stops_within_two_seconds_whatever_the_verifier_does(state: str) -> None:
+    verifier = ScriptedVerifier(silent=state == "silent", deaf=state == "deaf")
+    if state == "loading":
+        verifier.info = replace(READY, stage=Stage.LOADING)
+    await verifier.start()
+    if state == "absent":
+        await verifier.stop()
+    drafter = Drafter(verifier.port)
+    async with running(drafter) as task:
+        if state in ("silent", "deaf"):
+            await verifier.accepted()
+        await asyncio.sleep(0.3)
+        drafter.stream.stop()
+        await asyncio.wait_for(task, 2)
+    await verifier.stop()
+
+
+async def test_a_draining_verifier_is_served_to_the_end(verifier: ScriptedVerifier) -> None:
+    async with running(Drafter(verifier.port)):
+        stream = await verifier.accepted()
+        stream.say("about to stop")
+        stream.say(StepBatch(opened=[opened()]))
+        assert isinstance(await stream.hear(), DraftBatch)
+
+
+async def test_each_run_is_a_span_below_the_round_it_answers(verifier: ScriptedVerifier) -> None:
+    exporter = InMemorySpanExporter()
+    telemetry.setup("drafter", SimpleSpanProcessor(exporter))
+    try:
+        async with running(Drafter(verifier.port)):
+            stream = await verifier.accepted()
+            stream.say(StepBatch(opened=[opened(1, traceparent=TRACEPARENT), opened(2)]))
+            await stream.hear()
+            await stream.hear()
+    finally:
+        telemetry.shutdown()
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["propose", "propose"]
+    assert {format(span.parent.span_id, "016x") for span in spans if span.parent} == {"0123456789abcdef"}
+    attributes = spans[0].attributes or {}
+    assert attributes["outrider.family"] == "counting"
+    assert (attributes["outrider.epoch"], attributes["outrider.draft_tokens"]) == (0, 2)
