@@ -30,11 +30,24 @@ MakeFamily = Callable[[ModelInfo], Family]
 
 async def serve(settings: DrafterSettings, place: PlacementPlan) -> None:
     """Draft until SIGTERM or SIGINT; raises OutriderError when the verifier will never have this drafter."""
-    make_family, identity = _family(settings, place)
+    server = rpc.Server(SERVICE)
+    try:
+        # Answers NOT_SERVING while the model loads.
+        await server.start(settings.listen)
+        stream = await _stream(settings, place, server)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stream.stop)
+        await stream.run()
+    finally:
+        await server.stop(0.2)
+        telemetry.shutdown()
+
+
+async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.Server) -> DraftStream:
+    """Load what drafts and make its stream, which sets the server's health."""
+    make_family, identity = await _family(settings, place)
     name = settings.id or f"{settings.family}-{platform.node()}-{os.getpid()}"
     address = choose_address(settings.verifier, settings.uds)
-    server = rpc.Server(SERVICE)
-    await server.start(settings.listen)
 
     def hello(family: Family, info: ModelInfo) -> Hello:
         return Hello(
@@ -51,17 +64,10 @@ async def serve(settings: DrafterSettings, place: PlacementPlan) -> None:
         await server.set_serving(True)
         print(f"drafter {name} registered with {address}", flush=True)
 
-    stream = DraftStream(address, make_family, hello, Callbacks(registered, lambda: server.set_serving(False)))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stream.stop)
-    try:
-        await stream.run()
-    finally:
-        await server.stop(0.2)
-        telemetry.shutdown()
+    return DraftStream(address, make_family, hello, Callbacks(registered, lambda: server.set_serving(False)))
 
 
-def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[MakeFamily, str]:
+async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[MakeFamily, str]:
     """How to make the family for a connection, and the tokenizer's fingerprint; imports nothing that the family does not need."""
     if settings.family == "ngram":
         return _ngram_family(settings), ""
@@ -84,7 +90,7 @@ def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[MakeFamily
 
     # Loaded on the thread that will compute; see verifier_svc.engine_thread for why.
     thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
-    runner = thread.submit(load).result()
+    runner = await asyncio.get_running_loop().run_in_executor(thread, load)
 
     def make(info: ModelInfo) -> Family:
         return ModelFamily(

@@ -1,0 +1,140 @@
+"""`python -m drafter_svc` as a process: what it loads, what it says, how it is asked for its health, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import scripted_drafts
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scripted_drafts import READY, ScriptedVerifier  # lies beside this file
+
+from outrider import rpc
+from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, StepBatch, Window
+from outrider.tokenizer import fingerprint, load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+DRAFT = str(ROOT / "models/draft")
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def drafter(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A drafter process that is gone afterwards."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "drafter_svc", *flags, cwd=ROOT, env=environment, stdout=-1, stderr=-1
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def health(port: int) -> int:
+    async with rpc.dial(f"127.0.0.1:{port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        response = await check(health_pb2.HealthCheckRequest(service="outrider.v1.Drafter"), wait_for_ready=True, timeout=10)
+        status: int = response.status
+        return status
+
+
+def has_torch(process_id: int) -> bool:
+    return "libtorch" in Path(f"/proc/{process_id}/maps").read_text()
+
+
+@pytest.fixture
+async def verifier() -> AsyncIterator[ScriptedVerifier]:
+    verifier = ScriptedVerifier()
+    await verifier.start()
+    yield verifier
+    await verifier.stop()
+
+
+FAMILIES = [("ngram", []), ("model", ["--model", DRAFT, "--dtype", "float32", "--threads", "1"])]
+
+
+@pytest.mark.parametrize(("family", "flags"), FAMILIES)
+async def test_it_registers_drafts_and_leaves_with_status_0(
+    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, family: str, flags: list[str]
+) -> None:
+    monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(load_tokenizer(DRAFT)))
+    verifier.info = replace(READY, tokenizer_fingerprint=scripted_drafts.FINGERPRINT)
+    address, port = f"127.0.0.1:{verifier.port}", free_port()
+    arguments = ["--family", family, "--id", "d1", "--verifier", address, "--listen", f"127.0.0.1:{port}", *flags]
+    async with drafter(*arguments) as process:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        assert line.decode() == f"drafter d1 registered with {address}\n"
+        stream = await verifier.accepted()
+        assert (stream.hello.drafter_id, stream.hello.family, stream.hello.placement.kind) == ("d1", family, "local")
+        assert await health(port) == SERVING
+        text = [5, 6, 7, 8, 5, 6]
+        stream.say(StepBatch(opened=[Opened(1, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+        drafts = await stream.hear()
+        assert isinstance(drafts, DraftBatch)
+        assert len(drafts.proposals) == 1
+        # Torch is loaded only where a model lives.
+        assert has_torch(process.pid) is (family == "model")
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert time.monotonic() - started < 2
+
+
+async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerifier) -> None:
+    port = free_port()
+    await verifier.stop()
+    async with drafter("--family", "ngram", "--verifier", f"127.0.0.1:{verifier.port}", "--listen", f"127.0.0.1:{port}"):
+        assert await health(port) == NOT_SERVING
+        await verifier.start()
+        await verifier.accepted()
+        deadline = time.monotonic() + 5
+        while await health(port) != SERVING:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "named"),
+    [
+        (["--family", "model"], 1, "model must name a directory or hub id"),
+        (["--family", "eagle"], 2, "family: Input should be 'ngram' or 'model'"),
+        (["--family", "ngram", "--max-draft-len", "65"], 2, "max-draft-len: Input should be less than or equal to 64"),
+        (["--family", "ngram", "--redis", "redis://127.0.0.1"], 1, "redis holds the public pool, so it goes with is-public-pool"),
+        (["--family", "ngram", "--listen", "nowhere:1:2"], 1, "cannot listen on nowhere:1:2"),
+        (["--family", "ngram", "--cores", "0-x"], 1, "cores"),
+    ],
+)
+async def test_bad_settings_end_it_with_a_sentence_that_names_them(flags: list[str], status: int, named: str) -> None:
+    async with drafter(*flags) as process:
+        _, error = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == status
+        assert named in error.decode()
+        assert "Traceback" not in error.decode()
+
+
+async def test_another_tokenizer_ends_it_with_both_fingerprints(verifier: ScriptedVerifier) -> None:
+    async with drafter("--family", "model", "--model", DRAFT, "--verifier", f"127.0.0.1:{verifier.port}") as process:
+        _, error = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 1
+        assert fingerprint(load_tokenizer(DRAFT)) in error.decode()
+        assert scripted_drafts.FINGERPRINT in error.decode()
