@@ -1,0 +1,49 @@
+# Commands for a clean clone; each makes what it needs. PYTHON chooses the interpreter of the virtual environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo serve test test-quick bench lint proto clean
+
+demo: $(VENV)/installed
+	$(BIN)/outrider demo
+
+serve: $(VENV)/installed
+	$(BIN)/outrider serve --target models/target --drafter ngram --drafter model=models/draft
+
+test: $(VENV)/installed-dev redis-server
+	$(BIN)/python -m pytest
+
+test-quick: $(VENV)/installed-dev redis-server
+	$(BIN)/python -m pytest -m "not slow"
+
+bench: $(VENV)/installed
+	$(BIN)/outrider bench
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+proto: $(VENV)/installed-dev
+	protos/generate.sh
+
+.PHONY: redis-server
+redis-server:
+	@tests/install-redis.sh
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing outrider into $(VENV); the first time takes a few minutes"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,53 @@
+"""Prompts of the kinds the bundled pair was trained on: code to continue, text to repeat with a change, JSON to extract."""
+
+from __future__ import annotations
+
+_CODE = (
+    'def parse_args(self, argv):\n    """Parse the arguments',
+    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n\n    def put(self, item):\n",
+    "import os\nimport sys\n\n\ndef main():\n    if len(sys.argv) ",
+    'def read_file(path, encoding=None):\n    """Return the text of a file."""\n    with open(path',
+    "class Node:\n    def __init__(self, name, value, parent=None):\n        self.name = name\n",
+)
+_SOURCE = (
+    """def visit_Name(self, node):
+    if node.id in self.names:
+        return self.names[node.id]
+    self.names[node.id] = node
+    return node
+""",
+    """def get_option(self, name, default=None):
+    if name not in self.options:
+        return default
+    value = self.options[name]
+    if value is None:
+        return default
+    return value
+""",
+    """The following options are accepted:
+
+* *name* is the name of the file.
+* *mode* is the mode in which the file is opened.
+* *encoding* is the name of the encoding.
+""",
+    """class Error(Exception):
+    def __init__(self, message, filename=None):
+        self.message = message
+        self.filename = filename
+        Exception.__init__(self, message)
+""",
+)
+_CHATS = (
+    "Extract name, age, job and city as JSON: Ada is a 36 year old pilot from Oslo.",
+    "Extract name, age, job and city as JSON: In Lima lives Omar, a baker, aged 52.",
+    "Extract name, age, job and city as JSON: Vera, 41, works as a chemist in Porto.",
+    "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
+    "List the items as JSON: Order: 2 x guitar at 99, 4 x bottle at 3.5.",
+)
+
+CODE = tuple(("code", prompt) for prompt in _CODE)
+REWRITING = tuple(("rewriting", f"{source}\n\n{source}\n\n{source.splitlines()[0]}\n") for source in _SOURCE)
+EXTRACTION = tuple(("JSON extraction", f"<|user|>{ask}<|end|><|assistant|>") for ask in _CHATS)
+
+DEMO_PROMPTS = (*CODE, *REWRITING, *EXTRACTION)
+"""(kind, prompt), 14 of them; the chats are in the pair's own template."""

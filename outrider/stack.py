@@ -1,0 +1,176 @@
+"""What `outrider serve` runs: its settings, and the command line of each process that follows from them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from outrider.config import Settings
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.messages import MAX_DEPTH
+from outrider.supervisor import Child
+
+FAMILIES = ("ngram", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """`family[=model][,key=value...]`; the keys are the drafter's own settings."""
+
+    family: str
+    model: str
+    options: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> DrafterSpec:
+        """Raises OutriderError(INVALID_VALUE) that shows what a drafter looks like."""
+        head, *pairs = text.split(",")
+        family, _, model = head.partition("=")
+        options = dict(pair.partition("=")[::2] for pair in pairs)
+        if family not in FAMILIES or not all(key and value for key, value in options.items()):
+            raise invalid("drafter", f"must be ngram, or model=PATH, with key=value after commas, not {text!r}")
+        if (family == "model") != bool(model):
+            raise invalid("drafter", f"{text!r}: the family model needs a model, as in model=models/draft, and ngram takes none")
+        return cls(family, model, options)
+
+
+class ServeSettings(Settings):
+    """What `outrider serve` takes."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_")
+
+    target: str
+    """Directory or hub id of the target model."""
+
+    drafter: list[str] = Field(default_factory=list)
+    """ngram, or model=PATH; its own settings follow after commas: model=PATH,placement=cpu,cores=0-3. Repeat it for more."""
+
+    dtype: str = "auto"
+    """Weights of target and draft models: auto (the checkpoint's), float32, bfloat16 or float16."""
+
+    device: str = "auto"
+    """The target's device: auto (CUDA when there is any), cpu, cuda or cuda:N."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on."""
+
+    http_port: int = Field(8000, ge=0, le=65535)
+    """Port of the OpenAI API; 0 takes a free one."""
+
+    grpc_port: int = Field(8001, ge=0, le=65535)
+    """Port of the gateway's gRPC service; 0 takes a free one."""
+
+    verifier_port: int = Field(0, ge=0, le=65535)
+    """Port of the verifier on the loopback interface, for drafters that are started by hand; 0 takes a free one."""
+
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of the verifier's /metrics on the loopback interface; 0 is off."""
+
+    depth: int = Field(4, ge=0, le=MAX_DEPTH)
+    """Draft tokens of a sequence verified in one step, unless its request says otherwise."""
+
+    threads: int | None = Field(None, ge=1)
+    """Threads of the target on a CPU; unset leaves a core to each draft model."""
+
+    trust_draft_distributions: bool = False
+    """Let draft models sample, and judge them by the distribution they claim."""
+
+    redis: str | None = None
+    """URL of a Redis that holds the n-gram drafters' public pool."""
+
+    @field_validator("drafter")
+    @classmethod
+    def _check_drafters(cls, texts: list[str]) -> list[str]:
+        for text in texts:
+            try:
+                DrafterSpec.parse(text)
+            except OutriderError as error:
+                raise ValueError(error.message) from error
+        return texts
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The children in the order to start them, and where they listen."""
+
+    children: list[Child]
+    http_url: str
+    grpc_address: str
+    verifier_address: str
+
+
+def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
+    """Raises OutriderError(INVALID_VALUE) that names the port when it is in use."""
+    http_port = _port("http_port", settings.host, settings.http_port)
+    grpc_port = _port("grpc_port", settings.host, settings.grpc_port)
+    verifier = f"127.0.0.1:{_port('verifier_port', '127.0.0.1', settings.verifier_port)}"
+    uds = socket_directory / "verifier.sock"
+    specs = [DrafterSpec.parse(text) for text in settings.drafter]
+    children = [
+        Child("verifier", "verifier_svc", _verifier_arguments(settings, specs, verifier, uds)),
+        *(Child(name, "drafter_svc", arguments) for name, arguments in _drafters(settings, specs, verifier, uds)),
+        Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
+    ]
+    common = ["--log-level", settings.log_level]
+    if settings.otlp_endpoint:
+        common += ["--otlp-endpoint", settings.otlp_endpoint, "--trace-sample-ratio", str(settings.trace_sample_ratio)]
+    for child in children:
+        child.arguments += common
+    return Stack(children, f"http://{settings.host}:{http_port}", f"{settings.host}:{grpc_port}", verifier)
+
+
+def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> list[str]:
+    # Two processes whose threads meet at barriers on the same cores hold each other up; so each draft model gets a core.
+    models = sum(spec.family == "model" for spec in specs)
+    threads = settings.threads or max(1, (os.cpu_count() or 1) - models)
+    arguments = ["--target", settings.target, "--dtype", settings.dtype, "--device", settings.device, "--listen", address]
+    arguments += ["--uds", str(uds), "--depth", str(settings.depth), "--threads", str(threads)]
+    arguments += ["--metrics-port", str(settings.metrics_port)]
+    return [*arguments, *(["--trust-draft-distributions"] if settings.trust_draft_distributions else [])]
+
+
+def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, uds: Path) -> list[tuple[str, list[str]]]:
+    named, counts = [], dict.fromkeys(FAMILIES, 0)
+    for spec in specs:
+        counts[spec.family] += 1
+        name = spec.options.get("id") or f"{spec.family}-{counts[spec.family]}"
+        options = {"family": spec.family, "verifier": verifier, "uds": str(uds), "id": name}
+        if spec.family == "model":
+            options |= {"model": spec.model, "dtype": settings.dtype, "threads": "1"}
+        elif settings.redis is not None:
+            options |= {"redis": settings.redis, "is_public_pool": "true"}
+        options |= spec.options
+        named.append((name, [word for key, value in options.items() for word in _flag(key, value)]))
+    return named
+
+
+def _flag(key: str, value: str) -> list[str]:
+    name = key.replace("_", "-")
+    if value.lower() in ("true", "false"):
+        return [f"--{name}" if value.lower() == "true" else f"--no-{name}"]
+    return [f"--{name}", value]
+
+
+def _gateway_arguments(settings: ServeSettings, verifier: str, http_port: int, grpc_port: int) -> list[str]:
+    arguments = ["--verifier", verifier, "--tokenizer", settings.target]
+    arguments += ["--http-host", settings.host, "--http-port", str(http_port)]
+    return [*arguments, "--grpc-listen", f"{settings.host}:{grpc_port}"]
+
+
+def _port(field: str, host: str, wanted: int) -> int:
+    """The port, or a free one for 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as cause:
+            raise OutriderError(
+                Reason.INVALID_VALUE, f"{field} {wanted} on {host} cannot be used: {cause.strerror}", field
+            ) from cause
+        port: int = probe.getsockname()[1]
+        return port

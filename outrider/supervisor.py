@@ -1,0 +1,112 @@
+"""Runs the stack's processes on this host: starts them, passes on what they print, restarts what dies, stops everything.
+
+Knows command lines and exit statuses; not models, tokens or protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_BACKOFF_S = (0.5, 10.0)
+_STABLE_S = 30.0
+_STOP_S = 12.0
+
+
+@dataclass(eq=False)
+class Child:
+    """One process, by the module it runs."""
+
+    name: str
+    module: str
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process is not None else None
+
+
+class Supervisor:
+    """Keeps children running from `start` to `stop`. `tell` hears each line they print, with the child's name."""
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        self.children: list[Child] = []
+        self._tell = tell
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    def start(self, child: Child) -> None:
+        """Start a child and restart it, with growing delays, whenever it dies."""
+        self.children.append(child)
+        self._tasks.append(asyncio.create_task(self._keep_running(child)))
+
+    async def stop(self) -> None:
+        """SIGTERM to all, drafters and gateway first, and SIGKILL to whoever is still there after a while."""
+        self._stopping = True
+        for child in reversed(self.children):
+            _signal(child, signal.SIGTERM)
+        pending = [child.process.wait() for child in self.children if child.process is not None]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*pending), _STOP_S)
+        for child in self.children:
+            _signal(child, signal.SIGKILL)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep_running(self, child: Child) -> None:
+        backoff_s = _BACKOFF_S[0]
+        while True:
+            started = time.monotonic()
+            status = await self._run(child)
+            if self._stopping:
+                return
+            if time.monotonic() - started > _STABLE_S:
+                backoff_s = _BACKOFF_S[0]
+            self._tell("outrider", f"{child.name} ended with status {status}; restarting it in {backoff_s:.1f} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+            child.restarts += 1
+
+    async def _run(self, child: Child) -> int:
+        """Run once, to the end."""
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            child.module,
+            *child.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **child.environment},
+            # A group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then stops everyone in order.
+            start_new_session=True,
+        )
+        output = child.process.stdout
+        while output is not None and (line := await _line(output)):
+            self._tell(child.name, line.decode(errors="replace").rstrip())
+        return await child.process.wait()
+
+
+async def _line(output: asyncio.StreamReader) -> bytes:
+    """The next line; of one that is longer than the reader's buffer, a piece."""
+    try:
+        return await output.readline()
+    except ValueError:
+        return await output.read(1024)
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    """Signal the child and whatever it started."""
+    if child.process is not None and child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, number)

@@ -1,0 +1,221 @@
+"""A drafter that lies, errs or stalls gets a clear answer, and no request notices."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from stack import Client, Stack
+
+from outrider import rpc
+from outrider.errors import OutriderError, Reason
+from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = list(range(40, 70))
+
+
+class RawDrafter:
+    """A draft stream in the test's hands."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(verifier_pb2.StreamDraftsRequest(**message))
+
+    async def propose(self, **fields: Any) -> None:
+        await self.say(drafts=drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)]))
+
+    async def hear(self) -> verifier_pb2.StreamDraftsResponse:
+        return await asyncio.wait_for(self.call.read(), 10)
+
+    async def opened(self) -> drafts_pb2.Opened:
+        while True:
+            response = await self.hear()
+            assert response != grpc.aio.EOF, await self.error()
+            if response.step.opened:
+                return response.step.opened[0]
+
+    async def insist(self, **fields: Any) -> OutriderError:
+        """Propose in every epoch that is announced, since one may be over before the proposal arrives, until the stream ends."""
+        with suppress(grpc.aio.AioRpcError):
+            while (response := await self.hear()) != grpc.aio.EOF:
+                for said in (*response.step.opened, *response.step.verdicts):
+                    await self.propose(**{"sequence_id": said.sequence_id, "epoch": said.epoch, "first_node": 1, **fields})
+        return await self.error()
+
+    async def error(self) -> OutriderError:
+        """What the verifier ended the stream with; the status comes behind the messages, so those are read first."""
+        with suppress(grpc.aio.AioRpcError):
+            while await self.hear() != grpc.aio.EOF:
+                pass
+        code, trailing = await self.call.code(), await self.call.trailing_metadata()
+        assert code is not grpc.StatusCode.OK
+        return rpc.error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await self.call.details(), None))
+
+
+@asynccontextmanager
+async def dialled(client: Client, name: str, **hello: Any) -> AsyncIterator[RawDrafter]:
+    """A drafter that has said Hello."""
+    fingerprint = (await client.model()).tokenizer_fingerprint
+    call = client.stub.StreamDrafts()
+    drafter = RawDrafter(call)
+    fields = {"drafter_id": name, "family": name, "tokenizer_fingerprint": fingerprint, "max_depth": 16, **hello}
+    await drafter.say(hello=drafts_pb2.Hello(**fields))
+    try:
+        yield drafter
+    finally:
+        call.cancel()
+
+
+@asynccontextmanager
+async def a_request(client: Client, drafter: str) -> AsyncIterator[None]:
+    """A long request that the drafter is handed; it ends well, whatever the drafter does."""
+    options = SpeculationOptions(drafter=drafter)
+    request = TokenRequest(PROMPT, 150, GREEDY, ignore_eos=True, speculation=options)
+    plain = asyncio.create_task(client.tokens(replace(request, speculation=SpeculationOptions(enabled=False))))
+    task = asyncio.create_task(client.tokens(request))
+    try:
+        yield
+    finally:
+        assert await task == await plain
+
+
+def distribution(ids: list[int], probabilities: list[float]) -> drafts_pb2.SparseDistribution:
+    return drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)
+
+
+BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an id out of range": ({"token_ids": [4096]}, "proposal.token_ids", r"must be in \[0, 4096\), not 4096"),
+    "no tokens": ({"token_ids": []}, "proposal.token_ids", "must hold 1 to 128 tokens, not 0"),
+    "an unknown parent node": ({"token_ids": [5], "parent_node": 99}, "proposal.parent_node", "must be a node of the epoch"),
+    "an epoch that never was": ({"token_ids": [5], "epoch": 10_000}, "proposal.epoch", "must be at most"),
+    "numbers with a gap": ({"token_ids": [5], "first_node": 7}, "proposal.first_node", "must be 1"),
+    "a run beyond the window": ({"token_ids": [5] * 20}, "proposal.token_ids", "reach depth 20, but the window allows"),
+    "a negative probability": (
+        {"token_ids": [5], "distributions": [distribution([5, 6], [1.5, -0.5])]},
+        "proposal.distributions",
+        "must be finite and not negative",
+    ),
+    "a probability that is not a number": (
+        {"token_ids": [5], "distributions": [distribution([5], [float("nan")])]},
+        "proposal.distributions",
+        "must be finite and not negative",
+    ),
+    "a distribution that is not normalised": (
+        {"token_ids": [5], "distributions": [distribution([5, 6], [0.5, 0.4])]},
+        "proposal.distributions",
+        "must sum to 1 within 0.001, not to 0.9",
+    ),
+    "a proposed token of probability zero": (
+        {"token_ids": [5], "distributions": [distribution([5, 6], [0.0, 1.0])]},
+        "proposal.distributions",
+        "must give the proposed token 5 a probability above 0",
+    ),
+    "fewer distributions than tokens": (
+        {"token_ids": [5, 6], "distributions": [distribution([5], [1.0])]},
+        "proposal.distributions",
+        "must be empty or one for each of 2 tokens, not 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PROPOSALS)
+async def test_a_malformed_proposal_ends_that_stream_with_the_reason_and_no_request_suffers(stack: Stack, kind: str) -> None:
+    fields, field, message = BAD_PROPOSALS[kind]
+    name = kind.replace(" ", "-")
+    async with Client(stack.address) as client, dialled(client, name) as drafter:
+        assert (await drafter.hear()).HasField("welcome")
+        async with a_request(client, name):
+            error = await drafter.insist(**fields)
+    assert (error.reason, error.field) == (Reason.PROTOCOL_VIOLATION, field)
+    with pytest.raises(OutriderError, match=message):
+        raise error
+
+
+async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack) -> None:
+    async with Client(stack.address) as client, dialled(client, "stranger", tokenizer_fingerprint="f00d") as drafter:
+        error = await drafter.error()
+        assert await drafter.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert error.reason is Reason.TOKENIZER_MISMATCH
+        assert error.metadata == {"drafter": "f00d", "target": (await client.model()).tokenizer_fingerprint}
+
+
+@pytest.mark.parametrize(
+    ("hello", "field"),
+    [({"drafter_id": ""}, "hello.drafter_id"), ({"max_depth": 65}, "hello.max_depth"), ({"family": "x" * 200}, "hello.family")],
+)
+async def test_a_hello_out_of_range_is_refused_by_the_field_at_fault(stack: Stack, hello: dict[str, Any], field: str) -> None:
+    async with Client(stack.address) as client, dialled(client, "odd", **hello) as drafter:
+        assert (await drafter.error()).field == field
+
+
+async def test_a_taken_id_is_refused(stack: Stack) -> None:
+    async with Client(stack.address) as client, dialled(client, "ngram-1") as drafter:
+        error = await drafter.error()
+        assert error.reason is Reason.DRAFTER_ID_TAKEN
+
+
+async def test_the_first_message_must_be_a_hello_and_no_later_one(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        drafter = RawDrafter(client.stub.StreamDrafts())
+        await drafter.say(drafts=drafts_pb2.DraftBatch())
+        assert (await drafter.error()).reason is Reason.PROTOCOL_VIOLATION
+        async with dialled(client, "twice") as polite:
+            assert (await polite.hear()).HasField("welcome")
+            await polite.say(hello=drafts_pb2.Hello(drafter_id="twice"))
+            assert (await polite.error()).reason is Reason.PROTOCOL_VIOLATION
+
+
+async def test_proposals_for_unknown_finished_or_older_things_are_ignored(stack: Stack) -> None:
+    async with Client(stack.address) as client, dialled(client, "late") as drafter:
+        assert (await drafter.hear()).HasField("welcome")
+        async with a_request(client, "late"):
+            opened = await drafter.opened()
+            await drafter.propose(sequence_id=10**12, epoch=0, first_node=1, token_ids=[5])
+            await asyncio.sleep(0.2)
+            await drafter.propose(sequence_id=opened.sequence_id, epoch=opened.epoch, first_node=1, token_ids=[5])
+        await drafter.propose(sequence_id=opened.sequence_id, epoch=0, first_node=1, token_ids=[5])
+        infos = {info.drafter_id: info for info in (await client.model()).drafters}
+        assert infos["late"].connected
+
+
+async def test_a_repeat_offender_is_quarantined_and_told_for_how_long(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        for _ in range(3):
+            async with dialled(client, "offender") as drafter:
+                assert (await drafter.hear()).HasField("welcome")
+                await drafter.propose(sequence_id=1, first_node=1, token_ids=[99_999])
+                assert (await drafter.error()).reason is Reason.PROTOCOL_VIOLATION
+        async with dialled(client, "offender") as drafter:
+            error = await drafter.error()
+    assert error.reason is Reason.QUARANTINED
+    assert error.retry_after_s is not None
+    assert 20 < error.retry_after_s <= 30
+
+
+async def test_a_drafter_that_never_answers_costs_little(stack: Stack) -> None:
+    async with Client(stack.address) as client, dialled(client, "mute") as drafter:
+        assert (await drafter.hear()).HasField("welcome")
+        async with asyncio.timeout(30), a_request(client, "mute"):
+            pass
+
+
+async def test_a_lost_drafter_is_told_from_one_that_said_goodbye(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        async with dialled(client, "polite") as polite:
+            assert (await polite.hear()).HasField("welcome")
+            await polite.say(draining=drafts_pb2.Draining(reason="done"))
+            await polite.call.done_writing()
+            assert await polite.call.read() == grpc.aio.EOF
+        async with dialled(client, "crashed", placement=common_pb2.Placement(kind="local", host="there")) as crashed:
+            assert (await crashed.hear()).HasField("welcome")
+        await asyncio.sleep(0.3)
+        known = {info.drafter_id: info.connected for info in (await client.model()).drafters}
+    assert "polite" not in known
+    assert known["crashed"] is False

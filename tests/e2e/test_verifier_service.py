@@ -1,0 +1,109 @@
+"""The verifier's gRPC service: bad input is named, clients may leave, health and reflection tell the truth."""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from stack import Client, Process, Stack, free_port
+
+from outrider import rpc, wire
+from outrider.errors import Reason
+from outrider.messages import SamplingParams, SpeculationOptions, Stage, TokenRequest
+from outrider.v1 import verifier_pb2
+
+GREEDY = SamplingParams(temperature=0.0)
+GOOD = TokenRequest([5, 6, 7], 4, GREEDY)
+NAN = float("nan")
+
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an empty prompt": ({"prompt": []}, "prompt_token_ids", "must hold at least 1 token"),
+    "no tokens to generate": ({"max_tokens": 0}, "max_tokens", "must be at least 1, not 0"),
+    "more than the context holds": ({"max_tokens": 2046}, "max_tokens", "the model's context holds 2048"),
+    "an id out of range": ({"prompt": [4096]}, "prompt_token_ids", r"must be in \[0, 4096\), not 4096"),
+    "a stop id out of range": ({"stop_token_ids": frozenset({5000})}, "stop_token_ids", r"must be in \[0, 4096\), not 5000"),
+    "too many stop ids": ({"stop_token_ids": frozenset(range(65))}, "stop_token_ids", "must hold at most 64 ids, not 65"),
+    "a negative temperature": ({"sampling": SamplingParams(-1.0)}, "sampling.temperature", r"must be in \[0, 2\], not -1"),
+    "a temperature that is not a number": ({"sampling": SamplingParams(NAN)}, "sampling.temperature", "not nan"),
+    "top_p of zero": ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p", r"must be in \(0, 1\], not 0.0"),
+    "a negative top_k": ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k", r"must be in \[0, 4096\], not -1"),
+    "too great a depth": ({"speculation": SpeculationOptions(depth=65)}, "speculation.depth", r"must be in \[0, 64\], not 65"),
+    "an unknown drafter": ({"speculation": SpeculationOptions(drafter="nobody")}, "speculation.drafter", "must be one of"),
+    "too long a tenant": ({"tenant": "x" * 200}, "tenant", "must be 0 to 128 printable characters"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_REQUESTS)
+async def test_bad_input_is_refused_with_the_field_and_the_limit(stack: Stack, kind: str) -> None:
+    changes, field, message = BAD_REQUESTS[kind]
+    async with Client(stack.address) as client:
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+            await client.generate(replace(GOOD, **changes))
+        error = rpc.error_of(caught.value)
+        assert error.field == field
+        expected = grpc.StatusCode.NOT_FOUND if kind == "an unknown drafter" else grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.code() is expected
+        assert len(await client.tokens(GOOD)) >= 1
+
+
+async def test_a_client_that_goes_away_frees_its_sequence_within_a_second(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        call = client.stub.GenerateTokens(wire.request_to_proto(replace(GOOD, max_tokens=2000, ignore_eos=True)))
+        await call.read()
+        call.cancel()
+        deadline = time.monotonic() + 1
+        while any(info.sequence_count for info in (await client.model()).drafters):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+
+async def test_a_seed_gives_the_same_text_with_any_drafter_and_in_any_batch(stack: Stack) -> None:
+    sampled = replace(GOOD, max_tokens=40, sampling=SamplingParams(0.9, top_k=50, top_p=0.95, seed=7), ignore_eos=True)
+    async with Client(stack.address) as client:
+        plain = await client.tokens(replace(sampled, speculation=SpeculationOptions(enabled=False)))
+        for drafter in ("", "ngram", "model"):
+            assert await client.tokens(replace(sampled, speculation=SpeculationOptions(drafter=drafter))) == plain
+        others = (client.tokens(replace(sampled, sampling=SamplingParams(1.0, seed=i))) for i in range(7))
+        assert (await asyncio.gather(client.tokens(sampled), *others))[0] == plain
+
+
+async def test_health_is_told_by_service_and_reflection_lists_them(stack: Stack) -> None:
+    async with rpc.dial(stack.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "outrider.v1.VerifierService"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with grpc.insecure_channel(stack.address) as channel:
+        services = await asyncio.to_thread(lambda: set(ProtoReflectionDescriptorDatabase(channel).get_services()))
+    assert services >= {"outrider.v1.VerifierService", "grpc.health.v1.Health"}
+
+
+async def test_a_verifier_that_loads_says_so_and_takes_nothing(tmp_path: Any) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    process = Process("verifier_svc", "--target", str(tmp_path), "--listen", address)
+    assert process.popen.wait(60) == 1
+    assert f"{tmp_path} has no tokenizer.json" in process.output()
+    process.log.close()
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    stack = Stack()
+    await asyncio.to_thread(stack.wait_ready)
+    async with Client(stack.address) as client:
+        running = asyncio.create_task(client.generate(replace(GOOD, max_tokens=300, ignore_eos=True)))
+        await asyncio.sleep(0.3)
+        stack.verifier.popen.terminate()
+        await asyncio.sleep(0.2)
+        response = await client.stub.GetModel(verifier_pb2.GetModelRequest())
+        assert wire.model_from_proto(response).stage is Stage.DRAINING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.generate(GOOD)
+        assert rpc.error_of(caught.value).reason is Reason.DRAINING
+        chunks = await running
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 300
+    assert await asyncio.to_thread(stack.verifier.popen.wait, 10) == 0
+    stack.verifier.log.close()
