@@ -6,7 +6,7 @@ share nothing.
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,9 @@ from transformers import AttentionInterface
 from outrider.lm.layout import BatchLayout, Group
 
 NAME = "outrider_paged"
+# The kernel's own limits: tokens a page must be a multiple of, and the largest head.
+VARLEN_PAGE_SIZE = 256
+_VARLEN_HEAD_SIZE = 256
 _STATE = "outrider_layer_cache"
 
 
@@ -37,7 +40,8 @@ class LayerCache:
 
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
-        self.soft_capped = False
+        self.windowed = False
+        self._soft_capped = False
         self.layout: BatchLayout | None = None
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
@@ -51,7 +55,14 @@ class LayerCache:
         # Zeros, since a page that was never written is masked, but 0 * NaN would not be.
         self._keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
         self._values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
-        self._use_varlen = has_varlen(device, dtype) and not self.soft_capped and self.shape.key_size == self.shape.value_size
+        self._use_varlen = self.takes_varlen(dtype, device)
+
+    def takes_varlen(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """The one choice of attention: the variable-length CUDA kernel where it can do this layer, else gathered pages."""
+        if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or self.shape is None or self._soft_capped:
+            return False
+        size = self.shape.key_size
+        return size == self.shape.value_size and size <= _VARLEN_HEAD_SIZE and size % 8 == 0 and _has_paged_varlen()
 
     def attend(
         self,
@@ -64,7 +75,7 @@ class LayerCache:
     ) -> torch.Tensor:
         """Store this batch's keys and values, and attend: query [1, H, T, D] to output [1, T, H, D]."""
         if self._keys is None or self._values is None or self.layout is None:
-            return self._trial(query, key, value, scaling, softcap)
+            return self._trial(query, key, value, scaling, window, softcap)
         layout = self.layout
         self._keys.flatten(0, 1).index_copy_(0, layout.slots, key[0].transpose(0, 1))
         self._values.flatten(0, 1).index_copy_(0, layout.slots, value[0].transpose(0, 1))
@@ -131,10 +142,17 @@ class LayerCache:
         return pages.view(group.pages_BP.shape[0], -1, *pages.shape[2:]).transpose(1, 2)
 
     def _trial(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, softcap: float | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         self.shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        self.soft_capped = softcap is not None
+        self.windowed = window is not None
+        self._soft_capped = softcap is not None
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
 
@@ -148,10 +166,13 @@ def _soft_capped(
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
-def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """The one choice of attention: the variable-length CUDA kernel where there is one, else gathered pages."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    return device.type == "cuda" and half and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+def _has_paged_varlen() -> bool:
+    """Whether this torch has the kernel with block tables, which came a release after the kernel itself."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def install(model: torch.nn.Module) -> dict[int, LayerCache]:
@@ -177,8 +198,11 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """The function that models call: query [1, H, T, D], key and value [1, KV heads, T, D] to output [1, T, H, D].
 
-    Raises NotImplementedError for attention sinks, which change the softmax itself.
+    Raises NotImplementedError for attention sinks, which change the softmax itself, and for a mask: who is seen follows from the
+    positions and the window alone.
     """
+    if attention_mask is not None:
+        raise NotImplementedError("an attention mask of its own")
     if unused.get("s_aux") is not None:
         raise NotImplementedError("attention sinks")
     cache: LayerCache = getattr(module, _STATE)

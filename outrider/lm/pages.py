@@ -80,8 +80,11 @@ class PagePool:
     def attach_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> int:
         """Start an empty sequence on the cached pages of its longest known beginning; the number of tokens covered.
 
-        At least one token is left to compute, since its logits are what the caller is after.
+        At least one token is left to compute, since its logits are what the caller is after. Raises ValueError when the sequence
+        has pages already.
         """
+        if sequence.pages:
+            raise ValueError("only an empty sequence can start on a cached prefix")
         self.prefix_query_tokens += len(token_ids)
         if not self._prefix_caching:
             return 0

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from outrider.errors import OutriderError, Reason
-from outrider.lm import attention
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.lm import attention, support
 from outrider.lm.layout import BatchLayout, Slice
 
 __all__ = ["ModelRunner", "Slice"]
@@ -18,7 +19,6 @@ __all__ = ["ModelRunner", "Slice"]
 _CPU_CACHE_BYTES = 2**30
 _CUDA_SHARE = 0.85
 _SEQUENCES_AT_FULL_CONTEXT = 64
-_TRIAL_TOKENS = 4
 
 
 class ModelRunner:
@@ -30,7 +30,7 @@ class ModelRunner:
         """Take over a loaded `transformers` model.
 
         `page_size` (tokens) defaults to what the attention kernel wants, `page_count` to what memory allows. Raises
-        OutriderError(INVALID_VALUE) for a model whose every layer does not attend through the attention interface.
+        OutriderError(INVALID_VALUE) for a model that cannot be served, and for a page size that the kernel cannot take.
         """
         self.model_id = model_id
         self._model = cast(Any, model.eval())
@@ -38,13 +38,13 @@ class ModelRunner:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocab_size: int = config.vocab_size
-        self.context_length: int = config.max_position_embeddings
-        self.eos_token_ids = _eos_token_ids(self._model)
+        name = model_id or type(model).__name__
         self._model.set_attn_implementation(attention.NAME)
         self._layers = attention.install(model)
-        self._try_out(config.num_hidden_layers)
-        # The paged CUDA kernel takes pages of 256 tokens; where pages are gathered, small ones waste the least.
-        self.page_size = page_size or (256 if attention.has_varlen(self.device, self.dtype) else 16)
+        support.try_out(self._model, name, config, self._layers)
+        self.context_length = support.context_length(name, config)
+        self.eos_token_ids = _eos_token_ids(self._model, config)
+        self.page_size = self._choose_page_size(page_size)
         self.page_count = page_count or self._default_page_count()
         for layer in self._layers.values():
             layer.allocate(self.page_count, self.page_size, self.dtype, self.device)
@@ -75,11 +75,11 @@ class ModelRunner:
         try:
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
             if config.is_encoder_decoder:
-                raise _unsupported(model, "it is an encoder-decoder")
+                raise support.unsupported(model, "it is an encoder-decoder")
             loaded = AutoModelForCausalLM.from_pretrained(
                 model, dtype=_dtype(dtype), use_safetensors=True, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError) as cause:
+        except (OSError, ValueError, SafetensorError) as cause:
             raise OutriderError(Reason.MODEL_NOT_FOUND, f"cannot load {model}: {str(cause).splitlines()[0]}", "model") from cause
         report(f"moving the weights to {where}")
         return cls(cast(Any, loaded).to(where), model, page_size=page_size, page_count=page_count)
@@ -104,18 +104,12 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    @torch.inference_mode()
-    def _try_out(self, layer_count: int) -> None:
-        """A forward of a few tokens, which shows each layer's shape and whether it attends through our function at all."""
-        ids = torch.zeros(1, _TRIAL_TOKENS, dtype=torch.long, device=self.device)
-        name = type(self._model).__name__
-        try:
-            self._model(input_ids=ids, use_cache=False)
-        except NotImplementedError as cause:
-            raise _unsupported(name, f"it uses {cause}, which the paged attention cannot do") from cause
-        seen = sum(layer.shape is not None for layer in self._layers.values())
-        if seen != layer_count:
-            raise _unsupported(name, f"{layer_count - seen} of {layer_count} layers do not attend through the attention interface")
+    def _choose_page_size(self, wanted: int | None) -> int:
+        if not any(layer.takes_varlen(self.dtype, self.device) for layer in self._layers.values()):
+            return wanted or 16  # where pages are gathered, small ones waste the least
+        if wanted is not None and wanted % attention.VARLEN_PAGE_SIZE:
+            raise invalid("page_size", f"must be a multiple of {attention.VARLEN_PAGE_SIZE} on {self.device}, not {wanted}")
+        return wanted or attention.VARLEN_PAGE_SIZE
 
     def _default_page_count(self) -> int:
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
@@ -129,11 +123,11 @@ class ModelRunner:
         return max(1, min(affordable, useful))
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
     """The ids that end a text: the generation config's, which chat models extend, else the model's."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None
-    ids = model.config.eos_token_id if ids is None else ids
+    ids = getattr(config, "eos_token_id", None) if ids is None else ids
     return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (int(ids),)
 
 
@@ -143,9 +137,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as cause:
-        raise OutriderError(Reason.INVALID_VALUE, f"device must be auto, cpu or cuda:N, not {name}", "device") from cause
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise OutriderError(Reason.INVALID_VALUE, "device is cuda, but torch finds no CUDA device", "device")
+        raise invalid("device", f"must be auto, cpu or cuda:N, not {name}") from cause
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise invalid("device", f"is {name}, but torch finds {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -157,9 +151,5 @@ def _dtype(name: str) -> torch.dtype | str:
         "float16": torch.float16,
     }
     if name not in names:
-        raise OutriderError(Reason.INVALID_VALUE, f"dtype must be one of {', '.join(names)}, not {name}", "dtype")
+        raise invalid("dtype", f"must be one of {', '.join(names)}, not {name}")
     return names[name]
-
-
-def _unsupported(model: str, why: str) -> OutriderError:
-    return OutriderError(Reason.INVALID_VALUE, f"{model} cannot be served: {why}", "model")

@@ -1,0 +1,178 @@
+"""The runner's logits are those of `transformers`, whatever way the text is cut, packed, rewound and shared."""
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, VOCAB_SIZE, build
+
+from outrider.lm.pages import KVSequence, PagePool
+from outrider.lm.runner import ModelRunner, Slice
+
+PAGE_SIZE = 8
+PAGE_COUNT = 60
+
+
+class Text:
+    """A text on its way through a runner: `read` computes its next tokens."""
+
+    def __init__(self, pool: PagePool, token_ids: list[int]) -> None:
+        self.pool = pool
+        self.token_ids = token_ids
+        self.kv = KVSequence()
+
+    def next_slice(self, count: int, logit_count: int | None = None) -> Slice:
+        start = self.kv.length
+        tokens = self.token_ids[start : start + count]
+        assert self.pool.reserve(self.kv, start + len(tokens))
+        self.kv.length += len(tokens)
+        return Slice(tokens, start, list(self.kv.pages), len(tokens) if logit_count is None else logit_count)
+
+
+class Pair:
+    """A model twice: as `transformers` runs it, and as we do."""
+
+    def __init__(self, name: str) -> None:
+        self.reference = build(CONFIGS[name])
+        self.runner = ModelRunner(build(CONFIGS[name]), page_size=PAGE_SIZE, page_count=PAGE_COUNT)
+        self.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
+        # Scattered, as in a pool that has been in use; in the order of a fresh one, pages mostly lie side by side.
+        random.Random(0).shuffle(self.pool._blank)
+
+    def text(self, length: int, seed: int) -> Text:
+        return Text(self.pool, random.Random(seed).choices(range(3, VOCAB_SIZE), k=length))
+
+    def expected(self, token_ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = self.reference(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits
+
+    def check(self, logits_RV: torch.Tensor, expected_RV: torch.Tensor) -> None:
+        assert logits_RV.dtype == torch.float32
+        torch.testing.assert_close(logits_RV, expected_RV, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def shared_pair(request: pytest.FixtureRequest) -> Pair:
+    return Pair(request.param)
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Pair:
+    """With an empty pool; what was written to its pages before stays in them, as in service."""
+    shared_pair.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
+    random.Random(0).shuffle(shared_pair.pool._blank)
+    return shared_pair
+
+
+def test_the_model_heeds_its_context_so_that_these_tests_can_fail(pair: Pair) -> None:
+    text = pair.text(40, seed=1).token_ids
+    other = [*text[:-3], text[-3] - 1, *text[-2:]]
+    assert (pair.expected(text)[-1] - pair.expected(other)[-1]).abs().max() > 1e-2
+
+
+def test_a_prompt_in_chunks_of_odd_sizes(pair: Pair) -> None:
+    text = pair.text(90, seed=1)
+    chunks = [pair.runner.forward([text.next_slice(count)]) for count in (1, 7, 33, 2, 40, 5, 1, 1)]
+    pair.check(torch.cat(chunks), pair.expected(text.token_ids))
+
+
+def test_texts_of_different_lengths_packed_in_one_row(pair: Pair) -> None:
+    texts = [pair.text(length, seed=length) for length in (60, 3, 41, 17, 90)]
+    for text, before in zip(texts, (50, 0, 1, 16, 30), strict=True):
+        if before:
+            pair.runner.forward([text.next_slice(before, 0)])
+    logits = pair.runner.forward([text.next_slice(90) for text in texts])
+    rows = [pair.expected(t.token_ids)[before:] for t, before in zip(texts, (50, 0, 1, 16, 30), strict=True)]
+    pair.check(logits, torch.cat(rows))
+
+
+def test_any_interleaving_of_prefill_decoding_and_verification(pair: Pair) -> None:
+    draw = random.Random(7)
+    texts = [pair.text(draw.randint(20, 80), seed=seed) for seed in range(6)]
+    expected = [pair.expected(text.token_ids) for text in texts]
+    while unread := [i for i, text in enumerate(texts) if text.kv.length < len(text.token_ids)]:
+        chosen = draw.sample(unread, draw.randint(1, len(unread)))
+        starts = [texts[i].kv.length for i in chosen]
+        slices = [texts[i].next_slice(draw.choice([1, 1, 4, 5, 40])) for i in chosen]
+        rows = [expected[i][start : start + len(s.token_ids)] for i, start, s in zip(chosen, starts, slices, strict=True)]
+        pair.check(pair.runner.forward(slices), torch.cat(rows))
+
+
+def test_logits_come_for_the_wanted_tokens_only_in_the_order_of_the_slices(pair: Pair) -> None:
+    texts = [pair.text(30, seed=seed) for seed in range(3)]
+    logits = pair.runner.forward([text.next_slice(30, wanted) for text, wanted in zip(texts, (1, 0, 4), strict=True)])
+    assert logits.shape == (5, pair.runner.vocab_size)
+    pair.check(logits, torch.cat([pair.expected(texts[0].token_ids)[-1:], pair.expected(texts[2].token_ids)[-4:]]))
+
+
+def test_a_forward_without_wanted_logits_still_reads(pair: Pair) -> None:
+    text = pair.text(30, seed=3)
+    assert pair.runner.forward([text.next_slice(29, 0)]).shape == (0, pair.runner.vocab_size)
+    pair.check(pair.runner.forward([text.next_slice(1)]), pair.expected(text.token_ids)[-1:])
+
+
+def test_after_a_rewind_other_tokens_are_read_as_if_the_first_had_never_been(pair: Pair) -> None:
+    text = pair.text(50, seed=4)
+    pair.runner.forward([text.next_slice(50, 0)])
+    pair.pool.truncate(text.kv, 37)
+    text.token_ids = text.token_ids[:37] + pair.text(20, seed=5).token_ids
+    pair.check(pair.runner.forward([text.next_slice(20)]), pair.expected(text.token_ids)[37:])
+
+
+def test_pages_of_a_finished_text_serve_the_next(pair: Pair) -> None:
+    for seed in range(3):
+        text = pair.text(PAGE_COUNT * PAGE_SIZE // 2, seed=seed)
+        pair.check(pair.runner.forward([text.next_slice(PAGE_COUNT * PAGE_SIZE)]), pair.expected(text.token_ids))
+        pair.pool.free(text.kv)
+
+
+def test_a_text_that_starts_on_a_shared_prefix_reads_on_as_if_alone(pair: Pair) -> None:
+    first = pair.text(50, seed=6)
+    pair.runner.forward([first.next_slice(50, 0)])
+    pair.pool.publish(first.kv, first.token_ids, "tenant")
+    second = Text(pair.pool, first.token_ids[:44] + pair.text(9, seed=8).token_ids)
+    assert pair.pool.attach_prefix(second.kv, second.token_ids, "tenant") == 40
+    first.token_ids += pair.text(9, seed=9).token_ids
+    logits = pair.runner.forward([second.next_slice(30), first.next_slice(30)])
+    pair.check(logits, torch.cat([pair.expected(second.token_ids)[40:], pair.expected(first.token_ids)[50:]]))
+
+
+def test_two_runners_in_two_threads_do_not_disturb_each_other() -> None:
+    pairs = [Pair("llama"), Pair("gemma3, alternating windows")]
+    failures: list[BaseException] = []
+
+    def run(pair: Pair) -> None:
+        try:
+            for _ in range(5):
+                test_any_interleaving_of_prefill_decoding_and_verification(pair)
+                pair.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
+        except BaseException as failure:  # noqa: BLE001  # carried to the test's own thread, which fails on any
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(pair,)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_full(dtype: torch.dtype) -> None:
+    model: Any = build(CONFIGS["qwen3"])
+    reference = build(CONFIGS["qwen3"])
+    with torch.no_grad():
+        for module in (model, reference):
+            for parameter in module.parameters():
+                parameter.copy_(parameter.to(dtype))
+    runner = ModelRunner(model.to(dtype), page_size=PAGE_SIZE, page_count=PAGE_COUNT)
+    text = random.Random(1).choices(range(VOCAB_SIZE), k=60)
+    pages = list(range(PAGE_COUNT))
+    runner.forward([Slice(text[:55], 0, pages, 0)])
+    logits = runner.forward([Slice(text[55:], 55, pages, 5)])
+    expected = reference(torch.tensor([text])).logits[0, 55:]
+    assert logits.dtype == torch.float32
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()

@@ -1,0 +1,222 @@
+"""The page pool: no page is lost or written by two, and prefixes are shared only among those who may see them."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from outrider.lm.pages import KVSequence, PagePool
+
+PAGE_SIZE = 4
+TEXT = list(range(100, 118))  # four full pages and a half
+
+
+def computed(pool: PagePool, tokens: list[int], salt: str = "") -> KVSequence:
+    """A sequence whose whole text is in the cache and published."""
+    sequence = KVSequence()
+    pool.attach_prefix(sequence, tokens, salt)
+    assert pool.reserve(sequence, len(tokens))
+    sequence.length = len(tokens)
+    pool.publish(sequence, tokens, salt)
+    return sequence
+
+
+def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
+    pool = PagePool(3, PAGE_SIZE)
+    sequence = KVSequence()
+    assert pool.reserve(sequence, 5)
+    before = list(sequence.pages)
+    assert not pool.reserve(sequence, 13)
+    assert sequence.pages == before
+    assert (pool.used_count, pool.free_count) == (2, 1)
+    assert pool.reserve(sequence, 12)
+
+
+def test_a_rewind_gives_back_exactly_the_pages_behind_it() -> None:
+    pool = PagePool(8, PAGE_SIZE)
+    sequence = KVSequence()
+    pool.reserve(sequence, 18)
+    sequence.length = 15
+    first_pages = sequence.pages[:3]
+    pool.truncate(sequence, 9)
+    assert (sequence.pages, sequence.length) == (first_pages, 9)
+    pool.truncate(sequence, 20)
+    assert (sequence.pages, sequence.length) == (first_pages, 9), "a rewind never goes forward"
+
+
+def test_a_later_sequence_starts_on_the_pages_of_its_beginning() -> None:
+    pool = PagePool(16, PAGE_SIZE)
+    first = computed(pool, TEXT)
+    second = KVSequence()
+    assert pool.attach_prefix(second, [*TEXT[:9], 1, 2, 3, 4], "") == 8
+    assert second.pages == first.pages[:2]
+    assert second.length == 8
+    assert (pool.prefix_query_tokens, pool.prefix_hit_tokens) == (len(TEXT) + 13, 8)
+    pool.check_integrity([first, second])
+
+
+def test_a_published_prefix_outlives_its_sequence_until_its_pages_are_needed() -> None:
+    pool = PagePool(5, PAGE_SIZE)
+    pool.free(computed(pool, TEXT))
+    assert pool.free_count == 5
+    again = KVSequence()
+    assert pool.attach_prefix(again, TEXT, "") == 16
+    pool.free(again)
+    assert pool.reserve(KVSequence(), 20)
+    assert pool.attach_prefix(KVSequence(), TEXT, "") == 0
+
+
+def test_of_a_prefix_that_is_forgotten_the_beginning_goes_last() -> None:
+    pool = PagePool(5, PAGE_SIZE)
+    pool.free(computed(pool, TEXT))
+    other = KVSequence()
+    pool.reserve(other, 3 * PAGE_SIZE)
+    assert pool.attach_prefix(KVSequence(), TEXT, "") == 8
+
+
+def test_the_least_recently_used_prefix_is_forgotten_first() -> None:
+    pool = PagePool(4, PAGE_SIZE)
+    old, used = [1, 2, 3, 4, 0], [5, 6, 7, 8, 0]
+    pool.free(computed(pool, old))
+    pool.free(computed(pool, used))
+    pool.free(computed(pool, old))
+    pool.reserve(KVSequence(), 3 * PAGE_SIZE)
+    assert pool.attach_prefix(KVSequence(), used, "") == 0
+    assert pool.attach_prefix(KVSequence(), old, "") == PAGE_SIZE
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    pool = PagePool(8, PAGE_SIZE)
+    computed(pool, TEXT[:8])
+    assert pool.attach_prefix(KVSequence(), TEXT[:8], "") == 4
+    assert pool.attach_prefix(KVSequence(), TEXT[:9], "") == 8
+
+
+@pytest.mark.parametrize("other_salt", ["tenant-b", ""])
+def test_tenants_never_share(other_salt: str) -> None:
+    pool = PagePool(16, PAGE_SIZE)
+    computed(pool, TEXT, "tenant-a")
+    assert pool.attach_prefix(KVSequence(), TEXT, other_salt) == 0
+    assert pool.attach_prefix(KVSequence(), TEXT, "tenant-a") == 16
+
+
+def test_a_page_is_shared_only_when_all_before_it_is_equal() -> None:
+    pool = PagePool(16, PAGE_SIZE)
+    computed(pool, TEXT)
+    assert pool.attach_prefix(KVSequence(), [0, *TEXT[1:]], "") == 0
+
+
+def test_nothing_is_shared_when_prefix_caching_is_off() -> None:
+    pool = PagePool(16, PAGE_SIZE, prefix_caching=False)
+    computed(pool, TEXT)
+    assert pool.attach_prefix(KVSequence(), TEXT, "") == 0
+
+
+def test_a_rewind_into_a_shared_page_goes_back_to_its_beginning_so_that_its_reader_is_safe() -> None:
+    pool = PagePool(16, PAGE_SIZE)
+    writer = computed(pool, TEXT)
+    reader = KVSequence()
+    pool.attach_prefix(reader, TEXT, "")
+    pool.truncate(writer, 10)
+    assert writer.length == 8
+    pool.reserve(writer, 12)
+    assert writer.pages[2] != reader.pages[2]
+    pool.check_integrity([writer, reader])
+
+
+def test_only_committed_and_computed_pages_are_published() -> None:
+    pool = PagePool(16, PAGE_SIZE)
+    sequence = KVSequence()
+    pool.reserve(sequence, 16)
+    sequence.length = 7
+    pool.publish(sequence, TEXT, "")
+    assert pool.attach_prefix(KVSequence(), TEXT, "") == 4, "the second page is not yet computed"
+    sequence.length = 16
+    pool.publish(sequence, TEXT[:9], "")
+    assert pool.attach_prefix(KVSequence(), TEXT, "") == 8, "the third page is not yet committed"
+
+
+def test_an_attachment_to_a_sequence_with_pages_is_refused() -> None:
+    pool = PagePool(16, PAGE_SIZE)
+    with pytest.raises(ValueError, match="empty"):
+        pool.attach_prefix(computed(pool, TEXT), TEXT, "")
+
+
+@pytest.mark.parametrize("damage", ["lost", "twice", "miscounted"])
+def test_check_integrity_sees_a_page_that_is(damage: str) -> None:
+    pool = PagePool(4, PAGE_SIZE)
+    sequence = KVSequence()
+    pool.reserve(sequence, 5)
+    if damage == "lost":
+        pool._blank.pop()
+    elif damage == "twice":
+        pool._blank.append(pool._blank[0])
+    else:
+        sequence.pages.pop()
+    with pytest.raises(RuntimeError, match="page"):
+        pool.check_integrity([sequence])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any interleaving of sequences, against a model that remembers what was written to each page."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(7, 2)
+        self.live: dict[KVSequence, tuple[list[int], str]] = {}
+        self.written: dict[tuple[int, int], tuple[list[int], str]] = {}
+
+    @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from(["", "a"]))
+    def start(self, tokens: list[int], salt: str) -> KVSequence:
+        sequence = KVSequence()
+        covered = self.pool.attach_prefix(sequence, tokens, salt)
+        assert covered == sequence.length < len(tokens)
+        self.live[sequence] = (tokens, salt)
+        return sequence
+
+    @rule(sequence=sequences, count=st.integers(1, 5))
+    def compute(self, sequence: KVSequence, count: int) -> None:
+        """Write some more of the text, as a forward does."""
+        tokens, salt = self.live[sequence]
+        end = min(len(tokens), sequence.length + count)
+        free, before = self.pool.free_count, list(sequence.pages)
+        if not self.pool.reserve(sequence, end):
+            assert (self.pool.free_count, sequence.pages) == (free, before)
+            return
+        for position in range(sequence.length, end):
+            self.written[sequence.pages[position // 2], position % 2] = (tokens[: position + 1], salt)
+        sequence.length = max(sequence.length, end)
+
+    @rule(sequence=sequences, length=st.integers(0, 9), tail=st.lists(st.integers(0, 1), max_size=4))
+    def rewind_and_go_on_differently(self, sequence: KVSequence, length: int, tail: list[int]) -> None:
+        self.pool.truncate(sequence, length)
+        assert sequence.length <= length
+        tokens, salt = self.live[sequence]
+        self.live[sequence] = ([*tokens[: max(length, sequence.length)], *tail], salt)
+
+    @rule(sequence=sequences, committed=st.integers(0, 9))
+    def publish(self, sequence: KVSequence, committed: int) -> None:
+        tokens, salt = self.live[sequence]
+        self.pool.publish(sequence, tokens[:committed], salt)
+
+    @rule(sequence=consumes(sequences))
+    def free(self, sequence: KVSequence) -> None:
+        self.pool.free(sequence)
+        assert (sequence.pages, sequence.length) == ([], 0)
+        del self.live[sequence]
+
+    @invariant()
+    def every_page_is_accounted_for(self) -> None:
+        self.pool.check_integrity(self.live)
+
+    @invariant()
+    def every_sequence_finds_its_own_keys_where_it_looks(self) -> None:
+        for sequence, (tokens, salt) in self.live.items():
+            for position in range(sequence.length):
+                assert self.written[sequence.pages[position // 2], position % 2] == (tokens[: position + 1], salt)
+
+
+TestAnyInterleaving = PoolMachine.TestCase
+TestAnyInterleaving.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

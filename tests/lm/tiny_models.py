@@ -1,0 +1,62 @@
+"""Tiny decoders with random weights, one for each shape of attention that has to be right."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 97
+CONTEXT_LENGTH = 256
+WINDOW = 19  # smaller than the tests' texts and no multiple of a page
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_SIZES),
+    "llama, one head for all": LlamaConfig(**_SIZES | {"num_key_value_heads": 1}),
+    "qwen3": Qwen3Config(**_SIZES, head_dim=16),
+    "mistral, sliding window": MistralConfig(**_SIZES, sliding_window=WINDOW),
+    "phi3, fused projections": Phi3Config(**_SIZES, sliding_window=None),
+    "gemma": GemmaConfig(**_SIZES, head_dim=16),
+    "gemma2, soft cap and alternating windows": Gemma2Config(
+        **_SIZES, **_ALTERNATING, head_dim=16, attn_logit_softcapping=0.5, query_pre_attn_scalar=16
+    ),
+    "gemma3, alternating windows": Gemma3TextConfig(**_SIZES, **_ALTERNATING, head_dim=16, query_pre_attn_scalar=16),
+    "gpt2, learned positions": GPT2Config(
+        vocab_size=VOCAB_SIZE, n_positions=CONTEXT_LENGTH, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
+    ),
+}
+
+
+def build(config: PreTrainedConfig, seed: int = 0) -> Any:
+    """A float32 model with weights large enough that a token's context shows in its logits."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed" not in name:
+                parameter.mul_(5)
+    return model
