@@ -80,7 +80,7 @@ class ModelRunner:
                 model, dtype=_dtype(dtype), use_safetensors=True, trust_remote_code=trust_remote_code
             )
         except (OSError, ValueError, SafetensorError) as cause:
-            raise OutriderError(Reason.MODEL_NOT_FOUND, f"cannot load {model}: {str(cause).splitlines()[0]}", "model") from cause
+            raise OutriderError(Reason.MODEL_NOT_FOUND, f"cannot load {model}: {' '.join(str(cause).split())}", "model") from cause
         report(f"moving the weights to {where}")
         return cls(cast(Any, loaded).to(where), model, page_size=page_size, page_count=page_count)
 

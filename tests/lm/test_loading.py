@@ -1,0 +1,165 @@
+"""Loading: real models load and run as they are, and what cannot be served is refused with the reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE, build
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    Phi3Config,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from outrider.errors import OutriderError, Reason
+from outrider.lm.runner import ModelRunner, Slice
+from outrider.tokenizer import load_tokenizer
+
+MODELS = Path(__file__).parents[2] / "models"
+_SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def save(model: Any, directory: Path, **options: Any) -> str:
+    model.save_pretrained(directory, **options)
+    return str(directory)
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+@pytest.mark.parametrize(
+    "prompt", ["def fibonacci(n):\n", '{"name": "Ada", "born": 1815}\n', "The licensor grants", "import os\nimport sys\n\n\nclass"]
+)
+def test_greedy_decoding_of_the_bundled_models_equals_generate(name: str, prompt: str) -> None:
+    path = str(MODELS / name)
+    runner = ModelRunner.load(path, dtype="float32", device="cpu", page_count=16)
+    prompt_ids = load_tokenizer(path).encode(prompt).ids
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = reference.generate(torch.tensor([prompt_ids]), max_new_tokens=32, do_sample=False)[0].tolist()
+    tokens, read = list(prompt_ids), 0
+    while len(tokens) < len(expected):
+        logits_1V = runner.forward([Slice(tokens[read:], read, list(range(16)), 1)])
+        read = len(tokens)
+        tokens.append(int(logits_1V.argmax()))
+    assert tokens == expected
+
+
+def test_a_runner_says_what_its_model_is(tmp_path: Path) -> None:
+    model = build(CONFIGS["llama"])
+    model.generation_config.eos_token_id = [2, 5]
+    reports: list[str] = []
+    runner = ModelRunner.load(
+        save(model, tmp_path), dtype="bfloat16", device="cpu", page_size=32, page_count=9, progress=reports.append
+    )
+    assert (runner.vocab_size, runner.context_length, runner.eos_token_ids) == (VOCAB_SIZE, CONTEXT_LENGTH, (2, 5))
+    assert (runner.device, runner.dtype) == (torch.device("cpu"), torch.bfloat16)
+    assert (runner.page_size, runner.page_count, runner.model_id) == (32, 9, str(tmp_path))
+    assert reports == [f"reading {tmp_path}", "moving the weights to cpu"]
+
+
+def test_by_default_the_cache_holds_whole_contexts_but_no_more_than_is_useful() -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]))
+    assert runner.page_size == 16
+    assert CONTEXT_LENGTH // 16 <= runner.page_count <= 64 * CONTEXT_LENGTH // 16
+
+
+def test_dtype_auto_keeps_the_checkpoints(tmp_path: Path) -> None:
+    assert ModelRunner.load(save(build(CONFIGS["llama"]).half(), tmp_path), device="cpu", page_count=4).dtype == torch.float16
+
+
+def test_longrope_is_served_up_to_where_one_long_sequence_would_change_the_others() -> None:
+    factors = [1.0] * 4
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 1e4}
+    config = Phi3Config(
+        **_SMALL, **_HEADS, max_position_embeddings=512, original_max_position_embeddings=128, rope_parameters=rope, pad_token_id=0
+    )
+    assert ModelRunner(build(config), page_count=4).context_length == 128
+
+
+REFUSED = {
+    "linear attention": (
+        Qwen3NextConfig(**_SMALL | {"num_hidden_layers": 4}, **_HEADS, num_experts=2, num_experts_per_tok=1),
+        "do not attend through the attention interface|linear_attention",
+    ),
+    "state space": (MambaConfig(**_SMALL), "2 of 2 layers do not attend through the attention interface"),
+    "own attention code": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "2 of 2 layers do not attend"),
+    "attention sinks": (GptOssConfig(**_SMALL, **_HEADS, **_EXPERTS), "attention sinks"),
+    "chunked attention by mask": (
+        Llama4TextConfig(**_SMALL, **_HEADS, **_EXPERTS, intermediate_size_mlp=48),
+        "layer 0 is chunked_attention in a way that the paged attention cannot see",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_run_wrongly_is_refused_for(name: str) -> None:
+    config, reason = REFUSED[name]
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(OutriderError, match=reason) as error:
+        ModelRunner(model, "the-model", page_count=4)
+    assert (error.value.reason, error.value.field) == (Reason.INVALID_VALUE, "model")
+    assert error.value.message.startswith("the-model cannot be served: ")
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    path = save(T5ForConditionalGeneration(config), tmp_path)
+    with pytest.raises(OutriderError, match="it is an encoder-decoder") as error:
+        ModelRunner.load(path, device="cpu")
+    assert error.value.field == "model"
+
+
+def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
+    model = build(CONFIGS["llama"])
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OutriderError, match="safetensors") as error:
+        ModelRunner.load(str(tmp_path), device="cpu")
+    assert error.value.reason is Reason.MODEL_NOT_FOUND
+
+
+def test_code_that_comes_with_a_model_does_not_run(tmp_path: Path) -> None:
+    path = save(build(CONFIGS["llama"]), tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    hook = '{"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, "model_type": "evil",'
+    (tmp_path / "config.json").write_text(
+        hook + config.replace('"model_type": "llama"', '"was": "llama"').lstrip().removeprefix("{")
+    )
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(OutriderError, match="trust_remote_code"):
+        ModelRunner.load(path, device="cpu")
+
+
+def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
+    path = save(build(CONFIGS["llama"]), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(OutriderError, match=f"cannot load {tmp_path}"):
+        ModelRunner.load(path, device="cpu")
+
+
+def test_a_model_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="cannot load") as error:
+        ModelRunner.load(str(tmp_path / "nothing"), device="cpu")
+    assert error.value.reason is Reason.MODEL_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("dtype", "int8", "dtype must be one of auto, float32, bfloat16, float16, not int8"),
+        ("device", "abacus", "device must be auto, cpu or cuda:N, not abacus"),
+        ("device", "cuda:99", "device is cuda:99, but torch finds"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(setting: str, value: str, message: str) -> None:
+    with pytest.raises(OutriderError, match=message) as error:
+        ModelRunner.load(str(MODELS / "draft"), **{setting: value})
+    assert error.value.field == setting
