@@ -38,8 +38,6 @@ class Pair:
         self.reference = build(CONFIGS[name])
         self.runner = ModelRunner(build(CONFIGS[name]), page_size=PAGE_SIZE, page_count=PAGE_COUNT)
         self.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
-        # Scattered, as in a pool that has been in use; in the order of a fresh one, pages mostly lie side by side.
-        random.Random(0).shuffle(self.pool._blank)
 
     def text(self, length: int, seed: int) -> Text:
         return Text(self.pool, random.Random(seed).choices(range(3, VOCAB_SIZE), k=length))
@@ -59,11 +57,12 @@ def shared_pair(request: pytest.FixtureRequest) -> Pair:
     return Pair(request.param)
 
 
-@pytest.fixture
-def pair(shared_pair: Pair) -> Pair:
-    """With an empty pool; what was written to its pages before stays in them, as in service."""
+@pytest.fixture(params=["pages side by side", "pages scattered"])
+def pair(shared_pair: Pair, request: pytest.FixtureRequest) -> Pair:
+    """With an empty pool, fresh or as after long use; what was written to its pages before stays in them, as in service."""
     shared_pair.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
-    random.Random(0).shuffle(shared_pair.pool._blank)
+    if request.param == "pages scattered":
+        random.Random(0).shuffle(shared_pair.pool._blank)
     return shared_pair
 
 
