@@ -33,6 +33,7 @@ MAX_STOP_CHARACTERS = 256
 class TextRequest:
     """One sequence to generate. `prompt_field` and `limit_field` are what the caller calls its prompt and its max_tokens.
 
+    `whole` says that nobody sees the text before it is complete, which spares both sides the messages in between.
     `max_tokens` None takes what the context leaves, and `default_max_tokens` at most that much.
     """
 
@@ -49,6 +50,7 @@ class TextRequest:
     traceparent: str = ""
     prompt_field: str = "prompt"
     limit_field: str = "max_tokens"
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +170,18 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
     outside = next((index for index in (min(prompt), max(prompt)) if not 0 <= index < info.vocab_size), None)
     if outside is not None:
         raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {outside}")
+    max_tokens = _max_tokens(request, info.context_length)
     return TokenRequest(
         prompt=prompt,
-        max_tokens=_max_tokens(request, info.context_length),
+        max_tokens=max_tokens,
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         speculation=request.speculation,
         request_id=request.request_id,
         traceparent=request.traceparent,
+        # A stop string has to be looked for as the text grows.
+        min_chunk_tokens=max_tokens if request.whole and not request.stop else 1,
     )
 
 

@@ -84,6 +84,7 @@ def _text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextRequ
         ignore_eos=bool(body.ignore_eos),
         speculation=SpeculationOptions(body.speculation.enabled, body.speculation.drafter, body.speculation.depth),
         model=model,
+        whole=not body.stream,
     )
 
 

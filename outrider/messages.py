@@ -5,7 +5,7 @@ Objects that come out of `outrider.wire` have been checked: ids, counts and numb
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 import numpy as np
@@ -93,6 +93,7 @@ class TokenRequest:
     tenant: str = ""
     request_id: str = ""
     traceparent: str = ""
+    min_chunk_tokens: int = 1
 
 
 @dataclass(slots=True)
@@ -132,6 +133,15 @@ class TokenChunk:
     stats: SpeculationStats | None = None
     cached_token_count: int = 0
     draft_token_count: int = 0
+
+    def joined(self, after: TokenChunk) -> TokenChunk:
+        """This chunk and the one after it as one."""
+        return replace(
+            after,
+            token_ids=[*self.token_ids, *after.token_ids],
+            sources=[*self.sources, *after.sources],
+            draft_token_count=self.draft_token_count + after.draft_token_count,
+        )
 
 
 @dataclass(frozen=True, slots=True)

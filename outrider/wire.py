@@ -69,6 +69,8 @@ def request_from_proto(
     """Check and convert a request; raises OutriderError that names the field and the limit."""
     if not proto.prompt_token_ids:
         raise invalid("prompt_token_ids", "must hold at least 1 token")
+    if proto.min_chunk_token_count < 0:
+        raise invalid("min_chunk_token_count", f"must not be negative, not {proto.min_chunk_token_count}")
     if proto.max_tokens < 1:
         raise invalid("max_tokens", f"must be at least 1, not {proto.max_tokens}")
     check_context(len(proto.prompt_token_ids), proto.max_tokens, context_length)
@@ -88,6 +90,7 @@ def request_from_proto(
         tenant=proto.tenant,
         request_id=proto.request_id,
         traceparent=traceparent,
+        min_chunk_tokens=max(1, proto.min_chunk_token_count),
     )
 
 
@@ -111,6 +114,7 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
         ignore_eos=request.ignore_eos,
         speculation=speculation_to_proto(request.speculation),
         tenant=request.tenant,
+        min_chunk_token_count=request.min_chunk_tokens,
     )
 
 

@@ -260,11 +260,24 @@ class Engine:
         span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if item.assignment is not None:
             self.drafting.judge(item.assignment, len(drafted), outcome.accepted_count)
-        self._deliveries.append((sequence.sink, _chunk(item, new, accepted, finish_reason)))
+        self._emit(item, new, accepted, finish_reason)
         if finish_reason is not None:
             self._close(sequence)
         else:
             self.drafting.acknowledge(sequence, new, span.traceparent)
+
+    def _emit(self, item: Item, new: list[int], accepted: int, finish_reason: FinishReason | None) -> None:
+        """Deliver what was committed, unless the request wants more tokens at once."""
+        sequence = item.sequence
+        chunk = _chunk(item, new, accepted, finish_reason)
+        if sequence.unsent is not None:
+            chunk = sequence.unsent.joined(chunk)
+        first = sequence.stats.forward_count == 1
+        if first or finish_reason is not None or len(chunk.token_ids) >= sequence.request.min_chunk_tokens:
+            self._deliveries.append((sequence.sink, chunk))
+            sequence.unsent = None
+        else:
+            sequence.unsent = chunk
 
     def _flush(self) -> None:
         """Hand everything that was said to its sinks, in one go."""

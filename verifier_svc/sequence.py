@@ -92,6 +92,7 @@ class Sequence:
     stats: SpeculationStats
     assignments: dict[str, Assignment] = field(default_factory=dict)
     cached_token_count: int = 0
+    unsent: TokenChunk | None = None
     span: Span = NO_SPAN
 
     @property

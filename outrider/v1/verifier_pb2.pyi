@@ -71,6 +71,7 @@ class GenerateTokensRequest(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    MIN_CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces; at most 128 characters, empty lets the verifier choose."""
     max_tokens: _builtins.int
@@ -79,6 +80,10 @@ class GenerateTokensRequest(_message.Message):
     """Go on after an end-of-sequence token."""
     tenant: _builtins.str
     """Caches and pools are private to a tenant; at most 128 characters, empty is the default tenant."""
+    min_chunk_token_count: _builtins.int
+    """After the first response, gather at least this many tokens for each; 0 and 1 send what each step commits. Callers that do not
+    show the text as it grows spare both sides the messages.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """1 or more ids in [0, vocabulary size); with max_tokens within the context length."""
@@ -106,10 +111,11 @@ class GenerateTokensRequest(_message.Message):
         ignore_eos: _builtins.bool = ...,
         speculation: _common_pb2.SpeculationOptions | None = ...,
         tenant: _builtins.str = ...,
+        min_chunk_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

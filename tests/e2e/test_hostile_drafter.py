@@ -1,6 +1,7 @@
 """A drafter that lies, errs or stalls gets a clear answer, and no request notices."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -42,11 +43,17 @@ class RawDrafter:
                 return response.step.opened[0]
 
     async def insist(self, **fields: Any) -> OutriderError:
-        """Propose in every epoch that is announced, since one may be over before the proposal arrives, until the stream ends."""
-        with suppress(grpc.aio.AioRpcError):
+        """Propose in one announced epoch after another until the stream ends, since an epoch may be over when the proposal arrives.
+
+        With a rest in between: grpc.aio forgets the status of a call that is being written to when it ends.
+        """
+        rested_at = 0.0
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while (response := await self.hear()) != grpc.aio.EOF:
                 for said in (*response.step.opened, *response.step.verdicts):
-                    await self.propose(**{"sequence_id": said.sequence_id, "epoch": said.epoch, "first_node": 1, **fields})
+                    if time.monotonic() > rested_at:
+                        await self.propose(**{"sequence_id": said.sequence_id, "epoch": said.epoch, "first_node": 1, **fields})
+                        rested_at = time.monotonic() + 0.1
         return await self.error()
 
     async def error(self) -> OutriderError:
@@ -77,7 +84,7 @@ async def dialled(client: Client, name: str, **hello: Any) -> AsyncIterator[RawD
 async def a_request(client: Client, drafter: str) -> AsyncIterator[None]:
     """A long request that the drafter is handed; it ends well, whatever the drafter does."""
     options = SpeculationOptions(drafter=drafter)
-    request = TokenRequest(PROMPT, 150, GREEDY, ignore_eos=True, speculation=options)
+    request = TokenRequest(PROMPT, 300, GREEDY, ignore_eos=True, speculation=options)
     plain = asyncio.create_task(client.tokens(replace(request, speculation=SpeculationOptions(enabled=False))))
     task = asyncio.create_task(client.tokens(request))
     try:

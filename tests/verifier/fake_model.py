@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from outrider.lm.pages import PagePool
-from outrider.lm.runner import Slice
 
 from outrider.errors import OutriderError
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import Slice
 from outrider.messages import DraftBatch, FinishReason, Hello, Proposal, Skip, StepBatch, TokenChunk
 from verifier_svc.drafters import Drafter
 from verifier_svc.engine import Delivery, Engine, Limits

@@ -1,0 +1,57 @@
+"""`python -m bench.peers`: transformers' own generation, in a process of its own, answering one JSON line for each it is sent.
+
+In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "max_tokens": n}. Out: {"tokens": n, "seconds": s}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    """Serve until end of input."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--depth", type=int, required=True)
+    arguments = parser.parse_args()
+    dtype = getattr(torch, arguments.dtype)
+    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype)
+    draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=dtype)
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "prompt_lookup": {"prompt_lookup_num_tokens": arguments.depth},
+        "assisted": {"assistant_model": draft},
+    }
+    for line in sys.stdin:
+        task = json.loads(line)
+        started = time.perf_counter()
+        tokens = _generate(target, task["prompts"], task["max_tokens"], ways[task["way"]])
+        print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - started}), flush=True)
+
+
+def _generate(target: Any, prompts: list[list[int]], max_tokens: int, how: dict[str, Any]) -> int:
+    """Generated tokens. Speculation takes one sequence at a time there; plain decoding takes the batch, padded on the left."""
+    batches = [[prompt] for prompt in prompts] if how else [prompts]
+    count = 0
+    for batch in batches:
+        longest = max(map(len, batch))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
+        limits = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "do_sample": False}
+        with torch.inference_mode():
+            out = target.generate(ids, attention_mask=mask, **limits, **how)
+        count += (out.shape[1] - longest) * len(batch)
+    return count
+
+
+if __name__ == "__main__":
+    main()
