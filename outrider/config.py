@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -63,7 +64,11 @@ def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Setti
 
     WithFile.__name__ = schema.__name__
     source: CliSettingsSource[Any] = CliSettingsSource(
-        WithFile, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_parse_args=arguments
+        WithFile,
+        cli_prog_name=program,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_parse_args=_whole_items(schema, arguments),
     )
     try:
         return cast(_Settings, WithFile(_cli_settings_source=source))
@@ -72,6 +77,21 @@ def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Setti
         _exit(program, *problems)
     except (SettingsError, YAMLError) as error:
         _exit(program, f"config: {error}")
+
+
+def _whole_items(schema: type[Settings], arguments: list[str]) -> list[str]:
+    """Quote the values of list flags as JSON, since pydantic-settings would take them apart at commas."""
+    lists = {f"--{name.replace('_', '-')}" for name, info in schema.model_fields.items() if info.annotation == list[str]}
+    words: list[str] = []
+    for word in arguments:
+        flag, given, value = word.partition("=")
+        if words and words[-1] in lists and not word.startswith("["):
+            words.append(json.dumps([word]))
+        elif flag in lists and given and not value.startswith("["):
+            words += [flag, json.dumps([value])]
+        else:
+            words.append(word)
+    return words
 
 
 def _exit(program: str, *problems: str) -> NoReturn:

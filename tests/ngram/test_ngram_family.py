@@ -1,0 +1,83 @@
+"""The n-gram family: proposes what followed before, runs ahead within the window, says when it knows nothing."""
+
+from typing import Any
+
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.pools.memory import MemoryPool, NgramOptions
+from drafter_svc.pools.redis import RedisOptions, RedisPool
+from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, Verdict, Window
+
+
+def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
+    return Opened(sequence_id, 0, tokens, SamplingParams(0.0), Rule.ONE_HOT, Window(4 * depth, depth), 4)
+
+
+async def draft(family: NgramFamily) -> DraftBatch:
+    """Everything the family says before it falls silent."""
+    said = DraftBatch()
+    while (batch := await family.draft(lambda: False)).proposals or batch.skips:
+        said.proposals += batch.proposals
+        said.skips += batch.skips
+    return said
+
+
+async def test_a_repeated_text_is_proposed_up_to_the_window() -> None:
+    family = NgramFamily(NgramOptions(max_draft_len=4), 1000)
+    family.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]))
+    said = await draft(family)
+    assert [token for proposal in said.proposals for token in proposal.token_ids] == [3, 4, 5, 6, 7, 8]
+    assert [(p.parent_node, p.first_node) for p in said.proposals] == [(0, 1), (4, 5)]
+
+
+async def test_nothing_known_is_said_once_for_each_epoch() -> None:
+    family = NgramFamily(NgramOptions(), 1000)
+    family.open(opened(1, [1, 2, 3]))
+    assert len((await draft(family)).skips) == 1
+    assert not (await draft(family)).skips
+    family.verdict(Verdict(1, 1, 0, 4, 0, [9]))
+    assert len((await draft(family)).skips) == 1
+
+
+async def test_committed_tokens_are_learned_and_the_chain_is_kept_on_a_hit() -> None:
+    family = NgramFamily(NgramOptions(max_draft_len=3), 1000)
+    family.open(opened(1, [1, 2, 3, 4, 5, 1, 2], depth=3))
+    assert (await draft(family)).proposals[0].token_ids == [3, 4, 5]
+    family.verdict(Verdict(1, 0, 2, 9, 2, [3, 4]))
+    [proposal] = (await draft(family)).proposals
+    assert (proposal.parent_node, proposal.first_node, proposal.token_ids) == (3, 4, [1, 2])
+
+
+async def test_private_pools_do_not_leak_between_requests_and_a_public_one_is_shared() -> None:
+    for shared, expected in ((None, []), (MemoryPool(NgramOptions(), 1000), [[3, 4, 5]])):
+        family = NgramFamily(NgramOptions(), 1000, shared)
+        family.open(opened(1, [1, 2, 3, 4, 5]))
+        await draft(family)
+        family.close(1)
+        family.open(opened(2, [9, 1, 2]))
+        assert [proposal.token_ids for proposal in (await draft(family)).proposals] == expected
+
+
+async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: Any) -> None:
+    options = RedisOptions(redis_server.url, budget_s=0.5)
+    one, other = (NgramFamily(NgramOptions(), 1000, None, RedisPool(options, "f" * 20, 4096)) for _ in range(2))
+    pool = one._redis
+    assert pool is not None
+    one.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]))
+    one.close(1)
+    while pool.counters.written < 11 * 3 - 3:
+        await one.draft(lambda: False)
+        await pool.lookup([[[0]]])
+    other.open(opened(2, [20, 1, 2]))
+    assert (await draft(other)).proposals[0].token_ids == [3, 4, 5, 6, 7, 8]
+    redis_server.kill()
+    other.open(opened(3, [30, 31, 30]))
+    assert (await draft(other)).proposals[0].token_ids == [31, 30]
+    await one.aclose()
+    await other.aclose()
+
+
+async def test_unknown_sequences_are_ignored() -> None:
+    family = NgramFamily(NgramOptions(), 1000)
+    family.verdict(Verdict(7, 0, 0, 1, 0, [1]))
+    family.close(7)
+    assert not (await draft(family)).proposals

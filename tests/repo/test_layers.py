@@ -1,0 +1,83 @@
+"""Who may import whom, and what each process starts without."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("verifier_svc", "drafter_svc", "gateway")
+
+
+def sources(package: str) -> Iterator[Path]:
+    return (path for path in sorted((ROOT / package).rglob("*.py")) if "v1" not in path.parts)
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of everything a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def roots(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imported(path)}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_imports_no_other_service(service: str) -> None:
+    others = set(SERVICES) - {service} | {"bench"}
+    for path in sources(service):
+        assert not roots(path) & others, path
+
+
+def test_what_is_shared_imports_no_service() -> None:
+    for path in sources("outrider"):
+        assert not roots(path) & set(SERVICES), path
+
+
+def test_protobuf_stays_in_wire_servicers_and_streams() -> None:
+    allowed = {"wire.py", "servicer.py", "stream.py", "draft_streams.py", "routing.py", "__main__.py", "server.py"}
+    for package in ("outrider", *SERVICES):
+        for path in sources(package):
+            if any(name.startswith("outrider.v1") for name in imported(path)):
+                assert path.name in allowed, path
+
+
+@pytest.mark.parametrize("module", ["scheduler", "acceptance", "depth", "trie", "sequence", "drafting", "drafters", "engine"])
+def test_the_engines_parts_know_no_grpc(module: str) -> None:
+    names = imported(ROOT / "verifier_svc" / f"{module}.py")
+    assert not any(name.startswith(("grpc", "google", "outrider.rpc", "outrider.v1", "outrider.wire")) for name in names)
+
+
+def test_drafter_families_and_sampling_know_no_grpc() -> None:
+    for path in (*sources("drafter_svc/families"), *sources("drafter_svc/pools"), ROOT / "outrider/sampling.py"):
+        assert "grpc" not in roots(path), path
+
+
+def test_the_trie_and_the_scheduler_know_no_torch() -> None:
+    for module in ("trie", "scheduler", "depth", "drafters", "drafting", "sequence"):
+        assert "torch" not in roots(ROOT / "verifier_svc" / f"{module}.py")
+
+
+@pytest.mark.parametrize(
+    "module", ["gateway.server", "gateway.openai", "drafter_svc.__main__", "drafter_svc.families.ngram", "outrider.cli"]
+)
+def test_what_needs_no_model_starts_without_torch(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    for package in ("outrider", *SERVICES):
+        for path in sources(package):
+            assert not roots(path) & {"pickle", "marshal", "shelve", "dill"}, path
+            called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+            assert not called & {"eval", "exec", "torch.load"}, path

@@ -1,0 +1,120 @@
+"""Settings refuse what they do not know; spans cross processes, and are nothing when tracing is off."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outrider import telemetry
+from outrider.config import parse
+from outrider.errors import OutriderError
+from outrider.stack import DrafterSpec, ServeSettings, plan_stack
+
+
+def test_flags_go_before_environment_and_that_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("target: from-file\ndepth: 1\nhttp_port: 1\n")
+    monkeypatch.setenv("OUTRIDER_DEPTH", "2")
+    monkeypatch.setenv("OUTRIDER_HTTP_PORT", "2")
+    settings = parse(ServeSettings, "serve", ["--config", str(file), "--http-port", "3"])
+    assert (settings.target, settings.depth, settings.http_port) == ("from-file", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bogus: 1\n", "bogus: Extra inputs"),
+        ("depth: many\n", "depth: Input should be"),
+        ("depth: 65\n", "less than or equal to 64"),
+    ],
+)
+def test_a_file_with_unknown_or_wrong_settings_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"target: x\n{text}")
+    with pytest.raises(SystemExit) as caught:
+        parse(ServeSettings, "serve", ["--config", str(file)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_flags_and_missing_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in ((["--bogus", "1"], "--bogus"), (["--config", "/nowhere.yaml"], "/nowhere.yaml is not a file")):
+        with pytest.raises(SystemExit):
+            parse(ServeSettings, "serve", ["--target", "x", *arguments])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3"])
+def test_a_drafter_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        DrafterSpec.parse(text)
+    assert caught.value.field == "drafter"
+
+
+def test_a_drafters_own_settings_become_its_flags(tmp_path: Path) -> None:
+    settings = parse(
+        ServeSettings,
+        "serve",
+        [
+            "--target",
+            "t",
+            "--drafter",
+            "model=m,placement=cpu,cores=0-1",
+            "--drafter",
+            "ngram",
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
+        ],
+    )
+    children = {child.name: child.arguments for child in plan_stack(settings, tmp_path).children}
+    assert list(children) == ["verifier", "model-1", "ngram-1", "gateway"]
+    words = children["model-1"]
+    assert words[words.index("--cores") + 1] == "0-1"
+    assert words[words.index("--model") + 1] == "m"
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    telemetry.setup("test", SimpleSpanProcessor(exporter))
+    yield exporter
+    telemetry.shutdown()
+
+
+def test_off_there_is_one_span_that_is_nothing() -> None:
+    assert telemetry.start_root("a", {}) is telemetry.NO_SPAN
+    assert telemetry.start("a", "00-" + "1" * 32 + "-" + "2" * 16 + "-01") is telemetry.NO_SPAN
+    assert telemetry.NO_SPAN.traceparent == ""
+
+
+def test_a_child_joins_its_parents_trace_by_the_header_alone(spans: InMemorySpanExporter) -> None:
+    with telemetry.start_root("request", {}) as root, telemetry.start("step", root.traceparent, seconds_ago=1.0) as child:
+        child.set(outrider__epoch=3)
+    step, request = spans.get_finished_spans()
+    assert step.context.trace_id == request.context.trace_id
+    assert step.parent is not None
+    assert step.parent.span_id == request.context.span_id
+    assert step.attributes == {"outrider.epoch": 3}
+    assert step.start_time is not None
+    assert request.start_time is not None
+    assert step.start_time < request.start_time
+
+
+def test_the_callers_decision_not_to_sample_is_kept(spans: InMemorySpanExporter) -> None:
+    unsampled = "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
+    assert telemetry.start_root("request", {"traceparent": unsampled}) is telemetry.NO_SPAN
+    assert telemetry.start("step", "") is telemetry.NO_SPAN
+    assert not spans.get_finished_spans()
+
+
+def test_a_failure_is_marked(spans: InMemorySpanExporter) -> None:
+    with pytest.raises(ValueError, match="no"), telemetry.start_root("request", {}):
+        raise ValueError("no")
+    [span] = spans.get_finished_spans()
+    assert not span.status.is_ok

@@ -1,0 +1,117 @@
+"""gRPC scaffolding on a real server: errors travel whole, health is told by service, quiet streams live."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider import rpc
+from outrider.errors import OutriderError, Reason
+from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+
+ERROR = OutriderError(Reason.OVERLOADED, "too much of depth", "speculation.depth", 2.5, {"limit": "4"})
+
+
+class Failing(verifier_pb2_grpc.VerifierServiceServicer):
+    """Fails as told by the request."""
+
+    @rpc.reports_errors
+    async def GetModel(self, request: Any, context: Any) -> Any:
+        raise ERROR
+
+    @rpc.reports_errors
+    async def GenerateTokens(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield verifier_pb2.GenerateTokensResponse(token_ids=[1])
+        await asyncio.sleep(request.max_tokens / 10)
+        raise ZeroDivisionError("a user's secret") if request.ignore_eos else ERROR
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[rpc.Server, grpc.aio.Channel]]:
+    server = rpc.Server("outrider.v1.VerifierService")
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Failing(), server.grpc)
+    [port] = await server.start("127.0.0.1:0")
+    async with rpc.dial(f"127.0.0.1:{port}") as channel:
+        yield server, channel
+    await server.stop(0)
+
+
+async def test_an_error_travels_with_reason_field_and_retry() -> None:
+    async with serving() as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert rpc.error_of(caught.value) == ERROR
+
+
+async def test_an_error_in_a_stream_comes_behind_what_was_sent() -> None:
+    async with serving() as (_, channel):
+        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(verifier_pb2.GenerateTokensRequest())
+        assert (await call.read()).token_ids == [1]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert rpc.error_of(caught.value) == ERROR
+
+
+async def test_what_was_not_foreseen_is_internal_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (_, channel):
+        request = verifier_pb2.GenerateTokensRequest(ignore_eos=True)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [response async for response in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request)]
+    assert rpc.error_of(caught.value).reason is Reason.INTERNAL
+    assert "secret" not in str(caught.value.details())
+    assert "secret" in caplog.text
+
+
+async def test_an_error_that_no_outrider_process_described_gets_the_callers_reason() -> None:
+    async with rpc.dial("127.0.0.1:1") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest())
+    assert rpc.error_of(caught.value).reason is Reason.VERIFIER_UNAVAILABLE
+
+
+async def test_health_is_not_serving_until_told_and_by_service() -> None:
+    async with serving() as (server, channel):
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def status(service: str) -> int:
+            return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+        for service in ("", "outrider.v1.VerifierService"):
+            assert await status(service) == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.set_serving(True)
+        for service in ("", "outrider.v1.VerifierService"):
+            assert await status(service) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_stream_that_is_quiet_for_many_pings_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pings far more frequent than gRPC's default server allows, a stream outlasts them."""
+    quick = [(key, 100 if key == "grpc.keepalive_time_ms" else value) for key, value in rpc.CHANNEL_OPTIONS]
+    lenient = [(key, 50 if "min_ping_interval" in key else value) for key, value in rpc.SERVER_OPTIONS]
+    monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", quick)
+    monkeypatch.setattr(rpc, "SERVER_OPTIONS", lenient)
+    async with serving() as (_, channel):
+        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(verifier_pb2.GenerateTokensRequest(max_tokens=20))
+        assert (await call.read()).token_ids == [1]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert rpc.error_of(caught.value) == ERROR
+
+
+async def test_an_address_that_cannot_be_bound_is_named() -> None:
+    async with serving() as (_, _channel):
+        server = rpc.Server("x")
+        with pytest.raises(OutriderError, match="cannot listen on nowhere"):
+            await server.start("nowhere:99999999")
+        await server.start()
+        await server.stop(0)
+
+
+def test_every_reason_has_a_status_of_grpc_and_of_http() -> None:
+    for reason in Reason:
+        assert hasattr(grpc.StatusCode, reason.kind.status)
+        assert 400 <= reason.kind.http < 600

@@ -1,0 +1,140 @@
+"""What goes over the wire comes back as it was; what must not come in does not."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import messages as m
+from outrider import wire
+from outrider.errors import OutriderError, Reason
+from outrider.v1 import drafts_pb2
+
+VOCAB = 1000
+ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
+samplings = st.builds(
+    m.SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, VOCAB),
+    top_p=st.floats(0, 1, exclude_min=True),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+)
+names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
+
+
+@given(
+    prompt=ids,
+    max_tokens=st.integers(1, 100),
+    sampling=samplings,
+    stop=st.frozensets(st.integers(0, VOCAB - 1), max_size=5),
+    ignore_eos=st.booleans(),
+    speculation=st.builds(m.SpeculationOptions, st.booleans(), names, st.none() | st.integers(0, 64)),
+    tenant=names,
+    chunk=st.integers(1, 100),
+)
+def test_a_request_comes_back_as_it_was(
+    prompt: list[int],
+    max_tokens: int,
+    sampling: m.SamplingParams,
+    stop: frozenset[int],
+    ignore_eos: bool,
+    speculation: m.SpeculationOptions,
+    tenant: str,
+    chunk: int,
+) -> None:
+    request = m.TokenRequest(prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk)
+    proto = wire.request_to_proto(request)
+    assert wire.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
+
+
+@given(
+    sequence_id=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 2**32 - 1),
+    tokens=ids,
+    sampling=samplings,
+    window=st.builds(m.Window, st.integers(1, 4096), st.integers(1, 128)),
+    accepted=st.integers(0, 64),
+)
+def test_a_step_comes_back_as_it_was(
+    sequence_id: int, epoch: int, tokens: list[int], sampling: m.SamplingParams, window: m.Window, accepted: int
+) -> None:
+    step = m.StepBatch(
+        [m.Opened(sequence_id, epoch, tokens, sampling, m.Rule.SPARSE, window, 4, "tenant", "trace")],
+        [m.Verdict(sequence_id, epoch, 7, 9, accepted, tokens, window, "trace")],
+        [m.Closed(sequence_id, m.CloseReason.QUARANTINED)],
+    )
+    assert wire.step_from_proto(wire.step_to_proto(step), VOCAB) == step
+
+
+@given(st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=32))
+def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[float]) -> None:
+    """The drafter draws from float32 weights over their sum; the verifier must divide by the very same numbers."""
+    drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
+    sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
+    batch = m.DraftBatch([m.Proposal(1, 0, 0, 1, [0], [sent])])
+    received = wire.drafts_from_proto(wire.drafts_to_proto(batch), VOCAB).proposals[0].distributions[0]
+    assert (received.probabilities == drawn_from / drawn_from.sum()).all()
+
+
+def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
+    stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4)
+    chunk = m.TokenChunk([1, 2], [m.TokenSource.ACCEPTED, m.TokenSource.BONUS], "d", m.FinishReason.LENGTH, stats, 16, 1)
+    assert wire.chunk_from_proto(wire.chunk_to_proto(chunk)) == chunk
+    place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
+    drafter = m.DrafterInfo("d", "ngram", place, True, 2, 0.5)
+    info = m.ModelInfo("model", m.Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4)
+    assert wire.model_from_proto(wire.model_to_proto(info)) == info
+
+
+PROPOSAL = {"sequence_id": 1, "first_node": 1, "token_ids": [5]}
+
+
+def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
+    return {**PROPOSAL, "distributions": [drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**PROPOSAL, "token_ids": []}, "must hold 1 to 128 tokens, not 0"),
+        ({**PROPOSAL, "token_ids": [5] * 129}, "must hold 1 to 128 tokens, not 129"),
+        ({**PROPOSAL, "token_ids": [VOCAB]}, r"must be in \[0, 1000\), not 1000"),
+        (sparse([5], []), "must hold 1 to 256 ids and as many probabilities, not 1 and 0"),
+        (sparse(list(range(300)), [1 / 300] * 300), "must hold 1 to 256 ids"),
+        (sparse([5, 6], [1.5, -0.5]), "must be finite and not negative"),
+        (sparse([5], [math.nan]), "must be finite and not negative"),
+        (sparse([5], [math.inf]), "must be finite and not negative"),
+        (sparse([5, 6], [0.5, 0.4]), "must sum to 1 within 0.001"),
+        (sparse([5, 5], [0.5, 0.5]), "must hold distinct ids"),
+        (sparse([5, VOCAB], [0.5, 0.5]), r"must hold distinct ids in \[0, 1000\)"),
+        (sparse([5, 6], [0.0, 1.0]), "must give the proposed token 5 a probability above 0"),
+        (sparse([6], [1.0]), "must give the proposed token 5 a probability above 0"),
+    ],
+)
+def test_a_malformed_proposal_is_refused_with_the_limit(fields: dict[str, Any], message: str) -> None:
+    batch = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)])
+    with pytest.raises(OutriderError, match=message) as caught:
+        wire.drafts_from_proto(batch, VOCAB)
+    assert caught.value.reason is Reason.PROTOCOL_VIOLATION
+
+
+def refusal(data: bytes) -> OutriderError | None:
+    batch = drafts_pb2.DraftBatch()
+    try:
+        batch.ParseFromString(data)
+        wire.drafts_from_proto(batch, VOCAB)
+    except DecodeError:
+        return None  # grpc ends such a call before wire sees it
+    except OutriderError as error:
+        return error
+    return None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_taken_or_refused_by_a_field(data: bytes) -> None:
+    error = refusal(data)
+    assert error is None or error.field
