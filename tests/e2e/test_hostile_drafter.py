@@ -50,10 +50,10 @@ class RawDrafter:
         rested_at = 0.0
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while (response := await self.hear()) != grpc.aio.EOF:
-                for said in (*response.step.opened, *response.step.verdicts):
+                for said in response.step.verdicts:
                     if time.monotonic() > rested_at:
                         await self.propose(**{"sequence_id": said.sequence_id, "epoch": said.epoch, "first_node": 1, **fields})
-                        rested_at = time.monotonic() + 0.1
+                        rested_at = time.monotonic() + 0.02
         return await self.error()
 
     async def error(self) -> OutriderError:
