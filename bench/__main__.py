@@ -201,7 +201,8 @@ async def _outrider(
         try:
             for child in stack.children:
                 supervisor.start(child)
-            await asyncio.wait_for(until_ready(stack.http_url, lambda stage: None, len(drafters)), 300)
+            ready = until_ready(stack.http_url, lambda stage: None, len(drafters))
+            await asyncio.wait_for(supervisor.settle(ready), 300)
             console.print(f"ready: {pair.name} with {', '.join(drafters)}")
             async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
                 yield lambda speculation: _completions(client, serve.target, speculation)

@@ -21,7 +21,7 @@ from bench.prompts import DEMO_PROMPTS
 from outrider.errors import OutriderError
 from outrider.local import Answer, complete, until_ready
 from outrider.stack import ServeSettings, Stack, plan_stack
-from outrider.supervisor import Supervisor
+from outrider.supervisor import StartFailed, Supervisor
 
 _LOADING_S = 180.0
 
@@ -82,7 +82,7 @@ def run(models: Path, max_tokens: int) -> int:
         except (KeyboardInterrupt, asyncio.CancelledError):
             console.print("interrupted; everything is stopped")
             return 130
-        except (OutriderError, TimeoutError, httpx.HTTPError) as error:
+        except (OutriderError, StartFailed, TimeoutError, httpx.HTTPError) as error:
             console.print(f"outrider demo: {error}", markup=False)
             return 1
 
@@ -99,9 +99,9 @@ async def _demo(stack: Stack, settings: ServeSettings, max_tokens: int, console:
         for child in stack.children:
             supervisor.start(child)
         with _progress(console) as progress:
-            await _load(stack.http_url, len(settings.drafter), progress)
+            await _load(supervisor, stack.http_url, len(settings.drafter), progress)
             await _measure(stack.http_url, settings.target, rows, max_tokens, progress)
-    except TimeoutError:
+    except (StartFailed, TimeoutError):
         console.print("\n".join(lines[-20:]), markup=False)
         raise
     finally:
@@ -114,7 +114,7 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-async def _load(url: str, drafters: int, progress: Progress) -> None:
+async def _load(supervisor: Supervisor, url: str, drafters: int, progress: Progress) -> None:
     task = progress.add_task("loading", total=1)
 
     def tell(stage: str) -> None:
@@ -122,7 +122,7 @@ async def _load(url: str, drafters: int, progress: Progress) -> None:
         if not progress.console.is_terminal:
             progress.console.print(f"loading: {stage}", markup=False)
 
-    await asyncio.wait_for(until_ready(url, tell, drafters), _LOADING_S)
+    await asyncio.wait_for(supervisor.settle(until_ready(url, tell, drafters)), _LOADING_S)
     progress.update(task, description="loaded", completed=1)
 
 

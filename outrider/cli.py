@@ -10,13 +10,14 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from outrider import __version__
 from outrider.config import parse
 from outrider.errors import OutriderError
 from outrider.local import until_ready
 from outrider.stack import ServeSettings, Stack, plan_stack
-from outrider.supervisor import Supervisor
+from outrider.supervisor import StartFailed, Supervisor
 
 # The settings' own schema parses what follows, so that flags, environment and YAML cannot differ.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -68,25 +69,34 @@ def _serve(settings: ServeSettings) -> int:
 
 async def _run(stack: Stack, settings: ServeSettings) -> int:
     console = Console(highlight=False, soft_wrap=True)
-    supervisor = Supervisor(lambda name, line: console.print(f"[bold]{name:>10}[/] │ ", line, sep="", markup=True))
+    supervisor = Supervisor(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     for child in stack.children:
         supervisor.start(child)
-    announcing = asyncio.create_task(_announce(stack, settings, console))
+    starting = asyncio.create_task(_announce(supervisor, stack, settings, console))
+    starting.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
     try:
         await stop.wait()
         console.print("stopping")
     finally:
-        announcing.cancel()
+        starting.cancel()
         await supervisor.stop()
+    try:
+        await starting
+    except StartFailed as error:
+        console.print(f"outrider serve: {error}; its last lines above say why", markup=False)
+        return 1
+    except asyncio.CancelledError:
+        pass  # stopped before it was up
     return 0
 
 
-async def _announce(stack: Stack, settings: ServeSettings, console: Console) -> None:
-    """Print the URLs once requests are taken."""
-    await until_ready(stack.http_url, lambda stage: console.print(f"[dim]{stage}[/]"), drafters=len(settings.drafter))
+async def _announce(supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console) -> None:
+    """Print the URLs once requests are taken; raises StartFailed."""
+    ready = until_ready(stack.http_url, lambda stage: console.print(f"[dim]{escape(stage)}[/]"), len(settings.drafter))
+    await supervisor.settle(ready)
     console.print(
         f"""
 Ready.

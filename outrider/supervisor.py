@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 _BACKOFF_S = (0.5, 10.0)
@@ -35,6 +35,10 @@ class Child:
         return self.process.pid if self.process is not None else None
 
 
+class StartFailed(Exception):
+    """A child ended with an error before the whole stack was up: trying again would end the same way."""
+
+
 class Supervisor:
     """Keeps children running from `start` to `stop`. `tell` hears each line they print, with the child's name."""
 
@@ -42,33 +46,51 @@ class Supervisor:
         self.children: list[Child] = []
         self._tell = tell
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
+        self._settled = False
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, child: Child) -> None:
         """Start a child and restart it, with growing delays, whenever it dies."""
         self.children.append(child)
         self._tasks.append(asyncio.create_task(self._keep_running(child)))
 
+    async def settle(self, ready: Awaitable[None]) -> None:
+        """Wait until `ready`; from then on a child is restarted whatever ended it. Raises StartFailed when one fails before."""
+        waiting = asyncio.ensure_future(ready)
+        try:
+            await asyncio.wait((waiting, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            (self._failed if self._failed.done() else waiting).result()
+            self._settled = True
+        finally:
+            waiting.cancel()
+
     async def stop(self) -> None:
-        """SIGTERM to all, drafters and gateway first, and SIGKILL to whoever is still there after a while."""
-        self._stopping = True
+        """SIGTERM to all, drafters and gateway first, and SIGKILL to whoever is still there after a while or an interrupt."""
+        self._stopping.set()
         for child in reversed(self.children):
             _signal(child, signal.SIGTERM)
         pending = [child.process.wait() for child in self.children if child.process is not None]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*pending), _STOP_S)
-        for child in self.children:
-            _signal(child, signal.SIGKILL)
-        for task in self._tasks:
-            task.cancel()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*pending), _STOP_S)
+        finally:
+            for child in self.children:
+                _signal(child, signal.SIGKILL)
+            for task in self._tasks:
+                task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep_running(self, child: Child) -> None:
         backoff_s = _BACKOFF_S[0]
-        while True:
+        while not self._stopping.is_set():
             started = time.monotonic()
             status = await self._run(child)
-            if self._stopping:
+            if self._stopping.is_set():
+                return
+            if status > 0 and not self._settled:
+                if not self._failed.done():
+                    self._failed.set_exception(StartFailed(f"{child.name} could not start: it ended with status {status}"))
                 return
             if time.monotonic() - started > _STABLE_S:
                 backoff_s = _BACKOFF_S[0]

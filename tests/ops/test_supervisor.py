@@ -1,0 +1,102 @@
+"""The supervisor: what dies comes back, what cannot start is said, and nothing is left running."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.supervisor import Child, StartFailed, Supervisor
+
+LIVES = "import time; print('up', flush=True); time.sleep(60)"
+FAILS = "raise SystemExit('no such model')"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+WITH_CHILD = "import subprocess, sys; print('up', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+
+
+class Rig:
+    """A supervisor whose children are small programs, and what they printed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.supervisor = Supervisor(lambda name, line: self.lines.append((name, line)))
+        self._directory = directory
+
+    def start(self, name: str, program: str) -> Child:
+        (self._directory / f"{name}.py").write_text(program)
+        child = Child(name, name, [], {"PYTHONPATH": str(self._directory)})
+        self.supervisor.start(child)
+        return child
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    await made.supervisor.stop()
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_child_that_is_killed_comes_back_after_a_moment(rig: Rig) -> None:
+    child = rig.start("lives", LIVES)
+    await rig.until(lambda: ("lives", "up") in rig.lines)
+    first = child.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await rig.until(lambda: rig.lines.count(("lives", "up")) == 2)
+    assert child.pid != first
+    assert ("outrider", "lives ended with status -9; restarting it in 0.5 s") in rig.lines
+
+
+async def test_a_child_that_fails_while_the_stack_starts_ends_the_start(rig: Rig) -> None:
+    rig.start("fails", FAILS)
+    with pytest.raises(StartFailed, match="fails could not start: it ended with status 1"):
+        await rig.supervisor.settle(asyncio.sleep(10))
+    assert ("fails", "no such model") in rig.lines
+
+
+async def test_once_all_are_up_a_failing_child_is_tried_again(rig: Rig) -> None:
+    await rig.supervisor.settle(asyncio.sleep(0))
+    child = rig.start("fails", FAILS)
+    await rig.until(lambda: child.restarts == 1)
+
+
+async def test_stopping_ends_a_child_and_what_it_started(rig: Rig) -> None:
+    child = rig.start("parent", WITH_CHILD)
+    await rig.until(lambda: ("parent", "up") in rig.lines)
+    group = child.pid
+    assert group is not None
+    await rig.supervisor.stop()
+    await rig.until(lambda: not group_exists(group))
+    assert child.restarts == 0
+
+
+async def test_an_interrupted_stop_still_kills_who_ignores_sigterm(rig: Rig) -> None:
+    child = rig.start("stubborn", STUBBORN)
+    await rig.until(lambda: ("stubborn", "up") in rig.lines)
+    stopping = asyncio.create_task(rig.supervisor.stop())
+    await asyncio.sleep(0.1)
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
+    group = child.pid
+    assert group is not None
+    await rig.until(lambda: not group_exists(group))
+
+
+async def test_a_line_longer_than_any_buffer_does_no_harm(rig: Rig) -> None:
+    rig.start("loud", "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)")
+    await rig.until(lambda: ("loud", "after") in rig.lines or any(line.endswith("after") for _, line in rig.lines))
