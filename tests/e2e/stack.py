@@ -69,7 +69,9 @@ class Stack:
 
     def __init__(self, *verifier_flags: str) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self.verifier = Process("verifier_svc", "--target", TARGET, "--dtype", "float32", "--listen", self.address, *verifier_flags)
+        # One thread: OpenMP's threads meet at barriers, which on a machine that is busy with tests costs more than they bring.
+        flags = ["--dtype", "float32", "--threads", "1", "--listen", self.address, *verifier_flags]
+        self.verifier = Process("verifier_svc", "--target", TARGET, *flags)
         self.drafters: dict[str, Process] = {}
 
     def add_drafter(self, name: str, family: str, *flags: str) -> None:

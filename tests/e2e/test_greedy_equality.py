@@ -69,7 +69,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return Reference()
 
 
@@ -82,7 +82,10 @@ def test_there_are_forty_prompts(reference: Reference) -> None:
     assert min(map(len, reference.prompts)) >= 1
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+ALONE = [pytest.param(name, marks=[] if name == "all at once" else pytest.mark.slow) for name in CONFIGURATIONS]
+
+
+@pytest.mark.parametrize("name", ALONE)
 async def test_alone(stack: Stack, reference: Reference, name: str) -> None:
     async with Client(stack.address) as client:
         for index, prompt in enumerate(reference.prompts):
@@ -109,6 +112,7 @@ async def test_every_configuration_mixed_in_one_batch(stack: Stack, reference: R
             reference.check(index, tokens)
 
 
+@pytest.mark.slow
 async def test_while_drafters_are_killed_and_restarted(stack: Stack, reference: Reference) -> None:
     stopping = asyncio.Event()
 

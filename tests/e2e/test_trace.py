@@ -1,0 +1,79 @@
+"""One request is one connected trace through gateway, verifier and drafter, as a collector sees it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import httpx
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from stack import TARGET, Process, Stack, free_port
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps what it is sent: (service, span)."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Any]] = []
+
+    async def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            names = [attribute.value.string_value for attribute in resource.resource.attributes if attribute.key == "service.name"]
+            self.spans += [(names[0], span) for scope in resource.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    server, collector = grpc.aio.server(), Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield collector, f"http://127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def complete(url: str) -> None:
+    """One completion, as soon as the gateway takes it."""
+    body = {"model": TARGET, "prompt": "import os\nimport os\nimport os\n", "max_tokens": 24, "temperature": 0}
+    deadline = time.monotonic() + 60
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        while True:
+            try:
+                response = await client.post("/v1/completions", json=body)
+                if response.status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+
+
+async def test_one_request_makes_one_connected_trace() -> None:
+    async with collecting() as (collector, endpoint):
+        tracing = ("--otlp-endpoint", endpoint)
+        stack = Stack(*tracing)
+        stack.add_drafter("ngram-traced", "ngram", *tracing)
+        await asyncio.to_thread(stack.wait_ready)
+        port = free_port()
+        addresses = ["--http-port", str(port), "--grpc-listen", "127.0.0.1:0"]
+        gateway = Process("gateway", "--verifier", stack.address, "--tokenizer", TARGET, *addresses, *tracing)
+        await complete(f"http://127.0.0.1:{port}")
+        # Stopping sends what is left.
+        await asyncio.to_thread(gateway.stop)
+        gateway.log.close()
+        await asyncio.to_thread(stack.stop)
+    traces = {span.trace_id for service, span in collector.spans if span.name == "generate_tokens"}
+    assert len(traces) == 1
+    spans = [(service, span) for service, span in collector.spans if span.trace_id in traces]
+    assert {service for service, _ in spans} == {"outrider-gateway", "outrider-verifier", "outrider-drafter"}
+    assert {"generate_tokens", "verify", "propose"} <= {span.name for _, span in spans}
+    known = {span.span_id for _, span in spans}
+    roots = [(service, span) for service, span in spans if span.parent_span_id not in known]
+    assert [service for service, _ in roots] == ["outrider-gateway"]
+    proposals = [span for _, span in spans if span.name == "propose"]
+    attributes = {attribute.key: attribute.value for attribute in proposals[0].attributes}
+    assert attributes["outrider.family"].string_value == "ngram"
+    assert attributes["outrider.draft_tokens"].int_value > 0
