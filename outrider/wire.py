@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -157,13 +157,9 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
 
 
 def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
+    histogram = list(proto.acceptance_histogram)
     return m.SpeculationStats(
-        proto.forward_count,
-        proto.draft_count,
-        proto.draft_token_count,
-        proto.accepted_token_count,
-        list(proto.acceptance_histogram),
-        proto.max_depth,
+        proto.forward_count, proto.draft_count, proto.draft_token_count, proto.accepted_token_count, histogram, proto.max_depth
     )
 
 
@@ -306,12 +302,9 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Propo
 
 def _distribution(proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int) -> m.SparseDistribution:
     name = "proposal.distributions"
-    count = len(proto.token_ids)
-    if not 1 <= count <= MAX_DISTRIBUTION_ENTRIES or count != len(proto.probabilities):
-        raise _violation(
-            name, f"must hold 1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities, not {count} "
-            f"and {len(proto.probabilities)}"
-        )  # fmt: skip
+    count, given = len(proto.token_ids), len(proto.probabilities)
+    if not 1 <= count <= MAX_DISTRIBUTION_ENTRIES or count != given:
+        raise _violation(name, f"must hold 1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities, not {count} and {given}")
     ids = np.fromiter(proto.token_ids, np.int64, count)
     weights = np.fromiter(proto.probabilities, np.float64, count)
     if not np.isfinite(weights).all() or (weights < 0).any():
@@ -442,7 +435,7 @@ def _violation(field: str, message: str) -> OutriderError:
     return OutriderError(Reason.PROTOCOL_VIOLATION, f"{field} {message}", field)
 
 
-def _check_ids(field: str, ids: Iterable[int] | Sequence[int], vocab_size: int) -> None:
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise invalid(field, f"must be in [0, {vocab_size}), not {worst}")

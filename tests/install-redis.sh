@@ -2,6 +2,7 @@
 # Makes sure that a real redis-server is on this machine, from the system's own packages; the tests start it themselves.
 set -euo pipefail
 command -v redis-server >/dev/null && exit 0
+if command -v brew >/dev/null && brew install --quiet redis; then exit 0; fi  # Homebrew refuses to run as root
 as_root=()
 if [ "$(id -u)" != 0 ]; then
   command -v sudo >/dev/null || { echo "redis-server is missing and installing it needs root: install it, then run this again" >&2; exit 1; }

@@ -1,0 +1,57 @@
+"""A grown checkpoint costs more and computes the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.grow import Shape, grow
+
+GROWN = Shape(hidden=96, layers=4, heads=12, kv_heads=4, intermediate=160)
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def test_a_grown_model_is_larger_and_has_the_same_logits(small: Any) -> None:
+    large = grow(small, GROWN, torch.float32)
+    ids = torch.arange(40).reshape(2, 20)
+    with torch.inference_mode():
+        expected, logits = small(ids).logits, large(ids).logits
+    assert large.num_parameters() > 3 * small.num_parameters()
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(hidden=16, layers=4, heads=12, kv_heads=4, intermediate=160),
+        Shape(hidden=96, layers=1, heads=12, kv_heads=4, intermediate=160),
+        Shape(hidden=96, layers=4, heads=12, kv_heads=4, intermediate=32),
+        Shape(hidden=96, layers=4, heads=4, kv_heads=4, intermediate=160),
+        Shape(hidden=96, layers=4, heads=2, kv_heads=1, intermediate=160),
+    ],
+)
+def test_a_shape_that_cannot_hold_the_small_model_is_refused(small: Any, shape: Shape) -> None:
+    with pytest.raises(ValueError, match="small"):
+        grow(small, shape, torch.float32)

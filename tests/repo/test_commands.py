@@ -1,0 +1,55 @@
+"""What the README and the documentation tell a reader to run or to open exists."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "DECISIONS.md", "models/README.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_make_target_named_exists(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", path.read_text(), re.MULTILINE))
+    assert {target for pair in named for target in pair if target} <= targets
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_flag_named_is_some_commands(path: Path) -> None:
+    fields = {
+        field.replace("_", "-")
+        for name in (
+            "verifier_svc/config.py",
+            "drafter_svc/config.py",
+            "gateway/config.py",
+            "outrider/stack.py",
+            "bench/__main__.py",
+        )
+        for field in re.findall(
+            r"^    (\w+): ", (ROOT / name).read_text() + (ROOT / "outrider/config.py").read_text(), re.MULTILINE
+        )
+    }
+    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())) - {"help"}
+    assert named <= fields | {"models", "max-tokens"}
+
+
+def test_the_readme_opens_with_the_three_commands() -> None:
+    commands = re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert commands == ["demo", "test", "serve"]
+
+
+def test_no_file_of_python_is_longer_than_a_reader_bears() -> None:
+    long = [name for name in FILES if name.endswith(".py") and "_pb2" not in name]
+    assert [name for name in long if len((ROOT / name).read_text().splitlines()) > 450] == []
