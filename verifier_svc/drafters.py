@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, Hello, SpeculationOptions, StepBatch
@@ -12,6 +13,8 @@ from verifier_svc.depth import Latency
 
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
+_MISSED_S = 600.0
+_REMEMBERED = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +50,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.connected: dict[str, Drafter] = {}
-        self._lost: dict[str, Drafter] = {}
+        self._lost: dict[str, tuple[float, Drafter]] = {}
         self._faults: dict[str, list[float]] = {}
 
     def join(self, drafter: Drafter) -> None:
@@ -68,12 +71,14 @@ class Roster:
         del self.connected[drafter.id]
         drafter.sequence_ids.clear()
         if not drafter.draining:
-            self._lost[drafter.id] = drafter
+            self._lost[drafter.id] = (time.monotonic(), drafter)
+            _drop_oldest(self._lost)
 
     def fault(self, drafter: Drafter) -> None:
         """Count a protocol violation."""
         self._faults.setdefault(drafter.id, []).append(time.monotonic())
         self._faults[drafter.id] = self._faults[drafter.id][-_FAULTS_ALLOWED:]
+        _drop_oldest(self._faults)
 
     def choose(self, options: SpeculationOptions, assigned: Iterable[str]) -> list[Drafter]:
         """The drafters to hand a sequence to besides those `assigned` (ids): of each family that may draft, the least busy one."""
@@ -93,7 +98,7 @@ class Roster:
 
     def check_known(self, name: str) -> None:
         """Raises OutriderError(DRAFTER_NOT_FOUND) for a name that no drafter has or had, by id or by family."""
-        known = [*self.connected.values(), *self._lost.values()]
+        known = [*self.connected.values(), *self._missed()]
         names = sorted({drafter.id for drafter in known} | {drafter.hello.family for drafter in known})
         if name and name not in names:
             message = f"speculation.drafter must be one of {', '.join(names) or '(no drafter is connected)'}, not {name}"
@@ -101,4 +106,15 @@ class Roster:
 
     def infos(self) -> tuple[DrafterInfo, ...]:
         connected = [drafter.info(True) for drafter in self.connected.values()]
-        return (*connected, *(drafter.info(False) for drafter in self._lost.values()))
+        return (*connected, *(drafter.info(False) for drafter in self._missed()))
+
+    def _missed(self) -> list[Drafter]:
+        """Drafters that were lost a short while ago; one that is gone for longer is not expected back."""
+        since = time.monotonic() - _MISSED_S
+        return [drafter for lost_at, drafter in self._lost.values() if lost_at > since]
+
+
+def _drop_oldest(names: dict[str, Any]) -> None:
+    """Ids are the drafters' to choose, so what is remembered of them is bounded."""
+    while len(names) > _REMEMBERED:
+        del names[next(iter(names))]

@@ -144,13 +144,8 @@ class Engine:
                 self._commit(item, outcome, span)
         for span in spans:
             span.end()
-        self._metrics.observe_step(
-            time.monotonic() - started,
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            page_share=self.pool.used_count / self.pool.page_count,
-            preempted=self.scheduler.preemption_count - preempted,
-        )
+        self._metrics.step(time.monotonic() - started, self.scheduler.preemption_count - preempted)
+        self._measure_occupancy()
         self._flush()
 
     def _forward(self, items: list[Item]) -> list[Outcome | None]:
@@ -224,6 +219,12 @@ class Engine:
         """Free a sequence that nobody waits for any more."""
         if sequence.id in self.sequences:
             self._close(sequence)
+            self._measure_occupancy()
+
+    def _measure_occupancy(self) -> None:
+        scheduler, pool = self.scheduler, self.pool
+        page_share = pool.used_count / pool.page_count
+        self._metrics.occupancy(running=len(scheduler.running), waiting=len(scheduler.waiting), page_share=page_share)
 
     def _close(self, sequence: Sequence) -> None:
         del self.sequences[sequence.id]

@@ -67,10 +67,13 @@ class Metrics:
         """Tokens were committed."""
         self._generated.labels(self._model_name).inc(token_count)
 
-    def observe_step(self, seconds: float, *, running: int, waiting: int, page_share: float, preempted: int) -> None:
+    def step(self, seconds: float, preempted: int) -> None:
         """An engine step ended."""
         self._step_seconds.labels(self._model_name).observe(seconds)
+        self._preemptions.labels(self._model_name).inc(preempted)
+
+    def occupancy(self, *, running: int, waiting: int, page_share: float) -> None:
+        """What the engine holds now."""
         self._running.labels(self._model_name).set(running)
         self._waiting.labels(self._model_name).set(waiting)
         self._pages.labels(self._model_name).set(page_share)
-        self._preemptions.labels(self._model_name).inc(preempted)

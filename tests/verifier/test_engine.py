@@ -201,6 +201,7 @@ def test_a_cancelled_sequence_is_freed_and_its_drafter_told() -> None:
     engine.step()
     engine.cancel(sequence)
     engine.drain_inbox()
+    assert 'outrider:num_requests_running{model_name="fake"} 0.0' in exposition(engine)
     assert [closed.sequence_id for closed in drafter.told[-1].closed] == [sequence.id]
     assert engine.pool.used_count == 0
     engine.cancel(sequence)
@@ -272,6 +273,15 @@ def exposition(engine: Engine) -> str:
     from prometheus_client import generate_latest
 
     return generate_latest(engine._metrics.registry).decode()
+
+
+def test_what_is_remembered_of_lost_drafters_is_bounded() -> None:
+    engine, _ = make_engine()
+    for i in range(300):
+        engine.drafting.leave(ScriptedDrafter(engine, f"d{i}").handle)
+    infos = engine.drafting.roster.infos()
+    assert len(infos) == 256
+    assert infos[-1].drafter_id == "d299"
 
 
 def test_two_drafters_of_one_name_cannot_be_connected() -> None:
