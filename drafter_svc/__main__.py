@@ -47,7 +47,6 @@ async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.S
     """Load what drafts and make its stream, which sets the server's health."""
     make_family, identity = await _family(settings, place)
     name = settings.id or f"{settings.family}-{platform.node()}-{os.getpid()}"
-    address = choose_address(settings.verifier, settings.uds)
 
     def hello(family: Family, info: ModelInfo) -> Hello:
         return Hello(
@@ -60,9 +59,12 @@ async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.S
             placement=place.describe(family.device),
         )
 
-    async def registered() -> None:
+    async def registered(address: str) -> None:
         await server.set_serving(True)
         print(f"drafter {name} registered with {address}", flush=True)
+
+    def address() -> str:
+        return choose_address(settings.verifier, settings.uds)
 
     return DraftStream(address, make_family, hello, Callbacks(registered, lambda: server.set_serving(False)))
 

@@ -36,9 +36,9 @@ _FINAL = (Reason.TOKENIZER_MISMATCH, Reason.INVALID_VALUE)
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What the process wants to hear: registered with a verifier, and no longer."""
+    """What the process wants to hear: registered with a verifier (at an address), and no longer."""
 
-    registered: Callable[[], Awaitable[None]]
+    registered: Callable[[str], Awaitable[None]]
     lost: Callable[[], Awaitable[None]]
 
 
@@ -66,12 +66,14 @@ class DraftStream:
 
     def __init__(
         self,
-        address: str,
+        address: Callable[[], str],
         make_family: Callable[[ModelInfo], Family],
         hello: Callable[[Family, ModelInfo], Hello],
         callbacks: Callbacks,
     ) -> None:
-        """`make_family` makes fresh state for each connection, since a verifier announces everything anew."""
+        """`address` is asked for at each connection, as the verifier's socket may appear later than this drafter; `make_family`
+        makes fresh state for each, since a verifier announces everything anew.
+        """
         self._address = address
         self._make_family = make_family
         self._hello = hello
@@ -97,7 +99,7 @@ class DraftStream:
                 # What the verifier said makes no sense; a new stream begins with nothing that could be out of step.
                 error = violation
             if not self._stopping.is_set():
-                log.warning("the stream to %s ended: %s", self._address, error)
+                log.warning("the stream to %s ended: %s", self._address(), error)
                 await self._sleep(error.retry_after_s or self._backoff_s * random.uniform(0.5, 1.0))
                 self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
 
@@ -108,10 +110,12 @@ class DraftStream:
             return
 
     async def _connect(self) -> None:
-        async with rpc.dial(self._address) as channel:
+        async with rpc.dial(self._address()) as channel:
             info = await self._unless_stopped(wait_until_ready(channel))
-            if info is None:
-                return
+        if info is None:
+            return
+        address = self._address()
+        async with rpc.dial(address) as channel:
             family = self._make_family(info)
             try:
                 session = _Session(channel, family, info, self._stopping)
@@ -120,7 +124,7 @@ class DraftStream:
                     return
                 log.info("drafting for %s", welcome.model_id)
                 self._backoff_s = _BACKOFF_S[0]
-                await self._callbacks.registered()
+                await self._callbacks.registered(address)
                 await session.serve()
             finally:
                 await self._callbacks.lost()

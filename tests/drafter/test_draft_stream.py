@@ -93,10 +93,10 @@ class Drafter:
             self.registered = registered
 
         self.stream = DraftStream(
-            f"127.0.0.1:{port}",
+            lambda: f"127.0.0.1:{port}",
             make,
             lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_depth),
-            Callbacks(lambda: set_registered(True), lambda: set_registered(False)),
+            Callbacks(lambda address: set_registered(True), lambda: set_registered(False)),
         )
 
 
