@@ -1,0 +1,148 @@
+"""Placement is chosen from the topology, checked against it, and taken before torch starts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_svc.placement import choose_address, format_cores, parse_cores, plan
+from outrider.errors import OutriderError
+
+GRACE_MIDR = "0x00000000410fd4f0"
+
+
+def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor: str = "") -> Path:
+    """A /sys with what placement reads of it."""
+    system = root / "devices/system"
+    (system / "cpu").mkdir(parents=True)
+    (system / "cpu/online").write_text(online + "\n")
+    for node, cores in nodes.items():
+        (system / f"node/node{node}").mkdir(parents=True)
+        (system / f"node/node{node}/cpulist").write_text(cores + "\n")
+    if midr:
+        register = system / "cpu/cpu0/regs/identification/midr_el1"
+        register.parent.mkdir(parents=True)
+        register.write_text(midr + "\n")
+    if vendor:
+        (root / "class/dmi/id").mkdir(parents=True)
+        (root / "class/dmi/id/sys_vendor").write_text(vendor + "\n")
+    return root
+
+
+def gb200(root: Path) -> Path:
+    """Two Grace CPUs of 72 cores, nodes 0 and 1; the GPUs' memory as nodes without cores."""
+    nodes = {0: "0-71", 1: "72-143", **dict.fromkeys(range(2, 34), "")}
+    return tree(root, "0-143", nodes, GRACE_MIDR, "NVIDIA")
+
+
+def two_sockets(root: Path) -> Path:
+    return tree(root, "0-31", {0: "0-7,16-23", 1: "8-15,24-31"})
+
+
+@given(st.sets(st.integers(0, 300), max_size=40))
+def test_a_list_of_cores_survives_writing_and_reading(cores: set[int]) -> None:
+    assert parse_cores(format_cores(sorted(cores))) == sorted(cores)
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "0x3", "0-99999"])
+def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        parse_cores(text)
+    assert caught.value.field == "cores"
+
+
+def test_grace_takes_the_first_cpus_cores_and_memory_by_itself(tmp_path: Path) -> None:
+    chosen = plan("grace", None, None, None, gb200(tmp_path))
+    assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72)), 0, 72)
+
+
+def test_grace_can_be_told_which_socket_and_cores(tmp_path: Path) -> None:
+    chosen = plan("grace", "72-79", 1, 4, gb200(tmp_path))
+    assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72, 80)), 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("midr", "vendor", "reason"),
+    [
+        ("", "", "the processor is not an Arm one"),
+        ("0x00000000410fd0c1", "NVIDIA", "is not that of a Neoverse V2"),
+        (GRACE_MIDR, "Amazon EC2", "in a machine that calls itself Amazon EC2"),
+    ],
+)
+def test_grace_fails_with_the_reason_on_a_machine_that_has_none(tmp_path: Path, midr: str, vendor: str, reason: str) -> None:
+    with pytest.raises(OutriderError, match=reason) as caught:
+        plan("grace", None, None, None, tree(tmp_path, "0-63", {0: "0-63"}, midr, vendor))
+    assert caught.value.field == "placement"
+
+
+def test_cpu_takes_a_nodes_cores_or_all_there_are(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    assert plan("cpu", None, 1, None, root).cores == (*range(8, 16), *range(24, 32))
+    assert plan("cpu", None, None, None, root).cores == tuple(range(32))
+    assert plan("cpu", "3,5", None, None, root).threads == 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "node", "threads", "field", "message"),
+    [
+        ("30-40", None, None, "cores", "must be among 0-31 of this machine, not 30-40"),
+        ("0-9", 0, None, "cores", "must be among 0-7,16-23 of NUMA node 0, not 0-9"),
+        (None, 7, None, "numa_node", "must be one of 0, 1, not 7"),
+        ("0-1", None, 3, "threads", "must be at most the 2 cores, not 3"),
+    ],
+)
+def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
+    tmp_path: Path, cores: str | None, node: int | None, threads: int | None, field: str, message: str
+) -> None:
+    with pytest.raises(OutriderError, match=message) as caught:
+        plan("cpu", cores, node, threads, two_sockets(tmp_path))
+    assert caught.value.field == field
+
+
+def test_a_node_of_gpu_memory_has_no_cores_to_run_on(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match=r"must be a node with cores \(0, 1\), not 2, which is memory alone"):
+        plan("cpu", None, 2, None, gb200(tmp_path))
+
+
+@pytest.mark.parametrize(("cores", "node"), [("0", None), (None, 0)])
+def test_local_pins_nothing_and_takes_no_request(cores: str | None, node: int | None) -> None:
+    assert plan("local", None, None, 2).cores == ()
+    with pytest.raises(OutriderError, match="goes with placement cpu or grace, not local"):
+        plan("local", cores, node, None)
+
+
+def test_a_process_is_really_pinned_before_torch_is_there() -> None:
+    core = max(os.sched_getaffinity(0))
+    program = f"""
+import json, os, sys
+from drafter_svc.placement import plan
+chosen = plan("cpu", "{core}", None, None)
+chosen.apply()
+early = "torch" in sys.modules
+import torch
+place = chosen.describe("cpu")
+print(json.dumps([early, sorted(os.sched_getaffinity(0)), torch.get_num_threads(), list(place.cores), place.kind]))
+"""
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert json.loads(output) == [False, [core], 1, [core], "cpu"]
+
+
+def test_a_socket_that_answers_is_preferred_and_anything_else_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "verifier.sock"
+    assert choose_address("host:1", None) == "host:1"
+    assert choose_address("host:1", path) == "host:1"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert choose_address("host:1", path) == f"unix:{path}"
+    assert choose_address("host:1", path) == "host:1"
+    path.unlink()
+    path.write_text("")
+    with pytest.raises(OutriderError, match="must be a Unix socket"):
+        choose_address("host:1", path)
