@@ -150,20 +150,33 @@ async def test_late_replies_and_cancelled_lookups_never_reach_another_caller(red
 
 @asynccontextmanager
 async def delaying_proxy(port: int, rng: random.Random) -> AsyncIterator[int]:
+    serving: set[asyncio.Task[Any]] = set()
+
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: bool) -> None:
         while data := await reader.read(65_536):
             if delay:
                 await asyncio.sleep(rng.random() * 0.008)
             writer.write(data)
-        writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
         upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
-        pumps = pump(reader, upstream_writer, False), pump(upstream_reader, writer, True)
-        await asyncio.gather(*pumps, return_exceptions=True)
+        try:
+            await asyncio.gather(pump(reader, upstream_writer, False), pump(upstream_reader, writer, True))
+        except (asyncio.CancelledError, OSError):
+            pass  # the test is over, or a side hung up
+        finally:
+            for end in (writer, upstream_writer):
+                end.close()
+                await asyncio.gather(end.wait_closed(), return_exceptions=True)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
