@@ -144,8 +144,9 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
 
 
 async def _rate(measure: Measure, prompts: list[list[int]], batch: int, tokens: int) -> float:
-    """tokens/s over a few batches; every third prompt, so that code, rewriting and JSON are all there."""
-    picked = [*prompts[::4], *prompts][: max(4, batch)]
+    """tokens/s over a few batches, of prompts of every kind."""
+    count = max(4, batch)
+    picked = [prompts[i * len(prompts) // count % len(prompts)] for i in range(count)]
     results = [await measure(picked[i : i + batch], tokens) for i in range(0, len(picked), batch)]
     return sum(count for count, _ in results) / sum(seconds for _, seconds in results)
 
@@ -196,6 +197,8 @@ async def _outrider(
 ) -> AsyncIterator[Callable[[dict[str, Any]], Measure]]:
     """A whole stack, measured through its gateway's HTTP API."""
     wanted = {"target": str(pair.target), "dtype": pair.dtype, "drafter": drafters, "threads": threads, "depth": pair.depth}
+    # Every round repeats the prompts, and transformers computes them anew each time.
+    wanted["prefix_caching"] = False
     serve = ServeSettings.model_validate({**wanted, "http_port": 0, "grpc_port": 0, "log_level": "warning"})
     supervisor = Supervisor(lambda name, line: None)
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as directory:

@@ -77,6 +77,9 @@ class ServeSettings(Settings):
     threads: int | None = Field(None, ge=1)
     """Threads of the target on a CPU; unset leaves a core to each draft model."""
 
+    prefix_caching: bool = True
+    """Share pages of the KV cache between prompts that begin alike."""
+
     trust_draft_distributions: bool = False
     """Let draft models sample, and judge them by the distribution they claim."""
 
@@ -131,6 +134,7 @@ def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], addre
     arguments = ["--target", settings.target, "--dtype", settings.dtype, "--device", settings.device, "--listen", address]
     arguments += ["--uds", str(uds), "--depth", str(settings.depth), "--threads", str(threads)]
     arguments += ["--metrics-port", str(settings.metrics_port)]
+    arguments += [] if settings.prefix_caching else ["--no-prefix-caching"]
     return [*arguments, *(["--trust-draft-distributions"] if settings.trust_draft_distributions else [])]
 
 

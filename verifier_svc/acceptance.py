@@ -48,26 +48,27 @@ def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft]) -> list[Outcome]:
     """
     if not drafts:
         return []
-    rows = _Rows(drafts, logits_RV.device)
     tokens_R = logits_RV.argmax(-1)
-    matches_R = tokens_R == rows.draft_R
+    if len(drafts) == len(logits_RV) and all(draft.sampling.greedy for draft in drafts):
+        return [Outcome(0, token) for token in tokens_R.tolist()]  # plain greedy decoding, which all else must not slow down
+    rows = _Rows(drafts, logits_RV.device)
     if not rows.all_greedy:
         probs_RV = target_probs(logits_RV, rows.temperature_R, rows.top_k_R, rows.top_p_R)
         sampled_R = inverse_cdf(probs_RV, rows.uniform(Purpose.SAMPLE))
         tokens_R = torch.where(rows.temperature_R > 0, sampled_R, tokens_R)
-        matches_R = tokens_R == rows.draft_R
         if rows.sparse:
+            matches_R = tokens_R == rows.tensor(rows.draft_R)
             _judge_sparse(probs_RV, rows, tokens_R, matches_R)
-    accepted_B = matches_R[rows.index_BK].logical_and_(rows.real_BK).long().cumprod(-1).sum(-1)
-    next_B = tokens_R[rows.first_B + accepted_B]
-    return [Outcome(accepted, token) for accepted, token in torch.stack([accepted_B, next_B], -1).tolist()]
+            return rows.outcomes(*torch.stack([tokens_R, matches_R]).cpu().numpy())
+    tokens = tokens_R.cpu().numpy()
+    return rows.outcomes(tokens, tokens == rows.draft_R)
 
 
 def _judge_sparse(probs_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor, matches_R: torch.Tensor) -> None:
     """Overwrite `matches_R` and `tokens_R` at the sparse rows: accept with min(1, target/draft), else draw from the residual."""
     at_S, ids_SE, draft_probs_SE = rows.sparse_tensors()
     target_SV = probs_RV[at_S].double()
-    draft_S = rows.draft_R[at_S].unsqueeze(-1)
+    draft_S = rows.tensor(rows.draft_R)[at_S].unsqueeze(-1)
     draft_prob_S = (draft_probs_SE * (ids_SE == draft_S)).sum(-1)
     target_prob_S = target_SV.gather(-1, draft_S).squeeze(-1)
     matches_R[at_S] = rows.uniform(Purpose.ACCEPT)[at_S] * draft_prob_S < target_prob_S
@@ -78,22 +79,23 @@ def _judge_sparse(probs_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor, m
 
 
 class _Rows:
-    """The batch laid out as tensors, R logits rows and B sequences of at most K draft tokens."""
+    """The batch laid out as arrays: R logits rows of B sequences."""
 
     def __init__(self, drafts: Sequence[Draft], device: torch.device) -> None:
-        self.device = device
-        lengths_B = np.array([len(draft.token_ids) for draft in drafts])
-        self._counts_B = lengths_B + 1
-        first_B = np.cumsum(self._counts_B) - self._counts_B
-        steps_K = np.arange(max(1, lengths_B.max()))
-        real_BK = steps_K < lengths_B[:, None]
-        self.first_B, self.real_BK = self._tensor(first_B), self._tensor(real_BK)
-        self.index_BK = self._tensor(np.where(real_BK, first_B[:, None] + steps_K, 0))
+        self._device = device
+        self._counts_B = np.array([len(draft.token_ids) + 1 for draft in drafts])
+        self._first_B = np.cumsum(self._counts_B) - self._counts_B
         # -1 after each draft's last token: the bonus row has nothing to match.
-        self.draft_R = self._tensor(np.array([token for draft in drafts for token in (*draft.token_ids, -1)]))
+        self.draft_R = np.array([token for draft in drafts for token in (*draft.token_ids, -1)])
         self.all_greedy = all(draft.sampling.greedy for draft in drafts)
         if not self.all_greedy:
-            self._lay_out_sampling(drafts, first_B)
+            self._lay_out_sampling(drafts, self._first_B)
+
+    def outcomes(self, tokens_R: np.ndarray, matches_R: np.ndarray) -> list[Outcome]:
+        """Each sequence's accepted tokens end at its first row without a match, whose token is the next one."""
+        misses = np.flatnonzero(matches_R == 0)
+        end_B = misses[np.searchsorted(misses, self._first_B)]
+        return [Outcome(*pair) for pair in zip((end_B - self._first_B).tolist(), tokens_R[end_B].tolist(), strict=True)]
 
     def _lay_out_sampling(self, drafts: Sequence[Draft], first_B: np.ndarray) -> None:
         samplings = [draft.sampling for draft in drafts]
@@ -113,7 +115,7 @@ class _Rows:
 
     def uniform(self, purpose: Purpose) -> torch.Tensor:
         """float64 [R], each row's own number for the purpose."""
-        return self._tensor(uniforms(self._seed_R, self._position_R, purpose))
+        return self.tensor(uniforms(self._seed_R, self._position_R, purpose))
 
     def sparse_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row numbers [S], ids [S, E] and probabilities [S, E] of the sparse drafts, padded with (id 0, probability 0)."""
@@ -123,10 +125,11 @@ class _Rows:
         for i, (_, distribution) in enumerate(self.sparse):
             ids_SE[i, : distribution.token_ids.size] = distribution.token_ids
             probs_SE[i, : distribution.token_ids.size] = distribution.probabilities
-        return self._tensor(np.array([row for row, _ in self.sparse])), self._tensor(ids_SE), self._tensor(probs_SE)
+        return self.tensor(np.array([row for row, _ in self.sparse])), self.tensor(ids_SE), self.tensor(probs_SE)
 
     def _spread(self, values_B: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
-        return self._tensor(np.repeat(np.array(values_B, dtype), self._counts_B))
+        return self.tensor(np.repeat(np.array(values_B, dtype), self._counts_B))
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        """On the logits' device."""
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

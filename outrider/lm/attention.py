@@ -45,6 +45,8 @@ class LayerCache:
         self.layout: BatchLayout | None = None
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
+        self._flat_keys: torch.Tensor | None = None
+        self._flat_values: torch.Tensor | None = None
         self._use_varlen = False
 
     def allocate(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,6 +57,7 @@ class LayerCache:
         # Zeros, since a page that was never written is masked, but 0 * NaN would not be.
         self._keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
         self._values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
+        self._flat_keys, self._flat_values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
         self._use_varlen = self.takes_varlen(dtype, device)
 
     def takes_varlen(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -74,20 +77,24 @@ class LayerCache:
         softcap: float | None,
     ) -> torch.Tensor:
         """Store this batch's keys and values, and attend: query [1, H, T, D] to output [1, T, H, D]."""
-        if self._keys is None or self._values is None or self.layout is None:
+        layout, keys, values = self.layout, self._flat_keys, self._flat_values
+        if keys is None or values is None or layout is None:
             return self._trial(query, key, value, scaling, window, softcap)
-        layout = self.layout
-        self._keys.flatten(0, 1).index_copy_(0, layout.slots, key[0].transpose(0, 1))
-        self._values.flatten(0, 1).index_copy_(0, layout.slots, value[0].transpose(0, 1))
+        keys.index_copy_(0, layout.slots, key[0].transpose(0, 1))
+        values.index_copy_(0, layout.slots, value[0].transpose(0, 1))
+        if query.shape[2] == 1 and softcap is None and not self._use_varlen:
+            group = layout.groups[0]
+            if group.run is not None and group.mask(window, 1, query.dtype) is None:
+                return _decode_one(query, _run_view(keys, group.run), _run_view(values, group.run), scaling)
         query_THD = query[0].transpose(0, 1)
         if self._use_varlen:
             return self._varlen(query_THD, scaling, window).unsqueeze(0)
         if len(layout.groups) == 1:
             return self._group(query_THD, layout.groups[0], scaling, window, softcap).unsqueeze(0)
-        out = query_THD.new_empty(*query_THD.shape[:2], self._values.shape[-1])
+        out = query_THD.new_empty(*query_THD.shape[:2], values.shape[-1])
         for group in layout.groups:
-            rows = group.rows_BQ if group.real_BQ is None else group.rows_BQ[group.real_BQ]
-            out[rows.flatten()] = self._group(query_THD, group, scaling, window, softcap)
+            rows = group.rows_BQ[group.real_BQ] if group.padded else group.rows_BQ.flatten()
+            out[rows] = self._group(query_THD, group, scaling, window, softcap)
         return out.unsqueeze(0)
 
     def _varlen(self, query_THD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
@@ -114,32 +121,30 @@ class LayerCache:
         self, query_THD: torch.Tensor, group: Group, scaling: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
         """Attention of one group's real tokens, [rows, H, D], over its pages, gathered."""
-        batch, queries = group.rows_BQ.shape
+        batch, queries = group.shape
         heads, size = query_THD.shape[1:]
-        key, value = self._gather(self._keys, group), self._gather(self._values, group)
+        if group.run is not None:
+            key, value = _run_view(self._flat_keys, group.run), _run_view(self._flat_values, group.run)
+        else:
+            key, value = _gather(self._keys, group), _gather(self._values, group)
         # The query heads of one key/value head stand beside each other: fold them into the queries instead of repeating keys.
-        repeats = heads // key.shape[1]
+        shared = key.shape[1]
+        repeats = heads // shared
         picked = query_THD if group.whole_batch else query_THD[group.rows_BQ]
         if queries == 1:
-            folded = picked.reshape(batch, key.shape[1], repeats, size)
+            folded = picked.reshape(batch, shared, repeats, size)
         else:
-            folded = picked.reshape(batch, queries, key.shape[1], repeats, size).transpose(1, 2).flatten(2, 3)
+            folded = picked.reshape(batch, queries, shared, repeats, size).transpose(1, 2).flatten(2, 3)
         mask = group.mask(window, repeats, query_THD.dtype)
         if softcap is None:
             out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         else:
             out = _soft_capped(folded, key, value, mask, scaling, softcap)
         if queries > 1:
-            out = out.view(batch, key.shape[1], queries, repeats, -1).transpose(1, 2)
-        out = out.reshape(batch, queries, heads, -1)
-        return out.flatten(0, 1) if group.real_BQ is None else out[group.real_BQ]
-
-    def _gather(self, cache: torch.Tensor | None, group: Group) -> torch.Tensor:
-        """The group's keys or values, [B, heads, keys, size]."""
-        if group.run is not None:
-            return cache.flatten(0, 1)[group.run].transpose(0, 1).unsqueeze(0)  # type: ignore[union-attr]  # `attend` has looked
-        pages = cache.index_select(0, group.pages_BP.flatten())  # type: ignore[union-attr]  # `attend` has looked
-        return pages.view(group.pages_BP.shape[0], -1, *pages.shape[2:]).transpose(1, 2)
+            out = out.view(batch, shared, queries, repeats, -1).transpose(1, 2)
+        if group.padded:
+            return out.reshape(batch, queries, heads, -1)[group.real_BQ]
+        return out.reshape(batch * queries, heads, -1)
 
     def _trial(
         self,
@@ -155,6 +160,26 @@ class LayerCache:
         self._soft_capped = softcap is not None
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
+
+
+def _decode_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    """`LayerCache._group` for one token that sees all keys, in as few calls as can be: each costs more than its arithmetic."""
+    folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
+    out = scaled_dot_product_attention(folded, key, value, scale=scaling)
+    return out.reshape(1, 1, query.shape[1], -1)
+
+
+def _run_view(cache: torch.Tensor | None, run: slice) -> torch.Tensor:
+    """Keys or values that lie side by side in the flattened cache, [1, heads, keys, size]."""
+    _, heads, size = cache.shape  # type: ignore[union-attr]  # `attend` has looked
+    row = heads * size
+    return cache.as_strided((1, heads, run.stop - run.start, size), (0, size, row, 1), run.start * row)  # type: ignore[union-attr]
+
+
+def _gather(cache: torch.Tensor | None, group: Group) -> torch.Tensor:
+    """The group's keys or values, [B, heads, keys, size]."""
+    pages = cache.index_select(0, group.pages_BP.flatten())  # type: ignore[union-attr]  # `attend` has looked
+    return pages.view(group.shape[0], -1, *pages.shape[2:])[:, : group.key_count].transpose(1, 2)
 
 
 def _soft_capped(

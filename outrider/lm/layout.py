@@ -1,12 +1,15 @@
-"""What does not depend on the layer: a packed batch as a few index tensors, computed once a forward on the host."""
+"""What does not depend on the layer: a packed batch as a few index tensors, computed once a forward on the host.
+
+Lists rather than arrays: the usual batch is a few tokens, and this runs between any two forwards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
-import numpy as np
 import torch
 
 # Slices up to this length (decoding and verification) share one padded attention call; longer ones (prefill) go one by one.
@@ -26,26 +29,54 @@ class Slice:
     pages: list[int]
     logit_count: int
 
+    @property
+    def end(self) -> int:
+        """The position behind the last token, which is the number of keys that one sees."""
+        return self.start + len(self.token_ids)
 
-@dataclass
+
 class Group:
     """Slices that one attention call takes: B of them, padded to Q queries and P pages.
 
-    `rows_BQ` [B, Q] are packed token numbers, padded with a slice's last token; `real_BQ` is None when nothing is padded, and
-    `whole_batch` says that moreover the group is all of the batch, in its order. `key_count` keys are looked at: P pages of them,
-    or, for a single slice whose pages lie side by side, just its own; then `run` is where they lie in the flattened cache, so
-    that nothing need be gathered.
-    `positions_BQ` [B, Q] go with them, `pages_BP` [B, P] are padded with page 0, which the mask hides.
+    `shape` is (B, Q). `padded` says whether some slice is shorter than Q, `whole_batch` that none is and that the group is all of
+    the batch, in its order. `key_count` keys are looked at: P pages of them, or, for a single slice, just its own. If its pages
+    lie side by side, `run` is where they lie in the flattened cache, so that nothing need be gathered. The index tensors are
+    made when a layer first asks, since a single decoding sequence needs none of them.
     """
 
-    rows_BQ: torch.Tensor
-    real_BQ: torch.Tensor | None
-    whole_batch: bool
-    positions_BQ: torch.Tensor
-    pages_BP: torch.Tensor
-    key_count: int
-    run: slice | None
-    _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    def __init__(self, layout: BatchLayout, indices: Sequence[int]) -> None:
+        self._layout = layout
+        self._slices = [layout.slices[i] for i in indices]
+        self._first_rows = [layout.first_rows[i] for i in indices]
+        longest = max(len(part.token_ids) for part in self._slices)
+        self.shape = len(indices), longest
+        self.padded = any(len(part.token_ids) < longest for part in self._slices)
+        self.whole_batch = not self.padded and len(indices) == len(layout.slices)
+        size = layout.page_size
+        most_keys = max(part.end for part in self._slices)
+        self.key_count = most_keys if len(indices) == 1 else -(-most_keys // size) * size
+        self.run = _run(self._slices[0], size) if len(indices) == 1 else None
+        self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}
+
+    @cached_property
+    def rows_BQ(self) -> torch.Tensor:
+        """Packed token numbers, padded with each slice's last token."""
+        return self._layout.tensor(self._padded(self._first_rows))
+
+    @cached_property
+    def real_BQ(self) -> torch.Tensor:
+        """Which of `rows_BQ` are not padding."""
+        return self._layout.tensor([[i < len(part.token_ids) for i in range(self.shape[1])] for part in self._slices])
+
+    @cached_property
+    def pages_BP(self) -> torch.Tensor:
+        """Page numbers, padded with page 0, which the mask hides."""
+        return self._layout.block_table(self._slices)
+
+    def _padded(self, firsts: Sequence[int]) -> list[list[int]]:
+        """For each slice the numbers from its first on, the last repeated up to Q."""
+        lengths = [len(part.token_ids) for part in self._slices]
+        return [[first + min(i, n - 1) for i in range(self.shape[1])] for first, n in zip(firsts, lengths, strict=True)]
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """[B, 1, Q * repeats, keys], 0 where a query sees a key and -inf elsewhere, each query `repeats` times over.
@@ -53,101 +84,79 @@ class Group:
         With a sliding window a query sees the last `window` positions, its own included. None when every query sees all keys.
         Kept, since most layers ask alike.
         """
-        if self.run is not None and self.rows_BQ.shape[1] == 1 and (window is None or self.key_count <= window):
-            return None
         key = (window, repeats)
         if key not in self._masks:
-            queries = self.positions_BQ.repeat_interleave(repeats, dim=1)[:, None, :, None]
-            keys = torch.arange(self.key_count, device=queries.device)
-            hidden = keys > queries
-            hidden = hidden if window is None else hidden | (keys <= queries - window)
-            self._masks[key] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._masks[key] = self._make_mask(window, repeats, dtype)
         return self._masks[key]
+
+    def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if self.shape == (1, 1) and (window is None or self.key_count <= window):
+            return None
+        positions_BQ = self._layout.tensor(self._padded([part.start for part in self._slices]))
+        queries = positions_BQ.repeat_interleave(repeats, dim=1)[:, None, :, None]
+        keys = torch.arange(self.key_count, device=queries.device)
+        hidden = keys > queries
+        hidden = hidden if window is None else hidden | (keys <= queries - window)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def _run(part: Slice, page_size: int) -> slice | None:
+    """Where in the flattened cache the slice's keys lie, if its pages lie side by side."""
+    first, count = part.pages[0], -(-part.end // page_size)
+    if part.pages[:count] != list(range(first, first + count)):
+        return None
+    return slice(first * page_size, first * page_size + part.end)
 
 
 class BatchLayout:
     """T tokens of B slices in one row."""
 
     def __init__(self, slices: Sequence[Slice], page_size: int, device: torch.device) -> None:
-        self._page_size = page_size
+        self.slices = slices
+        self.page_size = page_size
         self._device = device
-        self._lengths_B = np.array([len(part.token_ids) for part in slices])
-        self._ends_B = np.cumsum(self._lengths_B)
-        self._starts_B = np.array([part.start for part in slices])
-        ends = self._starts_B + self._lengths_B
-        self._pages = [np.array(part.pages[: -(-end // page_size)]) for part, end in zip(slices, ends.tolist(), strict=True)]
-        positions = np.concatenate([np.arange(start, end) for start, end in zip(self._starts_B, ends, strict=True)])
-        self._positions_T = positions
-        self.token_ids = self._tensor(np.array([token for part in slices for token in part.token_ids]))
-        self.positions = self._tensor(positions)
-        self.slots = self._tensor(self._slots(positions))
-        counts = [part.logit_count for part in slices]
-        self.logit_rows = self._tensor(
-            np.concatenate([np.arange(end - count, end) for end, count in zip(self._ends_B, counts, strict=True)])
-        )
+        self._row_ends = list(accumulate(len(part.token_ids) for part in slices))
+        self.first_rows = [0, *self._row_ends[:-1]]
+        self.token_ids = self.tensor([token for part in slices for token in part.token_ids])
+        self.positions = self.tensor([position for part in slices for position in range(part.start, part.end)])
+        self.slots = self.tensor([slot for part in slices for slot in self._slots(part)])
+        rows = [range(end - part.logit_count, end) for part, end in zip(slices, self._row_ends, strict=True)]
+        self.logit_rows = self.tensor([row for part_rows in rows for row in part_rows])
 
-    def _slots(self, positions: np.ndarray) -> np.ndarray:
-        """Where in the flattened cache each token goes, [T]."""
-        pages = np.concatenate(
-            [
-                page[positions[end - n : end] // self._page_size]
-                for page, end, n in zip(self._pages, self._ends_B, self._lengths_B, strict=True)
-            ]
-        )
-        slots: np.ndarray = pages * self._page_size + positions % self._page_size
-        return slots
+    def _slots(self, part: Slice) -> list[int]:
+        """Where in the flattened cache each token goes."""
+        size, pages = self.page_size, part.pages
+        return [pages[position // size] * size + position % size for position in range(part.start, part.end)]
 
     @cached_property
     def groups(self) -> list[Group]:
         """How the gathering attention takes the batch: all short slices together, each long one alone."""
-        short = [i for i, n in enumerate(self._lengths_B) if n <= SHORT_SLICE]
-        alone = [[i] for i, n in enumerate(self._lengths_B) if n > SHORT_SLICE]
-        return [self._group(indices) for indices in ([short] if short else []) + alone]
+        short = [i for i, part in enumerate(self.slices) if len(part.token_ids) <= SHORT_SLICE]
+        alone = [[i] for i, part in enumerate(self.slices) if len(part.token_ids) > SHORT_SLICE]
+        return [Group(self, indices) for indices in ([short] if short else []) + alone]
 
-    def _group(self, indices: list[int]) -> Group:
-        lengths = self._lengths_B[indices]
-        steps = np.arange(lengths.max())
-        real = steps < lengths[:, None]
-        rows = (self._ends_B[indices] - lengths)[:, None] + np.minimum(steps, lengths[:, None] - 1)
-        run = self._run(indices)
-        return Group(
-            rows_BQ=self._tensor(rows),
-            real_BQ=None if real.all() else self._tensor(real),
-            whole_batch=bool(real.all()) and len(indices) == len(self._pages),
-            positions_BQ=self._tensor(self._positions_T[rows]),
-            pages_BP=self._block_table(indices),
-            key_count=run.stop - run.start if run is not None else max(self._pages[i].size for i in indices) * self._page_size,
-            run=run,
-        )
-
-    def _run(self, indices: list[int]) -> slice | None:
-        pages = self._pages[indices[0]]
-        if len(indices) > 1 or (np.diff(pages) != 1).any():
-            return None
-        first = int(pages[0]) * self._page_size
-        return slice(first, first + int(self._starts_B[indices[0]] + self._lengths_B[indices[0]]))
-
-    def _block_table(self, indices: Sequence[int]) -> torch.Tensor:
-        table = np.zeros((len(indices), max(self._pages[i].size for i in indices)), np.int64)
-        for row, i in enumerate(indices):
-            table[row, : self._pages[i].size] = self._pages[i]
-        return self._tensor(table)
+    def block_table(self, slices: Sequence[Slice]) -> torch.Tensor:
+        """Page numbers [B, P] of the slices' keys, padded with page 0."""
+        rows = [part.pages[: -(-part.end // self.page_size)] for part in slices]
+        widest = max(map(len, rows))
+        return self.tensor([row + [0] * (widest - len(row)) for row in rows])
 
     @cached_property
     def varlen(self) -> VarlenArguments:
         """How the variable-length CUDA kernel takes the batch."""
-        cumulative = np.concatenate([[0], self._ends_B]).astype(np.int32)
-        lengths = (self._starts_B + self._lengths_B).astype(np.int32)
+        key_counts = [part.end for part in self.slices]
         return VarlenArguments(
-            cu_seq_q=self._tensor(cumulative),
-            max_q=int(self._lengths_B.max()),
-            max_k=int(lengths.max()),
-            seqused_k=self._tensor(lengths),
-            block_table=self._block_table(range(len(self._pages))).int(),
+            cu_seq_q=self.tensor([0, *self._row_ends]).int(),
+            max_q=max(len(part.token_ids) for part in self.slices),
+            max_k=max(key_counts),
+            seqused_k=self.tensor(key_counts).int(),
+            block_table=self.block_table(self.slices).int(),
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def tensor(self, numbers: Sequence[object]) -> torch.Tensor:
+        """On the model's device; int64, or bool."""
+        # An empty list would come out as float32.
+        return (torch.tensor(numbers) if numbers else torch.empty(0, dtype=torch.int64)).to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +35,8 @@ class PagePool:
         self.prefix_hit_tokens = 0
         self._prefix_caching = prefix_caching
         self._holders = [0] * page_count
-        self._blank = deque(range(page_count))
+        # A heap: whoever is given the lowest free pages often gets neighbours, which attention need not gather.
+        self._blank = list(range(page_count))
         self._by_digest: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -130,7 +132,7 @@ class PagePool:
 
     def _take(self) -> int:
         if self._blank:
-            page = self._blank.popleft()
+            page = heappop(self._blank)
         else:
             page, _ = self._idle.popitem(last=False)
             del self._by_digest[self._digest_of.pop(page)]
@@ -144,7 +146,7 @@ class PagePool:
         if page in self._digest_of:
             self._idle[page] = None
         else:
-            self._blank.append(page)
+            heappush(self._blank, page)
 
     def _digest(self, before: Sequence[bytes], token_ids: Sequence[int], index: int, salt: str) -> bytes:
         parent = before[-1] if before else hashlib.sha256(salt.encode()).digest()

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.lm import attention, support
 from outrider.lm.layout import BatchLayout, Slice
+from outrider.lm.weights import settle_on_cpu
 
 __all__ = ["ModelRunner", "Slice"]
 
@@ -82,6 +83,8 @@ class ModelRunner:
         except (OSError, ValueError, SafetensorError) as cause:
             raise OutriderError(Reason.MODEL_NOT_FOUND, f"cannot load {model}: {' '.join(str(cause).split())}", "model") from cause
         report(f"moving the weights to {where}")
+        if where.type == "cpu":
+            settle_on_cpu(loaded)
         return cls(cast(Any, loaded).to(where), model, page_size=page_size, page_count=page_count)
 
     def warm_up(self) -> None:

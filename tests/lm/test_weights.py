@@ -1,0 +1,62 @@
+"""A model's weights on a CPU: packing and copying change where they lie, not what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.lm.weights import PackedLinear, settle_on_cpu
+
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor multiplies no bfloat16, so nothing is packed on it"
+)
+
+
+def tiny(dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def logits(model: LlamaForCausalLM) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(20).unsqueeze(0)).logits
+
+
+@needs_bfloat16
+def test_packed_bfloat16_weights_give_the_same_logits() -> None:
+    model = tiny(torch.bfloat16)
+    expected = logits(model)
+    settle_on_cpu(model)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == 2 * 7 + 1
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=2**-7)
+
+
+def test_float32_weights_stay_layers_and_stay_tied() -> None:
+    model = tiny(torch.float32)
+    expected = logits(model)
+    settle_on_cpu(model)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+
+
+def test_settled_weights_no_longer_lie_in_the_mapped_file(tmp_path: Path) -> None:
+    tiny(torch.float32).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    mapped = {parameter.data_ptr() for parameter in model.parameters()}
+    settle_on_cpu(model)
+    assert not mapped & {parameter.data_ptr() for parameter in model.parameters()}
