@@ -62,7 +62,7 @@ class BenchSettings(Settings):
     """Batch sizes; at 1, four prompts are decoded one after the other."""
 
     depth: int | None = Field(None, ge=1, le=16)
-    """Draft tokens verified in one step, in Outrider and in transformers' prompt lookup; unset is 4 for the bundled target and 8
+    """Draft tokens verified in one step, in Outrider and in transformers' prompt lookup; unset is 4 for the bundled target and 6
     for the grown one, whose forward costs much more than a guess."""
 
     grown_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -112,7 +112,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         console.print("growing the target to 294 M parameters, unless that was done before")
         grown = grown_checkpoint(target, settings.out, Shape(), settings.grown_dtype)
         # A forward of the large target outlasts the draft model's many times over, so it may have all cores.
-        pairs.append(Pair(f"grown, 294 M, {settings.grown_dtype}", grown, draft, settings.grown_dtype, settings.depth or 8, cores))
+        pairs.append(Pair(f"grown, 294 M, {settings.grown_dtype}", grown, draft, settings.grown_dtype, settings.depth or 6, cores))
     return pairs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import platform
@@ -37,6 +38,9 @@ async def serve(settings: DrafterSettings, place: PlacementPlan) -> None:
         stream = await _stream(settings, place, server)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stream.stop)
+        # What loading left behind lives as long as the process; a collection that looks at it again makes a draft late.
+        gc.collect()
+        gc.freeze()
         await stream.run()
     finally:
         await server.stop(0.2)

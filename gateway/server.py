@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -105,5 +106,8 @@ async def serve(settings: GatewaySettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with running(settings) as gateway:
+        # What starting left behind lives as long as the process; a collection that looks at it again stalls every stream.
+        gc.collect()
+        gc.freeze()
         print(f"gateway listening on {gateway.http_url} (OpenAI API) and {gateway.grpc_address} (gRPC)", flush=True)
         await ended.wait()
