@@ -14,7 +14,7 @@ from gateway.generate import Generation, TextRequest, check_stop
 from gateway.schema import ChatBody, CompletionBody, GenerationBody
 from gateway.shapes import ChatShape, CompletionShape, Shape
 from gateway.streaming import ChunkWriter, EventStream, describe, sse, until_gone
-from outrider import telemetry, wire
+from outrider import telemetry, wire_settings
 from outrider.errors import invalid
 from outrider.messages import MAX_STOP_TOKENS, ModelInfo, SamplingParams, SpeculationOptions
 from outrider.telemetry import Span
@@ -71,18 +71,20 @@ def _text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextRequ
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     top_k = 0 if body.top_k in (None, -1) else body.top_k
-    wire.check_sampling(temperature, top_p, top_k, info.vocab_size)
-    wire.check_speculation(body.speculation.drafter, body.speculation.depth)
+    sampling = SamplingParams(temperature, top_k, top_p, body.seed)
+    wire_settings.check_sampling(sampling, info.vocab_size)
+    speculation = SpeculationOptions(body.speculation.enabled, body.speculation.drafter, body.speculation.depth)
+    wire_settings.check_speculation(speculation)
     if body.seed is not None and not _SEED_MIN <= body.seed <= _SEED_MAX:
         raise invalid("seed", f"must be in [{_SEED_MIN}, {_SEED_MAX}], not {body.seed}")
     return TextRequest(
         prompt=[],
         max_tokens=body.max_tokens,
-        sampling=SamplingParams(temperature, top_k, top_p, body.seed),
+        sampling=sampling,
         stop=check_stop(body.stop),
         stop_token_ids=_stop_token_ids(body.stop_token_ids or [], info.vocab_size),
         ignore_eos=bool(body.ignore_eos),
-        speculation=SpeculationOptions(body.speculation.enabled, body.speculation.drafter, body.speculation.depth),
+        speculation=speculation,
         model=model,
         whole=not body.stream,
     )

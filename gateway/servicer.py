@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
-from outrider import rpc, telemetry, wire
+from outrider import rpc, telemetry, wire, wire_settings
 from outrider.errors import invalid
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
@@ -43,9 +43,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return TextRequest(
             prompt=prompt,
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-            sampling=wire.sampling_from_proto(request.sampling, info.vocab_size),
+            sampling=wire_settings.sampling_from_proto(request.sampling, info.vocab_size),
             stop=check_stop(request.stop),
-            speculation=wire.speculation_from_proto(request.speculation),
+            speculation=wire_settings.speculation_from_proto(request.speculation),
             model=name,
             traceparent=traceparent,
             prompt_field=field,

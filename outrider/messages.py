@@ -14,6 +14,11 @@ import numpy.typing as npt
 MAX_DEPTH = 64
 MAX_NAME_LENGTH = 128
 MAX_STOP_TOKENS = 64
+MAX_LISTED_TOKENS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_CHARACTERS = 65536
+MAX_CHOICES = 1024
+MAX_RELAXED_TOPK = 64
 
 
 class Rule(IntEnum):
@@ -57,18 +62,79 @@ class Stage(Enum):
     FAILED = 5
 
 
+class Acceptance(Enum):
+    """How closely the output has to follow the target; the values are those of the proto. All but EXACT are lossy."""
+
+    EXACT = 1
+    TYPICAL = 2
+    RELAXED = 3
+
+
+class AcceptanceRule(IntEnum):
+    """The rule that judged a draft; the values are those of the proto."""
+
+    GREEDY = 1
+    COUPLED = 2
+    TOKEN_WISE = 3
+    BLOCK = 4
+    TYPICAL = 5
+    RELAXED = 6
+    SYNTHETIC = 7
+
+    @property
+    def lossy(self) -> bool:
+        """Whether output judged by it may differ in law from the target's own."""
+        return self >= AcceptanceRule.TYPICAL
+
+
+class GrammarKind(Enum):
+    """What a grammar's text is; the values are the names of the proto's fields."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICE = "choice"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must be. `text` is empty for JSON_OBJECT and CHOICE, `choices` for all but CHOICE."""
+
+    kind: GrammarKind
+    text: str = ""
+    choices: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn: temperature, then top-k (0 is off), then top-p. Temperature 0 is greedy."""
+    """How the next token is drawn; see `outrider.sampling` for the order. Temperature 0 is greedy, and top_k 0 is off.
+
+    `logit_bias` is (token id, value) pairs, no id twice.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    banned_token_ids: tuple[int, ...] = ()
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's chance depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +144,10 @@ class SpeculationOptions:
     enabled: bool = True
     drafter: str = ""
     depth: int | None = None
+    acceptance: Acceptance = Acceptance.EXACT
+    typical_epsilon: float = 0.09
+    relaxed_topk: int = 10
+    relaxed_delta: float = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +164,17 @@ class TokenRequest:
     request_id: str = ""
     traceparent: str = ""
     min_chunk_tokens: int = 1
+    top_logprobs: int | None = None
+    grammar: Grammar | None = None
+    prediction: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What speculation did for one sequence, in vLLM's definitions; `histogram[i]` counts steps that accepted i tokens."""
+    """What speculation did for one sequence, in vLLM's definitions; `histogram[i]` counts steps that accepted i tokens.
+
+    `rules` are those that judged its drafts.
+    """
 
     forward_count: int = 0
     draft_count: int = 0
@@ -106,17 +182,29 @@ class SpeculationStats:
     accepted_token_count: int = 0
     histogram: list[int] = field(default_factory=list)
     max_depth: int = 0
+    rules: list[AcceptanceRule] = field(default_factory=list)
 
-    def record(self, drafted: int, accepted: int) -> None:
-        """Count one forward that verified `drafted` tokens and accepted `accepted` of them."""
+    def record(self, drafted: int, accepted: int, rule: AcceptanceRule | None = None) -> None:
+        """Count one forward that verified `drafted` tokens by a rule and accepted `accepted` of them."""
         self.forward_count += 1
         if drafted == 0:
             return
+        if rule is not None and rule not in self.rules:
+            self.rules.append(rule)
         self.draft_count += 1
         self.draft_token_count += drafted
         self.accepted_token_count += accepted
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms of the target's unprocessed softmax: of the token, and of the likeliest ones, best first."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +221,7 @@ class TokenChunk:
     stats: SpeculationStats | None = None
     cached_token_count: int = 0
     draft_token_count: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def joined(self, after: TokenChunk) -> TokenChunk:
         """This chunk and the one after it as one."""
@@ -141,6 +230,7 @@ class TokenChunk:
             token_ids=[*self.token_ids, *after.token_ids],
             sources=[*self.sources, *after.sources],
             draft_token_count=self.draft_token_count + after.draft_token_count,
+            logprobs=[*self.logprobs, *after.logprobs],
         )
 
 
@@ -211,6 +301,8 @@ class Opened:
     depth: int
     tenant: str = ""
     traceparent: str = ""
+    grammar: Grammar | None = None
+    prediction: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

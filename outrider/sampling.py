@@ -1,16 +1,19 @@
-"""From logits to tokens: temperature, top-k and top-p for a batch of rows, and counter-based randomness.
+"""From logits to tokens: temperature and truncation for a batch of rows, and counter-based randomness.
 
 Every random number is a pure function of (seed, position, purpose), so the batch a row happens to stand in, preemption and the
-order of requests change nothing, and no two purposes ever share noise.
+order of requests change nothing, and no two purposes ever share noise. docs/coupling.md specifies the noise for other languages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from outrider.messages import SamplingParams
 
 
 class Purpose(IntEnum):
@@ -19,13 +22,19 @@ class Purpose(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     RECOVER = 2
-    SAMPLE = 3
+    COUPLED = 3
 
 
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
+
+# SplitMix64's constants, as the signed integers that torch computes with.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+# Numbers of noise computed at once; bounds the memory that a large vocabulary takes.
+_NOISE_BLOCK = 2**24
 
 
 def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -43,50 +52,120 @@ def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> 
     return np.stack([c0, c1, c2, c3])
 
 
+def _words(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.uint64]:
+    """Four random 32-bit words [4, N] for each (seed, position)."""
+    seed = np.asarray(seeds, dtype=np.uint64)
+    position = np.asarray(positions, dtype=np.uint64)
+    key = np.stack([seed & _LOW, seed >> _32])
+    purposes = np.full_like(position, int(purpose))
+    return philox4x32(np.stack([position & _LOW, position >> _32, purposes, np.zeros_like(position)]), key)
+
+
 def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 random bits, one for each (seed, position), [N].
 
     `seeds` are 64-bit; `positions` count a sequence's tokens from 0, the prompt included.
     """
-    seed = np.asarray(seeds, dtype=np.uint64)
-    position = np.asarray(positions, dtype=np.uint64)
-    key = np.stack([seed & _LOW, seed >> _32])
-    purposes = np.full_like(position, int(purpose))
-    words = philox4x32(np.stack([position & _LOW, position >> _32, purposes, np.zeros_like(position)]), key)
+    words = _words(seeds, positions, purpose)
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
     numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return numbers
 
 
-def target_probs(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor
-) -> torch.Tensor:
-    """Probabilities [R, V] after temperature, top-k (0 is off) and top-p, each row with its own settings.
+def coupled_keys(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Where the coupled noise of each (seed, position) begins, [N]: a 64-bit number, in two's complement."""
+    words = _words(seeds, positions, Purpose.COUPLED)
+    keys: npt.NDArray[np.int64] = (words[0] | words[1] << _32).view(np.int64)
+    return keys
 
-    The order and the tie at top-p's edge are those of transformers' logits processors. Rows with temperature 0 come back as if
-    it were 1; their token is the argmax, which the caller takes from the logits. Sorting is paid for only by the rows that ask.
+
+def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard exponential numbers, float64 [R, V]: -log(u) of output number `token` of SplitMix64 seeded with the row's key.
+
+    SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. Its top 53 bits make u, in
+    (0, 1), so that -log(-log(u)) would be Gumbel noise.
     """
-    scaled = logits_RV / torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(-1)
-    truncated = ((top_k_R > 0) | (top_p_R < 1)) & (temperature_R > 0)
-    if bool(truncated.any()):
-        rows = truncated.nonzero().squeeze(-1)
-        scaled[rows] = _truncate(scaled[rows], top_k_R[rows], top_p_R[rows])
-    return scaled.softmax(-1)
+    state = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN) + keys_R.unsqueeze(-1)
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        state.bitwise_xor_((state >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+    state.bitwise_xor_((state >> 31).bitwise_and_(2**33 - 1))
+    bits = (state >> 11).bitwise_and_(2**53 - 1)
+    return bits.double().add_(0.5).mul_(2.0**-53).log_().neg_()
 
 
-def _truncate(logits_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-    """Set to -inf what top-k, then top-p, removes."""
+def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:
+    """A token for each row, int64 [R]: argmax of log(probability) + Gumbel noise (Gumbel-max; coupling as in arXiv 2408.07978).
+
+    Computed as the race argmax(probability / exponential), the same without a second logarithm. Two parties with the same keys
+    and close probabilities draw the same token most of the time: with total variation TV at least (1 - TV) / (1 + TV) of it. A
+    token of probability 0 never wins.
+    """
+    count = max(1, _NOISE_BLOCK // probs_RV.shape[-1])
+    blocks = [
+        (probs_RV[i : i + count].double() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1])).argmax(-1)
+        for i in range(0, len(probs_RV), count)
+    ]
+    return torch.cat(blocks)
+
+
+def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Probabilities [R, V] after temperature, top-k (0 is off), top-p, min-p and typical-p, each row with its own settings.
+
+    The order, and ties at an edge, are those of transformers' logits processors. Rows with temperature 0 come back as if it were
+    1 and nothing else set; their token is the argmax, which the caller takes from the logits. Rows pay only for what they ask.
+    """
+    temperatures = [s.temperature or 1.0 for s in samplings]
+    if any(t != 1.0 for t in temperatures):
+        logits_RV = logits_RV / torch.tensor(temperatures, dtype=logits_RV.dtype).to(logits_RV.device).unsqueeze(-1)
+    logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_k > 0 or s.top_p < 1 or s.min_p > 0, _truncate)
+    logits_RV = _replaced(logits_RV, samplings, lambda s: s.typical_p < 1, _typical)
+    return logits_RV.softmax(-1)
+
+
+def _replaced(
+    logits_RV: torch.Tensor,
+    samplings: Sequence[SamplingParams],
+    wants: Callable[[SamplingParams], bool],
+    truncate: Callable[[torch.Tensor, Sequence[SamplingParams]], torch.Tensor],
+) -> torch.Tensor:
+    """A copy in which the rows that want it are truncated."""
+    rows = [i for i, s in enumerate(samplings) if not s.greedy and wants(s)]
+    if not rows:
+        return logits_RV
+    index = torch.tensor(rows).to(logits_RV.device)
+    return logits_RV.index_copy(0, index, truncate(logits_RV[index], [samplings[i] for i in rows]))
+
+
+def _truncate(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Set to -inf what top-k, then top-p, then min-p removes."""
+    size, device = logits_RV.shape[-1], logits_RV.device
+    top_k_R = torch.tensor([min(s.top_k, size) or size for s in samplings]).to(device).unsqueeze(-1)
+    top_p_R = torch.tensor([s.top_p for s in samplings]).to(device).unsqueeze(-1)
+    min_p_R = torch.tensor([s.min_p for s in samplings]).to(device).unsqueeze(-1)
     ordered, index = logits_RV.sort(dim=-1, descending=True)
-    rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    limit = torch.where(top_k_R > 0, top_k_R, ordered.shape[-1]).unsqueeze(-1)
     # As transformers: whatever ties with the k-th likeliest stays.
-    kth = ordered.gather(-1, (limit - 1).clamp(max=ordered.shape[-1] - 1))
-    ordered = ordered.masked_fill((rank >= limit) & (ordered < kth), -torch.inf)
+    kth = ordered.gather(-1, top_k_R - 1)
+    ordered = ordered.masked_fill((torch.arange(size, device=device) >= top_k_R) & (ordered < kth), -torch.inf)
     probs = ordered.softmax(-1)
-    mass_before = probs.cumsum(-1) - probs
-    drop = (mass_before >= top_p_R.unsqueeze(-1)) & (top_p_R < 1).unsqueeze(-1)
+    drop = (probs.cumsum(-1) - probs >= top_p_R) & (top_p_R < 1)
     drop[:, 0] = False
-    return torch.empty_like(ordered).scatter_(-1, index, ordered.masked_fill(drop, -torch.inf))
+    ordered = ordered.masked_fill(drop, -torch.inf)
+    # A ratio to the likeliest, which no renormalisation changes.
+    ordered = ordered.masked_fill(probs < min_p_R * probs[:, :1], -torch.inf)
+    return torch.empty_like(ordered).scatter_(-1, index, ordered)
+
+
+def _typical(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Locally typical sampling (Meister et al., arXiv 2202.00666): keep what is about as surprising as expected, up to a mass."""
+    mass_R = torch.tensor([s.typical_p for s in samplings]).to(logits_RV.device).unsqueeze(-1)
+    log_probs = logits_RV.log_softmax(-1)
+    probs = log_probs.exp()
+    entropy = -(log_probs * probs).nansum(-1, keepdim=True)
+    distance, index = (-log_probs - entropy).abs().sort(dim=-1)
+    cumulative = probs.gather(-1, index).cumsum(-1)
+    last = (cumulative < mass_R).sum(-1, keepdim=True).clamp(max=logits_RV.shape[-1] - 1)
+    drop = (distance > distance.gather(-1, last)) & (mass_R < 1)
+    return logits_RV.masked_fill(torch.empty_like(drop).scatter_(-1, index, drop), -torch.inf)
 
 
 def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,15 @@ import numpy as np
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
+from outrider.wire_settings import (
+    check_name,
+    grammar_from_proto,
+    grammar_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    speculation_from_proto,
+    speculation_to_proto,
+)
 
 MAX_DISTRIBUTION_ENTRIES = 256
 MAX_BATCH_ENTRIES = 4096
@@ -20,47 +29,6 @@ SUM_TOLERANCE = 1e-3
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------------
-
-
-def sampling_from_proto(proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling") -> m.SamplingParams:
-    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
-    temperature = proto.temperature if proto.HasField("temperature") else 1.0
-    top_p = proto.top_p if proto.HasField("top_p") else 1.0
-    check_sampling(temperature, top_p, proto.top_k, vocab_size, prefix + ".")
-    return m.SamplingParams(temperature, proto.top_k, top_p, proto.seed if proto.HasField("seed") else None)
-
-
-def check_sampling(temperature: float, top_p: float, top_k: int, vocab_size: int, prefix: str = "") -> None:
-    """The ranges of the sampling settings, for HTTP and gRPC alike; NaN is in no range."""
-    if not 0.0 <= temperature <= 2.0:
-        raise invalid(f"{prefix}temperature", f"must be in [0, 2], not {temperature}")
-    if not 0.0 < top_p <= 1.0:
-        raise invalid(f"{prefix}top_p", f"must be in (0, 1], not {top_p}")
-    if not 0 <= top_k <= vocab_size:
-        raise invalid(f"{prefix}top_k", f"must be in [0, {vocab_size}], not {top_k}")
-
-
-def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(
-        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed
-    )
-
-
-def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.SpeculationOptions:
-    depth = proto.depth if proto.HasField("depth") else None
-    check_speculation(proto.drafter, depth)
-    return m.SpeculationOptions(proto.enabled if proto.HasField("enabled") else True, proto.drafter, depth)
-
-
-def check_speculation(drafter: str, depth: int | None) -> None:
-    """The ranges of the speculation settings, for HTTP and gRPC alike."""
-    if depth is not None and not 0 <= depth <= m.MAX_DEPTH:
-        raise invalid("speculation.depth", f"must be in [0, {m.MAX_DEPTH}], not {depth}")
-    _check_name("speculation.drafter", drafter, empty=True)
-
-
-def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.SpeculationOptions:
-    return common_pb2.SpeculationOptions(enabled=options.enabled, drafter=options.drafter, depth=options.depth)
 
 
 def request_from_proto(
@@ -78,8 +46,16 @@ def request_from_proto(
     if len(proto.stop_token_ids) > m.MAX_STOP_TOKENS:
         raise invalid("stop_token_ids", f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(proto.stop_token_ids)}")
     _check_ids("stop_token_ids", proto.stop_token_ids, vocab_size)
-    _check_name("request_id", proto.request_id, empty=True)
-    _check_name("tenant", proto.tenant, empty=True)
+    check_name("request_id", proto.request_id, empty=True)
+    check_name("tenant", proto.tenant, empty=True)
+    top_logprobs = proto.top_logprob_count if proto.HasField("top_logprob_count") else None
+    check_logprobs("top_logprob_count", top_logprobs)
+    if len(proto.prediction_token_ids) > context_length:
+        raise invalid("prediction_token_ids", f"must hold at most {context_length} ids, not {len(proto.prediction_token_ids)}")
+    _check_ids("prediction_token_ids", proto.prediction_token_ids, vocab_size)
+    if proto.sampling.min_tokens > proto.max_tokens:
+        message = f"must be at most max_tokens, which is {proto.max_tokens}, not {proto.sampling.min_tokens}"
+        raise invalid("sampling.min_tokens", message)
     return m.TokenRequest(
         prompt=list(proto.prompt_token_ids),
         max_tokens=proto.max_tokens,
@@ -91,7 +67,16 @@ def request_from_proto(
         request_id=proto.request_id,
         traceparent=traceparent,
         min_chunk_tokens=max(1, proto.min_chunk_token_count),
+        top_logprobs=top_logprobs,
+        grammar=grammar_from_proto(proto.grammar),
+        prediction=list(proto.prediction_token_ids),
     )
+
+
+def check_logprobs(field: str, count: int | None) -> None:
+    """How many of the likeliest tokens may be asked for."""
+    if count is not None and not 0 <= count <= m.MAX_TOP_LOGPROBS:
+        raise invalid(field, f"must be in [0, {m.MAX_TOP_LOGPROBS}], not {count}")
 
 
 def check_context(prompt_length: int, max_tokens: int, context_length: int) -> None:
@@ -115,6 +100,9 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
         speculation=speculation_to_proto(request.speculation),
         tenant=request.tenant,
         min_chunk_token_count=request.min_chunk_tokens,
+        top_logprob_count=request.top_logprobs,
+        grammar=grammar_to_proto(request.grammar),
+        prediction_token_ids=request.prediction,
     )
 
 
@@ -125,6 +113,7 @@ def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
         drafter_id=chunk.drafter_id,
         cached_token_count=chunk.cached_token_count,
         draft_token_count=chunk.draft_token_count,
+        logprobs=[logprob_to_proto(logprob) for logprob in chunk.logprobs],
     )
     if chunk.finish_reason is not None:
         response.finish_reason = _enum(chunk.finish_reason)
@@ -142,7 +131,12 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
         stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
         cached_token_count=proto.cached_token_count,
         draft_token_count=proto.draft_token_count,
+        logprobs=[m.TokenLogprob(p.logprob, tuple(p.top_token_ids), tuple(p.top_logprobs)) for p in proto.logprobs],
     )
+
+
+def logprob_to_proto(logprob: m.TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs)
 
 
 def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
@@ -153,13 +147,20 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
         accepted_token_count=stats.accepted_token_count,
         acceptance_histogram=stats.histogram,
         max_depth=stats.max_depth,
+        rules=[_enum(rule) for rule in stats.rules],
     )
 
 
 def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
     histogram = list(proto.acceptance_histogram)
     return m.SpeculationStats(
-        proto.forward_count, proto.draft_count, proto.draft_token_count, proto.accepted_token_count, histogram, proto.max_depth
+        proto.forward_count,
+        proto.draft_count,
+        proto.draft_token_count,
+        proto.accepted_token_count,
+        histogram,
+        proto.max_depth,
+        [m.AcceptanceRule(rule) for rule in proto.rules],
     )
 
 
@@ -231,7 +232,7 @@ def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
 
 def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
     for name in ("kind", "host", "device", "architecture"):
-        _check_name(f"placement.{name}", getattr(proto, name), empty=True)
+        check_name(f"placement.{name}", getattr(proto, name), empty=True)
     if len(proto.cores) > MAX_BATCH_ENTRIES:
         raise invalid("placement.cores", f"must hold at most {MAX_BATCH_ENTRIES} cores")
     numa_node = proto.numa_node if proto.HasField("numa_node") else None
@@ -242,9 +243,9 @@ def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
 
 
 def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
-    _check_name("hello.drafter_id", proto.drafter_id)
-    _check_name("hello.family", proto.family)
-    _check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
+    check_name("hello.drafter_id", proto.drafter_id)
+    check_name("hello.family", proto.family)
+    check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
     if not 1 <= proto.max_depth <= m.MAX_DEPTH:
         raise invalid("hello.max_depth", f"must be in [1, {m.MAX_DEPTH}], not {proto.max_depth}")
     if proto.max_sequence_count < 0:
@@ -360,6 +361,8 @@ def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
         depth=opened.depth,
         tenant=opened.tenant,
         traceparent=opened.traceparent,
+        grammar=grammar_to_proto(opened.grammar),
+        prediction_token_ids=opened.prediction,
     )
 
 
@@ -414,6 +417,8 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
         depth=proto.depth,
         tenant=proto.tenant,
         traceparent=proto.traceparent,
+        grammar=grammar_from_proto(proto.grammar),
+        prediction=list(proto.prediction_token_ids),
     )
 
 
@@ -439,9 +444,3 @@ def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise invalid(field, f"must be in [0, {vocab_size}), not {worst}")
-
-
-def _check_name(field: str, name: str, empty: bool = False) -> None:
-    if not (empty or name) or len(name) > m.MAX_NAME_LENGTH or (name and not name.isprintable()):
-        least = 0 if empty else 1
-        raise invalid(field, f"must be {least} to {m.MAX_NAME_LENGTH} printable characters, not {name[:40]!r}")

@@ -12,18 +12,20 @@ from typing import Any
 
 import uvloop
 from prometheus_client import start_http_server
+from tokenizers import Tokenizer
 
 from outrider import rpc, telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError, Reason
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
-from outrider.messages import ModelInfo, Stage
+from outrider.messages import AcceptanceRule, ModelInfo, Stage
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine import Delivery, Engine, Limits
 from verifier_svc.engine_thread import EngineThread
+from verifier_svc.judging import Judge
 from verifier_svc.metrics import Metrics
 from verifier_svc.servicer import VerifierServicer
 
@@ -80,7 +82,8 @@ class Loader:
     def build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
         """The engine, ready to run; raises OutriderError when the target cannot be served."""
         settings = self._settings
-        identity = fingerprint(load_tokenizer(settings.target))
+        tokenizer = load_tokenizer(settings.target)
+        identity = fingerprint(tokenizer)
         runner = ModelRunner.load(
             settings.target,
             dtype=settings.dtype,
@@ -107,14 +110,23 @@ class Loader:
         metrics = Metrics(self.info.model_id)
         if settings.metrics_port:
             start_http_server(settings.metrics_port, "127.0.0.1", registry=metrics.registry)
+        rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
+        judge = Judge(rule, _thinking_ids(tokenizer, settings.thinking_tokens), settings.synthetic_acceptance_rate)
         limits = Limits(settings.depth, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
-        engine = Engine(runner, pool, deliver, metrics, limits, trust_draft_distributions=settings.trust_draft_distributions)
+        engine = Engine(runner, pool, deliver, metrics, limits, judge, trust_draft_distributions=settings.trust_draft_distributions)
         self._report(Stage.WARMING_UP, "running trial forwards")
         engine.warm_up()
         # What loading left behind lives as long as the process; without this a collection now and then takes 100 ms to see that.
         gc.collect()
         gc.freeze()
         return engine
+
+
+def _thinking_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:
+    """Ids of the tokens that begin and end thinking; None when the tokenizer lacks one of them."""
+    begin, _, end = tokens.partition(",")
+    ids = tokenizer.token_to_id(begin), tokenizer.token_to_id(end)
+    return None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
 
 
 def main() -> None:

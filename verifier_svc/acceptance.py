@@ -1,134 +1,239 @@
 """Which draft tokens stand, for a whole batch at once. Knows logits, drafts and noise; not sequences, pages or streams.
 
-One-hot drafts are judged by sampling the target's own token at every position and accepting while the draft equals it: the
-acceptance probability is target(draft) and the token after a miss follows norm(max(0, target - one_hot)), which is the rejection
-rule for a one-hot draft, and since nothing of the draft enters the sampled token, a seed gives the same text with any drafter.
-Sparse drafts take the rejection rule itself (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+Unless a sampled draft comes from a trusted drafter, the target's own token is drawn at every position, with noise that depends on
+seed and position alone, and a draft token stands if it is the same: nothing of the draft enters the output, so a seed gives the
+same text with any drafter. That is GREEDY at temperature 0 and COUPLED above. The rules proper are in `verifier_svc.rules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from outrider.messages import SamplingParams, SparseDistribution
-from outrider.sampling import Purpose, inverse_cdf, target_probs, uniforms
+from outrider.logits import Context, adjust
+from outrider.messages import AcceptanceRule, SparseDistribution, SpeculationOptions
+from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
+from verifier_svc.rules import block, lossy, token_wise
+from verifier_svc.rules.sparse import SparseDrafts, Verdicts
+
+_SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], Verdicts]] = {
+    AcceptanceRule.TOKEN_WISE: token_wise.judge,
+    AcceptanceRule.BLOCK: block.judge,
+}
+NO_TOKEN = -1
+"""In place of a token where the request's bans and grammar allow none."""
+_NO_DRAFT = -2
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One sequence's share of a batch: its logits rows are those after the last committed token and after each draft token.
 
-    `position` is the index in the sequence of the token that the first row decides. `distributions` is empty for a one-hot
-    draft, else one for each draft token: what that token was really sampled from.
+    `distributions` is empty, or for the rules TOKEN_WISE and BLOCK one for each draft token: what that token was really sampled
+    from. `options` holds the lossy rules' settings; `thinking` says for each draft token whether RELAXED may apply to it.
     """
 
-    sampling: SamplingParams
+    context: Context
     seed: int
-    position: int
-    token_ids: Sequence[int] = ()
-    distributions: Sequence[SparseDistribution] = field(default=())
+    rule: AcceptanceRule = AcceptanceRule.COUPLED
+    distributions: Sequence[SparseDistribution] = ()
+    options: SpeculationOptions = field(default_factory=SpeculationOptions)
+    thinking: Sequence[bool] = ()
+
+    @property
+    def needs_probs(self) -> bool:
+        return not self.context.sampling.greedy or self.rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many draft tokens of a sequence were accepted, and the recovered, bonus or plain token that follows them."""
+    """How many draft tokens of a sequence were accepted, and the recovered, bonus or plain token that follows them.
+
+    `next_token` is NO_TOKEN when the request's bans and grammar leave none.
+    """
 
     accepted_count: int
     next_token: int
 
 
-def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft]) -> list[Outcome]:
+def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None) -> list[Outcome]:
     """Judge every draft of a batch in a few tensor operations and one copy back.
 
-    `logits_RV` is float32 with R = sum of (draft length + 1), sequence by sequence.
+    `logits_RV` is float32 with R = sum of (draft length + 1), sequence by sequence, as the model gave them. With a
+    `synthetic_rate` draft tokens stand at that rate whatever the target says, which is of use for benchmarks alone.
     """
     if not drafts:
         return []
+    plain = all(draft.context.plain for draft in drafts)
+    logits_RV = adjust(logits_RV, [draft.context for draft in drafts])
     tokens_R = logits_RV.argmax(-1)
-    if len(drafts) == len(logits_RV) and all(draft.sampling.greedy for draft in drafts):
+    if plain and len(drafts) == len(logits_RV) and not any(draft.needs_probs for draft in drafts):
         return [Outcome(0, token) for token in tokens_R.tolist()]  # plain greedy decoding, which all else must not slow down
     rows = _Rows(drafts, logits_RV.device)
-    if not rows.all_greedy:
-        probs_RV = target_probs(logits_RV, rows.temperature_R, rows.top_k_R, rows.top_p_R)
-        sampled_R = inverse_cdf(probs_RV, rows.uniform(Purpose.SAMPLE))
-        tokens_R = torch.where(rows.temperature_R > 0, sampled_R, tokens_R)
-        if rows.sparse:
-            matches_R = tokens_R == rows.tensor(rows.draft_R)
-            _judge_sparse(probs_RV, rows, tokens_R, matches_R)
-            return rows.outcomes(*torch.stack([tokens_R, matches_R]).cpu().numpy())
-    tokens = tokens_R.cpu().numpy()
-    return rows.outcomes(tokens, tokens == rows.draft_R)
+    matches_R = _judge(logits_RV, rows, tokens_R)
+    if synthetic_rate is not None:
+        matches_R = rows.tensor(rows.uniform(Purpose.ACCEPT) < synthetic_rate) & rows.drafted_R
+    if not plain:
+        tokens_R = torch.where(logits_RV.isneginf().all(-1), NO_TOKEN, tokens_R)
+        matches_R &= tokens_R != NO_TOKEN
+    return rows.outcomes(*torch.stack([tokens_R, matches_R]).cpu().numpy())
 
 
-def _judge_sparse(probs_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor, matches_R: torch.Tensor) -> None:
-    """Overwrite `matches_R` and `tokens_R` at the sparse rows: accept with min(1, target/draft), else draw from the residual."""
-    at_S, ids_SE, draft_probs_SE = rows.sparse_tensors()
-    target_SV = probs_RV[at_S].double()
-    draft_S = rows.tensor(rows.draft_R)[at_S].unsqueeze(-1)
-    draft_prob_S = (draft_probs_SE * (ids_SE == draft_S)).sum(-1)
-    target_prob_S = target_SV.gather(-1, draft_S).squeeze(-1)
-    matches_R[at_S] = rows.uniform(Purpose.ACCEPT)[at_S] * draft_prob_S < target_prob_S
-    residual_SV = target_SV.scatter_add(-1, ids_SE, -draft_probs_SE).clamp_(min=0)
+def _judge(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torch.Tensor:
+    """Which rows' draft tokens stand, bool [R]; `tokens_R`, the argmax, becomes each row's token."""
+    needed = rows.where(lambda draft: draft.needs_probs)
+    if not needed:
+        return tokens_R == rows.draft_R
+    whole = len(needed) == len(logits_RV)
+    at_N = rows.tensor(np.array(needed))
+    probs_NV = target_probs(logits_RV if whole else logits_RV[at_N], [rows.of_row[row].context.sampling for row in needed])
+    probs_NV = probs_NV.nan_to_num(0.0)  # rows of which bans and grammar leave nothing
+    sampled_N = coupled_sample(probs_NV, rows.keys(needed))
+    greedy_N = rows.tensor(np.array([rows.of_row[row].context.sampling.greedy for row in needed]))
+    tokens_R[at_N] = torch.where(greedy_N, tokens_R[at_N], sampled_N)
+    matches_R = tokens_R == rows.draft_R
+    probs = _Probs(probs_NV, {row: n for n, row in enumerate(needed)})
+    for rule in {draft.rule for draft in rows.drafts}:
+        if rule in _SAMPLED_RULES:
+            _judge_sampled(_SAMPLED_RULES[rule], rule, probs, rows, tokens_R, matches_R)
+        elif rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED):
+            _judge_lossy(rule, probs, rows, matches_R)
+    return matches_R
+
+
+@dataclass(frozen=True, slots=True)
+class _Probs:
+    """Target probabilities of some rows, and where each row's are."""
+
+    values_NV: torch.Tensor
+    index: dict[int, int]
+
+    def at(self, rows: Sequence[int]) -> torch.Tensor:
+        return self.values_NV[torch.tensor([self.index[row] for row in rows]).to(self.values_NV.device)]
+
+
+def _judge_sampled(
+    judge: Callable[[SparseDrafts], Verdicts],
+    rule: AcceptanceRule,
+    probs: _Probs,
+    rows: _Rows,
+    tokens_R: torch.Tensor,
+    matches_R: torch.Tensor,
+) -> None:
+    """Overwrite the rows of sampled drafts; the rest of a draft that is not accepted whole is drawn from the residual."""
+    picked = [(first, d) for first, d in rows if d.rule is rule and d.distributions and not d.context.sampling.greedy]
+    if not picked:
+        return
+    lengths = [len(draft.context.drafted) for _, draft in picked]
+    spans = [range(first, first + n) for (first, _), n in zip(picked, lengths, strict=True)]
+    flat = [row for span in spans for row in span]
+    ids_BKE, draft_BKE = rows.padded_distributions([draft for _, draft in picked], max(lengths))
+    real_BK = rows.tensor(np.arange(max(lengths)) < np.array(lengths)[:, None])
+    target_BKE = torch.zeros_like(draft_BKE)
+    target_SV = probs.at(flat).double()
+    target_BKE[real_BK] = target_SV.gather(-1, ids_BKE[real_BK]) * (draft_BKE[real_BK] > 0)
+    own_S = rows.draft_R[rows.tensor(np.array(flat))].unsqueeze(-1)
+    own_BKE = torch.zeros_like(draft_BKE)
+    own_BKE[real_BK] = (ids_BKE[real_BK] == own_S).double() * (draft_BKE[real_BK] > 0)
+    target_BK, uniform_BK = torch.zeros_like(draft_BKE[..., 0]), torch.ones_like(draft_BKE[..., 0])
+    target_BK[real_BK] = target_SV.gather(-1, own_S).squeeze(-1)
+    uniform_BK[real_BK] = rows.tensor(rows.uniform(Purpose.ACCEPT)[flat])
+    lengths_B = rows.tensor(np.array(lengths))
+    verdicts = judge(SparseDrafts(lengths_B, (draft_BKE * own_BKE).sum(-1), target_BK, draft_BKE, target_BKE, uniform_BK))
+    accepted_B = verdicts.accepted_B
+    stands_BK = torch.arange(max(lengths), device=accepted_B.device) < accepted_B.unsqueeze(-1)
+    matches_R[rows.tensor(np.array(flat))] = stands_BK[real_BK]
+    # Where a draft is cut short, the row behind its accepted tokens takes a recovered token; a whole one keeps its bonus token.
+    short_B = accepted_B < lengths_B
+    if not bool(short_B.any()):
+        return
+    cut = accepted_B[short_B].unsqueeze(-1)
+    starts_B = rows.tensor(np.cumsum([0, *lengths[:-1]]))
+    residual = target_SV[(starts_B + accepted_B)[short_B]] * verdicts.scale_B[short_B].unsqueeze(-1)
+    at = torch.arange(len(cut), device=cut.device)
+    residual.scatter_add_(-1, ids_BKE[short_B][at, cut[:, 0]], -draft_BKE[short_B][at, cut[:, 0]])
+    residual.clamp_(min=0)
     # Equal distributions leave no residual; then nothing can be rejected but by rounding, and the target itself is right.
-    residual_SV = torch.where(residual_SV.sum(-1, keepdim=True) > 0, residual_SV, target_SV)
-    tokens_R[at_S] = inverse_cdf(residual_SV, rows.uniform(Purpose.RECOVER)[at_S])
+    own = target_SV[(starts_B + accepted_B)[short_B]]
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, own)
+    end_B = (rows.tensor(np.array([first for first, _ in picked])) + accepted_B)[short_B]
+    recover_R = rows.tensor(rows.uniform(Purpose.RECOVER))
+    tokens_R[end_B] = inverse_cdf(residual, recover_R[end_B])
+
+
+def _judge_lossy(rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor) -> None:
+    """Let draft tokens stand that the lossy rule allows; the others go as under the exact rule."""
+    flat, options = [], []
+    for first, draft in rows:
+        if draft.rule is rule:
+            allowed = draft.thinking if rule is AcceptanceRule.RELAXED else [True] * len(draft.context.drafted)
+            flat += [first + i for i, yes in enumerate(allowed) if yes]
+            options += [draft.options for yes in allowed if yes]
+    if not flat:
+        return
+    at = rows.tensor(np.array(flat))
+    probs_NV, draft_N = probs.at(flat), rows.draft_R[at]
+    if rule is AcceptanceRule.TYPICAL:
+        stands = lossy.typical(probs_NV, draft_N, rows.tensor(np.array([o.typical_epsilon for o in options], np.float32)))
+    else:
+        topk = rows.tensor(np.array([o.relaxed_topk for o in options]))
+        stands = lossy.relaxed(probs_NV, draft_N, topk, rows.tensor(np.array([o.relaxed_delta for o in options], np.float32)))
+    matches_R[at] |= stands
 
 
 class _Rows:
-    """The batch laid out as arrays: R logits rows of B sequences."""
+    """The batch laid out: R logits rows of B sequences, one after the other. Iterates over (first row, draft)."""
 
     def __init__(self, drafts: Sequence[Draft], device: torch.device) -> None:
+        self.drafts = drafts
         self._device = device
-        self._counts_B = np.array([len(draft.token_ids) + 1 for draft in drafts])
+        self._counts_B = np.array([draft.context.row_count for draft in drafts])
         self._first_B = np.cumsum(self._counts_B) - self._counts_B
-        # -1 after each draft's last token: the bonus row has nothing to match.
-        self.draft_R = np.array([token for draft in drafts for token in (*draft.token_ids, -1)])
-        self.all_greedy = all(draft.sampling.greedy for draft in drafts)
-        if not self.all_greedy:
-            self._lay_out_sampling(drafts, self._first_B)
+        self.of_row = [draft for draft in drafts for _ in range(draft.context.row_count)]
+        # The last row of each sequence has nothing to match.
+        drafted = np.array([token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)])
+        self.draft_R = self.tensor(drafted)
+        self.drafted_R = self.tensor(drafted != _NO_DRAFT)
+
+    def __iter__(self) -> Iterator[tuple[int, Draft]]:
+        return zip(self._first_B.tolist(), self.drafts, strict=True)
+
+    def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
+        """The rows of the drafts that are wanted."""
+        return [row for row, draft in enumerate(self.of_row) if wanted(draft)]
+
+    def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
+        seeds = np.repeat(np.array([draft.seed for draft in self.drafts], np.uint64), self._counts_B)
+        offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
+        return seeds, np.repeat([len(draft.context.tokens) for draft in self.drafts], self._counts_B) + offsets
+
+    def uniform(self, purpose: Purpose) -> np.ndarray:
+        """float64 [R], each row's own number for the purpose."""
+        return uniforms(*self._seeds_and_positions(), purpose)
+
+    def keys(self, rows: Sequence[int]) -> torch.Tensor:
+        """Where the coupled noise of some rows begins."""
+        return self.tensor(coupled_keys(*self._seeds_and_positions())[rows])
+
+    def padded_distributions(self, drafts: Sequence[Draft], longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and probabilities [B, K, E] of sampled drafts, padded with (id 0, probability 0)."""
+        width = max(distribution.token_ids.size for draft in drafts for distribution in draft.distributions)
+        ids = np.zeros((len(drafts), longest, width), np.int64)
+        probs = np.zeros((len(drafts), longest, width), np.float64)
+        for b, draft in enumerate(drafts):
+            for k, distribution in enumerate(draft.distributions):
+                ids[b, k, : distribution.token_ids.size] = distribution.token_ids
+                probs[b, k, : distribution.token_ids.size] = distribution.probabilities
+        return self.tensor(ids), self.tensor(probs)
 
     def outcomes(self, tokens_R: np.ndarray, matches_R: np.ndarray) -> list[Outcome]:
         """Each sequence's accepted tokens end at its first row without a match, whose token is the next one."""
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]
         return [Outcome(*pair) for pair in zip((end_B - self._first_B).tolist(), tokens_R[end_B].tolist(), strict=True)]
-
-    def _lay_out_sampling(self, drafts: Sequence[Draft], first_B: np.ndarray) -> None:
-        samplings = [draft.sampling for draft in drafts]
-        self.temperature_R = self._spread([s.temperature for s in samplings], np.float32)
-        self.top_k_R = self._spread([s.top_k for s in samplings], np.int64)
-        self.top_p_R = self._spread([s.top_p for s in samplings], np.float32)
-        self._seed_R = np.repeat(np.array([draft.seed for draft in drafts], np.uint64), self._counts_B)
-        offset_R = np.arange(len(self._seed_R)) - np.repeat(first_B, self._counts_B)
-        self._position_R = np.repeat([draft.position for draft in drafts], self._counts_B) + offset_R
-        # Temperature 0 makes the target one-hot: a sampled draft is then right exactly when it is the argmax.
-        self.sparse = [
-            (int(first) + i, distribution)
-            for first, draft in zip(first_B, drafts, strict=True)
-            if not draft.sampling.greedy
-            for i, distribution in enumerate(draft.distributions)
-        ]
-
-    def uniform(self, purpose: Purpose) -> torch.Tensor:
-        """float64 [R], each row's own number for the purpose."""
-        return self.tensor(uniforms(self._seed_R, self._position_R, purpose))
-
-    def sparse_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Row numbers [S], ids [S, E] and probabilities [S, E] of the sparse drafts, padded with (id 0, probability 0)."""
-        width = max(distribution.token_ids.size for _, distribution in self.sparse)
-        ids_SE = np.zeros((len(self.sparse), width), np.int64)
-        probs_SE = np.zeros((len(self.sparse), width), np.float64)
-        for i, (_, distribution) in enumerate(self.sparse):
-            ids_SE[i, : distribution.token_ids.size] = distribution.token_ids
-            probs_SE[i, : distribution.token_ids.size] = distribution.probabilities
-        return self.tensor(np.array([row for row, _ in self.sparse])), self.tensor(ids_SE), self.tensor(probs_SE)
-
-    def _spread(self, values_B: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
-        return self.tensor(np.repeat(np.array(values_B, dtype), self._counts_B))
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the logits' device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -66,6 +67,15 @@ class VerifierSettings(Settings):
 
     trust_draft_distributions: bool = False
     """Let drafters sample and judge them by the distribution they claim. One that lies can then bias the output."""
+
+    sampled_rule: Literal["block", "token-wise"] = "block"
+    """Rule for drafts that a trusted drafter sampled."""
+
+    thinking_tokens: str = "<think>,</think>"
+    """The tokens that begin and end the thinking phase, where relaxed acceptance applies; ignored when the model lacks them."""
+
+    synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
+    """For benchmarks alone: let draft tokens stand at this rate, whatever the target says. Every response is marked."""
 
     drain_seconds: float = Field(10.0, ge=0)
     """How long running requests may finish after SIGTERM."""

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Iterable
 
 from outrider.errors import OutriderError
-from outrider.messages import Closed, CloseReason, DraftBatch, Hello, Rule, StepBatch, Window
+from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Window
 from verifier_svc.depth import AcceptanceRate, ForwardCost, expected_tokens, speculation_pays, wait_budget_s
 from verifier_svc.drafters import Drafter, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.sequence import Assignment, Pause, Sequence
 from verifier_svc.trie import Fate, Trie
+from verifier_svc.trust import how_to_propose
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ class Drafting:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
             depth = min(_AHEAD * sequence.depth + 1, drafter.hello.max_depth)
-            trusted = self._trust_distributions and Rule.SPARSE in drafter.hello.distributions
-            rule = Rule.SPARSE if trusted and not sequence.request.sampling.greedy else Rule.ONE_HOT
+            rule = how_to_propose(sequence.request, drafter.hello.distributions, self._trust_distributions)
             trie = Trie(Window(node_count=_NODES_PER_DEPTH * depth, depth=depth))
             assignment = Assignment(drafter, trie, rule, AcceptanceRate(_OPTIMISM))
             sequence.assignments[drafter.id] = assignment

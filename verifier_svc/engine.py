@@ -22,11 +22,12 @@ from outrider import telemetry
 from outrider.errors import OutriderError, Reason
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Slice
-from outrider.messages import FinishReason, Rule, SpeculationStats, StepBatch, TokenChunk, TokenRequest, TokenSource
+from outrider.messages import Acceptance, FinishReason, SpeculationStats, StepBatch, TokenChunk, TokenRequest, TokenSource
 from outrider.telemetry import NO_SPAN, Span
-from verifier_svc.acceptance import Draft, Outcome, accept
+from verifier_svc.acceptance import NO_TOKEN
 from verifier_svc.depth import ForwardCost
 from verifier_svc.drafting import Drafting
+from verifier_svc.judging import Judge, Judgement
 from verifier_svc.metrics import Metrics
 from verifier_svc.scheduler import Item, Scheduler
 from verifier_svc.sequence import Sequence
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 
 Delivery = tuple[Callable[..., None], object]
 """A sink, and what to call it with."""
+
+
+_EXACT = Judge()
 
 
 class LanguageModel(Protocol):
@@ -67,11 +71,13 @@ class Engine:
         deliver: Callable[[list[Delivery]], None],
         metrics: Metrics,
         limits: Limits = Limits(),  # frozen
+        judge: Judge = _EXACT,
         *,
         trust_draft_distributions: bool = False,
     ) -> None:
         self.model = model
         self.limits = limits
+        self.judge = judge
         self.pool = pool
         self.sequences: dict[int, Sequence] = {}
         self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
@@ -135,27 +141,29 @@ class Engine:
             return
         spans = [_span(item) for item in items]
         try:
-            outcomes = self._forward(items)
+            judgements = self._forward(items)
         except (RuntimeError, OutriderError) as error:
             log.exception("a forward failed")
             self._fail(items, error)
         else:
-            for item, outcome, span in zip(items, outcomes, spans, strict=True):
-                self._commit(item, outcome, span)
+            for item, judgement, span in zip(items, judgements, spans, strict=True):
+                if judgement is not None and judgement.outcome.next_token == NO_TOKEN:
+                    self._fail([item], _nothing_allowed())
+                else:
+                    self._commit(item, judgement, span)
         for span in spans:
             span.end()
         self._metrics.step(time.monotonic() - started, self.scheduler.preemption_count - preempted)
         self._measure_occupancy()
         self._flush()
 
-    def _forward(self, items: list[Item]) -> list[Outcome | None]:
+    def _forward(self, items: list[Item]) -> list[Judgement | None]:
         """Score a batch; None for a part of a prompt."""
         started = time.monotonic()
         slices = [_slice(item) for item in items]
-        logits_RV = self.model.forward(slices)
-        judged = iter(accept(logits_RV, [_draft(item) for item in items if item.samples]))
+        judgements = self.judge.judge(self.model.forward(slices), items)
         self.cost.observe(sum(len(part.token_ids) for part in slices), time.monotonic() - started)
-        return [next(judged) if item.samples else None for item in items]
+        return judgements
 
     def _await_drafts(self) -> None:
         """Wait for drafts that are under way as long as that pays; they may come, or turn out not to pay, in the meantime."""
@@ -182,7 +190,8 @@ class Engine:
         """Take a request; its chunks and, at worst, an error go to `sink`.
 
         Raises OutriderError: CONTEXT_LENGTH_EXCEEDED when it could never fit the cache, OVERLOADED when too many wait,
-        DRAFTER_NOT_FOUND for a drafter nobody knows.
+        DRAFTER_NOT_FOUND for a drafter nobody knows, INVALID_VALUE
+        for relaxed acceptance with a model that does not think.
         """
         needed, held = len(request.prompt) + request.max_tokens, self.pool.page_count * self.pool.page_size
         if needed > held:
@@ -190,6 +199,9 @@ class Engine:
             raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             raise OutriderError(Reason.OVERLOADED, f"{self.limits.max_waiting} requests are waiting already", retry_after_s=1.0)
+        if request.speculation.acceptance is Acceptance.RELAXED and self.judge.thinking_ids is None:
+            message = "speculation.acceptance: relaxed is for the thinking phase, and this model has no tokens that mark one"
+            raise OutriderError(Reason.INVALID_VALUE, message, "speculation.acceptance")
         if request.speculation.enabled:
             self.drafting.roster.check_known(request.speculation.drafter)
         sequence = self._new_sequence(request, sink, span)
@@ -240,19 +252,19 @@ class Engine:
 
     # --- committing ---
 
-    def _commit(self, item: Item, outcome: Outcome | None, span: Span) -> None:
+    def _commit(self, item: Item, judgement: Judgement | None, span: Span) -> None:
         """Take over what a forward said about one sequence."""
         sequence = item.sequence
         sequence.kv.length = item.start + len(item.token_ids)
-        if outcome is None:
+        if judgement is None:
             self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
             return
-        drafted = item.path.token_ids
+        outcome, drafted = judgement.outcome, item.path.token_ids
         new = [*drafted[: outcome.accepted_count], outcome.next_token]
         finish_reason = _end(sequence, new)
         accepted = min(outcome.accepted_count, len(new))
         sequence.tokens += new
-        sequence.stats.record(len(drafted), accepted)
+        sequence.stats.record(len(drafted), accepted, judgement.rule)
         # Keep the cache of what was accepted; the target's own token was sampled, not fed, so it comes with the next forward.
         sequence.kv.length += accepted
         self.pool.truncate(sequence.kv, sequence.kv.length)
@@ -261,20 +273,18 @@ class Engine:
         span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if item.assignment is not None:
             self.drafting.judge(item.assignment, len(drafted), outcome.accepted_count)
-        self._emit(item, new, accepted, finish_reason)
+        self._emit(sequence, _chunk(item, new, accepted, judgement, finish_reason))
         if finish_reason is not None:
             self._close(sequence)
         else:
             self.drafting.acknowledge(sequence, new, span.traceparent)
 
-    def _emit(self, item: Item, new: list[int], accepted: int, finish_reason: FinishReason | None) -> None:
+    def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
         """Deliver what was committed, unless the request wants more tokens at once."""
-        sequence = item.sequence
-        chunk = _chunk(item, new, accepted, finish_reason)
         if sequence.unsent is not None:
             chunk = sequence.unsent.joined(chunk)
         first = sequence.stats.forward_count == 1
-        if first or finish_reason is not None or len(chunk.token_ids) >= sequence.request.min_chunk_tokens:
+        if first or chunk.finish_reason is not None or len(chunk.token_ids) >= sequence.request.min_chunk_tokens:
             self._deliveries.append((sequence.sink, chunk))
             sequence.unsent = None
         else:
@@ -298,15 +308,9 @@ def _slice(item: Item) -> Slice:
     return Slice([*item.token_ids, *item.path.token_ids], item.start, item.sequence.kv.pages, item.logit_count)
 
 
-def _draft(item: Item) -> Draft:
-    sparse = item.assignment is not None and item.assignment.rule is Rule.SPARSE
-    return Draft(
-        item.sequence.request.sampling,
-        item.sequence.seed,
-        item.start + len(item.token_ids),
-        item.path.token_ids,
-        item.path.distributions if sparse else (),
-    )
+def _nothing_allowed() -> OutriderError:
+    message = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
+    return OutriderError(Reason.INVALID_VALUE, message, "banned_token_ids")
 
 
 def _end(sequence: Sequence, new: list[int]) -> FinishReason | None:
@@ -319,7 +323,7 @@ def _end(sequence: Sequence, new: list[int]) -> FinishReason | None:
     return FinishReason.LENGTH if generated >= sequence.request.max_tokens else None
 
 
-def _chunk(item: Item, new: list[int], accepted: int, finish_reason: FinishReason | None) -> TokenChunk:
+def _chunk(item: Item, new: list[int], accepted: int, judgement: Judgement, finish_reason: FinishReason | None) -> TokenChunk:
     """What the step committed, each token with its author."""
     sources = [TokenSource.ACCEPTED] * accepted
     if len(new) > accepted:
@@ -334,6 +338,7 @@ def _chunk(item: Item, new: list[int], accepted: int, finish_reason: FinishReaso
         stats=item.sequence.stats if finish_reason is not None else None,
         cached_token_count=item.sequence.cached_token_count,
         draft_token_count=len(item.path.token_ids),
+        logprobs=list(judgement.logprobs[: len(new)]),
     )
 
 

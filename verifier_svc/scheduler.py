@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from outrider.lm.pages import PagePool
 from verifier_svc.depth import expected_tokens
 from verifier_svc.sequence import Assignment, Sequence
@@ -20,7 +23,8 @@ NO_PATH = Path([], [])
 class Item:
     """One sequence's part of a batch: committed tokens the model has not seen, then a draft behind the last of them.
 
-    `samples` is False for a chunk of a prompt that is not its last: it yields no logits.
+    `samples` is False for a chunk of a prompt that is not its last: it yields no logits. `mask` is what the grammar allows, as in
+    `outrider.logits.Context`.
     """
 
     sequence: Sequence
@@ -29,6 +33,7 @@ class Item:
     path: Path
     assignment: Assignment | None
     samples: bool
+    mask: npt.NDArray[np.int32] | None = None
 
     @property
     def logit_count(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.errors import OutriderError
 from outrider.lm.pages import KVSequence
@@ -112,12 +112,15 @@ class Sequence:
             sequence_id=self.id,
             epoch=assignment.trie.epoch,
             token_ids=list(self.tokens),
-            sampling=self.request.sampling,
+            # Whoever draws with our noise needs the seed that it is drawn from.
+            sampling=replace(self.request.sampling, seed=self.seed if assignment.rule is Rule.COUPLED else None),
             rule=assignment.rule,
             window=assignment.trie.window,
             depth=self.depth,
             tenant=self.request.tenant,
             traceparent=self.span.traceparent,
+            grammar=self.request.grammar,
+            prediction=self.request.prediction,
         )
 
     def verdict_for(self, assignment: Assignment, new_token_ids: list[int], accepted_count: int, traceparent: str) -> Verdict:

@@ -16,8 +16,9 @@ from drafter_svc.chain import Chain
 from outrider import telemetry
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import ModelRunner, Slice
+from outrider.logits import Context, adjust
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, SparseDistribution, Verdict
-from outrider.sampling import Purpose, inverse_cdf, target_probs, uniforms
+from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
 
 
 @dataclass(eq=False, slots=True)
@@ -45,15 +46,16 @@ class _Draft:
         return [*committed[start : start + limit], *guessed][:limit]
 
     @property
-    def samples(self) -> bool:
-        return self.chain.opened.rule is Rule.SPARSE and not self.chain.opened.sampling.greedy
+    def rule(self) -> Rule:
+        """How to propose; the likeliest tokens are all that greedy decoding ever takes."""
+        return Rule.ONE_HOT if self.chain.opened.sampling.greedy else self.chain.opened.rule
 
 
 class ModelFamily:
     """`max_batch_tokens` bounds one forward, `max_entries` the sparse distribution that goes with a sampled token."""
 
     name = "model"
-    distributions = frozenset({Rule.ONE_HOT, Rule.SPARSE})
+    distributions = frozenset(Rule)
     max_depth = MAX_DEPTH
 
     def __init__(
@@ -161,24 +163,27 @@ class ModelFamily:
             self._choose(scored, logits_RV)
 
     def _choose(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
-        """Append each row's next token: the likeliest, or a sample together with the distribution it was drawn from."""
+        """Append each row's next token: the likeliest, or one that was drawn as its sequence asks for."""
+        logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
         best = logits_RV.argmax(-1).tolist()
+        for rule, append in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
+            rows = [i for i, draft in enumerate(drafts) if draft.rule is rule]
+            if rows:
+                append([drafts[i] for i in rows], logits_RV[rows])
         for draft, token in zip(drafts, best, strict=True):
-            if not draft.samples:
+            if draft.rule is Rule.ONE_HOT:
                 draft.run.append(token)
-        rows = [i for i, draft in enumerate(drafts) if draft.samples]
-        if rows:
-            self._sample([drafts[i] for i in rows], logits_RV[rows])
+
+    def _sample_coupled(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
+        """Draw with the verifier's own noise, so that close models draw the same tokens; ids alone cross the wire."""
+        probs_RV = target_probs(logits_RV, [draft.chain.opened.sampling for draft in drafts])
+        keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
+        for draft, token in zip(drafts, coupled_sample(probs_RV, torch.from_numpy(keys).to(probs_RV.device)).tolist(), strict=True):
+            draft.run.append(token)
 
     def _sample(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
         """Truncate to the likeliest few, round to the wire's float32, and draw from exactly that."""
-        settings = [draft.chain.opened.sampling for draft in drafts]
-        probs_RV = target_probs(
-            logits_RV,
-            torch.tensor([s.temperature for s in settings], device=logits_RV.device),
-            torch.tensor([s.top_k for s in settings], device=logits_RV.device),
-            torch.tensor([s.top_p for s in settings], device=logits_RV.device),
-        )
+        probs_RV = target_probs(logits_RV, [draft.chain.opened.sampling for draft in drafts])
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
         top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
         numbers = uniforms([draft.seed for draft in drafts], [draft.length for draft in drafts], Purpose.DRAFT)
@@ -189,6 +194,13 @@ class ModelFamily:
             kept = weights[i] > 0
             draft.run.append(tokens[i])
             draft.distributions.append(SparseDistribution(ids[i][kept], weights[i][kept]))
+
+
+def _context(draft: _Draft) -> Context:
+    """What bias and penalties look at. Where the prompt ends is not told, so what was committed before counts as prompt."""
+    opened = draft.chain.opened
+    text = [*draft.chain.tokens, *draft.chain.ahead, *draft.run] if opened.sampling.penalised else ()
+    return Context(opened.sampling, text, len(opened.token_ids))
 
 
 def _goal(draft: _Draft) -> int:

@@ -1,4 +1,6 @@
-"""Drafting by what followed the same n-gram before: in the request's own text first, then in the pool that requests share."""
+"""Drafting by what followed the same n-gram before: in what the client predicts, in the request's own text, then in the pool that
+requests share.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import dataclass
 
 from drafter_svc.chain import Chain
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
+from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import RedisPool
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
 
@@ -17,6 +20,7 @@ class _Text:
 
     chain: Chain
     pool: MemoryPool
+    prediction: Prediction | None = None
     shared_count: int = 0
 
     @property
@@ -43,6 +47,8 @@ class NgramFamily:
 
     def open(self, opened: Opened) -> None:
         text = _Text(Chain(opened), MemoryPool(self._options, self._max_entries))
+        if opened.prediction:
+            text.prediction = Prediction(opened.prediction, max(2, self._options.max_matching_ngram_size))
         self._texts[opened.sequence_id] = text
         self._index(text, 0)
 
@@ -98,7 +104,12 @@ class NgramFamily:
         return bool(run)
 
     def _local(self, text: _Text) -> list[int]:
-        context = text.context[-self._options.max_matching_ngram_size :]
+        everything = text.context
+        if text.prediction is not None:
+            generated = everything[len(text.chain.opened.token_ids) :]
+            if expected := text.prediction.continuation(generated, text.chain.room):
+                return expected
+        context = everything[-self._options.max_matching_ngram_size :]
         own = text.pool.continuation(context, text.chain.room)
         return own if own or self._shared is None else self._shared.continuation(context, text.chain.room)
 

@@ -1,8 +1,8 @@
 """A model's linear layers on a CPU, where what surrounds a product can cost more than the product.
 
 safetensors maps the file, whose pages were measured to be read a third slower than ordinary memory; so weights are copied out of
-it. oneDNN puts a bfloat16 weight in its own order anew for every product, unless that was done once before. And a module's call looks
-for hooks, 40 times and more in a forward of a few milliseconds. None of this changes a result.
+it. oneDNN puts a bfloat16 weight in its own order anew for every product, unless that was done once before. And a module's call
+looks for hooks, 40 times and more in a forward of a few milliseconds. None of this changes a result.
 """
 
 from __future__ import annotations

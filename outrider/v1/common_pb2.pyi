@@ -19,6 +19,78 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Acceptance:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AcceptanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acceptance.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACCEPTANCE_UNSPECIFIED: _Acceptance.ValueType  # 0
+    """The same as EXACT."""
+    ACCEPTANCE_EXACT: _Acceptance.ValueType  # 1
+    """The output is distributed as the target's alone."""
+    ACCEPTANCE_TYPICAL: _Acceptance.ValueType  # 2
+    """Lossy: typical acceptance (Medusa) also takes draft tokens that the target finds likely enough."""
+    ACCEPTANCE_RELAXED: _Acceptance.ValueType  # 3
+    """Lossy: in the thinking phase, draft tokens among the target's likeliest few are taken as well."""
+
+class Acceptance(_Acceptance, metaclass=_AcceptanceEnumTypeWrapper):
+    """How closely the output has to follow the target."""
+
+ACCEPTANCE_UNSPECIFIED: Acceptance.ValueType  # 0
+"""The same as EXACT."""
+ACCEPTANCE_EXACT: Acceptance.ValueType  # 1
+"""The output is distributed as the target's alone."""
+ACCEPTANCE_TYPICAL: Acceptance.ValueType  # 2
+"""Lossy: typical acceptance (Medusa) also takes draft tokens that the target finds likely enough."""
+ACCEPTANCE_RELAXED: Acceptance.ValueType  # 3
+"""Lossy: in the thinking phase, draft tokens among the target's likeliest few are taken as well."""
+Global___Acceptance: _TypeAlias = Acceptance  # noqa: Y015
+
+class _AcceptanceRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AcceptanceRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACCEPTANCE_RULE_UNSPECIFIED: _AcceptanceRule.ValueType  # 0
+    """Never sent."""
+    ACCEPTANCE_RULE_GREEDY: _AcceptanceRule.ValueType  # 1
+    """A draft token stands if it is the target's likeliest."""
+    ACCEPTANCE_RULE_COUPLED: _AcceptanceRule.ValueType  # 2
+    """The target's token is drawn with noise that depends on seed and position alone; a draft token stands if it is the same."""
+    ACCEPTANCE_RULE_TOKEN_WISE: _AcceptanceRule.ValueType  # 3
+    """Rejection sampling, token by token."""
+    ACCEPTANCE_RULE_BLOCK: _AcceptanceRule.ValueType  # 4
+    """Block verification."""
+    ACCEPTANCE_RULE_TYPICAL: _AcceptanceRule.ValueType  # 5
+    """Lossy: typical acceptance."""
+    ACCEPTANCE_RULE_RELAXED: _AcceptanceRule.ValueType  # 6
+    """Lossy: relaxed acceptance."""
+    ACCEPTANCE_RULE_SYNTHETIC: _AcceptanceRule.ValueType  # 7
+    """For benchmarks alone: draft tokens stand at a set rate, whatever the target says."""
+
+class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
+    """The rule that judged drafts."""
+
+ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule.ValueType  # 0
+"""Never sent."""
+ACCEPTANCE_RULE_GREEDY: AcceptanceRule.ValueType  # 1
+"""A draft token stands if it is the target's likeliest."""
+ACCEPTANCE_RULE_COUPLED: AcceptanceRule.ValueType  # 2
+"""The target's token is drawn with noise that depends on seed and position alone; a draft token stands if it is the same."""
+ACCEPTANCE_RULE_TOKEN_WISE: AcceptanceRule.ValueType  # 3
+"""Rejection sampling, token by token."""
+ACCEPTANCE_RULE_BLOCK: AcceptanceRule.ValueType  # 4
+"""Block verification."""
+ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 5
+"""Lossy: typical acceptance."""
+ACCEPTANCE_RULE_RELAXED: AcceptanceRule.ValueType  # 6
+"""Lossy: relaxed acceptance."""
+ACCEPTANCE_RULE_SYNTHETIC: AcceptanceRule.ValueType  # 7
+"""For benchmarks alone: draft tokens stand at a set rate, whatever the target says."""
+Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -77,14 +149,44 @@ Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is drawn from the target's logits. The order is temperature, top-k, top-p."""
+    """How the next token is drawn from the target's logits. The order is logit_bias, repetition, presence and frequency penalty, banned
+    tokens and min_tokens, grammar, temperature, top-k, top-p, min-p, typical-p.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits; 0 is greedy. Range [0, 2]; unset means 1."""
     top_k: _builtins.int
@@ -92,9 +194,31 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """Keep the smallest set of likeliest tokens whose mass reaches top_p. Range (0, 1]; unset means 1."""
     seed: _builtins.int
-    """Makes the output reproducible: the same seed gives the same tokens with any one-hot drafter, and with none.
+    """Makes the output reproducible: the same seed gives the same tokens with any drafter, and with none.
     Unset: the verifier draws one.
     """
+    min_p: _builtins.float
+    """Drop tokens less likely than min_p times the likeliest; 0 is off. Range [0, 1]."""
+    typical_p: _builtins.float
+    """Locally typical sampling: keep the tokens whose surprise is closest to the entropy, up to this mass. Range (0, 1]; unset means 1."""
+    repetition_penalty: _builtins.float
+    """Divides positive logits, and multiplies negative ones, of every token that occurs in the prompt or the output. Range (0, 10];
+    unset means 1.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of every token that occurs in the output. Range [-2, 2]."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit once for each time it occurs in the output. Range [-2, 2]."""
+    min_tokens: _builtins.int
+    """End-of-sequence and stop tokens are not sampled before this many tokens were generated. Range [0, max_tokens]."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of some tokens: at most 1024 ids in [0, vocabulary size), values in [-100, 100]."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Never sampled; at most 1024 ids in [0, vocabulary size)."""
+
     def __init__(
         self,
         *,
@@ -102,25 +226,145 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         top_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
+        min_p: _builtins.float = ...,
+        typical_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        min_tokens: _builtins.int = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__typical_p: _TypeAlias = _typing.Literal["typical_p"]  # noqa: Y015
+    _WhichOneofArgType__typical_p: _TypeAlias = _typing.Literal["_typical_p", b"_typical_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_p) -> _WhichOneofReturnType__typical_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What the output must be; it masks the target's logits at every position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON document that satisfies this JSON schema."""
+    json_object: _builtins.bool
+    """Any JSON object."""
+    regex: _builtins.str
+    """A text that matches this regular expression."""
+    ebnf: _builtins.str
+    """A text of this grammar, in GBNF; its root rule is "root"."""
+    structural_tag: _builtins.str
+    """Free text with constrained parts, as XGrammar's structural tag in JSON."""
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        structural_tag: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 1024 texts, none of them empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """How likely the target finds a token: natural logarithms of its softmax over the unprocessed logits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """Of the token itself."""
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens, best first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One for each of them."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class SpeculationOptions(_message.Message):
@@ -131,31 +375,61 @@ class SpeculationOptions(_message.Message):
     ENABLED_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
+    RELAXED_TOPK_FIELD_NUMBER: _builtins.int
+    RELAXED_DELTA_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """False decodes plainly; unset means true."""
     drafter: _builtins.str
     """Restricts drafting to one drafter id or to one family ("ngram", "model"); empty lets the verifier choose."""
     depth: _builtins.int
     """Largest number of draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""
+    acceptance: Global___Acceptance.ValueType
+    """How closely to follow the target."""
+    typical_epsilon: _builtins.float
+    """TYPICAL: a draft token stands if its probability is above min(epsilon, sqrt(epsilon) * exp(-entropy)). Range (0, 1]; unset
+    means 0.09.
+    """
+    relaxed_topk: _builtins.int
+    """RELAXED: how many of the target's likeliest tokens are considered. Range [1, 64]; unset means 10."""
+    relaxed_delta: _builtins.float
+    """RELAXED: how much less likely than the likeliest a token may be. Range [0, 1]; unset means 0.6."""
     def __init__(
         self,
         *,
         enabled: _builtins.bool | None = ...,
         drafter: _builtins.str = ...,
         depth: _builtins.int | None = ...,
+        acceptance: Global___Acceptance.ValueType = ...,
+        typical_epsilon: _builtins.float | None = ...,
+        relaxed_topk: _builtins.int | None = ...,
+        relaxed_delta: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "_enabled", b"_enabled", "depth", b"depth", "enabled", b"enabled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "depth", b"depth", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "_enabled", b"_enabled", "depth", b"depth", "drafter", b"drafter", "enabled", b"enabled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "depth", b"depth", "drafter", b"drafter", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__depth: _TypeAlias = _typing.Literal["depth"]  # noqa: Y015
     _WhichOneofArgType__depth: _TypeAlias = _typing.Literal["_depth", b"_depth"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__relaxed_delta: _TypeAlias = _typing.Literal["relaxed_delta"]  # noqa: Y015
+    _WhichOneofArgType__relaxed_delta: _TypeAlias = _typing.Literal["_relaxed_delta", b"_relaxed_delta"]  # noqa: Y015
+    _WhichOneofReturnType__relaxed_topk: _TypeAlias = _typing.Literal["relaxed_topk"]  # noqa: Y015
+    _WhichOneofArgType__relaxed_topk: _TypeAlias = _typing.Literal["_relaxed_topk", b"_relaxed_topk"]  # noqa: Y015
+    _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
+    _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__depth) -> _WhichOneofReturnType__depth | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__relaxed_delta) -> _WhichOneofReturnType__relaxed_delta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__relaxed_topk) -> _WhichOneofReturnType__relaxed_topk | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_epsilon) -> _WhichOneofReturnType__typical_epsilon | None: ...
 
 Global___SpeculationOptions: _TypeAlias = SpeculationOptions  # noqa: Y015
 
@@ -171,6 +445,7 @@ class SpeculationStats(_message.Message):
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
     forward_count: _builtins.int
     """Target forwards that produced tokens of this sequence, with or without a draft."""
     draft_count: _builtins.int
@@ -185,6 +460,10 @@ class SpeculationStats(_message.Message):
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """acceptance_histogram[i] is the number of verifying steps that accepted exactly i draft tokens."""
 
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[Global___AcceptanceRule.ValueType]:
+        """The rules that judged its drafts, without repetition; empty when there was no draft."""
+
     def __init__(
         self,
         *,
@@ -194,10 +473,11 @@ class SpeculationStats(_message.Message):
         accepted_token_count: _builtins.int = ...,
         acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
         max_depth: _builtins.int = ...,
+        rules: _abc.Iterable[Global___AcceptanceRule.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_token_count", b"accepted_token_count", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "forward_count", b"forward_count", "max_depth", b"max_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_token_count", b"accepted_token_count", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "forward_count", b"forward_count", "max_depth", b"max_depth", "rules", b"rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

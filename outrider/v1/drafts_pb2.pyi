@@ -40,7 +40,7 @@ class _DraftDistributionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dra
     DRAFT_DISTRIBUTION_SPARSE: _DraftDistribution.ValueType  # 2
     """Sampled proposals, each with the sparse distribution it was really sampled from."""
     DRAFT_DISTRIBUTION_COUPLED: _DraftDistribution.ValueType  # 3
-    """Proposals drawn with noise the verifier can compute as well. Reserved for a later version; not granted yet."""
+    """Proposals drawn with the noise that the verifier draws with too, from the seed in Opened.sampling; docs/coupling.md has it."""
 
 class DraftDistribution(_DraftDistribution, metaclass=_DraftDistributionEnumTypeWrapper):
     """What a drafter may send with its tokens."""
@@ -52,7 +52,7 @@ DRAFT_DISTRIBUTION_ONE_HOT: DraftDistribution.ValueType  # 1
 DRAFT_DISTRIBUTION_SPARSE: DraftDistribution.ValueType  # 2
 """Sampled proposals, each with the sparse distribution it was really sampled from."""
 DRAFT_DISTRIBUTION_COUPLED: DraftDistribution.ValueType  # 3
-"""Proposals drawn with noise the verifier can compute as well. Reserved for a later version; not granted yet."""
+"""Proposals drawn with the noise that the verifier draws with too, from the seed in Opened.sampling; docs/coupling.md has it."""
 Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
 
 class _VerdictExtra:
@@ -232,12 +232,16 @@ class Opened(_message.Message):
     DEPTH_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Unique for the verifier's lifetime."""
     epoch: _builtins.int
     """The epoch that begins."""
     distribution: Global___DraftDistribution.ValueType
-    """ONE_HOT: propose deterministically, distributions would be ignored. SPARSE: sample and send the distribution."""
+    """ONE_HOT: propose deterministically, distributions would be ignored. SPARSE: sample and send the distribution. COUPLED: draw each
+    token with the coupled noise and send ids alone; sampling.seed is set.
+    """
     depth: _builtins.int
     """Draft tokens the verifier takes in one step: the first message of a round should carry this many."""
     tenant: _builtins.str
@@ -256,6 +260,14 @@ class Opened(_message.Message):
     def window(self) -> Global___Window:
         """How far to run ahead."""
 
+    @_builtins.property
+    def grammar(self) -> _common_pb2.Grammar:
+        """What the output must be; a proposal that breaks it is cut there."""
+
+    @_builtins.property
+    def prediction_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the client expects the output to be."""
+
     def __init__(
         self,
         *,
@@ -268,10 +280,12 @@ class Opened(_message.Message):
         depth: _builtins.int = ...,
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        grammar: _common_pb2.Grammar | None = ...,
+        prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "distribution", b"distribution", "epoch", b"epoch", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "distribution", b"distribution", "epoch", b"epoch", "grammar", b"grammar", "prediction_token_ids", b"prediction_token_ids", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

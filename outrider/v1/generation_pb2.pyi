@@ -107,12 +107,19 @@ class GenerateTextRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty takes the one that is served."""
     prompt: _builtins.str
     """Text to continue."""
     max_tokens: _builtins.int
     """Tokens to generate at most, at least 1; unset takes what the context leaves."""
+    top_logprob_count: _builtins.int
+    """Unset: no log probabilities. Otherwise each token comes with its own and with those of this many of the likeliest. Range [0, 20]."""
+    prediction: _builtins.str
+    """What the caller expects the text to be; drafters may guess from it."""
     @_builtins.property
     def chat(self) -> Global___Chat:
         """A conversation to answer."""
@@ -133,6 +140,10 @@ class GenerateTextRequest(_message.Message):
     def speculation(self) -> _common_pb2.SpeculationOptions:
         """Whether and how to speculate."""
 
+    @_builtins.property
+    def grammar(self) -> _common_pb2.Grammar:
+        """What the output must be; unset leaves it free."""
+
     def __init__(
         self,
         *,
@@ -144,17 +155,24 @@ class GenerateTextRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         speculation: _common_pb2.SpeculationOptions | None = ...,
+        top_logprob_count: _builtins.int | None = ...,
+        grammar: _common_pb2.Grammar | None = ...,
+        prediction: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_top_logprob_count", b"_top_logprob_count", "chat", b"chat", "grammar", b"grammar", "input", b"input", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "tokens", b"tokens", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_top_logprob_count", b"_top_logprob_count", "chat", b"chat", "grammar", b"grammar", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prediction", b"prediction", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tokens", b"tokens", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
+    _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprob_count) -> _WhichOneofReturnType__top_logprob_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -203,6 +221,7 @@ class GenerateTextResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only; may be empty."""
     drafter_id: _builtins.str
@@ -225,6 +244,10 @@ class GenerateTextResponse(_message.Message):
     def stats(self) -> _common_pb2.SpeculationStats:
         """Set on the last message."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """One for each id when they were asked for."""
+
     def __init__(
         self,
         *,
@@ -235,10 +258,11 @@ class GenerateTextResponse(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         stats: _common_pb2.SpeculationStats | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

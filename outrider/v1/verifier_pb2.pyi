@@ -72,6 +72,9 @@ class GenerateTokensRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     MIN_CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces; at most 128 characters, empty lets the verifier choose."""
     max_tokens: _builtins.int
@@ -84,6 +87,8 @@ class GenerateTokensRequest(_message.Message):
     """After the first response, gather at least this many tokens for each; 0 and 1 send what each step commits. Callers that do not
     show the text as it grows spare both sides the messages.
     """
+    top_logprob_count: _builtins.int
+    """Unset: no log probabilities. Otherwise each token comes with its own and with those of this many of the likeliest. Range [0, 20]."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """1 or more ids in [0, vocabulary size); with max_tokens within the context length."""
@@ -100,6 +105,14 @@ class GenerateTokensRequest(_message.Message):
     def speculation(self) -> _common_pb2.SpeculationOptions:
         """Whether and how to speculate."""
 
+    @_builtins.property
+    def grammar(self) -> _common_pb2.Grammar:
+        """What the output must be; unset leaves it free."""
+
+    @_builtins.property
+    def prediction_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the caller expects the output to be; drafters may guess from it. At most the context length."""
+
     def __init__(
         self,
         *,
@@ -112,12 +125,17 @@ class GenerateTokensRequest(_message.Message):
         speculation: _common_pb2.SpeculationOptions | None = ...,
         tenant: _builtins.str = ...,
         min_chunk_token_count: _builtins.int = ...,
+        top_logprob_count: _builtins.int | None = ...,
+        grammar: _common_pb2.Grammar | None = ...,
+        prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "sampling", b"sampling", "speculation", b"speculation", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "prediction_token_ids", b"prediction_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
+    _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprob_count) -> _WhichOneofReturnType__top_logprob_count | None: ...
 
 Global___GenerateTokensRequest: _TypeAlias = GenerateTokensRequest  # noqa: Y015
 
@@ -134,6 +152,7 @@ class GenerateTokensResponse(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """The drafter whose path was verified; empty after a plain step."""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -154,6 +173,10 @@ class GenerateTokensResponse(_message.Message):
     def stats(self) -> _common_pb2.SpeculationStats:
         """Set on the last message."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """One for each token when they were asked for."""
+
     def __init__(
         self,
         *,
@@ -164,10 +187,11 @@ class GenerateTokensResponse(_message.Message):
         stats: _common_pb2.SpeculationStats | None = ...,
         cached_token_count: _builtins.int = ...,
         draft_token_count: _builtins.int = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "draft_token_count", b"draft_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "draft_token_count", b"draft_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
+from outrider.messages import SamplingParams
 from outrider.sampling import Purpose, inverse_cdf, philox4x32, target_probs, uniforms
 
 
@@ -25,7 +33,7 @@ def test_a_uniform_depends_on_seed_position_and_purpose_alone() -> None:
     together = uniforms([1, 2, 2**64 - 1], [5, 6, 2**40], Purpose.ACCEPT)
     apart = [uniforms([s], [p], Purpose.ACCEPT)[0] for s, p in ((1, 5), (2, 6), (2**64 - 1, 2**40))]
     assert together.tolist() == apart
-    assert len({*together, *uniforms([1, 2], [6, 5], Purpose.ACCEPT), *uniforms([1, 2], [5, 6], Purpose.SAMPLE)}) == 7
+    assert len({*together, *uniforms([1, 2], [6, 5], Purpose.ACCEPT), *uniforms([1, 2], [5, 6], Purpose.COUPLED)}) == 7
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -40,27 +48,43 @@ def test_two_purposes_share_no_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 12, 0.6), (1.0, 1, 0.01)]
+    ("temperature", "top_k", "top_p", "min_p", "typical_p"),
+    [
+        (1.0, 0, 1.0, 0.0, 1.0),
+        (0.7, 5, 1.0, 0.0, 1.0),
+        (1.3, 0, 0.8, 0.0, 1.0),
+        (0.9, 12, 0.6, 0.0, 1.0),
+        (1.0, 1, 0.01, 0.0, 1.0),
+        (1.0, 0, 1.0, 0.05, 1.0),
+        (0.8, 0, 1.0, 0.0, 0.7),
+        (1.5, 40, 0.9, 0.02, 0.9),
+        (1.0, 0, 1.0, 1.0, 0.01),
+    ],
 )
-def test_target_probabilities_are_those_of_transformers_processors(temperature: float, top_k: int, top_p: float) -> None:
+def test_target_probabilities_are_those_of_transformers_processors(
+    temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
+) -> None:
     logits = torch.randn(16, 200, generator=torch.Generator().manual_seed(0)) * 3
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         processors.append(TopPLogitsWarper(top_p))
+    if min_p:
+        processors.append(MinPLogitsWarper(min_p))
+    if typical_p < 1:
+        processors.append(TypicalLogitsWarper(typical_p))
     expected = processors(torch.zeros(16, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    rows = torch.ones(16)
-    got = target_probs(logits, rows * temperature, (rows * top_k).long(), rows * top_p)
+    got = target_probs(logits, [SamplingParams(temperature, top_k, top_p, min_p=min_p, typical_p=typical_p)] * 16)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_each_row_has_its_own_settings() -> None:
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    temperature, top_k, top_p = torch.tensor([1.0, 0.5, 1.0]), torch.tensor([0, 3, 0]), torch.tensor([1.0, 1.0, 0.5])
-    together = target_probs(logits, temperature, top_k, top_p)
-    for i in range(3):
-        alone = target_probs(logits[i : i + 1], temperature[i : i + 1], top_k[i : i + 1], top_p[i : i + 1])
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    samplings = [SamplingParams(), SamplingParams(0.5, 3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1, typical_p=0.8)]
+    together = target_probs(logits, samplings)
+    for i in range(4):
+        alone = target_probs(logits[i : i + 1], samplings[i : i + 1])
         torch.testing.assert_close(together[i : i + 1], alone)
 
 
@@ -73,7 +97,7 @@ def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
 def test_inverse_cdf_follows_the_weights() -> None:
     weights = torch.tensor([5.0, 0.0, 1.0, 3.0, 1.0])
     draws = inverse_cdf(
-        weights.repeat(20_000, 1), torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.SAMPLE))
+        weights.repeat(20_000, 1), torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.COUPLED))
     )
     observed = np.bincount(draws.numpy(), minlength=5)[[0, 2, 3, 4]]
     assert stats.chisquare(observed, np.array([5, 1, 3, 1]) / 10 * 20_000).pvalue > 1e-4

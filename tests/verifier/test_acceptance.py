@@ -1,7 +1,7 @@
 """What is committed follows the target's distribution, whatever is drafted."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.messages import SamplingParams, SparseDistribution
+from outrider.logits import Context
+from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
 from outrider.sampling import Purpose, uniforms
 from verifier_svc.acceptance import Draft, accept
 
@@ -26,11 +27,33 @@ CLOSE: Table = 0.7 * TARGET + 0.3 * np.random.default_rng(1).dirichlet(np.ones(V
 REVERSED: Table = TARGET[:, ::-1].copy()
 
 
+def make_draft(
+    sampling: SamplingParams,
+    seed: int,
+    position: int,
+    tokens: Sequence[int] = (),
+    distributions: Sequence[SparseDistribution] = (),
+    rule: AcceptanceRule = AcceptanceRule.TOKEN_WISE,
+) -> Draft:
+    """A draft behind `position` committed tokens; `rule` is for the one that brings distributions."""
+    own = AcceptanceRule.GREEDY if sampling.greedy else AcceptanceRule.COUPLED
+    context = Context(sampling, [0] * position, drafted=tokens)
+    return Draft(context, seed, rule if distributions else own, distributions)
+
+
 def draw(table: Table, contexts: npt.NDArray[np.int64], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     return (table[contexts].cumsum(-1) > numbers[:, None]).argmax(-1)
 
 
-def generate(target: Table, drafter: Table, depth: int, *, sparse: bool, length: int = 2) -> npt.NDArray[np.int64]:
+def generate(
+    target: Table,
+    drafter: Table,
+    depth: int,
+    *,
+    sparse: bool,
+    length: int = 2,
+    rule: AcceptanceRule = AcceptanceRule.TOKEN_WISE,
+) -> npt.NDArray[np.int64]:
     """`DRAWS` sequences of `length` tokens, [DRAWS, length], each committed by speculative steps from token 0."""
     rng = np.random.default_rng(depth)
     done: list[list[int]] = [[] for _ in range(DRAWS)]
@@ -46,10 +69,10 @@ def generate(target: Table, drafter: Table, depth: int, *, sparse: bool, length:
                 tokens.append(int(rng.choice(VOCAB, p=law)) if sparse else int(law.argmax()))
                 distributions.append(SparseDistribution(np.arange(VOCAB), law))
             rows += [target[t] for t in (context, *tokens)]
-            drafts.append(Draft(SAMPLED, i, len(done[i]), tokens, distributions if sparse else ()))
+            drafts.append(make_draft(SAMPLED, i, len(done[i]), tokens, distributions if sparse else (), rule))
         logits = torch.from_numpy(np.log(np.array(rows) + 1e-300)).float()
         for i, draft, outcome in zip(unfinished, drafts, accept(logits, drafts), strict=True):
-            done[i] += [*draft.token_ids[: outcome.accepted_count], outcome.next_token]
+            done[i] += [*draft.context.drafted[: outcome.accepted_count], outcome.next_token]
     return np.array([tokens[:length] for tokens in done])
 
 
@@ -99,7 +122,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole() -> None:
             tokens.append(int(rng.choice(VOCAB, p=TARGET[tokens[-1]])))
         rows += [TARGET[t] for t in tokens]
         distributions = [SparseDistribution(np.arange(VOCAB), TARGET[t]) for t in tokens[:-1]]
-        drafts.append(Draft(SAMPLED, i, 0, tokens[1:], distributions))
+        drafts.append(make_draft(SAMPLED, i, 0, tokens[1:], distributions))
     outcomes = accept(torch.from_numpy(np.log(np.array(rows))), drafts)
     assert np.mean([outcome.accepted_count for outcome in outcomes]) > 3.99
 
@@ -107,7 +130,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole() -> None:
 def test_the_rejection_rule_accepts_with_one_minus_the_total_variation_distance() -> None:
     tokens = draw(CLOSE, np.zeros(DRAWS, np.int64), np.random.default_rng(2).random(DRAWS))
     law = SparseDistribution(np.arange(VOCAB), CLOSE[0])
-    drafts = [Draft(SAMPLED, i, 0, [int(token)], [law]) for i, token in enumerate(tokens)]
+    drafts = [make_draft(SAMPLED, i, 0, [int(token)], [law]) for i, token in enumerate(tokens)]
     rows = np.stack([TARGET[[0] * DRAWS], TARGET[tokens]], 1).reshape(-1, VOCAB)
     rate = np.mean([outcome.accepted_count for outcome in accept(torch.from_numpy(np.log(rows)), drafts)])
     assert rate == pytest.approx(1 - abs(TARGET[0] - CLOSE[0]).sum() / 2, abs=0.02)
@@ -126,7 +149,7 @@ def batches(make: Callable[..., object]) -> tuple[list[Draft], torch.Tensor]:
         laws = rng.dirichlet(np.ones(VOCAB), length)
         tokens = [int(rng.choice(VOCAB, p=law)) for law in laws]
         distributions = [SparseDistribution(np.arange(VOCAB), law) for law in laws] if rng.random() < 0.5 else []
-        drafts.append(Draft(sampling, int(rng.integers(2**63)), 10 * i, tokens, distributions))
+        drafts.append(make_draft(sampling, int(rng.integers(2**63)), 10 * i, tokens, distributions))
         rows.append(rng.normal(size=(length + 1, VOCAB)))
     return drafts, torch.from_numpy(np.concatenate(rows)).float()
 
@@ -138,9 +161,9 @@ def test_a_sequence_is_judged_alike_alone_and_in_any_batch(batch: tuple[list[Dra
     together = accept(logits, drafts)
     row = 0
     for draft, outcome in zip(drafts, together, strict=True):
-        rows = logits[row : row + len(draft.token_ids) + 1]
+        rows = logits[row : row + len(draft.context.drafted) + 1]
         assert accept(rows, [draft]) == [outcome]
-        row += len(draft.token_ids) + 1
+        row += len(draft.context.drafted) + 1
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=5), st.integers(0, 2**32))
@@ -148,7 +171,7 @@ def test_a_sequence_is_judged_alike_alone_and_in_any_batch(batch: tuple[list[Dra
 def test_greedy_commits_the_argmax_chain(tokens: list[int], seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(tokens) + 1, VOCAB)))
     best = logits.argmax(-1).tolist()
-    [outcome] = accept(logits, [Draft(SamplingParams(temperature=0), 0, 0, tokens)])
+    [outcome] = accept(logits, [make_draft(SamplingParams(temperature=0), 0, 0, tokens)])
     matched = next((i for i, token in enumerate(tokens) if token != best[i]), len(tokens))
     assert (outcome.accepted_count, outcome.next_token) == (matched, best[matched])
 

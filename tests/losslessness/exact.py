@@ -1,0 +1,335 @@
+"""A tiny random model, the exact law of its next three tokens, and drafters of all sorts, all driven through the real engine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import stats
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import ModelRunner
+from outrider.messages import (
+    AcceptanceRule,
+    DraftBatch,
+    Hello,
+    Proposal,
+    Rule,
+    SamplingParams,
+    SparseDistribution,
+    SpeculationOptions,
+    StepBatch,
+    TokenChunk,
+    TokenRequest,
+)
+from outrider.sampling import coupled_keys, coupled_sample
+from verifier_svc.engine import Delivery, Engine, Limits
+from verifier_svc.judging import Judge
+from verifier_svc.metrics import Metrics
+
+VOCAB = 16
+LENGTH = 3
+PROMPT = [3, 5, 7, 5]
+END = 9
+CONCURRENT = 512
+
+Law = npt.NDArray[np.float64]
+Drafting = Callable[[tuple[int, ...]], Law]
+"""The distribution that a drafter draws from behind some generated tokens."""
+
+
+@cache
+def tiny_model() -> LlamaForCausalLM:
+    """Random weights, large enough that its opinions are strong."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(12.0) if parameter.dim() > 1 else None
+        model.lm_head.weight.mul_(2.0)
+    return model
+
+
+@cache
+def exact_laws(sampling: SamplingParams) -> dict[tuple[int, ...], Law]:
+    """Behind every text of up to two tokens, the law of the next one, by transformers' own processors."""
+    laws: dict[tuple[int, ...], Law] = {}
+    for length in range(LENGTH):
+        texts = list(itertools.product(range(VOCAB), repeat=length))
+        ids = torch.tensor([[*PROMPT, *text] for text in texts])
+        with torch.inference_mode():
+            logits = tiny_model()(ids).logits[:, -1].float()
+        scores = processors(sampling)(ids, logits)
+        for text, row in zip(texts, scores, strict=True):
+            laws[text] = row.double().softmax(-1).numpy()
+    return laws
+
+
+class _OutputPenalties:
+    """OpenAI's presence and frequency penalties, which transformers lacks."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self._presence, self._frequency = presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.stack([torch.bincount(row[len(PROMPT) :], minlength=VOCAB) for row in input_ids])
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+def processors(s: SamplingParams) -> LogitsProcessorList:
+    """transformers' processors for the settings, in the order in which it puts them."""
+    found = LogitsProcessorList()
+    if s.logit_bias:
+        found.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias]))
+    if s.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+    if s.presence_penalty or s.frequency_penalty:
+        found.append(_OutputPenalties(s.presence_penalty, s.frequency_penalty))
+    if s.banned_token_ids:
+        found.append(SuppressTokensLogitsProcessor(list(s.banned_token_ids)))
+    if s.min_tokens:
+        found.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_tokens, [END]))
+    if s.temperature != 1:
+        found.append(TemperatureLogitsWarper(s.temperature))
+    if s.top_k:
+        found.append(TopKLogitsWarper(s.top_k))
+    if s.top_p < 1:
+        found.append(TopPLogitsWarper(s.top_p))
+    if s.min_p:
+        found.append(MinPLogitsWarper(s.min_p))
+    if s.typical_p < 1:
+        found.append(TypicalLogitsWarper(s.typical_p))
+    return found
+
+
+def equal_to_target(sampling: SamplingParams) -> Drafting:
+    laws = exact_laws(sampling)
+    return lambda text: laws.get(text, np.full(VOCAB, 1 / VOCAB))
+
+
+def reversed_target(sampling: SamplingParams) -> Drafting:
+    laws = exact_laws(sampling)
+    return lambda text: laws[text][::-1] if text in laws else np.full(VOCAB, 1 / VOCAB)
+
+
+def on_an_unlikely_token(sampling: SamplingParams) -> Drafting:
+    """Nearly all mass where the target has the least, none at all if it has a token like that."""
+    laws = exact_laws(sampling)
+
+    def law(text: tuple[int, ...]) -> Law:
+        drafted = np.full(VOCAB, 0.01 / (VOCAB - 1))
+        drafted[laws[text].argmin() if text in laws else 0] = 0.99
+        return drafted
+
+    return law
+
+
+def flat(sampling: SamplingParams) -> Drafting:
+    """All tokens alike, so that what the target likes is often accepted and often not."""
+    return lambda text: np.full(VOCAB, 1 / VOCAB)
+
+
+class LawDrafter:
+    """Drafts 0 to 5 tokens a step, however many chance says; each drawn from its law as the verifier asked.
+
+    `claims` is the distribution it says it drew from, if that is another one; `drops` ends a draft before a token.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        law: Drafting,
+        offers: frozenset[Rule],
+        rng: np.random.Generator,
+        *,
+        claims: Drafting | None = None,
+        sends_distributions: bool = False,
+        drops: Callable[[float], bool] = lambda probability: False,
+    ) -> None:
+        self.make_engine, self._law, self._claims, self._rng, self._drops = engine, law, claims or law, rng, drops
+        self._sends_distributions = sends_distributions
+        self._texts: dict[int, tuple[Rule, int, list[int]]] = {}
+        self._handle = engine.drafting.join(Hello("laws", "laws", "f", 8, distributions=offers), self._told)
+        self._batch = DraftBatch()
+
+    def _told(self, step: object) -> None:
+        assert isinstance(step, StepBatch), step
+        for opened in step.opened:
+            self._texts[opened.sequence_id] = opened.rule, opened.sampling.seed or 0, []
+            self._propose(opened.sequence_id, opened.epoch)
+        for verdict in step.verdicts:
+            self._texts[verdict.sequence_id][2].extend(verdict.new_token_ids)
+            # In the same epoch what is below the root still stands, and is left as it is.
+            if verdict.root_node == 0:
+                self._propose(verdict.sequence_id, verdict.epoch)
+        for closed in step.closed:
+            del self._texts[closed.sequence_id]
+
+    def _propose(self, sequence_id: int, epoch: int) -> None:
+        rule, seed, text = self._texts[sequence_id]
+        tokens: list[int] = []
+        distributions = []
+        for _ in range(int(self._rng.integers(0, 6))):
+            law = self._law((*text, *tokens))
+            token = self._draw(rule, seed, law, len(PROMPT) + len(text) + len(tokens))
+            if self._drops(float(law[token])):
+                break
+            tokens.append(token)
+            claimed = self._claims((*text, *tokens[:-1]))
+            distributions.append(SparseDistribution(np.arange(VOCAB)[claimed > 0], claimed[claimed > 0]))
+        if tokens:
+            sends = rule is Rule.SPARSE or self._sends_distributions
+            self._batch.proposals.append(Proposal(sequence_id, epoch, 0, 1, tokens, distributions if sends else []))
+
+    def _draw(self, rule: Rule, seed: int, law: Law, position: int) -> int:
+        if rule is Rule.COUPLED:
+            return int(coupled_sample(torch.from_numpy(law.copy())[None], torch.from_numpy(coupled_keys([seed], [position])))[0])
+        if rule is Rule.SPARSE or self._sends_distributions:
+            return int(self._rng.choice(VOCAB, p=law / law.sum()))
+        return int(law.argmax())
+
+    def send(self) -> None:
+        """Say what has gathered."""
+        if self._batch.proposals:
+            batch, self._batch = self._batch, DraftBatch()
+            self.make_engine.drafting.take(self._handle, batch)
+
+
+def generate(
+    sampling: SamplingParams,
+    law: Drafting | None,
+    draws: int,
+    *,
+    offers: frozenset[Rule] = frozenset({Rule.ONE_HOT}),
+    sampled_rule: AcceptanceRule = AcceptanceRule.TOKEN_WISE,
+    trust: bool = False,
+    seed: int = 0,
+    seeded: bool = False,
+    speculation: SpeculationOptions | None = None,
+    **drafter: object,
+) -> npt.NDArray[np.int64]:
+    """The first three tokens of `draws` requests, [draws, 3], many at a time through one engine."""
+    rng = np.random.default_rng(seed)
+    engine = make_engine(sampled_rule, trust)
+    laws = LawDrafter(engine, law, offers, rng, **drafter) if law is not None else None  # type: ignore[arg-type]
+    done: list[list[int]] = []
+    # The engine would draw a seed from the system; here the test has to come out the same each time.
+    own = np.random.default_rng(seed + 1)
+    with mock.patch("verifier_svc.engine.secrets.randbits", side_effect=lambda bits: int(own.integers(2**63))):
+        _run(engine, laws, sampling, draws, seeded, speculation or SpeculationOptions(depth=5), done)
+    return np.array([[*tokens, *[END] * (LENGTH - len(tokens))] for tokens in done])
+
+
+def _run(
+    engine: Engine,
+    laws: LawDrafter | None,
+    sampling: SamplingParams,
+    draws: int,
+    seeded: bool,
+    speculation: SpeculationOptions,
+    done: list[list[int]],
+) -> None:
+    numbers: Iterator[int] = iter(range(draws))
+
+    def start() -> None:
+        number = next(numbers, None)
+        if number is None:
+            return
+        tokens: list[int] = []
+        request = TokenRequest(
+            PROMPT,
+            9,
+            sampling=replace(sampling, seed=number) if seeded else sampling,
+            stop_token_ids=frozenset({END}) if sampling.min_tokens else frozenset(),
+            speculation=speculation,
+        )
+        sequence = engine.submit(request, lambda chunk: _collect(chunk, tokens, finish))
+
+        def finish() -> None:
+            done.append(tokens[:LENGTH])
+            engine.cancel(sequence)
+            start()
+
+    for _ in range(min(CONCURRENT, draws)):
+        start()
+    while len(done) < draws:
+        engine.drain_inbox()
+        if laws is not None:
+            laws.send()
+        engine.step()
+
+
+def _collect(chunk: object, tokens: list[int], finish: Callable[[], None]) -> None:
+    assert isinstance(chunk, TokenChunk), chunk
+    before = len(tokens)
+    tokens += chunk.token_ids
+    if before < LENGTH and (len(tokens) >= LENGTH or chunk.finish_reason is not None):
+        finish()
+
+
+def make_engine(sampled_rule: AcceptanceRule, trust: bool) -> Engine:
+    def deliver(deliveries: list[Delivery]) -> None:
+        for sink, argument in deliveries:
+            sink(argument)
+
+    # A copy, since a runner takes its model over.
+    runner = ModelRunner(copy.deepcopy(tiny_model()), page_size=4, page_count=8 * CONCURRENT)
+    limits = Limits(5, 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+    pool = PagePool(runner.page_count, runner.page_size)
+    return Engine(runner, pool, deliver, Metrics("exact"), limits, Judge(sampled_rule), trust_draft_distributions=trust)
+
+
+def p_value(samples: npt.NDArray[np.int64], sampling: SamplingParams) -> float:
+    """Of the joint distribution of three tokens against exact enumeration; cells that expect fewer than five are merged."""
+    laws = exact_laws(sampling)
+    ends = sampling.min_tokens > 0
+    expected = np.zeros(VOCAB**LENGTH)
+    for i, text in enumerate(itertools.product(range(VOCAB), repeat=LENGTH)):
+        if not ends or END not in text[:-1]:
+            expected[i] = laws[()][text[0]] * laws[text[:1]][text[1]] * laws[text[:2]][text[2]]
+    if ends:  # a text that ended is padded with the token that ended it
+        for a in range(VOCAB):
+            if a != END:
+                expected[(a * VOCAB + END) * VOCAB + END] = laws[()][a] * laws[(a,)][END]
+        expected[(END * VOCAB + END) * VOCAB + END] = laws[()][END]
+    observed = np.bincount(samples @ [VOCAB**2, VOCAB, 1], minlength=VOCAB**LENGTH)
+    if observed[expected == 0].any():
+        return 0.0
+    expected *= len(samples)
+    large = expected >= 5
+    merged = [np.append(x[large], x[~large].sum()) for x in (observed, expected)]
+    keep = merged[1] > 0
+    return float(stats.chisquare(merged[0][keep], merged[1][keep]).pvalue)

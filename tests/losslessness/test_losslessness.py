@@ -1,0 +1,175 @@
+"""What the engine commits is distributed as the target alone would have it, for every rule, every setting and every drafter.
+
+The next three tokens of a tiny random model are drawn many times through the real engine, with 0 to 5 draft tokens a step, and
+compared with exact enumeration by chi-square. Seeds are fixed: a failure is a bias, not chance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from exact import (
+    END,
+    VOCAB,
+    Drafting,
+    equal_to_target,
+    exact_laws,
+    flat,
+    generate,
+    on_an_unlikely_token,
+    p_value,
+    reversed_target,
+)
+
+from outrider.messages import AcceptanceRule, Rule, SamplingParams
+from outrider.sampling import Purpose, uniforms
+from verifier_svc import acceptance
+
+SETTINGS = {
+    "plain": SamplingParams(),
+    "temperature": SamplingParams(0.6),
+    "top-k": SamplingParams(top_k=5),
+    "top-p": SamplingParams(1.3, top_p=0.8),
+    "min-p": SamplingParams(min_p=0.02),
+    "typical-p": SamplingParams(1.2, typical_p=0.7),
+    "penalties": SamplingParams(repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.5),
+    "bias and bans": SamplingParams(logit_bias=((2, 4.0), (12, -3.0)), banned_token_ids=(8, 1)),
+    "min-tokens": SamplingParams(1.5, logit_bias=((END, 6.0),), min_tokens=2),
+    "everything": SamplingParams(
+        1.4,
+        12,
+        0.95,
+        min_p=0.01,
+        typical_p=0.95,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=-0.4,
+        logit_bias=((4, 3.0), (END, 4.0)),
+        min_tokens=1,
+        banned_token_ids=(11,),
+    ),
+}
+SAMPLES = frozenset({Rule.ONE_HOT, Rule.SPARSE})
+RULES: dict[str, dict[str, Any]] = {
+    "token-wise": {"offers": SAMPLES, "trust": True, "sampled_rule": AcceptanceRule.TOKEN_WISE},
+    "block": {"offers": SAMPLES, "trust": True, "sampled_rule": AcceptanceRule.BLOCK},
+    "coupled": {"offers": frozenset({Rule.ONE_HOT, Rule.COUPLED})},
+    "one-hot": {"offers": frozenset({Rule.ONE_HOT})},
+}
+DRAFTERS = {"equal": equal_to_target, "reversed": reversed_target, "unlikely": on_an_unlikely_token, "flat": flat}
+
+
+def p(rule: str, setting: str, drafter: str, draws: int, **more: Any) -> float:
+    sampling = SETTINGS[setting]
+    return p_value(generate(sampling, DRAFTERS[drafter](sampling), draws, **RULES[rule], **more), sampling)
+
+
+@pytest.mark.parametrize("setting", ["plain", "everything"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_reversed_drafter_leaves_no_trace(rule: str, setting: str) -> None:
+    assert p(rule, setting, "reversed", 4_000) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_output_follows_the_target_for_every_rule_setting_and_drafter(rule: str, setting: str, drafter: str) -> None:
+    assert p(rule, setting, drafter, 6_000, seed=1) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["token-wise", "block", "coupled"])
+def test_two_hundred_thousand_draws_show_no_bias(rule: str) -> None:
+    assert p(rule, "plain", "reversed", 200_000, seed=2) > 1e-4
+
+
+def test_without_a_drafter_output_follows_the_target() -> None:
+    for sampling in SETTINGS.values():
+        assert p_value(generate(sampling, None, 4_000), sampling) > 1e-4
+
+
+# --- the same tests catch what has gone wrong elsewhere ---
+
+
+def reused_uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.float64]:
+    """One number of a sequence for everything."""
+    return uniforms(seeds, np.zeros_like(positions), Purpose.ACCEPT)
+
+
+def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
+    points = uniform_R.double().unsqueeze(-1)
+    return torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points).squeeze(-1).clamp(max=VOCAB - 1)
+
+
+@pytest.mark.parametrize("rule", ["token-wise", "block"])
+def test_noise_that_serves_two_purposes_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "uniforms", reused_uniform)
+    assert p(rule, "plain", "flat", 12_000) < 1e-4
+
+
+@pytest.mark.parametrize("rule", ["token-wise", "block"])
+def test_a_residual_that_is_not_normalised_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "inverse_cdf", unnormalised)
+    assert p(rule, "plain", "reversed", 12_000) < 1e-4
+
+
+@pytest.mark.parametrize("rule", ["token-wise", "block"])
+def test_a_drafter_that_drops_tokens_it_is_unsure_of_is_caught(rule: str) -> None:
+    assert p(rule, "plain", "equal", 12_000, drops=lambda probability: probability < 0.5) < 1e-4
+
+
+# --- trust ---
+
+RARE = 10
+
+
+def always_rare(text: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    law = np.zeros(VOCAB)
+    law[RARE] = 1.0
+    return law
+
+
+def claims_to_be_unlikely(text: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """Under the target's own probability for the token that is always proposed."""
+    law = np.full(VOCAB, 1.0)
+    law[RARE] = 1e-6
+    return law / law.sum()
+
+
+def claims_the_target(sampling: SamplingParams) -> Drafting:
+    """The target's own law; what is proposed is another matter."""
+    laws = exact_laws(sampling)
+    return lambda text: laws.get(text, np.full(VOCAB, 1 / VOCAB))
+
+
+@pytest.mark.parametrize("claim", ["unlikely", "target"])
+@pytest.mark.parametrize("sampled_rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
+def test_a_liar_forces_its_token_where_it_is_trusted(sampled_rule: AcceptanceRule, claim: str) -> None:
+    sampling = SETTINGS["plain"]
+    claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
+    trusted: dict[str, Any] = {"offers": SAMPLES, "trust": True, "sampled_rule": sampled_rule}
+    samples = generate(sampling, always_rare, 4_000, claims=claims, **trusted)
+    assert (samples[:, 0] == RARE).mean() > 20 * exact_laws(sampling)[()][RARE]
+    assert p_value(samples, sampling) < 1e-4
+
+
+@pytest.mark.parametrize("claim", ["unlikely", "target"])
+def test_a_liar_that_is_not_trusted_leaves_no_trace(claim: str) -> None:
+    sampling = SETTINGS["plain"]
+    claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
+    samples = generate(sampling, always_rare, 8_000, claims=claims, offers=SAMPLES, trust=False, sends_distributions=True)
+    assert p_value(samples, sampling) > 1e-4
+
+
+def test_a_seed_gives_the_same_tokens_with_every_drafter_trusted_or_not() -> None:
+    sampling = SETTINGS["everything"]
+    plain = generate(sampling, None, 300, seeded=True)
+    for rule in RULES.values():
+        for make in DRAFTERS.values():
+            samples = generate(sampling, make(sampling), 300, seeded=True, **rule)
+            assert sorted(map(tuple, samples.tolist())) == sorted(map(tuple, plain.tolist()))

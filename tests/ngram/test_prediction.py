@@ -1,0 +1,50 @@
+"""Predicted outputs: followed in step, found again behind an edit, and never shared."""
+
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.pools.memory import MemoryPool, NgramOptions
+from drafter_svc.pools.prediction import Prediction
+from outrider.messages import Opened, Rule, SamplingParams, Verdict, Window
+
+FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
+
+
+def opened(prediction: list[int]) -> Opened:
+    return Opened(1, 0, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(24, 6), 4, prediction=prediction)
+
+
+def test_a_prediction_is_offered_from_its_first_token_on() -> None:
+    assert Prediction(FILE, 3).continuation([], 4) == FILE[:4]
+
+
+def test_an_output_that_follows_its_prediction_gets_all_of_it_in_order() -> None:
+    prediction = Prediction(FILE, 3)
+    assert [prediction.continuation(FILE[:n], 1) for n in range(len(FILE))] == [[token] for token in FILE]
+
+
+def test_of_equal_places_the_one_nearest_to_the_last_is_meant() -> None:
+    prediction = Prediction(FILE, 2)
+    prediction.continuation(FILE[:8], 1)
+    assert prediction.continuation([*FILE[:8], 10, 11], 2) == [16, 17]
+
+
+def test_behind_an_edit_the_prediction_is_found_again() -> None:
+    prediction = Prediction(FILE, 3)
+    prediction.continuation(FILE[:6], 1)
+    edited = [*FILE[:6], 99, 98]
+    assert prediction.continuation(edited, 3) == []
+    assert prediction.continuation([*edited, 15, 10], 3) == [11, 16, 17]
+
+
+async def test_the_family_proposes_the_prediction_and_goes_on_within_the_window() -> None:
+    family = NgramFamily(NgramOptions(max_draft_len=4), 1000)
+    family.open(opened(FILE))
+    assert [p.token_ids for p in (await family.draft(lambda: False)).proposals] == [FILE[:6]]
+    family.verdict(Verdict(1, 0, 5, 8, 5, FILE[:5]))
+    assert [p.token_ids for p in (await family.draft(lambda: False)).proposals] == [FILE[6:11]]
+
+
+async def test_a_prediction_never_reaches_a_pool_that_others_read() -> None:
+    shared = MemoryPool(NgramOptions(), 1000)
+    family = NgramFamily(NgramOptions(), 1000, shared)
+    family.open(opened(FILE))
+    assert shared.continuation(FILE[:2], 3) == []

@@ -1,0 +1,90 @@
+"""The coupled noise is what docs/coupling.md says, is noise, and couples."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from outrider.sampling import coupled_exponentials, coupled_keys, coupled_sample
+
+DOCUMENT = Path(__file__).parents[2] / "docs/coupling.md"
+ROW = re.compile(r"\| (\d+) \| (\d+) \| (0x[0-9a-f]+) \| (\d+) \| ([0-9.]+) \|")
+VECTORS = [(int(s), int(p), int(k, 16), int(t), float(e)) for s, p, k, t, e in ROW.findall(DOCUMENT.read_text())]
+MASK64, MASK32 = 2**64 - 1, 2**32 - 1
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ k[0], b & MASK32, (a >> 32) ^ c[3] ^ k[1], a & MASK32]
+        k = [(k[0] + 0x9E3779B9) & MASK32, (k[1] + 0xBB67AE85) & MASK32]
+    return c
+
+
+def by_the_document(seed: int, position: int, token: int) -> tuple[int, float]:
+    """Key and E, in plain integers."""
+    words = philox([position & MASK32, position >> 32, 3, 0], [seed & MASK32, seed >> 32])
+    key = words[0] | words[1] << 32
+    z = (key + (token + 1) * 0x9E3779B97F4A7C15) & MASK64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK64
+    z ^= z >> 31
+    return key, -math.log(((z >> 11) + 0.5) * 2.0**-53)
+
+
+@pytest.mark.parametrize(("seed", "position", "key", "token", "noise"), VECTORS)
+def test_the_documents_vectors_hold_for_the_code_and_for_its_own_text(
+    seed: int, position: int, key: int, token: int, noise: float
+) -> None:
+    keys = coupled_keys([seed], [position])
+    assert int(keys[0]) % 2**64 == key
+    assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(noise, rel=1e-14)
+    assert by_the_document(seed, position, token) == (key, pytest.approx(noise, rel=1e-14))
+
+
+def test_the_document_has_vectors() -> None:
+    assert len(VECTORS) == 9
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(40_000, 1), (1, 40_000), (200, 200)])
+def test_the_noise_is_exponential_along_tokens_and_positions(tokens: int, positions: int) -> None:
+    keys = torch.from_numpy(coupled_keys(np.full(positions, 9), np.arange(positions)))
+    assert stats.kstest(coupled_exponentials(keys, tokens).flatten().numpy(), "expon").pvalue > 1e-4
+
+
+def test_neighbouring_positions_seeds_and_tokens_share_no_noise() -> None:
+    keys = torch.from_numpy(coupled_keys([5, 5, 6], [100, 101, 100]))
+    numbers = coupled_exponentials(keys, 50_000).numpy()
+    together = np.corrcoef([*numbers, np.roll(numbers[0], 1)])
+    assert abs(together - np.eye(4)).max() < 0.02
+
+
+def test_draws_follow_the_probabilities_and_never_take_a_token_without() -> None:
+    probs = torch.tensor([0.5, 0.0, 0.1, 0.3, 0.1])
+    keys = torch.from_numpy(coupled_keys(np.full(30_000, 3), np.arange(30_000)))
+    observed = np.bincount(coupled_sample(probs.repeat(30_000, 1), keys).numpy(), minlength=5)
+    assert observed[1] == 0
+    assert stats.chisquare(observed[[0, 2, 3, 4]], np.array([5, 1, 3, 1]) * 3_000).pvalue > 1e-4
+
+
+def test_two_laws_agree_at_least_as_often_as_the_bound_says() -> None:
+    rng = np.random.default_rng(0)
+    keys = torch.from_numpy(coupled_keys(np.full(20_000, 4), np.arange(20_000)))
+    for concentration in (0.3, 1.0, 5.0):
+        one, other = (torch.from_numpy(rng.dirichlet(np.full(50, concentration))) for _ in range(2))
+        agree = (coupled_sample(one.repeat(20_000, 1), keys) == coupled_sample(other.repeat(20_000, 1), keys)).double().mean()
+        distance = (one - other).abs().sum() / 2
+        assert agree > (1 - distance) / (1 + distance) - 0.01
+
+
+def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.from_numpy(coupled_keys([1] * 20, range(20)))
+    probs = torch.rand(20, 300, generator=torch.Generator().manual_seed(0))
+    whole = coupled_sample(probs, keys)
+    monkeypatch.setattr("outrider.sampling._NOISE_BLOCK", 1000)
+    assert torch.equal(coupled_sample(probs, keys), whole)

@@ -1,0 +1,92 @@
+"""Bias, penalties and bans are those of transformers' processors, at every draft position and for rows with different settings."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from outrider.logits import Context, adjust
+from outrider.messages import SamplingParams
+
+VOCAB = 40
+END = 7
+
+
+def expected(context: Context, logits: torch.Tensor) -> torch.Tensor:
+    """Row by row, each behind its own prefix, by transformers' processors and OpenAI's formula."""
+    s, rows = context.sampling, []
+    for i in range(context.row_count):
+        text = [*context.tokens, *context.drafted[:i]]
+        processors = LogitsProcessorList()
+        if s.logit_bias:
+            processors.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias]))
+        if s.repetition_penalty != 1:
+            processors.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+        row = processors(torch.tensor([text]), logits[i : i + 1].clone())
+        counts = torch.bincount(torch.tensor(text[context.prompt_length :], dtype=torch.long), minlength=VOCAB)
+        row = row - s.presence_penalty * (counts > 0) - s.frequency_penalty * counts
+        late = LogitsProcessorList()
+        if s.banned_token_ids:
+            late.append(SuppressTokensLogitsProcessor(list(s.banned_token_ids)))
+        if s.min_tokens:
+            late.append(MinNewTokensLengthLogitsProcessor(context.prompt_length, s.min_tokens, sorted(context.end_ids)))
+        rows.append(late(torch.tensor([text]), row))
+    return torch.cat(rows)
+
+
+@st.composite
+def contexts(draw: st.DrawFn) -> Context:
+    tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+    prompt, output, drafted = draw(tokens.filter(bool)), draw(tokens), draw(st.lists(st.integers(0, VOCAB - 1), max_size=5))
+    penalty = st.sampled_from([0.0, 0.5, -1.5])
+    bias = draw(st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-5.0, 0.25, 9.0]), max_size=3))
+    sampling = SamplingParams(
+        repetition_penalty=draw(st.sampled_from([1.0, 0.7, 1.8])),
+        presence_penalty=draw(penalty),
+        frequency_penalty=draw(penalty),
+        logit_bias=tuple(bias.items()),
+        min_tokens=draw(st.integers(0, 8)),
+        banned_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=3))),
+    )
+    return Context(sampling, [*prompt, *output], len(prompt), drafted, frozenset({END, 9}))
+
+
+@given(st.lists(contexts(), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_every_row_of_a_batch_is_what_transformers_makes_of_it(batch: list[Context], seed: int) -> None:
+    logits = torch.randn(sum(c.row_count for c in batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
+    untouched = logits.clone()
+    together = adjust(logits, batch)
+    assert torch.equal(logits, untouched)
+    first = 0
+    for context in batch:
+        rows = slice(first, first + context.row_count)
+        torch.testing.assert_close(together[rows], expected(context, untouched[rows]), atol=1e-4, rtol=1e-5)
+        first = rows.stop
+
+
+def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
+    logits = torch.randn(3, VOCAB)
+    assert adjust(logits, [Context(SamplingParams(0.3, 5, 0.5, min_p=0.1), [1], 1, [2, 3])]) is logits
+
+
+@pytest.mark.parametrize("vocab", [40, 64, 33])
+def test_a_mask_leaves_what_its_bits_allow(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    allowed = rng.random((3, vocab)) < 0.3
+    words = np.zeros((3, -(-vocab // 32)), np.int64)
+    for row, token in zip(*allowed.nonzero(), strict=True):
+        words[row, token // 32] |= 1 << (token % 32)
+    mask = words.astype(np.uint32).view(np.int32)
+    logits = torch.randn(4, vocab)
+    got = adjust(logits, [Context(SamplingParams()), Context(SamplingParams(), [1], 1, [2, 3], mask=mask)])
+    assert torch.equal(got[0], logits[0])
+    assert torch.equal(got[1:], logits[1:].masked_fill(~torch.from_numpy(allowed), -torch.inf))

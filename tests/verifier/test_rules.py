@@ -1,0 +1,191 @@
+"""The acceptance rules one by one, on cases that can be worked out by hand."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.logits import Context
+from outrider.messages import Acceptance, AcceptanceRule, Rule, SamplingParams, SparseDistribution, SpeculationOptions, TokenRequest
+from verifier_svc.acceptance import NO_TOKEN, Draft, accept
+from verifier_svc.judging import Judge
+from verifier_svc.rules import block, lossy, token_wise
+from verifier_svc.rules.sparse import SparseDrafts
+from verifier_svc.trust import how_to_propose, judged_by
+
+TARGET, DRAFTER = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
+
+
+def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
+    """The example of the paper on block verification, arXiv 2403.10444: two tokens, drafts of two, context ignored.
+
+    Every draft with every pair of evenly spread numbers, and how likely the draft is.
+    """
+    points = (np.arange(numbers) + 0.5) / numbers
+    cases = list(itertools.product(itertools.product((0, 1), repeat=2), points, points))
+    tokens = np.array([case[0] for case in cases])
+    ones = np.ones((len(cases), 2, 1))
+    drafts = SparseDrafts(
+        torch.full((len(cases),), 2),
+        torch.from_numpy(DRAFTER[tokens]),
+        torch.from_numpy(TARGET[tokens]),
+        torch.from_numpy(ones * DRAFTER),
+        torch.from_numpy(ones * TARGET),
+        torch.from_numpy(np.array([case[1:] for case in cases])),
+    )
+    return drafts, DRAFTER[tokens].prod(1) / numbers**2
+
+
+def test_block_verification_accepts_eleven_ninths_of_a_token_where_token_wise_accepts_ten_ninths() -> None:
+    drafts, weights = toy()
+    assert weights.sum() == pytest.approx(1)
+    assert (token_wise.judge(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(10 / 9)
+    assert (block.judge(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(11 / 9)
+
+
+def test_the_last_accepted_position_decides_not_the_first_rejected() -> None:
+    # Tokens (0, 1): the first alone can never end a block here, but the pair is always taken.
+    drafts, _ = toy(4)
+    pair = (drafts.target_BK[:, 0] < 0.5) & (drafts.target_BK[:, 1] > 0.5)
+    assert (block.judge(drafts).accepted_B[pair] == 2).all()
+    assert (token_wise.judge(drafts).accepted_B[pair] == 0).any()
+
+
+def test_with_one_hot_drafts_both_rules_accept_with_the_products_of_the_targets_probabilities() -> None:
+    """A one-hot distribution leaves nothing to pay with, so block verification is the token-wise rule."""
+    numbers = 40
+    points = (np.arange(numbers) + 0.5) / numbers
+    uniform = torch.from_numpy(np.array(list(itertools.product(points, points))))
+    count = len(uniform)
+    ones = torch.ones(count, 2, dtype=torch.float64)
+    target = torch.tensor([0.5, 0.75], dtype=torch.float64).expand(count, 2)
+    drafts = SparseDrafts(torch.full((count,), 2), ones, target, ones.unsqueeze(-1), target.unsqueeze(-1), uniform)
+    for rule in (token_wise, block):
+        accepted = rule.judge(drafts).accepted_B
+        assert [(accepted == n).double().mean().item() for n in range(3)] == pytest.approx([0.5, 0.125, 0.375], abs=0.02)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_block_verification_never_accepts_less(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, depth, vocab = 20_000, 4, 6
+    target, drafter = rng.dirichlet(np.ones(vocab) * 0.6, (depth,)), rng.dirichlet(np.ones(vocab) * 0.6, (depth,))
+    tokens = np.stack([rng.choice(vocab, count, p=law) for law in drafter], 1)
+    at = np.arange(depth)
+    lengths = rng.integers(0, depth + 1, count)
+    real = at < lengths[:, None]
+    drafts = SparseDrafts(
+        torch.from_numpy(lengths),
+        torch.from_numpy(drafter[at, tokens] * real),
+        torch.from_numpy(target[at, tokens] * real),
+        torch.from_numpy(drafter * real[..., None]),
+        torch.from_numpy(target * real[..., None]),
+        torch.from_numpy(rng.random((count, depth))),
+    )
+    kept = [rule.judge(drafts).accepted_B.double() for rule in (token_wise, block)]
+    assert kept[1].mean() > kept[0].mean() - 0.01
+    assert (kept[1] <= drafts.lengths_B).all()
+
+
+def test_typical_acceptance_takes_what_is_likely_enough_for_how_unsure_the_target_is() -> None:
+    sure, unsure = [0.97, 0.01, 0.01, 0.01], [0.25] * 4
+    probs = torch.tensor([sure, sure, unsure])
+    assert lossy.typical(probs, torch.tensor([0, 1, 3]), torch.full((3,), 0.09)).tolist() == [True, False, True]
+
+
+def test_relaxed_acceptance_takes_the_likeliest_few_within_delta() -> None:
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 4)
+    draft, topk = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 2, 3])
+    assert lossy.relaxed(probs, draft, topk, torch.full((4,), 0.4)).tolist() == [True, True, False, True]
+    assert not lossy.relaxed(probs, draft, torch.full((4,), 4), torch.full((4,), 0.1))[1:].any()
+
+
+def draft(tokens: list[int], rule: AcceptanceRule, temperature: float = 1.0, **more: object) -> Draft:
+    return Draft(Context(SamplingParams(temperature), [0], 1, tokens), 7, rule, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lossy_rules_reach_the_output_only_when_asked_for(temperature: float) -> None:
+    logits = torch.tensor([[2.0, 1.9, -9.0]] * 3)
+    options = SpeculationOptions(relaxed_topk=2, relaxed_delta=0.5)
+    runs = {
+        rule: accept(logits, [draft([1, 1], rule, temperature, options=options, thinking=[True, True])])[0].accepted_count
+        for rule in (AcceptanceRule.GREEDY, AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED)
+    }
+    assert runs[AcceptanceRule.TYPICAL] == runs[AcceptanceRule.RELAXED] == 2
+    assert temperature > 0 or runs[AcceptanceRule.GREEDY] == 0
+
+
+def test_relaxed_acceptance_is_exact_outside_the_thinking_phase() -> None:
+    logits = torch.tensor([[2.0, 1.9, -9.0]] * 3)
+    [outcome] = accept(logits, [draft([1, 1], AcceptanceRule.RELAXED, 0.0, thinking=[True, False])])
+    assert (outcome.accepted_count, outcome.next_token) == (1, 0)
+
+
+def test_the_thinking_phase_ends_before_its_end_token() -> None:
+    judge = Judge(thinking_ids=(5, 6))
+
+    text = SimpleNamespace(tokens=[1, 5, 2])
+    assert judge._thinking(text, [3, 4, 6, 3, 5, 3]) == [True, True, False, False, False, True]  # type: ignore[arg-type]
+    text.tokens = [1, 5, 2, 6, 2]
+    assert judge._thinking(text, [3, 3]) == [False, False]  # type: ignore[arg-type]
+    assert Judge()._thinking(text, [3]) == [False]  # type: ignore[arg-type]
+
+
+def test_a_synthetic_rate_is_met_whatever_the_target_says() -> None:
+    drafts = [Draft(Context(SamplingParams(), [0] * 3, 3, [1, 2, 3, 4]), seed, AcceptanceRule.SYNTHETIC) for seed in range(4_000)]
+    outcomes = accept(torch.full((5 * 4_000, 6), -9.0), drafts, synthetic_rate=0.8)
+    first = np.mean([outcome.accepted_count >= 1 for outcome in outcomes])
+    assert first == pytest.approx(0.8, abs=0.02)
+    assert np.mean([outcome.accepted_count for outcome in outcomes]) == pytest.approx(sum(0.8**i for i in range(1, 5)), abs=0.05)
+
+
+def test_where_nothing_is_allowed_there_is_no_token() -> None:
+    mask = np.array([[0b0110], [0]], np.int32)
+    context = Context(SamplingParams(0.0), [0], 1, [2], mask=mask)
+    [outcome] = accept(torch.zeros(2, 4).index_fill_(1, torch.tensor([2]), 1.0), [Draft(context, 0, AcceptanceRule.GREEDY)])
+    assert (outcome.accepted_count, outcome.next_token) == (1, NO_TOKEN)
+    sampled = Draft(Context(SamplingParams(banned_token_ids=(0, 1, 2, 3)), [0], 1), 0)
+    assert accept(torch.zeros(1, 4), [sampled])[0].next_token == NO_TOKEN
+
+
+ALL = frozenset(Rule)
+
+
+@pytest.mark.parametrize(
+    ("request_", "offered", "trusted", "asked"),
+    [
+        (SamplingParams(0.0), ALL, True, Rule.ONE_HOT),
+        (SamplingParams(1.0), ALL, True, Rule.SPARSE),
+        (SamplingParams(1.0), ALL, False, Rule.COUPLED),
+        (SamplingParams(1.0, seed=3), ALL, True, Rule.COUPLED),
+        (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.SPARSE}), False, Rule.ONE_HOT),
+        (SamplingParams(1.0, seed=3), frozenset({Rule.ONE_HOT, Rule.SPARSE}), True, Rule.ONE_HOT),
+        (SamplingParams(1.0), frozenset({Rule.ONE_HOT}), True, Rule.ONE_HOT),
+    ],
+)
+def test_the_trust_table(request_: SamplingParams, offered: frozenset[Rule], trusted: bool, asked: Rule) -> None:
+    assert how_to_propose(TokenRequest([1], 1, request_), offered, trusted) is asked
+
+
+def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
+    for acceptance, rule in ((Acceptance.TYPICAL, AcceptanceRule.TYPICAL), (Acceptance.RELAXED, AcceptanceRule.RELAXED)):
+        request = TokenRequest([1], 1, speculation=SpeculationOptions(acceptance=acceptance))
+        assert how_to_propose(request, ALL, True) is Rule.COUPLED
+        assert judged_by(request, AcceptanceRule.BLOCK, False) is rule
+        assert rule.lossy
+    exact = TokenRequest([1], 1)
+    assert judged_by(exact, AcceptanceRule.BLOCK, False) is AcceptanceRule.BLOCK
+    assert judged_by(exact, None, False) is AcceptanceRule.COUPLED
+    assert judged_by(exact, None, True).lossy
+
+
+def test_a_draft_of_one_token_and_one_of_none_share_a_batch_with_sampled_ones() -> None:
+    law = SparseDistribution(np.array([1, 2]), np.array([0.5, 0.5]))
+    sampled = draft([1, 2], AcceptanceRule.BLOCK, distributions=[law, law])
+    logits = torch.randn(3 + 1 + 2, 4, generator=torch.Generator().manual_seed(0))
+    together = accept(logits, [sampled, draft([], AcceptanceRule.COUPLED), draft([3], AcceptanceRule.COUPLED)])
+    assert together[0] == accept(logits[:3], [sampled])[0]
+    assert together[1] == accept(logits[3:4], [draft([], AcceptanceRule.COUPLED)])[0]

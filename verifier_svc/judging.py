@@ -1,0 +1,106 @@
+"""From a batch of the scheduler's items and their logits to what is to be committed: the context, rule and noise of each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from outrider.logits import Context
+from outrider.messages import AcceptanceRule, Rule, TokenLogprob
+from verifier_svc.acceptance import Draft, Outcome, accept
+from verifier_svc.logprobs import logprobs
+from verifier_svc.scheduler import Item
+from verifier_svc.sequence import Sequence
+from verifier_svc.trust import judged_by
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """An outcome, the rule it came by, and log probabilities of its tokens when the request wants them."""
+
+    outcome: Outcome
+    rule: AcceptanceRule
+    logprobs: SequenceOf[TokenLogprob] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """How this verifier judges.
+
+    `sampled_rule` is for drafts that a trusted drafter sampled; `thinking_ids` begin and end the thinking phase, None when the
+    model has none; with a `synthetic_rate` drafts stand at that rate whatever the target says.
+    """
+
+    sampled_rule: AcceptanceRule = AcceptanceRule.BLOCK
+    thinking_ids: tuple[int, int] | None = None
+    synthetic_rate: float | None = None
+
+    def judge(self, logits_RV: torch.Tensor, items: SequenceOf[Item]) -> list[Judgement | None]:
+        """One for each item, None for a part of a prompt; `logits_RV` has the rows of the others."""
+        judged = [item for item in items if item.samples]
+        drafts = [self._draft(item) for item in judged]
+        outcomes = accept(logits_RV, drafts, self.synthetic_rate)
+        likely = _logprobs(logits_RV, judged, outcomes)
+        told = iter(
+            Judgement(outcome, draft.rule, likely.get(i, ()))
+            for i, (outcome, draft) in enumerate(zip(outcomes, drafts, strict=True))
+        )
+        return [next(told) if item.samples else None for item in items]
+
+    def _draft(self, item: Item) -> Draft:
+        sequence = item.sequence
+        request, path = sequence.request, item.path
+        # A distribution counts only from whom it was asked; else it could force a token.
+        asked = item.assignment is not None and item.assignment.rule is Rule.SPARSE
+        sampled = self.sampled_rule if asked and path.distributions else None
+        rule = judged_by(request, sampled, self.synthetic_rate is not None)
+        return Draft(
+            Context(
+                request.sampling,
+                sequence.tokens,
+                len(request.prompt),
+                path.token_ids,
+                sequence.end_ids,
+                item.mask,
+            ),
+            sequence.seed,
+            rule,
+            path.distributions if rule is sampled else (),
+            request.speculation,
+            self._thinking(sequence, path.token_ids) if rule is AcceptanceRule.RELAXED else (),
+        )
+
+    def _thinking(self, sequence: Sequence, drafted: SequenceOf[int]) -> list[bool]:
+        """For each draft token, whether it stands in the thinking phase; a phase that the prompt opened counts."""
+        if self.thinking_ids is None:
+            return [False] * len(drafted)
+        begin, end = self.thinking_ids
+        inside = next((token == begin for token in reversed(sequence.tokens) if token in (begin, end)), False)
+        states = []
+        for token in drafted:
+            # The end itself is judged exactly: when thinking stops is the target's decision.
+            inside = (inside and token != end) or token == begin
+            states.append(inside and token != begin)
+        return states
+
+
+def _logprobs(logits_RV: torch.Tensor, items: SequenceOf[Item], outcomes: SequenceOf[Outcome]) -> dict[int, list[TokenLogprob]]:
+    """Those of the sequences that want them, by their place among `items`."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    spans: dict[int, range] = {}
+    first = 0
+    for i, (item, outcome) in enumerate(zip(items, outcomes, strict=True)):
+        count = item.sequence.request.top_logprobs
+        if count is not None:
+            committed = [*item.path.token_ids[: outcome.accepted_count], max(0, outcome.next_token)]
+            spans[i] = range(len(rows), len(rows) + len(committed))
+            rows += range(first, first + len(committed))
+            tokens += committed
+            counts += [count] * len(committed)
+        first += len(item.path.token_ids) + 1
+    found = logprobs(logits_RV, rows, tokens, counts)
+    return {i: found[span.start : span.stop] for i, span in spans.items()}

@@ -1,0 +1,27 @@
+"""Rules that trade exactness for speed; a request has to ask for them, and its response says so."""
+
+from __future__ import annotations
+
+import torch
+
+
+def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tensor) -> torch.Tensor:
+    """Typical acceptance, bool [N]: Cai et al., "Medusa", arXiv 2401.10774, section 3.3.1.
+
+    A draft token stands if its probability is above min(epsilon, delta * exp(-entropy)), with the paper's delta = sqrt(epsilon):
+    where the target is unsure, much is acceptable.
+    """
+    entropy_N = torch.special.entr(probs_NV).sum(-1)
+    threshold_N = torch.minimum(epsilon_N, epsilon_N.sqrt() * torch.exp(-entropy_N))
+    return probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1) > threshold_N
+
+
+def relaxed(probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor) -> torch.Tensor:
+    """TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP; `relaxed_topk`, `relaxed_delta`).
+
+    A draft token stands if it is among the `topk` likeliest and at most `delta` less likely than the likeliest. The caller sees
+    to it that only positions in the thinking phase come here.
+    """
+    prob_N = probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1)
+    better_N = (probs_NV > prob_N.unsqueeze(-1)).sum(-1)
+    return (better_N < topk_N) & (prob_N >= probs_NV.amax(-1) - delta_N)
