@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from gateway.generate import Ending, Piece
+from gateway.generate import Ending, Piece, ShownToken
 
 _QUEUED_PIECES = 64
 
@@ -56,6 +56,7 @@ class Tally:
 
     def __init__(self, prompt_count: int, n: int) -> None:
         self.endings: list[Ending | None] = [None] * (prompt_count * n)
+        self.shown: list[list[ShownToken]] = [[] for _ in self.endings]
         self._n = n
 
     def add(self, index: int, ending: Ending) -> None:
@@ -79,6 +80,14 @@ class Tally:
                 "rejected_prediction_tokens": drafted - accepted,
             },
         }
+
+    def speculation(self) -> dict[str, Any]:
+        """Which rules judged drafts, and whether they leave the output as the target's own; nothing when there was no draft."""
+        rules = sorted({rule for ending in self.endings if ending is not None for rule in ending.stats.rules})
+        if not rules:
+            return {}
+        names = [rule.name.lower().replace("_", "-") for rule in rules]
+        return {"speculation": {"rules": names, "lossless": not any(rule.lossy for rule in rules)}}
 
     def metrics(self) -> dict[str, Any]:
         """vLLM's `metrics` object; like there, it describes one sequence and is null for several."""
@@ -105,6 +114,7 @@ async def collect(events: AsyncGenerator[Event, None], tally: Tally) -> list[str
     texts: list[list[str]] = [[] for _ in tally.endings]
     async for index, piece in events:
         texts[index].append(piece.text)
+        tally.shown[index] += piece.shown
         if piece.ending is not None:
             tally.add(index, piece.ending)
     return ["".join(parts) for parts in texts]

@@ -16,11 +16,13 @@ from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import (
     FinishReason,
+    Grammar,
     ModelInfo,
     SamplingParams,
     SpeculationOptions,
     SpeculationStats,
     TokenChunk,
+    TokenLogprob,
     TokenRequest,
     TokenSource,
 )
@@ -31,7 +33,8 @@ MAX_STOP_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One sequence to generate. `prompt_field` and `limit_field` are what the caller calls its prompt and its max_tokens.
+    """One sequence to generate. `prompt_field`, `limit_field` and `grammar_field` are what the caller calls its prompt, its
+    max_tokens and its grammar.
 
     `whole` says that nobody sees the text before it is complete, which spares both sides the messages in between.
     `max_tokens` None takes what the context leaves, and `default_max_tokens` at most that much.
@@ -51,6 +54,10 @@ class TextRequest:
     prompt_field: str = "prompt"
     limit_field: str = "max_tokens"
     whole: bool = False
+    top_logprobs: int | None = None
+    grammar: Grammar | None = None
+    grammar_field: str = "grammar"
+    prediction: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +72,28 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token as log probabilities show it, with the likeliest alternatives, best first."""
+
+    text: str
+    logprob: float
+    top: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of whole characters, and the tokens that came with it; the last piece has the ending."""
+    """Text of whole characters, and the tokens that came with it; the last piece has the ending.
+
+    `shown` and `logprobs` are empty unless log probabilities were asked for; a token that ends the text unseen is not in `shown`.
+    """
 
     text: str
     token_ids: Sequence[int]
     sources: Sequence[TokenSource]
     drafter_id: str = ""
     ending: Ending | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    shown: Sequence[ShownToken] = ()
 
 
 class Generation:
@@ -84,6 +105,10 @@ class Generation:
         self._metrics = metrics
         self._table = TokenTable(prompts.tokenizer)
 
+    def echo(self, prompt: str | Sequence[int]) -> str:
+        """The text of a prompt, as the answer repeats it."""
+        return prompt if isinstance(prompt, str) else self._table.decode(prompt)
+
     async def stream(self, request: TextRequest) -> AsyncGenerator[Piece, None]:
         """The text of one request, piece by piece. Closing the iterator cancels the sequence everywhere.
 
@@ -92,7 +117,7 @@ class Generation:
         name, info, replica = self.router.pick(request.model)
         tokens = token_request(request, info)
         clock = SequenceClock(self._metrics, name, len(tokens.prompt))
-        sequence = _Sequence(tokens, info, TextStream(self._table, request.stop))
+        sequence = _Sequence(tokens, info, TextStream(self._table, request.stop), self._table)
         try:
             with replica.busy():
                 async with aclosing(_chunks(replica, tokens)) as chunks:
@@ -107,6 +132,10 @@ class Generation:
             raise OutriderError(Reason.VERIFIER_UNAVAILABLE, f"verifier {replica.address} ended without a finish reason")
         except OutriderError as error:
             clock.failed(error.reason.name)
+            if error.field is not None and error.field.startswith("grammar."):
+                # The verifier knows the grammar by the wire's name, the caller by its own.
+                message = error.message.replace(error.field, request.grammar_field)
+                raise OutriderError(error.reason, message, request.grammar_field) from error
             raise
         finally:
             clock.close()
@@ -115,10 +144,11 @@ class Generation:
 class _Sequence:
     """Turns the chunks of one sequence into pieces."""
 
-    def __init__(self, request: TokenRequest, info: ModelInfo, text: TextStream) -> None:
+    def __init__(self, request: TokenRequest, info: ModelInfo, text: TextStream, table: TokenTable) -> None:
         self._prompt_token_count = len(request.prompt)
         self._end_ids = request.stop_token_ids | frozenset(() if request.ignore_eos else info.eos_token_ids)
         self._text = text
+        self._table = table
         # Kept for the case that a stop string ends the sequence, since then the verifier's own statistics never come.
         depth = info.max_depth if request.speculation.depth is None else request.speculation.depth
         self._stats = SpeculationStats(max_depth=depth if request.speculation.enabled else 0)
@@ -134,7 +164,15 @@ class _Sequence:
         used = self._text.token_count - before if self._text.stopped else len(ids)
         sources = chunk.sources[:used]
         self._stats.record(chunk.draft_token_count, sources.count(TokenSource.ACCEPTED))
-        return Piece(text, ids[:used], sources, chunk.drafter_id, self._ending(chunk, ended_by_token))
+        logprobs = chunk.logprobs[:used]
+        seen = used - 1 if ended_by_token and used == len(ids) else used
+        shown = [self._show(token, logprob) for token, logprob in zip(ids[:seen], logprobs, strict=False)]
+        ending = self._ending(chunk, ended_by_token)
+        return Piece(text, ids[:used], sources, chunk.drafter_id, ending, logprobs, shown)
+
+    def _show(self, token: int, logprob: TokenLogprob) -> ShownToken:
+        top = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
+        return ShownToken(self._table.piece(token), logprob.logprob, [(self._table.piece(other), value) for other, value in top])
 
     def _ending(self, chunk: TokenChunk, ended_by_token: bool) -> Ending | None:
         stopped = self._text.stopped
@@ -171,6 +209,10 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
     if outside is not None:
         raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {outside}")
     max_tokens = _max_tokens(request, info.context_length)
+    if request.sampling.min_tokens > max_tokens:
+        raise invalid(
+            "min_tokens", f"must be at most {request.limit_field}, which is {max_tokens}, not {request.sampling.min_tokens}"
+        )
     return TokenRequest(
         prompt=prompt,
         max_tokens=max_tokens,
@@ -182,6 +224,9 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
         traceparent=request.traceparent,
         # A stop string has to be looked for as the text grows.
         min_chunk_tokens=max_tokens if request.whole and not request.stop else 1,
+        top_logprobs=request.top_logprobs,
+        grammar=request.grammar,
+        prediction=request.prediction,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
@@ -13,27 +14,16 @@ from outrider.errors import OutriderError, Reason, invalid
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_json": (),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -79,11 +69,18 @@ def _same(value: object, neutral: object) -> bool:
 
 
 class SpeculationBody(Body):
-    """Whether and how to speculate; `metrics` asks for vLLM's `metrics.speculative_decoding` in the answer."""
+    """Whether and how to speculate; `metrics` asks for vLLM's `metrics.speculative_decoding` in the answer.
+
+    `acceptance` other than exact is lossy: faster, and no longer distributed as the target alone.
+    """
 
     enabled: bool = True
     drafter: str = ""
     depth: int | None = None
+    acceptance: Literal["exact", "typical", "relaxed"] = "exact"
+    typical_epsilon: float = 0.09
+    relaxed_topk: int = 10
+    relaxed_delta: float = 0.6
     metrics: bool = False
 
 
@@ -92,6 +89,49 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(Body):
+    """OpenAI's wrapping of a schema; name, description and strict change nothing, since the schema is always kept to."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structural_tag: dict[str, Any] | None = None
+
+
+class TextPart(Body):
+    """A piece of a message's content; of OpenAI's kinds, text alone."""
+
+    type: Literal["text"]
+    text: Text
+
+
+_PARTS = TypeAdapter(list[TextPart])
+
+
+def _joined(separator: str) -> Callable[[object], object]:
+    """OpenAI's content, a text or a list of parts, as one text."""
+
+    def join(value: object) -> object:
+        return separator.join(part.text for part in _PARTS.validate_python(value)) if isinstance(value, list) and value else value
+
+    return join
+
+
+class Prediction(Body):
+    """What the client expects the answer to be, such as the file it wants edited."""
+
+    type: Literal["content"]
+    content: Annotated[Text, BeforeValidator(_joined(""))]
 
 
 def _stops(value: object) -> object:
@@ -115,6 +155,20 @@ class GenerationBody(Body):
     speculation: SpeculationBody = SpeculationBody()
     ignore_eos: bool | None = Field(default=None, description="vLLM's extension; go on after an end-of-sequence token.")
     stop_token_ids: list[int] | None = Field(default=None, description="vLLM's extension; ids that end the text.")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_p: float | None = Field(default=None, description="vLLM's extension; drop tokens this much less likely than the likeliest.")
+    typical_p: float | None = Field(default=None, description="Locally typical sampling, up to this mass.")
+    repetition_penalty: float | None = Field(default=None, description="vLLM's extension; over prompt and output.")
+    min_tokens: int | None = Field(default=None, description="vLLM's extension; no end of text before so many tokens.")
+    banned_token_ids: list[int] | None = Field(default=None, description="Ids that are never sampled.")
+    response_format: ResponseFormat | None = None
+    regex: str | None = Field(default=None, description="What the answer must match.")
+    grammar: str | None = Field(default=None, description="What the answer must be, in GBNF.")
+    choice: list[str] | None = Field(default=None, description="Texts of which the answer must be one.")
+    structural_tag: dict[str, Any] | None = Field(default=None, description="XGrammar's structural tag.")
+    prediction: Prediction | None = None
     # Labels for OpenAI's own records and caches; they have no meaning for the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -148,30 +202,15 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field(json_schema_extra={"type": ["string", "array"]})]
-
-
-class TextPart(Body):
-    """A piece of a message's content; of OpenAI's kinds, text alone."""
-
-    type: Literal["text"]
-    text: Text
-
-
-_PARTS = TypeAdapter(list[TextPart])
-
-
-def _text(value: object) -> object:
-    """A message's content as one text; parts are joined by a newline, as vLLM does."""
-    if isinstance(value, list) and value:
-        return "\n".join(part.text for part in _PARTS.validate_python(value))
-    return value
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, description="How many of the likeliest tokens to tell with each token.")
 
 
 class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_text)]
+    content: Annotated[Text, BeforeValidator(_joined("\n"))]
     name: Text | None = None
 
     @model_validator(mode="before")
@@ -192,6 +231,8 @@ class ChatBody(GenerationBody):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
 
 

@@ -40,6 +40,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The checked request; raises OutriderError that names the field and the limit."""
         name, info, _ = self._generation.router.pick(request.model)
         prompt, field = await self._prompt(request)
+        top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
+        wire.check_logprobs("top_logprob_count", top_logprobs)
+        prompts = self._generation.prompts
+        expected = await prompts.encode(request.prediction, add_special_tokens=False) if request.prediction else []
         return TextRequest(
             prompt=prompt,
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -49,6 +53,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             model=name,
             traceparent=traceparent,
             prompt_field=field,
+            top_logprobs=top_logprobs,
+            grammar=wire_settings.grammar_from_proto(request.grammar),
+            grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}",
+            prediction=expected[: info.context_length],
         )
 
     async def _prompt(self, request: generation_pb2.GenerateTextRequest) -> tuple[list[int], str]:
@@ -74,6 +82,7 @@ def _response(piece: Piece) -> generation_pb2.GenerateTextResponse:
     response = generation_pb2.GenerateTextResponse(
         text=piece.text, token_ids=piece.token_ids, sources=[_enum(s) for s in piece.sources], drafter_id=piece.drafter_id
     )
+    response.logprobs.extend(wire.logprob_to_proto(logprob) for logprob in piece.logprobs)
     if piece.ending is not None:
         _end(response, piece.ending)
     return response

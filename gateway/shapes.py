@@ -5,14 +5,21 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
+from gateway.generate import ShownToken
 from outrider import __version__
 from outrider.messages import FinishReason
 
 Json = dict[str, Any]
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _FINGERPRINT = f"outrider-{__version__}"
+
+
+def _named(text: str, logprob: float) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class Shape(ABC):
@@ -41,18 +48,24 @@ class Shape(ABC):
             "choices": choices,
         }
 
-    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json) -> Json:
-        """The answer to a request that does not stream; one text and one reason for each choice."""
+    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json, shown: Sequence[Sequence[ShownToken]] = ()) -> Json:
+        """The answer to a request that does not stream; one text, one reason and the tokens shown for each choice."""
+        tokens = shown or [()] * len(texts)
         choices = [
-            {"index": index, **self._whole_choice(text), "logprobs": None, "finish_reason": _FINISH[reason]}
+            {
+                "index": index,
+                **self._whole_choice(text),
+                "logprobs": self.logprobs(tokens[index], 0),
+                "finish_reason": _FINISH[reason],
+            }
             for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
         return self._answer(self.whole_object, choices) | {"usage": usage}
 
-    def chunk(self, index: int, content: Json, reason: FinishReason | None = None) -> Json:
+    def chunk(self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None) -> Json:
         """A chunk with one choice."""
         finish = _FINISH[reason] if reason is not None else None
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
         return self._answer(self.chunk_object, [choice]) | self._usage
 
     def usage_chunk(self, usage: Json) -> Json:
@@ -62,6 +75,10 @@ class Shape(ABC):
     @abstractmethod
     def _whole_choice(self, text: str) -> Json:
         """What a choice of a whole answer holds."""
+
+    @abstractmethod
+    def logprobs(self, shown: Sequence[ShownToken], offset: int) -> Json | None:
+        """Tokens with their log probabilities, None when there are none; `offset` characters of tokens came before."""
 
     @abstractmethod
     def opening(self) -> Json | None:
@@ -86,6 +103,18 @@ class CompletionShape(Shape):
     def _whole_choice(self, text: str) -> Json:
         return {"text": text}
 
+    def logprobs(self, shown: Sequence[ShownToken], offset: int) -> Json | None:
+        if not shown:
+            return None
+        ends = list(accumulate((len(token.text) for token in shown), initial=offset))
+        return {
+            "tokens": [token.text for token in shown],
+            "token_logprobs": [token.logprob for token in shown],
+            # As in OpenAI's own answers, the token itself is always among them.
+            "top_logprobs": [{**dict(token.top), token.text: token.logprob} for token in shown],
+            "text_offset": ends[:-1],
+        }
+
     def opening(self) -> Json | None:
         return None
 
@@ -103,6 +132,15 @@ class ChatShape(Shape):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def logprobs(self, shown: Sequence[ShownToken], offset: int) -> Json | None:
+        if not shown:
+            return None
+        content = [
+            {**_named(token.text, token.logprob), "top_logprobs": [_named(text, value) for text, value in token.top]}
+            for token in shown
+        ]
+        return {"content": content, "refusal": None}
 
     def _whole_choice(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api_errors import ClientGone, error_body, unexpected
 from gateway.choices import Event, Tally
+from gateway.generate import Piece
 from gateway.shapes import Json, Shape
 from outrider.errors import OutriderError
 from outrider.telemetry import Span
@@ -67,22 +68,34 @@ class EventStream(StreamingResponse):
 class ChunkWriter:
     """Writes a request's events as the chunks of its endpoint."""
 
-    def __init__(self, shape: Shape, tally: Tally, *, include_usage: bool, include_metrics: bool) -> None:
+    def __init__(
+        self, shape: Shape, tally: Tally, echoes: Sequence[str] = (), *, include_usage: bool, include_metrics: bool
+    ) -> None:
+        """`echoes` are the texts that the choices begin with, if any."""
         self._shape = shape
         self._tally = tally
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}
         self._include_usage = include_usage
         self._include_metrics = include_metrics
         self._opened: set[int] = set()
         self._open_count = len(tally.endings)
 
-    def write(self, index: int, piece_text: str) -> bytes:
-        """The events for a piece of text, if it needs any."""
+    def write(self, index: int, piece: Piece) -> bytes:
+        """The events for a piece, if it needs any; log probabilities go out even while their text is held back."""
         out = b""
         if index not in self._opened:
             self._opened.add(index)
             opening = self._shape.opening()
             out = event(self._shape.chunk(index, opening)) if opening is not None else b""
-        return out + event(self._shape.chunk(index, self._shape.delta(piece_text))) if piece_text else out
+            if self._echoes:
+                out += event(self._shape.chunk(index, self._shape.delta(self._echoes[index])))
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + sum(len(token.text) for token in piece.shown)
+        if piece.text or piece.shown:
+            logprobs = self._shape.logprobs(piece.shown, offset)
+            out += event(self._shape.chunk(index, self._shape.delta(piece.text), logprobs=logprobs))
+        return out
 
     def close(self, index: int) -> bytes:
         """The events for the end of a choice, and after the last one for the end of all."""
@@ -91,7 +104,7 @@ class ChunkWriter:
         self._open_count -= 1
         if self._open_count:
             return event(closing)
-        metrics = {"metrics": self._tally.metrics()} if self._include_metrics else {}
+        metrics = self._tally.speculation() | ({"metrics": self._tally.metrics()} if self._include_metrics else {})
         if not self._include_usage:
             return event(closing | metrics) + DONE
         return event(closing) + event(self._shape.usage_chunk(self._tally.usage()) | metrics) + DONE
@@ -112,7 +125,7 @@ async def sse(
             item: Event | None = first
             while item is not None:
                 index, piece = item
-                out = writer.write(index, piece.text)
+                out = writer.write(index, piece)
                 if piece.ending is not None:
                     tally.add(index, piece.ending)
                     out += writer.close(index)

@@ -26,6 +26,11 @@ class TokenTable:
         """The ids that stand for text."""
         return [index for index in token_ids if index not in self._special]
 
+    def piece(self, token_id: int) -> str:
+        """One token alone, special ones by their names; part of a character shows as a replacement character."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text

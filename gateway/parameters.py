@@ -1,0 +1,143 @@
+"""From a request's body to the settings of its sequences, each checked under the name that the caller gave it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from gateway.generate import TextRequest, check_stop
+from gateway.schema import ChatBody, CompletionBody, GenerationBody, SpeculationBody
+from outrider import wire, wire_settings
+from outrider.errors import invalid
+from outrider.messages import MAX_STOP_TOKENS, Acceptance, Grammar, GrammarKind, ModelInfo, SamplingParams, SpeculationOptions
+
+_AS_GIVEN = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
+
+
+def text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextRequest:
+    """What all sequences of the request have in common, checked; the prompt is still empty.
+
+    Raises OutriderError(INVALID_VALUE) that names the field and the limit.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "is only for stream: true")
+    grammar, grammar_field = _grammar(body)
+    return TextRequest(
+        prompt=[],
+        max_tokens=body.max_tokens,
+        sampling=_sampling(body, info.vocab_size),
+        stop=check_stop(body.stop),
+        stop_token_ids=_stop_token_ids(body.stop_token_ids or [], info.vocab_size),
+        ignore_eos=bool(body.ignore_eos),
+        speculation=_speculation(body.speculation),
+        model=model,
+        whole=not body.stream,
+        top_logprobs=_top_logprobs(body),
+        grammar=grammar,
+        grammar_field=grammar_field,
+    )
+
+
+def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
+    sampling = SamplingParams(
+        top_k=0 if body.top_k in (None, -1) else body.top_k,
+        seed=body.seed,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        min_tokens=body.min_tokens or 0,
+        banned_token_ids=tuple(body.banned_token_ids or ()),
+    )
+    given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
+    sampling = replace(sampling, **given)
+    wire_settings.check_sampling(sampling, vocab_size)
+    if body.seed is not None and not _SEED_MIN <= body.seed <= _SEED_MAX:
+        raise invalid("seed", f"must be in [{_SEED_MIN}, {_SEED_MAX}], not {body.seed}")
+    return sampling
+
+
+def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """OpenAI's object, whose keys are token ids written as strings."""
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise invalid("logit_bias", f"must have token ids as keys, not {key[:40]!r}")
+    pairs = {int(key): value for key, value in given.items()}
+    if len(pairs) < len(given):
+        raise invalid("logit_bias", "has a token id twice")
+    return tuple(sorted(pairs.items()))
+
+
+def _speculation(body: SpeculationBody) -> SpeculationOptions:
+    options = SpeculationOptions(
+        body.enabled,
+        body.drafter,
+        body.depth,
+        Acceptance[body.acceptance.upper()],
+        body.typical_epsilon,
+        body.relaxed_topk,
+        body.relaxed_delta,
+    )
+    wire_settings.check_speculation(options)
+    return options
+
+
+def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
+    if len(ids) > MAX_STOP_TOKENS:
+        raise invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise invalid(f"stop_token_ids[{index}]", f"must be in [0, {vocab_size}), not {token_id}")
+    return frozenset(ids)
+
+
+def _top_logprobs(body: GenerationBody) -> int | None:
+    """How many of the likeliest tokens are wanted with each; None for no log probabilities at all."""
+    if isinstance(body, CompletionBody):
+        wire.check_logprobs("logprobs", body.logprobs)
+        if body.echo and body.logprobs is not None:
+            raise invalid("echo", "does not go with logprobs, since a prompt's tokens have none here")
+        return body.logprobs
+    if not isinstance(body, ChatBody):
+        return None
+    wire.check_logprobs("top_logprobs", body.top_logprobs)
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise invalid("top_logprobs", "is only for logprobs: true")
+        return None
+    return body.top_logprobs or 0
+
+
+def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
+    """What the answer must be, and which field says so."""
+    found: dict[str, Grammar] = {}
+    if (formatted := _response_format(body)) is not None:
+        found["response_format"] = formatted
+    if body.regex is not None:
+        found["regex"] = Grammar(GrammarKind.REGEX, body.regex)
+    if body.grammar is not None:
+        found["grammar"] = Grammar(GrammarKind.EBNF, body.grammar)
+    if body.choice is not None:
+        found["choice"] = Grammar(GrammarKind.CHOICE, choices=tuple(body.choice))
+    if body.structural_tag is not None:
+        found["structural_tag"] = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(body.structural_tag))
+    if not found:
+        return None, ""
+    (field, grammar), *more = found.items()
+    if more:
+        raise invalid(more[0][0], f"contradicts {field}: only one of them can say what the answer must be")
+    wire_settings.check_grammar(grammar, field)
+    return grammar, field
+
+
+def _response_format(body: GenerationBody) -> Grammar | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT)
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise invalid("response_format.json_schema", "is required with type json_schema")
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted.json_schema.schema_))
+    if wanted.structural_tag is None:
+        raise invalid("response_format.structural_tag", "is required with type structural_tag")
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(wanted.structural_tag))

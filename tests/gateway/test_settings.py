@@ -1,0 +1,274 @@
+"""Every setting of a request reaches the verifier as it was meant, or is refused by its own name; what comes back is shown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gateway_rig import Rig
+from scripted_verifier import Step, last
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import (
+    Acceptance,
+    AcceptanceRule,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenRequest,
+    TokenSource,
+)
+from outrider.v1 import common_pb2, generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHAT: Any = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def with_logprobs(ids: list[int], *, chunk: int = 2) -> Any:
+    """A verifier that says these tokens with made-up log probabilities, then ends."""
+
+    def answer(request: TokenRequest) -> list[Step]:
+        steps: list[Step] = []
+        for at in range(0, len(ids), chunk):
+            part = ids[at : at + chunk]
+            told = [TokenLogprob(-0.5, (token, 7), (-0.5, -2.0)) for token in part] if request.top_logprobs is not None else []
+            steps.append(TokenChunk(part, [TokenSource.PLAIN] * len(part), logprobs=told))
+        end = [TokenLogprob(-0.1, (3, 8), (-0.1, -3.0))] if request.top_logprobs is not None else []
+        stats = SpeculationStats(forward_count=1)
+        return [*steps, TokenChunk([3], [TokenSource.PLAIN], finish_reason=FinishReason.STOP, stats=stats, logprobs=end)]
+
+    return answer
+
+
+async def test_every_sampling_setting_reaches_the_verifier(rig: Rig) -> None:
+    rig.says("yes")
+    extra = {
+        "min_p": 0.1,
+        "typical_p": 0.9,
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+        "banned_token_ids": [9],
+        "speculation": {"acceptance": "typical", "typical_epsilon": 0.2},
+    }
+    await rig.client.chat.completions.create(
+        model="models/target",
+        messages=CHAT,
+        max_completion_tokens=5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"50": 3, "7": -100},
+        extra_body=extra,
+    )
+    request = rig.script.requests[-1]
+    s = request.sampling
+    assert (s.min_p, s.typical_p, s.repetition_penalty, s.min_tokens) == (0.1, 0.9, 1.2, 2)
+    assert (s.presence_penalty, s.frequency_penalty) == (0.5, -0.5)
+    assert (s.logit_bias, s.banned_token_ids) == (((7, -100.0), (50, 3.0)), (9,))
+    assert (request.speculation.acceptance, request.speculation.typical_epsilon) == (Acceptance.TYPICAL, 0.2)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"min_p": 1.5}, "min_p"),
+    ({"typical_p": 0}, "typical_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ({"banned_token_ids": [4096]}, "banned_token_ids"),
+    ({"banned_token_ids": list(range(1025))}, "banned_token_ids"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"speculation": {"acceptance": "sloppy"}}, "speculation.acceptance"),
+    ({"speculation": {"typical_epsilon": 0}}, "speculation.typical_epsilon"),
+    ({"speculation": {"relaxed_topk": 65}}, "speculation.relaxed_topk"),
+    ({"speculation": {"relaxed_delta": -0.1}}, "speculation.relaxed_delta"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"regex": ""}, "regex"),
+    ({"choice": ["a"] * 1025}, "choice"),
+    ({"choice": []}, "choice"),
+    ({"choice": ["a", ""]}, "choice"),
+    ({"regex": "a", "choice": ["a"]}, "choice"),
+    ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
+    ({"prediction": {"type": "content"}}, "prediction.content"),
+    ({"prediction": {"type": "diff", "content": "x"}}, "prediction.type"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=lambda value: str(value)[:50])
+async def test_a_bad_setting_is_refused_by_its_own_name(rig: Rig, body: dict[str, Any], param: str) -> None:
+    response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert rig.script.requests == []
+
+
+async def test_echo_does_not_go_with_logprobs(rig: Rig) -> None:
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "echo": True, "logprobs": 1})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
+
+
+GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
+    ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    ),
+    ({"regex": "[0-9]+"}, Grammar(GrammarKind.REGEX, "[0-9]+")),
+    ({"grammar": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
+    ({"choice": ["yes", "no"]}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
+    ({"structural_tag": {"type": "structural_tag"}}, Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}')),
+]
+
+
+@pytest.mark.parametrize(("body", "grammar"), GRAMMARS, ids=lambda value: str(value)[:40])
+async def test_what_the_answer_must_be_reaches_the_verifier(rig: Rig, body: dict[str, Any], grammar: Grammar) -> None:
+    rig.says("x")
+    for extra in (body, {**body, "stream": True}):
+        response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **extra})
+        assert response.status_code == 200
+        assert rig.script.requests[-1].grammar == grammar
+
+
+async def test_a_grammar_the_verifier_refuses_is_reported_under_the_callers_name(rig: Rig) -> None:
+    refusal = OutriderError(Reason.INVALID_VALUE, "grammar.json_schema has a loop", "grammar.json_schema")
+    rig.script.answer = lambda request: [refusal]
+    body = {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+    for stream in (False, True):
+        response = await rig.http.post("/v1/chat/completions", json={**body, "stream": stream})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["message"]) == (400, "response_format", "response_format has a loop")
+
+
+async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
+    rig.says("x")
+    text = "def add(a, b):\n    return a + b\n"
+    parts = [{"type": "text", "text": text[:10]}, {"type": "text", "text": text[10:]}]
+    for content in (text, parts):
+        await rig.client.chat.completions.create(
+            model="models/target",
+            messages=CHAT,
+            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]
+        )
+        assert rig.script.requests[-1].prediction == rig.prompts.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+async def test_chat_logprobs_have_openais_shape_and_leave_out_the_end(rig: Rig) -> None:
+    ids = rig.says("one two")
+    rig.script.answer = with_logprobs(ids)
+    answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT, logprobs=True, top_logprobs=2)
+    assert rig.script.requests[-1].top_logprobs == 2
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(token.token for token in logprobs.content) == "one two"
+    assert [token.logprob for token in logprobs.content] == [-0.5] * len(ids)
+    assert [bytes(token.bytes or []).decode() for token in logprobs.content] == [token.token for token in logprobs.content]
+    assert [top.logprob for top in logprobs.content[0].top_logprobs] == [-0.5, -2.0]
+
+
+async def test_streamed_logprobs_lose_no_token_even_inside_a_character(rig: Rig) -> None:
+    ids = rig.says("naïve 日本語 ok")
+    rig.script.answer = with_logprobs(ids, chunk=1)
+    stream = await rig.client.chat.completions.create(model="models/target", messages=CHAT, logprobs=True, stream=True)
+    text, count = "", 0
+    async for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        if (found := chunk.choices[0].logprobs) is not None:
+            assert found.content is not None
+            count += len(found.content)
+    assert (text, count) == ("naïve 日本語 ok", len(ids))
+
+
+async def test_completion_logprobs_have_the_legacy_shape(rig: Rig) -> None:
+    ids = rig.says("one two three")
+    rig.script.answer = with_logprobs(ids)
+    answer = await rig.client.completions.create(model="models/target", prompt="x", logprobs=2)
+    whole = answer.choices[0].logprobs
+    assert whole is not None
+    assert whole.tokens is not None
+    assert whole.token_logprobs == [-0.5] * len(ids)
+    assert whole.text_offset == [len("".join(whole.tokens[:i])) for i in range(len(ids))]
+    stream = await rig.client.completions.create(model="models/target", prompt="x", logprobs=2, stream=True)
+    tokens, offsets = [], []
+    async for chunk in stream:
+        if (found := chunk.choices[0].logprobs) is not None:
+            tokens += found.tokens or []
+            offsets += found.text_offset or []
+    assert (tokens, offsets) == (whole.tokens, whole.text_offset)
+
+
+async def test_tokens_behind_a_stop_string_are_neither_shown_nor_counted(rig: Rig) -> None:
+    ids = rig.says("one two three four five")
+    rig.script.answer = with_logprobs(ids, chunk=len(ids))
+    answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT, stop=[" three"], logprobs=True)
+    assert answer.choices[0].message.content == "one two"
+    assert answer.usage is not None
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert answer.usage.completion_tokens == len(logprobs.content) < len(ids)
+
+
+async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
+    ids = rig.says("and on")
+    for prompt in ("once upon", rig.prompts.tokenizer.encode("once upon").ids):
+        whole = await rig.client.completions.create(model="models/target", prompt=prompt, echo=True, n=2)
+        assert [choice.text for choice in whole.choices] == ["once uponand on"] * 2
+        stream = await rig.client.completions.create(model="models/target", prompt=prompt, echo=True, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "once uponand on"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 2 * (len(ids) + 1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ([AcceptanceRule.TOKEN_WISE, AcceptanceRule.COUPLED], {"rules": ["coupled", "token-wise"], "lossless": True}),
+        ([AcceptanceRule.SYNTHETIC], {"rules": ["synthetic"], "lossless": False}),
+        ([], None),
+    ],
+)
+async def test_an_answer_says_which_rules_judged_its_drafts(rig: Rig, rules: list[AcceptanceRule], told: Any) -> None:
+    stats = SpeculationStats(1, 1, 2, 1, [0, 1], 4, rules)
+    rig.script.answer = lambda request: [last([3], FinishReason.STOP, stats)]
+    answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT)
+    assert (answer.model_extra or {}).get("speculation") == told
+    stream = await rig.client.chat.completions.create(model="models/target", messages=CHAT, stream=True)
+    assert [chunk async for chunk in stream][-1].model_dump().get("speculation") == told
+
+
+async def test_grpc_takes_the_same_settings_and_tells_the_same(rig: Rig) -> None:
+    ids = rig.says("one two")
+    rig.script.answer = with_logprobs(ids)
+    request = generation_pb2.GenerateTextRequest(
+        prompt="x",
+        top_logprob_count=2,
+        grammar=common_pb2.Grammar(choice=common_pb2.Choices(texts=["one two"])),
+        prediction="one",
+        sampling=common_pb2.SamplingParams(min_p=0.25, logit_bias={5: -1.0}),
+        speculation=common_pb2.SpeculationOptions(acceptance=common_pb2.ACCEPTANCE_RELAXED, relaxed_topk=3),
+    )
+    responses = [response async for response in rig.generation.GenerateText(request)]
+    asked = rig.script.requests[-1]
+    assert asked.grammar == Grammar(GrammarKind.CHOICE, choices=("one two",))
+    assert asked.prediction == rig.prompts.tokenizer.encode("one").ids
+    assert (asked.sampling.min_p, asked.sampling.logit_bias) == (0.25, ((5, -1.0),))
+    assert (asked.speculation.acceptance, asked.speculation.relaxed_topk) == (Acceptance.RELAXED, 3)
+    assert sum(len(response.logprobs) for response in responses) == len(ids) + 1
+    assert list(responses[0].logprobs[0].top_token_ids) == [ids[0], 7]
