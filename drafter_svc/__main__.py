@@ -80,6 +80,7 @@ async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[Make
     if not settings.model:
         raise invalid("model", "must name a directory or hub id for the family model")
     from drafter_svc.families.model import ModelFamily
+    from outrider.grammar import GrammarCompiler
     from outrider.lm.runner import ModelRunner
 
     def load() -> ModelRunner:
@@ -98,9 +99,17 @@ async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[Make
     thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
     runner = await asyncio.get_running_loop().run_in_executor(thread, load)
 
+    ends = runner.eos_token_ids
+    grammars = GrammarCompiler(settings.model, runner.vocab_size, ends) if settings.mask_drafts else None
+
     def make(info: ModelInfo) -> Family:
         return ModelFamily(
-            runner, thread, info.vocab_size, max_batch_tokens=settings.max_batch_tokens, max_entries=settings.max_entries
+            runner,
+            thread,
+            info.vocab_size,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_entries=settings.max_entries,
+            grammars=grammars,
         )
 
     return make, fingerprint(load_tokenizer(settings.model))

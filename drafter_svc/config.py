@@ -47,6 +47,9 @@ class DrafterSettings(Settings):
     max_batch_tokens: int = Field(512, ge=1)
     """Family model: tokens in one forward."""
 
+    mask_drafts: bool = True
+    """Family model: keep drafts within the request's grammar, so that none is wasted on what is forbidden."""
+
     max_entries: int = Field(32, ge=1, le=256)
     """Family model: tokens of a sampled guess's distribution that are kept and sent."""
 

@@ -303,6 +303,7 @@ class Opened:
     traceparent: str = ""
     grammar: Grammar | None = None
     prediction: list[int] = field(default_factory=list)
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

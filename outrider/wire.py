@@ -363,6 +363,7 @@ def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
         traceparent=opened.traceparent,
         grammar=grammar_to_proto(opened.grammar),
         prediction_token_ids=opened.prediction,
+        prompt_token_count=opened.prompt_length,
     )
 
 
@@ -419,6 +420,7 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
         traceparent=proto.traceparent,
         grammar=grammar_from_proto(proto.grammar),
         prediction=list(proto.prediction_token_ids),
+        prompt_length=proto.prompt_token_count,
     )
 
 

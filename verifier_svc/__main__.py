@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from outrider import rpc, telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError, Reason
+from outrider.grammar import GrammarCompiler
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.messages import AcceptanceRule, ModelInfo, Stage
@@ -52,7 +53,7 @@ async def serve(settings: VerifierSettings) -> None:
         if not built.done():
             return
         await built
-        servicer.serve(thread, loader.info)
+        servicer.serve(thread, loader.info, loader.grammars)
         await server.set_serving(True)
         print(f"verifier ready: {loader.info.model_id} in {loader.info.dtype} on {loader.info.device}", flush=True)
         await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -75,6 +76,7 @@ class Loader:
         self._servicer = servicer
         self._loop = asyncio.get_running_loop()
         self.info = servicer.info
+        self.grammars: GrammarCompiler | None = None
 
     def _report(self, stage: Stage, detail: str) -> None:
         self._loop.call_soon_threadsafe(self._servicer.report, stage, detail)
@@ -114,6 +116,13 @@ class Loader:
         judge = Judge(rule, _thinking_ids(tokenizer, settings.thinking_tokens), settings.synthetic_acceptance_rate)
         limits = Limits(settings.depth, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
         engine = Engine(runner, pool, deliver, metrics, limits, judge, trust_draft_distributions=settings.trust_draft_distributions)
+        self.grammars = GrammarCompiler(
+            settings.target,
+            runner.vocab_size,
+            runner.eos_token_ids,
+            backend=settings.grammar_backend,
+            compile_seconds=settings.grammar_compile_seconds,
+        )
         self._report(Stage.WARMING_UP, "running trial forwards")
         engine.warm_up()
         # What loading left behind lives as long as the process; without this a collection now and then takes 100 ms to see that.

@@ -77,5 +77,11 @@ class VerifierSettings(Settings):
     synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
     """For benchmarks alone: let draft tokens stand at this rate, whatever the target says. Every response is marked."""
 
+    grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
+    """What compiles grammars and computes their masks; llguidance knows no structural tags."""
+
+    grammar_compile_seconds: float = Field(5.0, gt=0)
+    """How long a request's grammar may take to compile."""
+
     drain_seconds: float = Field(10.0, ge=0)
     """How long running requests may finish after SIGTERM."""

@@ -20,6 +20,7 @@ import torch
 
 from outrider import telemetry
 from outrider.errors import OutriderError, Reason
+from outrider.grammar import Compiled
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import Acceptance, FinishReason, SpeculationStats, StepBatch, TokenChunk, TokenRequest, TokenSource
@@ -27,6 +28,7 @@ from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.acceptance import NO_TOKEN
 from verifier_svc.depth import ForwardCost
 from verifier_svc.drafting import Drafting
+from verifier_svc.guidance import Guidance
 from verifier_svc.judging import Judge, Judgement
 from verifier_svc.metrics import Metrics
 from verifier_svc.scheduler import Item, Scheduler
@@ -83,6 +85,7 @@ class Engine:
         self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
         self.cost = ForwardCost()
         self.drafting = Drafting(self.sequences, self.cost, metrics, trust_draft_distributions)
+        self._guidance = Guidance()
         self._metrics = metrics
         self._deliver = deliver
         self._deliveries: list[Delivery] = []
@@ -136,7 +139,7 @@ class Engine:
     def step(self) -> None:
         """One forward and what it commits; then everything that was said is delivered."""
         started, preempted = time.monotonic(), self.scheduler.preemption_count
-        items = self.scheduler.next()
+        items = self._guidance.cut(self.scheduler.next())
         if not items:
             return
         spans = [_span(item) for item in items]
@@ -161,7 +164,9 @@ class Engine:
         """Score a batch; None for a part of a prompt."""
         started = time.monotonic()
         slices = [_slice(item) for item in items]
-        judgements = self.judge.judge(self.model.forward(slices), items)
+        masked = self._guidance.masks(items)
+        logits_RV = self.model.forward(slices)
+        judgements = self.judge.judge(logits_RV, masked())
         self.cost.observe(sum(len(part.token_ids) for part in slices), time.monotonic() - started)
         return judgements
 
@@ -186,8 +191,14 @@ class Engine:
 
     # --- requests ---
 
-    def submit(self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span = NO_SPAN) -> Sequence:
-        """Take a request; its chunks and, at worst, an error go to `sink`.
+    def submit(
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span = NO_SPAN,
+        grammar: Compiled | None = None,
+    ) -> Sequence:
+        """Take a request, with its grammar compiled; its chunks and, at worst, an error go to `sink`.
 
         Raises OutriderError: CONTEXT_LENGTH_EXCEEDED when it could never fit the cache, OVERLOADED when too many wait,
         DRAFTER_NOT_FOUND for a drafter nobody knows, INVALID_VALUE
@@ -205,6 +216,8 @@ class Engine:
         if request.speculation.enabled:
             self.drafting.roster.check_known(request.speculation.drafter)
         sequence = self._new_sequence(request, sink, span)
+        if grammar is not None:
+            sequence.matcher, sequence.mask_width = grammar.matcher(), -(-self.model.vocab_size // 32)
         self.sequences[sequence.id] = sequence
         self.scheduler.add(sequence)
         self.drafting.hand_out(sequence)
@@ -263,6 +276,12 @@ class Engine:
         new = [*drafted[: outcome.accepted_count], outcome.next_token]
         finish_reason = _end(sequence, new)
         accepted = min(outcome.accepted_count, len(new))
+        if sequence.matcher is not None:
+            if not all(sequence.matcher.accept(token) for token in new):
+                self._fail([item], OutriderError(Reason.INTERNAL, "a token was sampled that the grammar's mask forbids"))
+                return
+            # Behind the end of a grammar there is nothing, whatever ignore_eos says.
+            finish_reason = FinishReason.STOP if sequence.matcher.ended else finish_reason
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, judgement.rule)
         # Keep the cache of what was accepted; the target's own token was sampled, not fed, so it comes with the next forward.

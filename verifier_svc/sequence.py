@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outrider.errors import OutriderError
+from outrider.grammar import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Verdict
 from outrider.telemetry import NO_SPAN, Span
@@ -93,6 +94,9 @@ class Sequence:
     assignments: dict[str, Assignment] = field(default_factory=dict)
     cached_token_count: int = 0
     unsent: TokenChunk | None = None
+    matcher: Matcher | None = None
+    """Where the committed output stands in its grammar."""
+    mask_width: int = 0
     span: Span = NO_SPAN
 
     @property
@@ -121,6 +125,7 @@ class Sequence:
             traceparent=self.span.traceparent,
             grammar=self.request.grammar,
             prediction=self.request.prediction,
+            prompt_length=len(self.request.prompt),
         )
 
     def verdict_for(self, assignment: Assignment, new_token_ids: list[int], accepted_count: int, traceparent: str) -> Verdict:

@@ -11,7 +11,8 @@ import grpc
 
 from outrider import telemetry, wire
 from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, ModelInfo, Stage, TokenChunk
+from outrider.grammar import Compiled, GrammarCompiler
+from outrider.messages import FinishReason, Grammar, ModelInfo, Stage, TokenChunk
 from outrider.rpc import reports_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.draft_streams import DraftStream
@@ -27,6 +28,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     def __init__(self, model_id: str) -> None:
         self.info = ModelInfo(model_id, Stage.LOADING, "starting")
         self._engine: EngineThread | None = None
+        self._grammars: GrammarCompiler | None = None
         self._streams: set[DraftStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -36,9 +38,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """Say how far loading is."""
         self.info = replace(self.info, stage=stage, stage_detail=detail)
 
-    def serve(self, engine: EngineThread, info: ModelInfo) -> None:
-        """Begin to take requests and drafters."""
-        self._engine, self.info = engine, info
+    def serve(self, engine: EngineThread, info: ModelInfo, grammars: GrammarCompiler | None = None) -> None:
+        """Begin to take requests and drafters; requests with a grammar only where they can be compiled."""
+        self._engine, self.info, self._grammars = engine, info, grammars
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, tell the drafters, and wait for running requests for at most `grace_s`."""
@@ -81,11 +83,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             for sequence in submitted:
                 engine.engine.cancel(sequence)
 
+        grammar = await self._compiled(parsed.grammar)
         self._enter()
         with telemetry.start("generate_tokens", metadata.get("traceparent", "")) as span:
             span.set(outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=len(parsed.prompt))
             try:
-                await engine.call(lambda: submitted.append(engine.engine.submit(parsed, chunks.put_nowait, span)))
+                await engine.call(lambda: submitted.append(engine.engine.submit(parsed, chunks.put_nowait, span, grammar)))
                 finish_reason: FinishReason | None = None
                 while finish_reason is None:
                     chunk = await chunks.get()
@@ -97,6 +100,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 # Posted behind `submit`, so that a call cancelled before it ran is cancelled after it.
                 engine.post(cancel)
                 self._leave()
+
+    async def _compiled(self, grammar: Grammar | None) -> Compiled | None:
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "this verifier compiles no grammars", f"grammar.{grammar.kind.value}")
+        return await self._grammars.compile_async(grammar)
 
     def _enter(self) -> None:
         self._active += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -14,11 +15,47 @@ import torch
 
 from drafter_svc.chain import Chain
 from outrider import telemetry
+from outrider.errors import OutriderError
+from outrider.grammar import GrammarCompiler, Mask, Matcher
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.logits import Context, adjust
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, SparseDistribution, Verdict
 from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
+
+log = logging.getLogger(__name__)
+
+
+class _Followed:
+    """A grammar that goes along with the output, guesses included, and back when they fall."""
+
+    def __init__(self, matcher: Matcher | None, mask_width: int) -> None:
+        """Without a matcher nothing is ever masked."""
+        self._matcher = matcher
+        self._width = mask_width
+        self._seen: list[int] = []
+
+    def mask(self, output: list[int]) -> Mask | None:
+        """What may follow `output`, as one row; None once the output left the grammar, or came to its end."""
+        if self._matcher is None or not self._go_to(output) or self._matcher.ended:
+            return None
+        mask: Mask = np.zeros((1, self._width), np.int32)
+        self._matcher.fill(mask, 0)
+        return mask if mask.any() else None
+
+    def _go_to(self, output: list[int]) -> bool:
+        pairs = enumerate(zip(self._seen, output, strict=False))
+        common = next((i for i, (one, other) in pairs if one != other), min(len(self._seen), len(output)))
+        if self._matcher is None:
+            return False
+        self._matcher.rollback(len(self._seen) - common)
+        del self._seen[common:]
+        for token in output[common:]:
+            if not self._matcher.accept(token):
+                self._matcher = None
+                return False
+            self._seen.append(token)
+        return True
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +67,7 @@ class _Draft:
     foreign: bool
     kv: KVSequence = field(default_factory=KVSequence)
     run: list[int] = field(default_factory=list)
+    grammar: _Followed | None = None
     distributions: list[SparseDistribution] = field(default_factory=list)
 
     @property
@@ -66,14 +104,19 @@ class ModelFamily:
         *,
         max_batch_tokens: int = 512,
         max_entries: int = 32,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`thread` is the one worker that `runner` was loaded on. Ids from `vocab_size` on, the target's, are never proposed."""
+        """`thread` is the one worker that `runner` was loaded on. Ids from `vocab_size` on, the target's, are never proposed.
+
+        With `grammars`, what a request's grammar forbids is not proposed either.
+        """
         self._runner = runner
         self._thread = thread
         self.device = str(runner.device)
         self._pool = PagePool(self._runner.page_count, self._runner.page_size)
         self._max_batch_tokens = max_batch_tokens
         self._max_entries = max_entries
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._drafts: dict[int, _Draft] = {}
 
@@ -127,6 +170,8 @@ class ModelFamily:
 
     def _grow(self, drafts: list[_Draft], interrupted: Callable[[], bool]) -> None:
         """Forwards until the runs have their length, or a verdict waits; prompts are taken in chunks."""
+        for draft in drafts:
+            self._begin_grammar(draft)
         goals = {id(draft): _goal(draft) for draft in drafts}
         while active := [draft for draft in drafts if len(draft.run) < goals[id(draft)] and self._fits(draft)]:
             self._forward(active)
@@ -134,6 +179,18 @@ class ModelFamily:
                 return
             # One chunk of prompts a round: who guesses already is not held up by more.
             drafts = [draft for draft in drafts if draft.run] or drafts
+
+    def _begin_grammar(self, draft: _Draft) -> None:
+        """Here rather than on the event loop, since it can take a while; the verifier has compiled the same before."""
+        wanted = draft.chain.opened.grammar
+        if wanted is None or draft.grammar is not None or self._grammars is None:
+            return
+        try:
+            matcher = self._grammars.compile(wanted).matcher()
+        except OutriderError as error:
+            log.warning("sequence %d is drafted without its grammar: %s", draft.chain.opened.sequence_id, error)
+            matcher = None
+        draft.grammar = _Followed(matcher, self._grammars.mask_width)
 
     def _fits(self, draft: _Draft) -> bool:
         """Reserve pages for all the text there is."""
@@ -197,10 +254,13 @@ class ModelFamily:
 
 
 def _context(draft: _Draft) -> Context:
-    """What bias and penalties look at. Where the prompt ends is not told, so what was committed before counts as prompt."""
+    """What bias, penalties and grammar look at."""
     opened = draft.chain.opened
-    text = [*draft.chain.tokens, *draft.chain.ahead, *draft.run] if opened.sampling.penalised else ()
-    return Context(opened.sampling, text, len(opened.token_ids))
+    if not opened.sampling.penalised and draft.grammar is None:
+        return Context(opened.sampling)
+    text = [*draft.chain.tokens, *draft.chain.ahead, *draft.run]
+    mask = draft.grammar.mask(text[opened.prompt_length :]) if draft.grammar is not None else None
+    return Context(opened.sampling, text, opened.prompt_length, mask=mask)
 
 
 def _goal(draft: _Draft) -> int:

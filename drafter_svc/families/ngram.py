@@ -106,7 +106,7 @@ class NgramFamily:
     def _local(self, text: _Text) -> list[int]:
         everything = text.context
         if text.prediction is not None:
-            generated = everything[len(text.chain.opened.token_ids) :]
+            generated = everything[text.chain.opened.prompt_length :]
             if expected := text.prediction.continuation(generated, text.chain.room):
                 return expected
         context = everything[-self._options.max_matching_ngram_size :]

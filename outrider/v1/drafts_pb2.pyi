@@ -234,6 +234,7 @@ class Opened(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Unique for the verifier's lifetime."""
     epoch: _builtins.int
@@ -248,6 +249,8 @@ class Opened(_message.Message):
     """Private pools are keyed by this opaque name; empty is the default tenant."""
     traceparent: _builtins.str
     """W3C trace context of the request; empty when it is not sampled."""
+    prompt_token_count: _builtins.int
+    """How many of token_ids are the prompt; the others were generated before this drafter joined."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Every committed token: the prompt, and what was generated before this drafter joined."""
@@ -282,10 +285,11 @@ class Opened(_message.Message):
         traceparent: _builtins.str = ...,
         grammar: _common_pb2.Grammar | None = ...,
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "distribution", b"distribution", "epoch", b"epoch", "grammar", b"grammar", "prediction_token_ids", b"prediction_token_ids", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "distribution", b"distribution", "epoch", b"epoch", "grammar", b"grammar", "prediction_token_ids", b"prediction_token_ids", "prompt_token_count", b"prompt_token_count", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
 
 
 def opened(prediction: list[int]) -> Opened:
-    return Opened(1, 0, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(24, 6), 4, prediction=prediction)
+    return Opened(1, 0, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(24, 6), 4, prediction=prediction, prompt_length=3)
 
 
 def test_a_prediction_is_offered_from_its_first_token_on() -> None:

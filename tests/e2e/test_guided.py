@@ -1,0 +1,99 @@
+"""Guided decoding with real processes: what comes back is valid whoever drafts, and a bad grammar harms no one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import jsonschema
+import pytest
+from json_schemas import schemas
+from stack import TARGET, Client, Stack, running
+
+from outrider import rpc
+from outrider.messages import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer(TARGET)
+PROMPT = TOKENIZER.encode("<|user|>Give an example as JSON.<|end|><|assistant|>").ids
+DRAFTERS = {
+    "none": SpeculationOptions(enabled=False),
+    "ngram": SpeculationOptions(drafter="ngram-1"),
+    "model": SpeculationOptions(drafter="model-1"),
+    "all": SpeculationOptions(),
+}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    made = Stack()
+    made.add_drafter("ngram-1", "ngram")
+    made.add_drafter("model-1", "model")
+    with running(made):
+        yield made
+
+
+def guided(value: Any, options: SpeculationOptions, seed: int = 0, temperature: float = 0.7) -> TokenRequest:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+    sampling = SamplingParams(temperature, seed=seed)
+    return TokenRequest(PROMPT, 1500, sampling, speculation=options, grammar=grammar, min_chunk_tokens=1500)
+
+
+async def check(stack: Stack, values: list[Any], options: SpeculationOptions) -> int:
+    """Every answer is complete and valid; the number of draft tokens that were accepted."""
+    places = asyncio.Semaphore(16)
+
+    async def one(client: Client, i: int, value: Any) -> int:
+        async with places:
+            chunks = await client.generate(guided(value, options, i))
+        text = TOKENIZER.decode([token for chunk in chunks for token in chunk.token_ids])
+        assert chunks[-1].finish_reason is FinishReason.STOP, (value, text)
+        jsonschema.validate(json.loads(text), value, format_checker=jsonschema.FormatChecker())
+        assert chunks[-1].stats is not None
+        return chunks[-1].stats.accepted_token_count
+
+    async with Client(stack.address) as client:
+        return sum(await asyncio.gather(*(one(client, i, value) for i, value in enumerate(values))))
+
+
+async def test_a_dozen_schemas_are_kept_to_whoever_drafts(stack: Stack) -> None:
+    assert await check(stack, schemas(12, seed=3), DRAFTERS["all"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+async def test_two_hundred_schemas_give_valid_json_every_time(stack: Stack, drafter: str) -> None:
+    accepted = await check(stack, schemas(200), DRAFTERS[drafter])
+    assert accepted > 0 or drafter == "none"
+
+
+async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        for i, value in enumerate(schemas(6, seed=5)):
+            texts = [await client.tokens(guided(value, options, i, 1.0)) for options in DRAFTERS.values()]
+            assert texts == [texts[0]] * len(texts)
+
+
+async def test_a_grammar_that_cannot_be_compiled_is_refused_by_name_while_others_go_on(stack: Stack) -> None:
+    async with Client(stack.address) as client:
+        other = asyncio.create_task(client.tokens(guided({"type": "string", "maxLength": 40}, DRAFTERS["none"])))
+        for bad in ({"type": "strange"}, {"not": {}}, {"enum": []}, {"$ref": "http://x.example/y"}):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.tokens(guided(bad, DRAFTERS["none"]))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert rpc.error_of(refused.value).field == "grammar.json_schema"
+        assert await other
+
+
+async def test_settings_that_leave_nothing_to_say_end_that_request_with_a_reason(stack: Stack) -> None:
+    request = guided({"const": 7}, DRAFTERS["none"])
+    banned = tuple(i for i in range(TOKENIZER.get_vocab_size()) if "7" in TOKENIZER.decode([i]))
+    contradiction = TokenRequest(PROMPT, 20, SamplingParams(banned_token_ids=banned), grammar=request.grammar)
+    async with Client(stack.address) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.tokens(contradiction)
+        assert rpc.error_of(refused.value).field == "banned_token_ids"
+        assert TOKENIZER.decode(await client.tokens(request)) == "7"

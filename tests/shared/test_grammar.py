@@ -1,0 +1,196 @@
+"""Grammars: what the mask allows is what the grammar means, with either backend; what has no meaning is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from json_schemas import schemas
+
+from outrider.errors import OutriderError
+from outrider.grammar import Backend, Compiled, GrammarCompiler
+from outrider.messages import Grammar, GrammarKind
+from outrider.tokenizer import load_tokenizer
+
+TARGET = str(Path(__file__).parents[2] / "models/target")
+VOCAB = 4100  # wider than the tokenizer, as models' logits often are
+ENDS = (0, 3)
+BACKENDS: tuple[Backend, ...] = ("xgrammar", "llguidance")
+TOKENIZER = load_tokenizer(TARGET)
+
+
+@cache
+def compiler(backend: Backend) -> GrammarCompiler:
+    return GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend)
+
+
+def allowed(mask: np.ndarray, row: int = 0) -> np.ndarray:
+    bits = np.unpackbits(mask[row].view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits[:VOCAB])
+
+
+def walk(compiled: Compiled, rng: random.Random, limit: int = 400) -> str | None:
+    """A text of tokens picked at random among those allowed, preferring an end once one may come; None if it grows too long."""
+    matcher, tokens = compiled.matcher(), []
+    mask = np.zeros((1, -(-VOCAB // 32)), np.int32)
+    while len(tokens) < limit:
+        matcher.fill(mask, 0)
+        choices = allowed(mask)
+        assert choices.max() < TOKENIZER.get_vocab_size()
+        ends = [token for token in ENDS if token in choices]
+        token = ends[0] if ends and rng.random() < 0.5 else int(rng.choice(choices))
+        assert matcher.accept(token)
+        if token in ENDS:
+            assert matcher.ended
+            return TOKENIZER.decode(tokens)
+        tokens.append(token)
+    return None
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_walks_under_a_schema_satisfy_it(backend: Backend) -> None:
+    rng, finished = random.Random(0), 0
+    for value in schemas(60, seed=1):
+        text = walk(compiler(backend).compile(schema(value)), rng)
+        if text is not None:
+            jsonschema.validate(json.loads(text), value, format_checker=jsonschema.FormatChecker())
+            finished += 1
+    assert finished >= 40
+
+
+OTHERS = [
+    (Grammar(GrammarKind.REGEX, "[a-f]{2,5}-[0-9]+"), lambda text: re.fullmatch("[a-f]{2,5}-[0-9]+", text)),
+    (
+        Grammar(GrammarKind.CHOICE, choices=("yes", 'no "really"', "naïve\n")),
+        lambda text: text in ("yes", 'no "really"', "naïve\n"),
+    ),
+    (Grammar(GrammarKind.EBNF, 'root ::= "<" [a-z]+ ">" | "none"'), lambda text: re.fullmatch("<[a-z]+>|none", text)),
+    (Grammar(GrammarKind.JSON_OBJECT), lambda text: isinstance(json.loads(text), dict)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("grammar", "right"), OTHERS, ids=lambda value: getattr(getattr(value, "kind", ""), "value", ""))
+def test_every_kind_of_grammar_is_kept_to(grammar: Grammar, right: Any, backend: Backend) -> None:
+    texts = [walk(compiler(backend).compile(grammar), random.Random(seed)) for seed in range(12)]
+    finished = [text for text in texts if text is not None]
+    assert len(finished) >= 4
+    assert all(right(text) for text in finished)
+
+
+def test_a_structural_tag_constrains_its_part() -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<f>"],
+            "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}}, "end": "</f>"}],
+        },
+    }
+    matcher = compiler("xgrammar").compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))).matcher()
+    for token in TOKENIZER.encode("free text <f>", add_special_tokens=False).ids:
+        assert matcher.accept(token)
+    assert not matcher.accept(TOKENIZER.encode("x", add_special_tokens=False).ids[0])
+    assert matcher.accept(TOKENIZER.encode("2", add_special_tokens=False).ids[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_accepted_can_be_taken_back_and_what_is_refused_changes_nothing(backend: Backend) -> None:
+    compiled = compiler(backend).compile(schema({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}))
+    tokens = TOKENIZER.encode('{"a": "x"}', add_special_tokens=False).ids
+    matcher, width = compiled.matcher(), -(-VOCAB // 32)
+    masks = np.zeros((len(tokens) + 1, width), np.int32)
+    again = np.zeros_like(masks)
+    for i, token in enumerate([*tokens, None]):
+        matcher.fill(masks, i)
+        forbidden = next(t for t in range(4, 4000) if t not in set(allowed(masks, i)))
+        assert not matcher.accept(forbidden)
+        assert token is None or matcher.accept(token)
+    assert matcher.accept(ENDS[0])
+    assert matcher.ended
+    assert not matcher.accept(tokens[0])
+    matcher.rollback(1)
+    for i in range(len(tokens), -1, -1):
+        matcher.fill(again, i)
+        matcher.rollback(min(i, 1))
+    assert (masks == again).all()
+
+
+BAD: list[Grammar] = [
+    Grammar(GrammarKind.JSON_SCHEMA, "{"),
+    Grammar(GrammarKind.JSON_SCHEMA, "[]"),
+    schema({"type": "strange"}),
+    schema(False),
+    schema({"enum": []}),
+    schema({"type": "integer", "not": {"const": 3}}),
+    schema({"type": "array", "uniqueItems": True}),
+    schema({"if": {}, "then": {}}),
+    schema({"$ref": "https://example.org/schema"}),
+    schema({"properties": {"a": {"type": "string", "format": "color"}}}),
+    schema({"type": "string", "pattern": "a", "maxLength": 3}),
+    schema({"allOf": [{"type": "integer"}, {"minimum": 3}]}),
+    schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+    schema({"items": [{}]}),
+    schema({"properties": 3}),
+    schema(json.loads('{"items":' * 70 + "{}" + "}" * 70)),
+    Grammar(GrammarKind.REGEX, "(["),
+    Grammar(GrammarKind.EBNF, "root ::= missing"),
+    Grammar(GrammarKind.EBNF, "nonsense"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", BAD, ids=lambda grammar: grammar.text[:40])
+def test_what_has_no_meaning_or_cannot_be_enforced_is_refused_by_name(grammar: Grammar, backend: Backend) -> None:
+    with pytest.raises(OutriderError) as refused:
+        compiler(backend).compile(grammar)
+    assert refused.value.field == f"grammar.{grammar.kind.value}"
+    assert refused.value.reason.name == "INVALID_VALUE"
+
+
+def test_structural_tags_are_refused_where_they_are_unknown_or_broken() -> None:
+    for backend in BACKENDS:
+        with pytest.raises(OutriderError, match="structural_tag"):
+            compiler(backend).compile(Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "?"}}'))
+
+
+def test_what_was_compiled_is_remembered_within_bounds() -> None:
+    own = GrammarCompiler(TARGET, VOCAB, ENDS)
+    first = Grammar(GrammarKind.REGEX, "first")
+    compiled = own.compile(first)
+    assert own.compile(Grammar(GrammarKind.REGEX, "first")) is compiled
+    for i in range(300):
+        own.compile(Grammar(GrammarKind.REGEX, f"a{i}"))
+    assert len(own._known) == 256
+    assert own.compile(first) is not compiled
+
+
+async def test_a_slow_grammar_is_cut_off_while_others_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=0.3)
+    release, real = threading.Event(), own._backend.compile
+
+    def compile_slowly(grammar: Grammar) -> Compiled:
+        if grammar.text == "slow":
+            release.wait(10)
+        return real(grammar)
+
+    monkeypatch.setattr(own._backend, "compile", compile_slowly)
+    slow = asyncio.create_task(own.compile_async(Grammar(GrammarKind.REGEX, "slow")))
+    await asyncio.sleep(0)
+    assert await own.compile_async(Grammar(GrammarKind.REGEX, "fast"))
+    with pytest.raises(OutriderError, match=r"0\.3 s"):
+        await slow
+    release.set()
