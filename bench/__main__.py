@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench import acceptance
 from bench.grow import Shape, grown_checkpoint
 from bench.prompts import DEMO_PROMPTS
 from outrider.config import Settings, parse
@@ -49,8 +50,9 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal["bundled", "grown", ""] = ""
-    """Measure only the bundled pair, or only the target grown to 294 M parameters."""
+    only: Literal["bundled", "grown", "acceptance", ""] = ""
+    """Measure only the bundled pair, only the target grown to 294 M parameters, or only how much is accepted, which is not part
+    of the whole otherwise."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the table shows medians."""
@@ -88,6 +90,9 @@ def main(arguments: list[str]) -> int:
     """The exit status."""
     settings = parse(BenchSettings, "outrider bench", arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)
+    if settings.only == "acceptance":
+        console.print(acceptance.tables(settings.models, settings.tokens))
+        return 0
     pairs = _pairs(settings, console)
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     record: dict[str, Any] = {"machine": _machine(), "arguments": arguments, "started": started, "pairs": {}}

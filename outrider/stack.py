@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -83,6 +84,15 @@ class ServeSettings(Settings):
     trust_draft_distributions: bool = False
     """Let draft models sample, and judge them by the distribution they claim."""
 
+    always_draft: bool = False
+    """Wait for every draft and pause no drafter, whether that pays or not: to measure drafters, not to serve."""
+
+    sampled_rule: Literal["block", "token-wise"] = "block"
+    """Rule for drafts that a trusted draft model sampled."""
+
+    grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
+    """What compiles grammars and computes their masks; llguidance knows no structural tags."""
+
     redis: str | None = None
     """URL of a Redis that holds the n-gram drafters' public pool."""
 
@@ -135,6 +145,8 @@ def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], addre
     arguments += ["--uds", str(uds), "--depth", str(settings.depth), "--threads", str(threads)]
     arguments += ["--metrics-port", str(settings.metrics_port)]
     arguments += [] if settings.prefix_caching else ["--no-prefix-caching"]
+    arguments += ["--always-draft"] if settings.always_draft else []
+    arguments += ["--sampled-rule", settings.sampled_rule, "--grammar-backend", settings.grammar_backend]
     return [*arguments, *(["--trust-draft-distributions"] if settings.trust_draft_distributions else [])]
 
 

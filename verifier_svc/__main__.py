@@ -115,7 +115,16 @@ class Loader:
         rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
         judge = Judge(rule, _thinking_ids(tokenizer, settings.thinking_tokens), settings.synthetic_acceptance_rate)
         limits = Limits(settings.depth, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
-        engine = Engine(runner, pool, deliver, metrics, limits, judge, trust_draft_distributions=settings.trust_draft_distributions)
+        engine = Engine(
+            runner,
+            pool,
+            deliver,
+            metrics,
+            limits,
+            judge,
+            trust_draft_distributions=settings.trust_draft_distributions,
+            always_draft=settings.always_draft,
+        )
         self.grammars = GrammarCompiler(
             settings.target,
             runner.vocab_size,

@@ -68,6 +68,9 @@ class VerifierSettings(Settings):
     trust_draft_distributions: bool = False
     """Let drafters sample and judge them by the distribution they claim. One that lies can then bias the output."""
 
+    always_draft: bool = False
+    """Wait for every draft and pause no drafter, whether that pays or not: to measure drafters, not to serve."""
+
     sampled_rule: Literal["block", "token-wise"] = "block"
     """Rule for drafts that a trusted drafter sampled."""
 

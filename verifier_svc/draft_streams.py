@@ -98,7 +98,7 @@ class DraftStream:
             try:
                 if kind == "drafts":
                     batch = wire.drafts_from_proto(request.drafts, self._model.vocab_size)
-                    engine.post(partial(drafting.take, drafter, batch))
+                    engine.post(partial(drafting.take, drafter, batch, request.ByteSize()))
                 elif kind == "draining":
                     engine.post(partial(drafting.drain, drafter))
                 else:

@@ -23,18 +23,30 @@ _NODES_PER_DEPTH = 4
 _OPTIMISM = 0.8
 # A probe may cost as much time as this many plain steps.
 _PROBE_STEPS = 2
+# For a draft that is waited for whether it pays or not; its drafter may be gone without a word.
+_LONGEST_WAIT_S = 1.0
 
 
 class Drafting:
     """The engine's side of all draft streams; used on the engine's thread alone."""
 
-    def __init__(self, sequences: dict[int, Sequence], cost: ForwardCost, metrics: Metrics, trust_distributions: bool) -> None:
+    def __init__(
+        self,
+        sequences: dict[int, Sequence],
+        cost: ForwardCost,
+        metrics: Metrics,
+        *,
+        trust_distributions: bool = False,
+        always: bool = False,
+    ) -> None:
+        """With `always` every draft is waited for and none is paused, whether that pays or not."""
         self.roster = Roster()
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self._sequences = sequences
         self._cost = cost
         self._metrics = metrics
         self._trust_distributions = trust_distributions
+        self._always = always
 
     # --- drafters come and go ---
 
@@ -90,8 +102,9 @@ class Drafting:
 
     # --- drafts and verdicts ---
 
-    def take(self, drafter: Drafter, batch: DraftBatch) -> None:
+    def take(self, drafter: Drafter, batch: DraftBatch, byte_count: int = 0) -> None:
         """Hang proposals into the tries; a drafter that breaks the protocol loses its stream, and no one else notices."""
+        self._metrics.received(drafter, byte_count)
         if self.roster.connected.get(drafter.id) is not drafter:
             return
         try:
@@ -122,7 +135,7 @@ class Drafting:
             if pause.steps_left > 0:
                 if not pause.step(new_token_ids):
                     continue
-            elif trie.epoch != epoch and not self._pays(sequence, assignment):
+            elif trie.epoch != epoch and not self._always and not self._pays(sequence, assignment):
                 pause.begin(new_token_ids)
                 continue
             told = pause.end() or new_token_ids
@@ -163,6 +176,8 @@ class Drafting:
             if slow is not None:
                 awaited += later - now
                 late.append(slow)
+        if self._always:
+            return late, _LONGEST_WAIT_S
         budget_s = wait_budget_s(self._cost.estimate(token_count), certain, awaited)
         worth = [slow for slow in late if slow.drafter.latency.value <= budget_s or slow.pause.probing]
         if any(slow.pause.probing for slow in worth):

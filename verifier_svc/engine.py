@@ -76,6 +76,7 @@ class Engine:
         judge: Judge = _EXACT,
         *,
         trust_draft_distributions: bool = False,
+        always_draft: bool = False,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -84,7 +85,9 @@ class Engine:
         self.sequences: dict[int, Sequence] = {}
         self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
         self.cost = ForwardCost()
-        self.drafting = Drafting(self.sequences, self.cost, metrics, trust_draft_distributions)
+        self.drafting = Drafting(
+            self.sequences, self.cost, metrics, trust_distributions=trust_draft_distributions, always=always_draft
+        )
         self._guidance = Guidance()
         self._metrics = metrics
         self._deliver = deliver

@@ -27,6 +27,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", [*_LABELS, "position"]
         )
         self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.")
+        self._received = counter("draft_bytes", "Bytes of proposals and skips received.")
         self._stale_tokens = counter("stale_tokens", "Draft tokens received for an epoch, node or sequence that was over.")
         self._generated = counter("generation_tokens", "Tokens committed.", ["model_name"])
         self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", ["model_name"])
@@ -47,6 +48,10 @@ class Metrics:
 
     def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
         return self._model_name, drafter.id, drafter.hello.placement.kind
+
+    def received(self, drafter: Drafter, byte_count: int) -> None:
+        """A message of a draft stream arrived."""
+        self._received.labels(*self._labels(drafter)).inc(byte_count)
 
     def proposed(self, drafter: Drafter, token_count: int, *, stale: bool) -> None:
         """A proposal arrived."""

@@ -1,0 +1,92 @@
+"""The same seed gives the same text: with any drafter, with none, with two, across a crash, in any batch, and when preempted.
+
+Where the two best candidates of a draw are as close as float32 rounding a text may differ; none of these prompts has such a draw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+from stack import TARGET, Client, Stack, running
+
+from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.tokenizer import load_tokenizer
+
+TEXTS = (
+    "def read(path):\n    ",
+    "import os\n\nclass Cache:\n    def get(self, key):\n",
+    "<|user|>Extract name, age, job and city as JSON: Ada, 31, works as a baker in Oslo.<|end|><|assistant|>",
+    "for i in range(10):\n    print(i)\nfor i in range(10):\n    print(",
+    "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [",
+    "# The parser\n",
+    "return self",
+    "class A:\n    pass\n\nclass B:\n    pass\n\nclass C:\n",
+)
+PROMPTS = [load_tokenizer(TARGET).encode(text).ids for text in TEXTS]
+PLAIN = SpeculationOptions(enabled=False)
+SETTINGS = (SamplingParams(1.0), SamplingParams(0.8, 40, 0.95, min_p=0.02, repetition_penalty=1.1, frequency_penalty=0.2))
+
+
+def request(index: int, options: SpeculationOptions, sampling: SamplingParams = SETTINGS[0]) -> TokenRequest:
+    seeded = replace(sampling, seed=1000 + index)
+    return TokenRequest(PROMPTS[index], 64, seeded, speculation=options, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    made = Stack()
+    made.add_drafter("ngram-1", "ngram")
+    made.add_drafter("model-1", "model")
+    with running(made):
+        yield made
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with Client(stack.address) as made:
+        yield made
+
+
+async def texts(client: Client, options: SpeculationOptions, sampling: SamplingParams = SETTINGS[0]) -> list[list[int]]:
+    """One after the other."""
+    return [await client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=["plain", "many settings"])
+async def test_with_each_drafter_both_and_none_alone_and_in_a_batch_of_eight(client: Client, sampling: SamplingParams) -> None:
+    expected = await texts(client, PLAIN, sampling)
+    assert len({tuple(text) for text in expected}) == len(PROMPTS)
+    for options in (SpeculationOptions(drafter="ngram-1"), SpeculationOptions(drafter="model-1"), SpeculationOptions()):
+        assert await texts(client, options, sampling) == expected
+        together = await asyncio.gather(*(client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS))))
+        assert together == expected
+
+
+async def test_the_drafters_really_drafted(client: Client) -> None:
+    for drafter in ("ngram-1", "model-1"):
+        stats = [(await client.generate(request(i, SpeculationOptions(drafter=drafter))))[-1].stats for i in range(len(PROMPTS))]
+        assert sum(found.accepted_token_count for found in stats if found is not None) > 0
+
+
+async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) -> None:
+    expected = await texts(client, PLAIN)
+    tasks = [asyncio.create_task(client.tokens(request(i, SpeculationOptions(drafter="model-1")))) for i in range(len(PROMPTS))]
+    await asyncio.sleep(0.15)
+    stack.drafters["model-1"].kill()
+    assert await asyncio.gather(*tasks) == expected
+    stack.drafters["model-1"].start()
+    stack.wait_ready()
+
+
+async def test_when_sequences_are_preempted() -> None:
+    small = Stack("--page-count", "30")  # of 16 tokens: three of the eight texts fit at once
+    small.add_drafter("ngram-1", "ngram")
+    large = Stack()
+    with running(small), running(large):
+        async with Client(small.address) as one, Client(large.address) as other:
+            expected = await texts(other, PLAIN)
+            together = await asyncio.gather(*(one.tokens(request(i, SpeculationOptions())) for i in range(len(PROMPTS))))
+    assert together == expected
