@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar_schema import check_schema
+from outrider.grammar_schema import check_repetition, check_schema
 from outrider.messages import Grammar, GrammarKind
 
 Backend = Literal["xgrammar", "llguidance"]
@@ -108,9 +109,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         field = _field(grammar)
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
-            check_schema(_json(grammar.text, field), field)
         try:
+            _check(grammar, field)
             compiled = self._backend.compile(grammar)
             mask = np.zeros((1, self.mask_width), np.int32)
             compiled.matcher().fill(mask, 0)
@@ -134,16 +134,39 @@ def _readable(cause: Exception) -> str:
     return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", line)[:300]
 
 
+def _check(grammar: Grammar, field: str) -> None:
+    """Refuse what the backends would take and not keep to, or choke on while masks are computed."""
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        check_schema(_json(grammar.text, field), field)
+    elif grammar.kind is GrammarKind.STRUCTURAL_TAG:
+        for schema in _embedded_schemas(_json(grammar.text, field)):
+            check_schema(schema, field)
+    elif grammar.kind is GrammarKind.REGEX:
+        check_repetition(grammar.text, field)
+
+
+def _embedded_schemas(tag: Any) -> Iterator[Any]:
+    if isinstance(tag, dict):
+        for key, value in tag.items():
+            if key == "json_schema":
+                yield value
+            else:
+                yield from _embedded_schemas(value)
+    elif isinstance(tag, list):
+        for value in tag:
+            yield from _embedded_schemas(value)
+
+
 def _json(text: str, field: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise invalid(field, f"is not JSON: {cause}") from cause
 
 
 def _alternatives(choices: tuple[str, ...]) -> str:
     """A grammar of one of these texts; JSON's escapes are the grammar's."""
-    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 class _XGrammar:
@@ -236,7 +259,9 @@ class _LLGuidance:
             case GrammarKind.EBNF:
                 text = matcher.grammar_from_lark(self._library.gbnf_to_lark.gbnf_to_lark(grammar.text))
             case GrammarKind.CHOICE:
-                text = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in grammar.choices))
+                text = matcher.grammar_from_lark(
+                    "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in grammar.choices)
+                )
             case GrammarKind.STRUCTURAL_TAG:
                 raise invalid(_field(grammar), "is not known to the backend llguidance")
         return _LLCompiled(self._library, self._tokenizer, text, self._stops)
@@ -262,7 +287,8 @@ class _LLMatcher:
 
     @property
     def _complete(self) -> bool:
-        return bool(self._matcher.is_stopped() or self._matcher.is_accepting())
+        # It also stops when it gives up; that is no end of a text.
+        return not self._matcher.is_error() and bool(self._matcher.is_stopped() or self._matcher.is_accepting())
 
     def accept(self, token_id: int) -> bool:
         if self.ended:
@@ -287,6 +313,9 @@ class _LLMatcher:
             return
         if not self._matcher.is_stopped():
             self._library.numpy.fill_next_token_bitmask(self._matcher, mask_RW, row)
+        if self._matcher.is_error():
+            mask_RW[row] = 0
+            return
         words = mask_RW[row].view(np.uint32)
         for token in self._stops:
             bit = np.uint32(1 << token % 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
@@ -31,7 +32,37 @@ _UNENFORCED = frozenset(
 _FORMATS = frozenset(
     ["date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference", "json-pointer"]
 )
-_ONLY_OF_OBJECTS = ("patternProperties", "propertyNames", "minProperties", "maxProperties")
+# Keywords that the backends keep to only beside the type they speak of.
+_OF_TYPE = {
+    "number": frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]),
+    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
+    "object": frozenset(
+        ["properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties"]
+    ),
+    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
+}
+# A schema that has one of these is that alone: what stands beside it would be dropped.
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+_NOTES = frozenset(
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "$anchor",
+        "$comment",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    ]
+)
+# Repetitions within repetitions, multiplied: masks take time in proportion.
+_MOST_REPEATED = 10_000
+_REPETITION = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
@@ -68,14 +99,69 @@ def _check_keywords(schema: Mapping[str, Any], field: str) -> None:
         raise invalid(field, f"refers to {str(reference)[:80]}; only references within the schema are followed")
     if "format" in schema and schema["format"] not in _FORMATS:
         raise invalid(field, f"uses the format {str(schema['format'])[:40]!r}, which cannot be enforced")
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        raise invalid(field, "has pattern beside minLength or maxLength, which cannot be enforced together")
     if len(_list(schema, "allOf", field)) > 1:
         raise invalid(field, "has allOf with more than one schema, which cannot be enforced")
-    if schema.get("type") != "object" and (loose := [name for name in _ONLY_OF_OBJECTS if name in schema]):
-        raise invalid(field, f"has {loose[0]} without type object, which cannot be enforced")
+    _check_company(schema, field)
+    _check_string(schema, field)
+    if "multipleOf" in schema and schema.get("type") != "integer":
+        raise invalid(field, "has multipleOf for other numbers than integers, which cannot be enforced")
+    known = _mapping(schema, "properties", field)
+    if missing := [name for name in _list(schema, "required", field) if name not in known]:
+        raise invalid(field, f"requires {str(missing[0])[:40]!r}, which is none of its properties")
     if not _disjoint(_list(schema, "oneOf", field)):
         raise invalid(field, "has oneOf whose schemas may overlap, which cannot be enforced; anyOf can")
+
+
+def _check_company(schema: Mapping[str, Any], field: str) -> None:
+    """What stands beside a keyword may keep it from being enforced."""
+    for name in _ALONE:
+        beside = sorted(schema.keys() - _NOTES - {name, *(["type"] if name in ("enum", "const") else [])})
+        if name in schema and beside:
+            raise invalid(field, f"has {beside[0]} beside {name}, which cannot be enforced together")
+    types = _types(schema)
+    for kind, names in _OF_TYPE.items():
+        if kind not in types and (loose := sorted(names & schema.keys())):
+            raise invalid(field, f"has {loose[0]} without a type of {kind}, which cannot be enforced")
+    values = _values(schema)
+    if values and types and any(_type_of(value) not in types for value in values):
+        raise invalid(field, "lists values that are not of its type")
+
+
+def _check_string(schema: Mapping[str, Any], field: str) -> None:
+    lengths = "minLength" in schema or "maxLength" in schema
+    if lengths and ("pattern" in schema or "format" in schema):
+        raise invalid(field, "has a length beside pattern or format, which cannot be enforced together")
+    pattern = schema.get("pattern", "")
+    if not isinstance(pattern, str) or "(?=" in pattern or "(?!" in pattern or "(?<" in pattern or '"' in pattern:
+        raise invalid(field, "has a pattern with lookaround or a quotation mark, which cannot be enforced")
+    check_repetition(pattern, field)
+
+
+def check_repetition(pattern: str, field: str) -> None:
+    """Raises OutriderError(INVALID_VALUE) for repetitions within repetitions that multiply to more than masks can bear."""
+    costs, group = [1], 1
+    i = 0
+    while i < len(pattern):
+        step = pattern[i]
+        if step == "\\":
+            i += 1
+            group = 1
+        elif step == "[":
+            end = pattern.find("]", i + 2)
+            i, group = end if end > 0 else len(pattern), 1
+        elif step == "(":
+            costs.append(1)
+        elif step == ")" and len(costs) > 1:
+            group = costs.pop()
+            costs[-1] = max(costs[-1], group)
+        elif step == "{" and (found := _REPETITION.match(pattern, i)):
+            group *= max(int(found[1]), int(found[2] or 0), 1)
+            costs[-1] = max(costs[-1], group)
+            if group > _MOST_REPEATED:
+                raise invalid(field, f"repeats more than {_MOST_REPEATED} times, repetitions within repetitions multiplied")
+        else:
+            group = 1
+        i += 1
 
 
 def _disjoint(schemas: list[Any]) -> bool:
@@ -89,8 +175,21 @@ def _apart(one: Any, other: Any) -> bool:
     types = [_types(schema) for schema in (one, other)]
     if types[0] and types[1] and not types[0] & types[1]:
         return True
-    values = [schema.get("enum", [schema["const"]] if "const" in schema else []) for schema in (one, other)]
+    values = [_values(schema) for schema in (one, other)]
     return all(values) and not any(value in values[1] for value in values[0])
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    """Those that the schema lists."""
+    found = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return found if isinstance(found, list) else []
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {int: "number", float: "number", str: "string", dict: "object", list: "array", type(None): "null"}
+    return names[type(value)]
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:

@@ -123,45 +123,61 @@ def _judge_sampled(
     tokens_R: torch.Tensor,
     matches_R: torch.Tensor,
 ) -> None:
-    """Overwrite the rows of sampled drafts; the rest of a draft that is not accepted whole is drawn from the residual."""
+    """Overwrite the rows of sampled drafts; where one is not accepted whole, the next token is drawn from the residual."""
     picked = [(first, d) for first, d in rows if d.rule is rule and d.distributions and not d.context.sampling.greedy]
     if not picked:
         return
-    lengths = [len(draft.context.drafted) for _, draft in picked]
-    spans = [range(first, first + n) for (first, _), n in zip(picked, lengths, strict=True)]
-    flat = [row for span in spans for row in span]
-    ids_BKE, draft_BKE = rows.padded_distributions([draft for _, draft in picked], max(lengths))
-    real_BK = rows.tensor(np.arange(max(lengths)) < np.array(lengths)[:, None])
-    target_BKE = torch.zeros_like(draft_BKE)
-    target_SV = probs.at(flat).double()
-    target_BKE[real_BK] = target_SV.gather(-1, ids_BKE[real_BK]) * (draft_BKE[real_BK] > 0)
-    own_S = rows.draft_R[rows.tensor(np.array(flat))].unsqueeze(-1)
-    own_BKE = torch.zeros_like(draft_BKE)
-    own_BKE[real_BK] = (ids_BKE[real_BK] == own_S).double() * (draft_BKE[real_BK] > 0)
-    target_BK, uniform_BK = torch.zeros_like(draft_BKE[..., 0]), torch.ones_like(draft_BKE[..., 0])
-    target_BK[real_BK] = target_SV.gather(-1, own_S).squeeze(-1)
-    uniform_BK[real_BK] = rows.tensor(rows.uniform(Purpose.ACCEPT)[flat])
-    lengths_B = rows.tensor(np.array(lengths))
-    verdicts = judge(SparseDrafts(lengths_B, (draft_BKE * own_BKE).sum(-1), target_BK, draft_BKE, target_BKE, uniform_BK))
-    accepted_B = verdicts.accepted_B
-    stands_BK = torch.arange(max(lengths), device=accepted_B.device) < accepted_B.unsqueeze(-1)
-    matches_R[rows.tensor(np.array(flat))] = stands_BK[real_BK]
-    # Where a draft is cut short, the row behind its accepted tokens takes a recovered token; a whole one keeps its bonus token.
-    short_B = accepted_B < lengths_B
-    if not bool(short_B.any()):
-        return
-    cut = accepted_B[short_B].unsqueeze(-1)
-    starts_B = rows.tensor(np.cumsum([0, *lengths[:-1]]))
-    residual = target_SV[(starts_B + accepted_B)[short_B]] * verdicts.scale_B[short_B].unsqueeze(-1)
-    at = torch.arange(len(cut), device=cut.device)
-    residual.scatter_add_(-1, ids_BKE[short_B][at, cut[:, 0]], -draft_BKE[short_B][at, cut[:, 0]])
-    residual.clamp_(min=0)
-    # Equal distributions leave no residual; then nothing can be rejected but by rounding, and the target itself is right.
-    own = target_SV[(starts_B + accepted_B)[short_B]]
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, own)
-    end_B = (rows.tensor(np.array([first for first, _ in picked])) + accepted_B)[short_B]
-    recover_R = rows.tensor(rows.uniform(Purpose.RECOVER))
-    tokens_R[end_B] = inverse_cdf(residual, recover_R[end_B])
+    sampled = _Sampled(picked, probs, rows)
+    verdicts = judge(sampled.drafts)
+    accepted_B, lengths_B = verdicts.accepted_B, sampled.drafts.lengths_B
+    stands_BK = torch.arange(sampled.real_BK.shape[1], device=accepted_B.device) < accepted_B.unsqueeze(-1)
+    matches_R[sampled.rows_S] = stands_BK[sampled.real_BK]
+    # A draft that is accepted whole keeps the bonus token that its last row has already.
+    short = (accepted_B < lengths_B).nonzero().squeeze(-1)
+    if len(short):
+        end_R = sampled.first_B[short] + accepted_B[short]
+        residual = sampled.residual(short, accepted_B[short], verdicts.scale_B[short])
+        tokens_R[end_R] = inverse_cdf(residual, rows.tensor(rows.uniform(Purpose.RECOVER))[end_R])
+
+
+class _Sampled:
+    """Sampled drafts laid out for a rule: B drafts of at most K tokens, S tokens in all, each with at most E alternatives."""
+
+    def __init__(self, picked: Sequence[tuple[int, Draft]], probs: _Probs, rows: _Rows) -> None:
+        lengths = [len(draft.context.drafted) for _, draft in picked]
+        flat = [row for (first, _), n in zip(picked, lengths, strict=True) for row in range(first, first + n)]
+        self.rows_S = rows.tensor(np.array(flat))
+        self.first_B = rows.tensor(np.array([first for first, _ in picked]))
+        self.real_BK = rows.tensor(np.arange(max(lengths)) < np.array(lengths)[:, None])
+        self._start_B = rows.tensor(np.cumsum([0, *lengths[:-1]]))
+        self._target_SV = probs.at(flat).double()
+        self._ids_BKE, self._draft_BKE = rows.padded_distributions([draft for _, draft in picked], max(lengths))
+        own_S = rows.draft_R[self.rows_S].unsqueeze(-1)
+        ids_SE, draft_SE = self._ids_BKE[self.real_BK], self._draft_BKE[self.real_BK]
+        # Padding has probability 0, whatever the target thinks of its id.
+        target_SE = self._target_SV.gather(-1, ids_SE) * (draft_SE > 0)
+        self.drafts = SparseDrafts(
+            lengths_B=rows.tensor(np.array(lengths)),
+            draft_BK=self._spread((draft_SE * (ids_SE == own_S)).sum(-1)),
+            target_BK=self._spread(self._target_SV.gather(-1, own_S).squeeze(-1)),
+            draft_BKE=self._draft_BKE,
+            target_BKE=self._spread(target_SE),
+            uniform_BK=self._spread(rows.tensor(rows.uniform(Purpose.ACCEPT)[flat])),
+        )
+
+    def _spread(self, values_S: torch.Tensor) -> torch.Tensor:
+        """[B, K, ...], padded with zeros."""
+        out = torch.zeros(*self.real_BK.shape, *values_S.shape[1:], dtype=values_S.dtype, device=values_S.device)
+        out[self.real_BK] = values_S
+        return out
+
+    def residual(self, which: torch.Tensor, cut: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """max(0, scale * target - draft) at position `cut` of the drafts `which`, [len(which), V]."""
+        target = self._target_SV[self._start_B[which] + cut]
+        left = target * scale.unsqueeze(-1)
+        left.scatter_add_(-1, self._ids_BKE[which, cut], -self._draft_BKE[which, cut]).clamp_(min=0)
+        # Equal distributions leave no residual; then nothing can be rejected but by rounding, and the target itself is right.
+        return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
 
 
 def _judge_lossy(rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor) -> None:

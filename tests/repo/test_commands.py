@@ -41,7 +41,7 @@ def test_every_flag_named_is_some_commands(path: Path) -> None:
             r"^    (\w+): ", (ROOT / name).read_text() + (ROOT / "outrider/config.py").read_text(), re.MULTILINE
         )
     }
-    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())) - {"help"}
+    named = {flag.removeprefix("no-") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())} - {"help"}
     assert named <= fields | {"models", "max-tokens"}
 
 

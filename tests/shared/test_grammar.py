@@ -74,8 +74,8 @@ def test_random_walks_under_a_schema_satisfy_it(backend: Backend) -> None:
 OTHERS = [
     (Grammar(GrammarKind.REGEX, "[a-f]{2,5}-[0-9]+"), lambda text: re.fullmatch("[a-f]{2,5}-[0-9]+", text)),
     (
-        Grammar(GrammarKind.CHOICE, choices=("yes", 'no "really"', "naïve\n")),
-        lambda text: text in ("yes", 'no "really"', "naïve\n"),
+        Grammar(GrammarKind.CHOICE, choices=("yes", 'no "really"', "naïve 😀\n")),
+        lambda text: text in ("yes", 'no "really"', "naïve 😀\n"),
     ),
     (Grammar(GrammarKind.EBNF, 'root ::= "<" [a-z]+ ">" | "none"'), lambda text: re.fullmatch("<[a-z]+>|none", text)),
     (Grammar(GrammarKind.JSON_OBJECT), lambda text: isinstance(json.loads(text), dict)),
@@ -146,6 +146,24 @@ BAD: list[Grammar] = [
     schema({"items": [{}]}),
     schema({"properties": 3}),
     schema(json.loads('{"items":' * 70 + "{}" + "}" * 70)),
+    schema({"format": []}),
+    schema({"oneOf": [{"type": [{}]}, {"type": "string"}]}),
+    schema({"oneOf": [{"enum": 3}, {"enum": [4]}]}),
+    Grammar(GrammarKind.JSON_SCHEMA, "[" * 60_000),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 10_000),
+    schema({"type": "number", "multipleOf": 0.5}),
+    schema({"minimum": 3}),
+    schema({"required": ["a"]}),
+    schema({"type": "object", "required": ["a"]}),
+    schema({"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": {"type": "integer"}}}),
+    schema({"enum": [1, 2], "minimum": 2}),
+    schema({"type": "string", "enum": ["a", 1]}),
+    schema({"type": "string", "minLength": 3, "format": "uuid"}),
+    schema({"type": "string", "pattern": "^(?!b).*$"}),
+    schema({"type": "string", "pattern": '^"$'}),
+    schema({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}),
+    Grammar(GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    Grammar(GrammarKind.EBNF, "root ::= root"),
     Grammar(GrammarKind.REGEX, "(["),
     Grammar(GrammarKind.EBNF, "root ::= missing"),
     Grammar(GrammarKind.EBNF, "nonsense"),
@@ -162,9 +180,16 @@ def test_what_has_no_meaning_or_cannot_be_enforced_is_refused_by_name(grammar: G
 
 
 def test_structural_tags_are_refused_where_they_are_unknown_or_broken() -> None:
+    loose = '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}'
     for backend in BACKENDS:
-        with pytest.raises(OutriderError, match="structural_tag"):
-            compiler(backend).compile(Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "?"}}'))
+        for text in ('{"type": "structural_tag", "format": {"type": "?"}}', loose, "["):
+            with pytest.raises(OutriderError, match="structural_tag"):
+                compiler(backend).compile(Grammar(GrammarKind.STRUCTURAL_TAG, text))
+
+
+def test_repetition_is_bounded_where_it_nests_and_not_where_it_follows_itself() -> None:
+    for fine in ("[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}", "(ab{2}){3}"):
+        compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, fine))
 
 
 def test_what_was_compiled_is_remembered_within_bounds() -> None:
