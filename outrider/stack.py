@@ -138,9 +138,10 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
 
 
 def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> list[str]:
+    # Of the cores this process may use, which in a container can be fewer than there are.
     # Two processes whose threads meet at barriers on the same cores hold each other up; so each draft model gets a core.
     models = sum(spec.family == "model" for spec in specs)
-    threads = settings.threads or max(1, (os.cpu_count() or 1) - models)
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - models)
     arguments = ["--target", settings.target, "--dtype", settings.dtype, "--device", settings.device, "--listen", address]
     arguments += ["--uds", str(uds), "--depth", str(settings.depth), "--threads", str(threads)]
     arguments += ["--metrics-port", str(settings.metrics_port)]
