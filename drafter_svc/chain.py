@@ -19,6 +19,7 @@ class Chain:
         self.tokens = list(opened.token_ids)
         self.ahead: list[int] = []
         self.window = opened.window
+        self.depth = opened.depth
         self.epoch = opened.epoch
         self._distributions: list[SparseDistribution] = []
         self._root = 0
@@ -40,7 +41,7 @@ class Chain:
     @property
     def urgent(self) -> bool:
         """Whether the verifier has less ahead than it takes in one step, so that it may be waiting."""
-        return self.room > 0 and len(self.ahead) < self.opened.depth
+        return self.room > 0 and len(self.ahead) < self.depth
 
     def apply(self, verdict: Verdict) -> int:
         """Follow the commit; how many of the tokens held before (`tokens`, then `ahead`) still stand, for state that was kept.
@@ -63,6 +64,7 @@ class Chain:
         self.epoch, self._root = verdict.epoch, verdict.root_node
         self._unsent = raised and bool(self.ahead)
         self.window = verdict.window or self.window
+        self.depth = self.depth if verdict.depth is None else verdict.depth
         if len(self.tokens) != verdict.committed_length:
             raise OutriderError(
                 Reason.PROTOCOL_VIOLATION, f"{verdict.committed_length} tokens are committed, not {len(self.tokens)}"

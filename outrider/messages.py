@@ -340,6 +340,7 @@ class Verdict:
     new_token_ids: list[int]
     window: Window | None = None
     traceparent: str = ""
+    depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.config import Settings
+from outrider.depth_policy import DepthSetting
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.messages import MAX_DEPTH
 from outrider.supervisor import Child
 
 FAMILIES = ("ngram", "model")
@@ -72,8 +72,9 @@ class ServeSettings(Settings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of the verifier's /metrics on the loopback interface; 0 is off."""
 
-    depth: int = Field(4, ge=0, le=MAX_DEPTH)
-    """Draft tokens of a sequence verified in one step, unless its request says otherwise."""
+    depth: DepthSetting = "goodput"
+    """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what is measured to be fastest,
+    at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
     threads: int | None = Field(None, ge=1)
     """Threads of the target on a CPU; unset leaves a core to each draft model."""
@@ -143,7 +144,7 @@ def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], addre
     models = sum(spec.family == "model" for spec in specs)
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - models)
     arguments = ["--target", settings.target, "--dtype", settings.dtype, "--device", settings.device, "--listen", address]
-    arguments += ["--uds", str(uds), "--depth", str(settings.depth), "--threads", str(threads)]
+    arguments += ["--uds", str(uds), "--depth", settings.depth, "--threads", str(threads)]
     arguments += ["--metrics-port", str(settings.metrics_port)]
     arguments += [] if settings.prefix_caching else ["--no-prefix-caching"]
     arguments += ["--always-draft"] if settings.always_draft else []

@@ -377,6 +377,7 @@ def _verdict_to_proto(verdict: m.Verdict) -> drafts_pb2.Verdict:
         new_token_ids=verdict.new_token_ids,
         window=None if verdict.window is None else _window_to_proto(verdict.window),
         traceparent=verdict.traceparent,
+        depth=verdict.depth,
     )
 
 
@@ -397,6 +398,7 @@ def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch
                 list(verdict.new_token_ids),
                 _window_from_proto(verdict.window) if verdict.HasField("window") else None,
                 verdict.traceparent,
+                verdict.depth if verdict.HasField("depth") else None,
             )
             for verdict in proto.verdicts
         ],

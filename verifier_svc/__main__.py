@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import uvloop
 from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from outrider import rpc, telemetry
 from outrider.config import parse
+from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import GrammarCompiler
 from outrider.lm.pages import PagePool
@@ -84,6 +87,7 @@ class Loader:
     def build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
         """The engine, ready to run; raises OutriderError when the target cannot be served."""
         settings = self._settings
+        policy = DepthPolicy.parse(settings.depth)
         tokenizer = load_tokenizer(settings.target)
         identity = fingerprint(tokenizer)
         runner = ModelRunner.load(
@@ -107,14 +111,14 @@ class Loader:
             eos_token_ids=runner.eos_token_ids,
             dtype=str(runner.dtype).removeprefix("torch."),
             device=str(runner.device),
-            max_depth=settings.depth,
+            max_depth=policy.depth,
         )
         metrics = Metrics(self.info.model_id)
         if settings.metrics_port:
             start_http_server(settings.metrics_port, "127.0.0.1", registry=metrics.registry)
         rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
         judge = Judge(rule, _thinking_ids(tokenizer, settings.thinking_tokens), settings.synthetic_acceptance_rate)
-        limits = Limits(settings.depth, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
+        limits = Limits(policy, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
         engine = Engine(
             runner,
             pool,
@@ -124,6 +128,7 @@ class Loader:
             judge,
             trust_draft_distributions=settings.trust_draft_distributions,
             always_draft=settings.always_draft,
+            own_cores=_cores_without_spare() if runner.device.type == "cpu" else None,
         )
         self.grammars = GrammarCompiler(
             settings.target,
@@ -138,6 +143,12 @@ class Loader:
         gc.collect()
         gc.freeze()
         return engine
+
+
+def _cores_without_spare() -> frozenset[int] | None:
+    """The cores of this process when torch's threads fill them."""
+    cores = os.sched_getaffinity(0)
+    return frozenset(cores) if torch.get_num_threads() >= len(cores) else None
 
 
 def _thinking_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from outrider.config import Settings
-from outrider.messages import MAX_DEPTH
+from outrider.depth_policy import DepthSetting
 
 
 class VerifierSettings(Settings):
@@ -44,8 +44,9 @@ class VerifierSettings(Settings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of Prometheus' /metrics on the loopback interface; 0 is off."""
 
-    depth: int = Field(4, ge=0, le=MAX_DEPTH)
-    """Draft tokens of a sequence verified in one step, unless its request says otherwise."""
+    depth: DepthSetting = "goodput"
+    """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what measured acceptance and
+    costs say is fastest, at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
     max_batch_tokens: int = Field(512, ge=1)
     """Tokens in one forward; longer prompts are taken in chunks."""

@@ -1,45 +1,71 @@
-"""What a draft is worth: measured acceptance, measured times, and so whether it pays to draft and how long to wait for it."""
+"""What a draft is worth: measured acceptance, measured times, and so how deep to draft and how long to wait.
+
+Knows numbers; not sequences, drafters or streams.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
+from operator import mul
 from statistics import median
+
+from outrider.messages import MAX_DEPTH
 
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0
 _SAMPLES = 7
+# How much one step moves the price of forwards of its own size, and of all others.
+_NEAR, _FAR = 0.2, 0.05
 
 
 class AcceptanceRate:
-    """Probability that the next draft token is accepted, given that those before it were: a decayed count over a prior."""
+    """Probability that a draft token is accepted, given that those before it were: decayed counts over a prior, by position."""
 
-    __slots__ = ("_accepted", "_judged", "_prior")
+    __slots__ = ("_accepted", "_judged", "_prior", "_survival")
 
-    def __init__(self, prior: float) -> None:
-        self._prior = prior
-        self._accepted = 0.0
-        self._judged = 0.0
+    def __init__(self, prior: AcceptanceRate | float, depth: int = MAX_DEPTH) -> None:
+        """The prior is one rate for all positions, or what is known of the drafter elsewhere; no more than `depth` are kept."""
+        self._prior = [prior] * depth if isinstance(prior, float) else prior.by_position[:depth]
+        self._accepted = [0.0] * depth
+        self._judged = [0.0] * depth
+        self._survival: list[float] | None = None
 
     def observe(self, drafted: int, accepted: int) -> None:
         """One verified path; what follows the first miss was not judged."""
-        self._accepted = self._accepted * _DECAY + accepted
-        self._judged = self._judged * _DECAY + min(accepted + 1, drafted)
+        for i in range(min(accepted + 1, drafted, len(self._judged))):
+            self._judged[i] = self._judged[i] * _DECAY + 1.0
+            self._accepted[i] = self._accepted[i] * _DECAY + (i < accepted)
+        self._survival = None
 
     @property
-    def value(self) -> float:
-        return (self._accepted + self._prior * _PRIOR_WEIGHT) / (self._judged + _PRIOR_WEIGHT)
+    def by_position(self) -> list[float]:
+        counts = zip(self._accepted, self._judged, self._prior, strict=True)
+        return [(accepted + prior * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT) for accepted, judged, prior in counts]
 
+    @property
+    def survival(self) -> list[float]:
+        """Probability that at least 1, 2, … draft tokens are accepted."""
+        if self._survival is None:
+            self._survival = list(accumulate(self.by_position, mul))
+        return self._survival
 
-class Average:
-    """Exponentially weighted mean of a measured time, in seconds; None before the first measurement."""
+    def expected_tokens(self, depth: int) -> float:
+        """Tokens that a step commits with `depth` draft tokens, its own included.
 
-    __slots__ = ("value",)
+        The sum over what survives, which for one rate at all positions is (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, eq. 1).
+        """
+        return 1.0 + sum(self.survival[:depth])
 
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def observe(self, seconds: float) -> None:
-        self.value = seconds if self.value is None else self.value + (1 - _DECAY) * (seconds - self.value)
+    def depth_worth(self, price: float, limit: int) -> int:
+        """The draft tokens whose chance of being committed is at least `price`; it falls with each position, so they come first."""
+        depth = 0
+        for survives in self.survival[:limit]:
+            if survives < price:
+                break
+            depth += 1
+        return depth
 
 
 class Latency:
@@ -49,41 +75,65 @@ class Latency:
     being asked again.
     """
 
-    __slots__ = ("_samples",)
+    __slots__ = ("_samples", "value")
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
+        self.value = 0.0
 
     def observe(self, seconds: float) -> None:
         self._samples.append(seconds)
-
-    @property
-    def value(self) -> float:
-        return median(self._samples) if self._samples else 0.0
+        self.value = median(self._samples)
 
 
 class ForwardCost:
-    """Measured seconds of a forward by its number of tokens, in buckets of powers of two."""
+    """Seconds of a forward by its sequences and tokens: a grid measured before the first request, corrected by every step."""
 
     def __init__(self) -> None:
-        self._by_bucket: dict[int, Average] = {}
+        # By sequences, then by tokens of each sequence.
+        self._grid: dict[int, dict[float, float]] = {}
+        self._known: dict[tuple[int, int], float] = {}
 
-    def observe(self, token_count: int, seconds: float) -> None:
-        self._by_bucket.setdefault(token_count.bit_length(), Average()).observe(seconds)
+    def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
+        """Note a forward that was measured on purpose."""
+        self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = seconds
+        self._known.clear()
 
-    def estimate(self, token_count: int) -> float:
-        """Seconds of a forward of about this size, from the nearest bucket measured; 0 before the first."""
-        if not self._by_bucket:
-            return 0.0
-        nearest = min(self._by_bucket, key=lambda bucket: abs(bucket - token_count.bit_length()))
-        return self._by_bucket[nearest].value or 0.0
+    def observe(self, sequence_count: int, token_count: int, seconds: float) -> None:
+        """Correct prices by a step: those of its size at once, all others a little, as contexts grow or others take cores."""
+        if not self._grid:
+            self.calibrate(sequence_count, token_count, seconds)
+            return
+        ratio = seconds / max(self.estimate(sequence_count, token_count), 1e-9)
+        row = self._grid[min(self._grid, key=lambda count: abs(count - sequence_count))]
+        point = min(row, key=lambda depth: abs(depth - token_count / sequence_count))
+        # One step that was held up says little, so no step counts for more than a factor of two.
+        ratio = min(max(ratio, 0.5), 2.0)
+        row[point] *= ratio ** (_NEAR - _FAR)
+        for row in self._grid.values():
+            for depth in row:
+                row[depth] *= ratio**_FAR
+        self._known.clear()
+
+    def estimate(self, sequence_count: int, token_count: int) -> float:
+        """Seconds of such a forward, between and beyond what was measured; 0 before that."""
+        key = (sequence_count, token_count)
+        if key not in self._known:
+            depth = token_count / max(sequence_count, 1)
+            points = {float(count): _between(row, depth) for count, row in self._grid.items()}
+            self._known[key] = _between(points, sequence_count) if points else 0.0
+        return self._known[key]
 
 
-def expected_tokens(acceptance: float, depth: int) -> float:
-    """Tokens a step commits with `depth` draft tokens: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
-    if acceptance >= 1.0:
-        return depth + 1.0
-    return float((1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance))
+def _between(points: dict[float, float], x: float) -> float:
+    """The value at `x` on the line through the two nearest points about it; never less than the smallest point's."""
+    xs = sorted(points)
+    if len(xs) == 1:
+        return points[xs[0]]
+    i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    low, high = xs[i - 1], xs[i]
+    slope = (points[high] - points[low]) / (high - low)
+    return max(points[low] + slope * (x - low), min(points.values()))
 
 
 def wait_budget_s(forward_s: float, certain_tokens: float, awaited_tokens: float) -> float:
@@ -94,6 +144,6 @@ def wait_budget_s(forward_s: float, certain_tokens: float, awaited_tokens: float
     return forward_s * awaited_tokens / certain_tokens if certain_tokens > 0 else 0.0
 
 
-def speculation_pays(acceptance: float, depth: int, plain_s: float, verify_s: float, latency_s: float) -> bool:
+def speculation_pays(expected_tokens: float, plain_s: float, verify_s: float, latency_s: float) -> bool:
     """Whether a step that waits for a draft and verifies it commits tokens at a higher rate than plain steps do."""
-    return expected_tokens(acceptance, depth) * plain_s > latency_s + verify_s
+    return expected_tokens * plain_s > latency_s + verify_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, Hello, SpeculationOptions, StepBatch
-from verifier_svc.depth import Latency
+from verifier_svc.depth import AcceptanceRate, Latency
 
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
@@ -23,7 +24,12 @@ class Drafter:
 
     hello: Hello
     sink: Callable[[StepBatch | OutriderError], None]
-    latency: Latency = field(default_factory=Latency)
+    reply: Latency = field(default_factory=Latency)
+    """From a verdict that asks for a draft to the first message of it, without the time that it spent drafting."""
+    token_time: Latency = field(default_factory=Latency)
+    """Drafting one token of a run."""
+    rates: dict[str, AcceptanceRate] = field(default_factory=dict)
+    """What was learned of it, by kind of traffic: where a new sequence begins."""
     outbox: StepBatch = field(default_factory=StepBatch)
     sequence_ids: set[int] = field(default_factory=set)
     draining: bool = False
@@ -34,10 +40,20 @@ class Drafter:
     def id(self) -> str:
         return self.hello.drafter_id
 
+    def latency(self, depth: int) -> float:
+        """Seconds from a verdict to a draft of so many tokens."""
+        return self.reply.value + depth * self.token_time.value
+
     @property
     def open_to_more(self) -> bool:
         limit = self.hello.max_sequence_count
         return not self.draining and (limit == 0 or len(self.sequence_ids) < limit)
+
+    def shares(self, cores: frozenset[int]) -> bool:
+        """Whether it computes on some of these cores of this host."""
+        place = self.hello.placement
+        here = place.host == platform.node() and place.device.startswith("cpu")
+        return here and (not place.cores or not cores.isdisjoint(place.cores))
 
     def info(self, connected: bool) -> DrafterInfo:
         rate = self.accepted_count / self.verified_count if self.verified_count else None

@@ -1,16 +1,18 @@
-"""Hands sequences to drafters, takes their drafts, tells them what was committed, and says which drafts are worth a wait."""
+"""Hands sequences to drafters, takes their drafts, and tells them what was committed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 
 from outrider.errors import OutriderError
-from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Window
-from verifier_svc.depth import AcceptanceRate, ForwardCost, expected_tokens, speculation_pays, wait_budget_s
+from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
+from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import Drafter, Roster
 from verifier_svc.metrics import Metrics
-from verifier_svc.sequence import Assignment, Pause, Sequence
+from verifier_svc.planning import Planner
+from verifier_svc.sequence import Assignment, Sequence
 from verifier_svc.trie import Fate, Trie
 from verifier_svc.trust import how_to_propose
 
@@ -21,10 +23,6 @@ _AHEAD = 2
 _NODES_PER_DEPTH = 4
 # What is believed of a drafter before it was tried on a sequence. Hopeful, because what is believed bad is never tried.
 _OPTIMISM = 0.8
-# A probe may cost as much time as this many plain steps.
-_PROBE_STEPS = 2
-# For a draft that is waited for whether it pays or not; its drafter may be gone without a word.
-_LONGEST_WAIT_S = 1.0
 
 
 class Drafting:
@@ -33,20 +31,20 @@ class Drafting:
     def __init__(
         self,
         sequences: dict[int, Sequence],
-        cost: ForwardCost,
+        planner: Planner,
         metrics: Metrics,
         *,
         trust_distributions: bool = False,
-        always: bool = False,
+        own_cores: frozenset[int] | None = None,
     ) -> None:
-        """With `always` every draft is waited for and none is paused, whether that pays or not."""
+        """`own_cores` are those that the target computes on, unless some are left for others or it computes elsewhere."""
         self.roster = Roster()
+        self.planner = planner
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self._sequences = sequences
-        self._cost = cost
         self._metrics = metrics
         self._trust_distributions = trust_distributions
-        self._always = always
+        self._own_cores = own_cores
 
     # --- drafters come and go ---
 
@@ -81,17 +79,22 @@ class Drafting:
 
     def hand_out(self, sequence: Sequence) -> None:
         """Announce the sequence to the drafters it lacks."""
-        if sequence.depth == 0:
+        if sequence.depth_limit == 0:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
-            depth = min(_AHEAD * sequence.depth + 1, drafter.hello.max_depth)
+            limit = sequence.depth_limit
+            reach = min(_AHEAD * limit + 1, drafter.hello.max_depth)
+            trie = Trie(Window(node_count=_NODES_PER_DEPTH * reach, depth=reach))
             rule = how_to_propose(sequence.request, drafter.hello.distributions, self._trust_distributions)
-            trie = Trie(Window(node_count=_NODES_PER_DEPTH * depth, depth=depth))
-            assignment = Assignment(drafter, trie, rule, AcceptanceRate(_OPTIMISM))
+            learned = drafter.rates.setdefault(_kind(sequence), AcceptanceRate(_OPTIMISM))
+            assignment = Assignment(drafter, trie, rule, AcceptanceRate(learned, limit), trie.window, limit)
             sequence.assignments[drafter.id] = assignment
+            assignment.depth = max(1, self.planner.depth_for(sequence, assignment))
+            assignment.window = self._window(assignment, assignment.depth)
             drafter.sequence_ids.add(sequence.id)
             drafter.outbox.opened.append(sequence.opened_for(assignment))
-            assignment.begin_epoch()
+            if not self.planner.pays(sequence, assignment):
+                assignment.pause.begin([])
 
     def close(self, sequence: Sequence) -> None:
         """Tell its drafters that the sequence is over."""
@@ -113,7 +116,7 @@ class Drafting:
                 fate = assignment.trie.add(proposal) if assignment else Fate.STALE
                 self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
                 if assignment:
-                    assignment.answered(proposal.epoch)
+                    assignment.answered(proposal.epoch, len(proposal.token_ids), proposal.draft_seconds)
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
@@ -135,64 +138,50 @@ class Drafting:
             if pause.steps_left > 0:
                 if not pause.step(new_token_ids):
                     continue
-            elif trie.epoch != epoch and not self._always and not self._pays(sequence, assignment):
-                pause.begin(new_token_ids)
-                continue
+            elif trie.epoch != epoch:
+                if not self.planner.pays(sequence, assignment):
+                    pause.begin(new_token_ids)
+                    continue
+                pause.forget()
             told = pause.end() or new_token_ids
-            assignment.drafter.outbox.verdicts.append(sequence.verdict_for(assignment, told, matched, traceparent))
-            if trie.epoch != epoch or trie.node_count == 0:
+            verdict = sequence.verdict_for(assignment, told, matched, traceparent)
+            assignment.drafter.outbox.verdicts.append(self._steer(sequence, assignment, verdict))
+            if assignment.met and (trie.epoch != epoch or trie.node_count == 0):
                 assignment.begin_epoch()
 
-    def _pays(self, sequence: Sequence, assignment: Assignment) -> bool:
-        """Whether asking this drafter for another draft is worth it, as far as is known."""
-        depth = sequence.draft_limit
-        plain_s, verify_s = self._cost.estimate(1), self._cost.estimate(1 + depth)
-        pays = speculation_pays(assignment.rate.value, depth, plain_s, verify_s, assignment.drafter.latency.value)
-        if pays:
-            assignment.pause.length = Pause().length
-        return pays
+    def _steer(self, sequence: Sequence, assignment: Assignment, verdict: Verdict) -> Verdict:
+        """The verdict, with depth and window where they change."""
+        depth = max(self.planner.depth_for(sequence, assignment), 1)
+        window = self._window(assignment, depth)
+        if depth != assignment.depth or window != assignment.window:
+            assignment.depth, assignment.window = depth, window
+            return replace(verdict, depth=depth, window=window)
+        return verdict
 
-    def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
+    def _window(self, assignment: Assignment, depth: int) -> Window:
+        """How far to run ahead: as far as the trie has room, or, where it would take cores from the forward, as far as that pays.
+
+        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands; else it was for nothing.
+        """
+        drafter = assignment.drafter
+        if self._own_cores is not None and drafter.shares(self._own_cores):
+            hit, draft_s = assignment.rate.survival[depth - 1], depth * drafter.token_time.value
+            if hit * (drafter.reply.value + draft_s) <= draft_s:
+                return Window(depth, depth)
+        return assignment.trie.window
+
+    def judge(self, sequence: Sequence, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
         drafter = assignment.drafter
         assignment.rate.observe(drafted, accepted)
+        drafter.rates[_kind(sequence)].observe(drafted, accepted)
         drafter.verified_count += drafted
         drafter.accepted_count += accepted
         self._metrics.verified(drafter, drafted, accepted)
 
-    # --- waiting ---
 
-    def worth_waiting_for(self, running: Iterable[Sequence]) -> tuple[list[Assignment], float]:
-        """The drafts under way that may still pay, and until how many seconds after the last step's end they do."""
-        late: list[Assignment] = []
-        certain, awaited, token_count, plain_count = 0.0, 0.0, 0, 0
-        for sequence in running:
-            if sequence.pending_count != 1:
-                continue
-            now, later, slow = _prospects(sequence)
-            certain += now
-            plain_count += 1
-            token_count += 1 + sequence.draft_limit
-            if slow is not None:
-                awaited += later - now
-                late.append(slow)
-        if self._always:
-            return late, _LONGEST_WAIT_S
-        budget_s = wait_budget_s(self._cost.estimate(token_count), certain, awaited)
-        worth = [slow for slow in late if slow.drafter.latency.value <= budget_s or slow.pause.probing]
-        if any(slow.pause.probing for slow in worth):
-            budget_s = max(budget_s, _PROBE_STEPS * self._cost.estimate(plain_count))
-        return worth, budget_s
-
-
-def _prospects(sequence: Sequence) -> tuple[float, float, Assignment | None]:
-    """Tokens expected of a step now, tokens expected once the best draft under way is there, and whose that is."""
-    depth = sequence.draft_limit
-    now, later, slow = 1.0, 1.0, None
-    for assignment in sequence.assignments.values():
-        there = len(assignment.trie.path(depth).token_ids)
-        now = max(now, expected_tokens(assignment.rate.value, there))
-        promised = expected_tokens(assignment.rate.value, depth)
-        if assignment.pause.steps_left == 0 and not assignment.trie.ready(depth) and promised > later:
-            later, slow = promised, assignment
-    return (now, later, slow) if later > now else (now, now, None)
+def _kind(sequence: Sequence) -> str:
+    """Traffic that drafters should be as good at as they were before."""
+    request = sequence.request
+    traits = {"greedy": request.sampling.greedy, "grammar": request.grammar is not None, "prediction": bool(request.prediction)}
+    return " ".join(name for name, has in traits.items() if has)

@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from outrider import telemetry
+from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import Compiled
 from outrider.lm.pages import KVSequence, PagePool
@@ -30,7 +31,8 @@ from verifier_svc.depth import ForwardCost
 from verifier_svc.drafting import Drafting
 from verifier_svc.guidance import Guidance
 from verifier_svc.judging import Judge, Judgement
-from verifier_svc.metrics import Metrics
+from verifier_svc.metrics import Metrics, Phases
+from verifier_svc.planning import Planner
 from verifier_svc.scheduler import Item, Scheduler
 from verifier_svc.sequence import Sequence
 
@@ -41,6 +43,8 @@ Delivery = tuple[Callable[..., None], object]
 
 
 _EXACT = Judge()
+# Trial forwards end after about so long, before the larger batches of a large model.
+_WARM_UP_S = 5.0
 
 
 class LanguageModel(Protocol):
@@ -57,7 +61,7 @@ class LanguageModel(Protocol):
 class Limits:
     """`depth`: draft tokens of a sequence verified in one step, unless its request says otherwise; the rest are counts."""
 
-    depth: int = 4
+    depth: DepthPolicy = field(default_factory=lambda: DepthPolicy("fixed", 4))
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024
@@ -77,7 +81,9 @@ class Engine:
         *,
         trust_draft_distributions: bool = False,
         always_draft: bool = False,
+        own_cores: frozenset[int] | None = None,
     ) -> None:
+        """`own_cores` as in `Drafting`."""
         self.model = model
         self.limits = limits
         self.judge = judge
@@ -85,8 +91,9 @@ class Engine:
         self.sequences: dict[int, Sequence] = {}
         self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
         self.cost = ForwardCost()
+        self.planner = Planner(limits.depth, self.cost, always=always_draft)
         self.drafting = Drafting(
-            self.sequences, self.cost, metrics, trust_distributions=trust_draft_distributions, always=always_draft
+            self.sequences, self.planner, metrics, trust_distributions=trust_draft_distributions, own_cores=own_cores
         )
         self._guidance = Guidance()
         self._metrics = metrics
@@ -96,6 +103,7 @@ class Engine:
         self._wake = threading.Condition()
         self._stopping = False
         self._last_id = 0
+        self._phases = Phases()
 
     # --- from other threads ---
 
@@ -110,16 +118,31 @@ class Engine:
         self.post(lambda: setattr(self, "_stopping", True))
 
     def warm_up(self) -> None:
-        """Run forwards of several sizes: the first request does not pay for choosing kernels, and costs are known from the start.
+        """Run forwards of many sizes: the first request does not pay for choosing kernels, and costs are known from the start.
 
         Only before the first request, since pages are overwritten.
         """
-        capacity = self.pool.page_count * self.pool.page_size
-        for count in [min(count, capacity) for count in (16, 1, 1 + self.limits.depth)] * 3:
-            pages = list(range(-(-count // self.pool.page_size)))
+        limits, pool = self.limits, self.pool
+        started = time.monotonic()
+        for batch in _powers(limits.max_sequences, 4):
+            for count in (1, *(1 + depth for depth in _powers(limits.depth.depth, 3))):
+                pages = batch * -(-count // pool.page_size)
+                if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
+                    self.cost.calibrate(batch, batch * count, self._trial_s(batch, count))
+            if time.monotonic() - started > _WARM_UP_S:
+                break
+
+    def _trial_s(self, batch: int, count: int) -> float:
+        """Seconds of a forward of so many sequences with so many tokens each, the best of three."""
+        each = -(-count // self.pool.page_size)
+        slices = [Slice([0] * count, 0, list(range(i * each, (i + 1) * each)), count) for i in range(batch)]
+        times = []
+        for _ in range(3):
             started = time.monotonic()
-            self.model.forward([Slice([0] * count, 0, pages, count)])
-            self.cost.observe(count, time.monotonic() - started)
+            # Reading a value back waits for a device that works on its own.
+            self.model.forward(slices)[0, 0].item()
+            times.append(time.monotonic() - started)
+        return min(times)
 
     # --- the loop ---
 
@@ -141,7 +164,8 @@ class Engine:
 
     def step(self) -> None:
         """One forward and what it commits; then everything that was said is delivered."""
-        started, preempted = time.monotonic(), self.scheduler.preemption_count
+        clock, preempted = self._phases, self.scheduler.preemption_count
+        clock.begin()
         items = self._guidance.cut(self.scheduler.next())
         if not items:
             return
@@ -157,40 +181,52 @@ class Engine:
                     self._fail([item], _nothing_allowed())
                 else:
                     self._commit(item, judgement, span)
+            clock.end("commit")
         for span in spans:
             span.end()
-        self._metrics.step(time.monotonic() - started, self.scheduler.preemption_count - preempted)
         self._measure_occupancy()
         self._flush()
+        clock.end("send")
+        self._metrics.step(clock, self.scheduler.preemption_count - preempted)
 
     def _forward(self, items: list[Item]) -> list[Judgement | None]:
         """Score a batch; None for a part of a prompt."""
-        started = time.monotonic()
+        clock = self._phases
         slices = [_slice(item) for item in items]
         masked = self._guidance.masks(items)
+        clock.end("pack")
         logits_RV = self.model.forward(slices)
+        clock.end("forward")
         judgements = self.judge.judge(logits_RV, masked())
-        self.cost.observe(sum(len(part.token_ids) for part in slices), time.monotonic() - started)
+        clock.end("accept")
+        if all(len(item.token_ids) == 1 for item in items):
+            # A device may still be at the forward when the call returns, but not when it was judged.
+            seconds = clock.last["forward"] + clock.last["accept"]
+            self.cost.observe(len(items), sum(len(part.token_ids) for part in slices), seconds)
         return judgements
 
     def _await_drafts(self) -> None:
         """Wait for drafts that are under way as long as that pays; they may come, or turn out not to pay, in the meantime."""
+        planner, running = self.planner, self.scheduler.running
         started = time.monotonic()
-        while not self._stopping:
-            late, budget_s = self.drafting.worth_waiting_for(self.scheduler.running.values())
-            if not late:
-                return
+        planner.plan(running.values())
+        late, budget_s = planner.worth_waiting_for(running.values())
+        awaited = late
+        while late and not self._stopping:
             remaining_s = started + budget_s - time.monotonic()
             if remaining_s <= 0:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
                 for assignment in late:
-                    assignment.drafter.latency.observe(2 * (time.monotonic() - started))
-                    assignment.pause.probing = False
-                return
+                    assignment.drafter.reply.observe(2 * (time.monotonic() - started))
+                break
             with self._wake:
                 if not self._inbox:
                     self._wake.wait(remaining_s)
             self.drain_inbox()
+            late, budget_s = planner.worth_waiting_for(running.values())
+        waited_s = time.monotonic() - started
+        planner.waited(waited_s, self._phases.step_s, awaited)
+        self._phases.waited(waited_s)
 
     # --- requests ---
 
@@ -228,12 +264,13 @@ class Engine:
 
     def _new_sequence(self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span) -> Sequence:
         self._last_id += 1
-        depth = self.limits.depth if request.speculation.depth is None else request.speculation.depth
+        depth = self.limits.depth.depth if request.speculation.depth is None else request.speculation.depth
         depth = depth if request.speculation.enabled else 0
         return Sequence(
             id=self._last_id,
             request=request,
             seed=secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed,
+            depth_limit=depth,
             depth=depth,
             end_ids=request.stop_token_ids | frozenset(() if request.ignore_eos else self.model.eos_token_ids),
             kv=KVSequence(),
@@ -294,7 +331,7 @@ class Engine:
         self._metrics.generated(len(new))
         span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if item.assignment is not None:
-            self.drafting.judge(item.assignment, len(drafted), outcome.accepted_count)
+            self.drafting.judge(sequence, item.assignment, len(drafted), outcome.accepted_count)
         self._emit(sequence, _chunk(item, new, accepted, judgement, finish_reason))
         if finish_reason is not None:
             self._close(sequence)
@@ -324,6 +361,15 @@ class Engine:
         if self._deliveries:
             self._deliver(self._deliveries)
             self._deliveries = []
+
+
+def _powers(most: int, base: int) -> list[int]:
+    """1, base, base², … and `most`, all at most that; none below 1."""
+    values, value = [], 1
+    while value < most:
+        values.append(value)
+        value *= base
+    return [*values, most] if most > 0 else []
 
 
 def _slice(item: Item) -> Slice:

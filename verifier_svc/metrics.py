@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
 
 _LABELS = ["model_name", "drafter", "placement"]
+
+
+class Phases:
+    """Where the time of a step went; one object serves all steps of an engine. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self._wait_s = 0.0
+        self._at = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """What the coming step waited for drafts."""
+        self._wait_s = seconds
+
+    def begin(self) -> None:
+        self.last = {"wait": self._wait_s}
+        self._wait_s = 0.0
+        self._at = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """A phase ended; what began with the end of the one before it."""
+        now = time.monotonic()
+        self.last[name] = now - self._at
+        self._at = now
+
+    @property
+    def step_s(self) -> float:
+        """The last step without the wait before it."""
+        return sum(self.last.values()) - self.last.get("wait", 0.0)
 
 
 class Metrics:
@@ -38,6 +69,11 @@ class Metrics:
         self._running = gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
         self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
+        self._phase_seconds = counter(
+            "step_phase_seconds",
+            "Time of engine steps by phase: wait (for drafts), pack, forward, accept, commit, send.",
+            ["model_name", "phase"],
+        )
         self._step_seconds = Histogram(
             "outrider:step_seconds",
             "Time of one engine step's forward and acceptance.",
@@ -72,9 +108,11 @@ class Metrics:
         """Tokens were committed."""
         self._generated.labels(self._model_name).inc(token_count)
 
-    def step(self, seconds: float, preempted: int) -> None:
+    def step(self, phases: Phases, preempted: int) -> None:
         """An engine step ended."""
-        self._step_seconds.labels(self._model_name).observe(seconds)
+        self._step_seconds.labels(self._model_name).observe(phases.step_s)
+        for name, seconds in phases.last.items():
+            self._phase_seconds.labels(self._model_name, name).inc(seconds)
         self._preemptions.labels(self._model_name).inc(preempted)
 
     def occupancy(self, *, running: int, waiting: int, page_share: float) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.lm.pages import PagePool
-from verifier_svc.depth import expected_tokens
 from verifier_svc.sequence import Assignment, Sequence
 from verifier_svc.trie import Path
 
@@ -118,14 +117,15 @@ class Scheduler:
 
 
 def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:
-    """The path of at most `depth` tokens from which the most tokens are expected, by its length and its drafter's acceptance."""
-    best: tuple[Assignment | None, Path] = (None, NO_PATH)
-    best_value = 1.0
-    if depth <= 0:
-        return best
-    for assignment in sequence.assignments.values():
-        path = assignment.trie.path(depth)
-        value = expected_tokens(assignment.rate.value, len(path.token_ids))
-        if path.token_ids and value > best_value:
-            best, best_value = (assignment, path), value
-    return best
+    """The path of at most `depth` tokens from which the most tokens are expected, by its length and its drafter's acceptance.
+
+    A probe goes first, since it is made to learn whether its drafter got better.
+    """
+    best: Assignment | None = None
+    best_value = 0.0
+    for assignment in sequence.assignments.values() if depth > 0 else ():
+        length = assignment.trie.length(depth)
+        value = assignment.rate.expected_tokens(length) + (depth if assignment.pause.probing else 0)
+        if length and value > best_value:
+            best, best_value = assignment, value
+    return (None, NO_PATH) if best is None else (best, best.trie.path(depth))

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from outrider.errors import OutriderError
 from outrider.grammar import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Verdict
+from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Verdict, Window
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import Drafter
 from verifier_svc.trie import Trie
 
 _EPOCHS_TIMED = 8
-_FIRST_PAUSE = 16
+_FIRST_PAUSE = 4
 _LONGEST_PAUSE = 256
 
 
@@ -43,6 +43,10 @@ class Pause:
         self.probing = self.steps_left == 0
         return self.probing
 
+    def forget(self) -> None:
+        """Speculation pays again, so the next pause is a short one."""
+        self.length = _FIRST_PAUSE
+
     def end(self) -> list[int]:
         """What was withheld."""
         withheld, self.withheld = self.withheld, []
@@ -57,9 +61,15 @@ class Assignment:
     trie: Trie
     rule: Rule
     rate: AcceptanceRate
+    window: Window
+    """How far the drafter was last told to run ahead; its trie has room for more."""
+    depth: int
+    """Draft tokens of a step that it was last told to aim at."""
     asked_at: dict[int, float] = field(default_factory=dict)
     """When each of the last few epochs began (monotonic seconds), until its first proposal."""
     pause: Pause = field(default_factory=lambda: Pause())
+    met: bool = False
+    """Whether it was heard of this sequence; before that it may be at the prompt, which says nothing of its drafting."""
 
     def begin_epoch(self) -> None:
         """Note when the drafter was asked, to measure how long it takes."""
@@ -67,11 +77,19 @@ class Assignment:
         while len(self.asked_at) > _EPOCHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def answered(self, epoch: int) -> None:
-        """The epoch's first message came, late or not."""
+    def answered(self, epoch: int, token_count: int = 0, draft_seconds: float = 0.0) -> None:
+        """The epoch's first message came, late or not, with so many tokens that took so long to draft."""
+        self.met = True
         asked_at = self.asked_at.pop(epoch, None)
         if asked_at is not None:
-            self.drafter.latency.observe(time.monotonic() - asked_at)
+            self.drafter.reply.observe(max(time.monotonic() - asked_at - draft_seconds, 0.0))
+            if token_count:
+                self.drafter.token_time.observe(draft_seconds / token_count)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the drafter goes on while its last draft is verified."""
+        return self.window.depth > self.depth
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +103,7 @@ class Sequence:
     id: int
     request: TokenRequest
     seed: int
-    depth: int
+    depth_limit: int
     end_ids: frozenset[int]
     kv: KVSequence
     sink: Callable[[TokenChunk | OutriderError], None]
@@ -98,6 +116,8 @@ class Sequence:
     """Where the committed output stands in its grammar."""
     mask_width: int = 0
     span: Span = NO_SPAN
+    depth: int = 0
+    """Draft tokens that the coming step should verify, before `draft_limit` cuts it."""
 
     @property
     def pending_count(self) -> int:
@@ -119,8 +139,8 @@ class Sequence:
             # Whoever draws with our noise needs the seed that it is drawn from.
             sampling=replace(self.request.sampling, seed=self.seed if assignment.rule is Rule.COUPLED else None),
             rule=assignment.rule,
-            window=assignment.trie.window,
-            depth=self.depth,
+            window=assignment.window,
+            depth=assignment.depth,
             tenant=self.request.tenant,
             traceparent=self.span.traceparent,
             grammar=self.request.grammar,

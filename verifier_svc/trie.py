@@ -51,7 +51,7 @@ class Trie:
         self._last = 0
         self._nodes: dict[int, Node] = {0: Node(token=-1, depth=0)}
         self._skipped: set[int] = set()
-        self._deepest_known: list[int] | None = None
+        self._path: list[int] | None = None
 
     @property
     def node_count(self) -> int:
@@ -81,7 +81,7 @@ class Trie:
             parent.children[token] = self._last
             self._nodes[self._last] = node
             parent = node
-        self._deepest_known = None
+        self._path = None
         return Fate.ADDED
 
     def skip(self, skip: Skip) -> Fate:
@@ -93,12 +93,12 @@ class Trie:
         return Fate.ADDED
 
     def path(self, depth: int) -> Path:
-        """The deepest path from the root, cut at `depth` tokens.
+        """The path of first-proposed children from the root, cut at `depth` tokens; siblings come later, as less likely.
 
         Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
         """
         tokens, distributions = [], []
-        for number in self._deepest()[:depth]:
+        for number in self._favourites()[:depth]:
             node = self._nodes[number]
             tokens.append(node.token)
             if node.distribution is not None:
@@ -108,8 +108,12 @@ class Trie:
 
     def ready(self, depth: int) -> bool:
         """Whether waiting could not make the path to `depth` any longer."""
-        deepest = self._deepest()
-        return len(deepest) >= depth or (deepest[-1] if deepest else self.root) in self._skipped
+        path = self._favourites()
+        return len(path) >= depth or (path[-1] if path else self.root) in self._skipped
+
+    def length(self, depth: int) -> int:
+        """Tokens of the path, at most `depth`."""
+        return min(len(self._favourites()), depth)
 
     def advance(self, token_ids: list[int]) -> int:
         """Move the root along committed tokens; how many the trie had. If not all, it is dropped and the epoch rises."""
@@ -132,27 +136,17 @@ class Trie:
                 pending.append(child)
         self._nodes = kept
         self._skipped &= kept.keys()
-        self._deepest_known = None
+        self._path = None
 
-    def _deepest(self) -> list[int]:
-        """Node numbers from the root's child to the deepest node, the first proposed of several."""
-        if self._deepest_known is None:
-            self._deepest_known = self._find_deepest()
-        return self._deepest_known
-
-    def _find_deepest(self) -> list[int]:
-        # Numbers grow towards the leaves, so walking them backwards sees every child before its parent.
-        best: dict[int, int] = {}
-        height = dict.fromkeys(self._nodes, 0)
-        for number in sorted(self._nodes, reverse=True):
-            for child in self._nodes[number].children.values():
-                if height[child] + 1 > height[number]:
-                    height[number], best[number] = height[child] + 1, child
-        path, number = [], self.root
-        while number in best:
-            number = best[number]
-            path.append(number)
-        return path
+    def _favourites(self) -> list[int]:
+        """Node numbers of the path, from the root's child on."""
+        if self._path is None:
+            self._path, node = [], self._nodes[self.root]
+            while node.children:
+                number = next(iter(node.children.values()))
+                self._path.append(number)
+                node = self._nodes[number]
+        return self._path
 
     def _check_known(self, epoch: int, node: int, field_name: str) -> None:
         if epoch > self.epoch:

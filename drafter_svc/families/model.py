@@ -266,5 +266,5 @@ def _context(draft: _Draft) -> Context:
 def _goal(draft: _Draft) -> int:
     """Length of the run to grow: what the verifier takes in one step, or one such portion further ahead."""
     chain = draft.chain
-    portion = chain.opened.depth - len(chain.ahead) if chain.urgent else chain.opened.depth
+    portion = chain.depth - len(chain.ahead) if chain.urgent else chain.depth
     return min(portion, chain.room)

@@ -244,7 +244,7 @@ class Opened(_message.Message):
     token with the coupled noise and send ids alone; sampling.seed is set.
     """
     depth: _builtins.int
-    """Draft tokens the verifier takes in one step: the first message of a round should carry this many."""
+    """Draft tokens the verifier takes in one step: the first message of a round should carry this many. A verdict may change it."""
     tenant: _builtins.str
     """Private pools are keyed by this opaque name; empty is the default tenant."""
     traceparent: _builtins.str
@@ -456,6 +456,7 @@ class Verdict(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """From Opened."""
     epoch: _builtins.int
@@ -468,6 +469,8 @@ class Verdict(_message.Message):
     """How many of this drafter's tokens the commit matched."""
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not sampled."""
+    depth: _builtins.int
+    """Draft tokens the verifier takes in one step from now on; unset leaves it."""
     @_builtins.property
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens this step committed."""
@@ -492,12 +495,15 @@ class Verdict(_message.Message):
         window: Global___Window | None = ...,
         features: Global___Features | None = ...,
         traceparent: _builtins.str = ...,
+        depth: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "depth", b"depth", "features", b"features", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "committed_length", b"committed_length", "epoch", b"epoch", "features", b"features", "new_token_ids", b"new_token_ids", "root_node", b"root_node", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "accepted_count", b"accepted_count", "committed_length", b"committed_length", "depth", b"depth", "epoch", b"epoch", "features", b"features", "new_token_ids", b"new_token_ids", "root_node", b"root_node", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__depth: _TypeAlias = _typing.Literal["depth"]  # noqa: Y015
+    _WhichOneofArgType__depth: _TypeAlias = _typing.Literal["_depth", b"_depth"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__depth) -> _WhichOneofReturnType__depth | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 

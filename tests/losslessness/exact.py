@@ -28,6 +28,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from outrider.depth_policy import DepthPolicy
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.messages import (
@@ -307,7 +308,7 @@ def make_engine(sampled_rule: AcceptanceRule, trust: bool) -> Engine:
 
     # A copy, since a runner takes its model over.
     runner = ModelRunner(copy.deepcopy(tiny_model()), page_size=4, page_count=8 * CONCURRENT)
-    limits = Limits(5, 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+    limits = Limits(DepthPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
     pool = PagePool(runner.page_count, runner.page_size)
     return Engine(runner, pool, deliver, Metrics("exact"), limits, Judge(sampled_rule), trust_draft_distributions=trust)
 

@@ -19,15 +19,15 @@ def test_flags_go_before_environment_and_that_before_the_file(tmp_path: Path, mo
     monkeypatch.setenv("OUTRIDER_DEPTH", "2")
     monkeypatch.setenv("OUTRIDER_HTTP_PORT", "2")
     settings = parse(ServeSettings, "serve", ["--config", str(file), "--http-port", "3"])
-    assert (settings.target, settings.depth, settings.http_port) == ("from-file", 2, 3)
+    assert (settings.target, settings.depth, settings.http_port) == ("from-file", "2", 3)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("bogus: 1\n", "bogus: Extra inputs"),
-        ("depth: many\n", "depth: Input should be"),
-        ("depth: 65\n", "less than or equal to 64"),
+        ("depth: many\n", "depth: Value error, must be goodput, goodput:MAX, auto or fixed:K"),
+        ("depth: 65\n", "with at most 64, not '65'"),
     ],
 )
 def test_a_file_with_unknown_or_wrong_settings_is_refused_by_name(

@@ -8,6 +8,7 @@ from fake_model import EOS, VOCAB, Client, ScriptedDrafter, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, Proposal, Rule, SamplingParams, SpeculationOptions, TokenRequest, TokenSource
 from verifier_svc.engine import Engine, Limits
@@ -71,7 +72,7 @@ def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
 
 
 def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:
-    engine, model = make_engine(limits=Limits(depth=2), eos_bias=-99)
+    engine, model = make_engine(limits=Limits(DepthPolicy("fixed", 2)), eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(request([1, 2], 9), client)
     engine.drain_inbox()
@@ -121,7 +122,8 @@ def test_stop_tokens_end_the_text_and_ignore_eos_does_not() -> None:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number_of_pages(data: st.DataObject) -> None:
-    limits = Limits(depth=data.draw(st.integers(0, 5)), max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
+    policy = DepthPolicy("fixed", data.draw(st.integers(0, 5)))
+    limits = Limits(policy, max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
     engine, model = make_engine(page_count=data.draw(st.integers(8, 40)), limits=limits, seed=data.draw(st.integers(0, 5)))
     drafters = [ScriptedDrafter(engine, f"d{i}", f"family{i}") for i in range(data.draw(st.integers(0, 2)))]
     prompts = data.draw(st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12), min_size=1, max_size=8))
@@ -146,7 +148,7 @@ def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number
 
 def guess_randomly(engine: Engine, drafter: ScriptedDrafter, sequence_id: int, noise: random.Random, truth: list[int]) -> None:
     """Grow a chain at the root that is right for a while, wrong after that, or silent; never break the protocol."""
-    assignment = engine.sequences[sequence_id].assignments[drafter.handle.id] if engine.limits.depth else None
+    assignment = engine.sequences[sequence_id].assignments[drafter.handle.id] if engine.limits.depth.depth else None
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
         return
     right = noise.randint(0, len(truth))

@@ -1,0 +1,217 @@
+"""Depth follows what was measured: acceptance by position, the price of a forward, the time that drafting takes."""
+
+import platform
+import time
+
+import pytest
+from fake_model import Client, ScriptedDrafter, make_engine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.depth_policy import DepthPolicy
+from outrider.errors import OutriderError
+from outrider.messages import Placement, SamplingParams, SpeculationOptions, TokenRequest
+from verifier_svc.depth import AcceptanceRate, ForwardCost, Latency, speculation_pays
+from verifier_svc.engine import Engine, Limits
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("goodput", DepthPolicy("goodput", 8)),
+        ("goodput:3", DepthPolicy("goodput", 3)),
+        ("auto", DepthPolicy("auto", 5)),
+        ("fixed:0", DepthPolicy("fixed", 0)),
+        ("6", DepthPolicy("fixed", 6)),
+    ],
+)
+def test_a_policy_is_named_with_its_bound(text: str, policy: DepthPolicy) -> None:
+    assert DepthPolicy.parse(text) == policy
+
+
+@pytest.mark.parametrize("text", ["", "fast", "auto:3", "fixed", "fixed:x", "fixed:65", "goodput:-1"])
+def test_anything_else_is_refused_by_name(text: str) -> None:
+    with pytest.raises(OutriderError, match="depth must be goodput, goodput:MAX, auto or fixed:K, with at most 64"):
+        DepthPolicy.parse(text)
+
+
+def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
+    assert [DepthPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)] == [5, 5, 3, 3, 0]
+
+
+def test_expected_tokens_is_the_geometric_sum() -> None:
+    assert AcceptanceRate(0.5).expected_tokens(2) == pytest.approx(1 + 0.5 + 0.25)
+    assert AcceptanceRate(1.0).expected_tokens(3) == 4
+    assert AcceptanceRate(0.0).expected_tokens(5) == 1
+
+
+def test_acceptance_is_learned_by_position_from_what_was_judged() -> None:
+    rate = AcceptanceRate(0.6, 4)
+    assert rate.by_position == pytest.approx([0.6] * 4)
+    for _ in range(100):
+        rate.observe(drafted=4, accepted=1)
+    first, second, *unjudged = rate.by_position
+    assert first > 0.85
+    assert second < 0.2
+    assert unjudged == pytest.approx([0.6] * 2)
+
+
+def test_a_new_sequence_begins_with_what_is_known_of_the_drafter() -> None:
+    learned = AcceptanceRate(0.8)
+    for _ in range(50):
+        learned.observe(4, 0)
+    assert AcceptanceRate(learned, 4).by_position[0] < 0.25
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
+def test_the_deeper_a_token_the_less_it_is_worth(outcomes: list[tuple[int, int]], price: float) -> None:
+    rate = AcceptanceRate(0.8, 8)
+    for drafted, accepted in outcomes:
+        rate.observe(drafted, min(drafted, accepted))
+    assert rate.survival == sorted(rate.survival, reverse=True)
+    depth = rate.depth_worth(price, 8)
+    assert all(survives >= price for survives in rate.survival[:depth])
+    assert all(survives < price for survives in rate.survival[depth:])
+
+
+def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:
+    cost = ForwardCost()
+    assert cost.estimate(1, 5) == 0.0
+    for batch in (1, 8):
+        for depth in (0, 4):
+            cost.calibrate(batch, batch * (1 + depth), 0.050 + 0.001 * batch + 0.002 * batch * depth)
+    assert cost.estimate(4, 12) == pytest.approx(0.050 + 0.004 + 0.002 * 8, rel=0.05)
+    assert cost.estimate(1, 9) == pytest.approx(0.051 + 0.016)
+    assert cost.estimate(16, 16) == pytest.approx(0.066)
+
+
+def test_steps_correct_the_price_of_their_own_size_most() -> None:
+    cost = ForwardCost()
+    for batch in (1, 32):
+        cost.calibrate(batch, batch, 0.1)
+    for _ in range(10):
+        cost.observe(1, 1, 0.15)
+    near, far = cost.estimate(1, 1), cost.estimate(32, 32)
+    assert near == pytest.approx(0.15, rel=0.15)
+    assert 0.1 < far < near
+
+
+def test_one_step_that_was_held_up_does_not_change_the_price_much() -> None:
+    cost = ForwardCost()
+    cost.calibrate(1, 1, 0.01)
+    cost.observe(1, 1, 10.0)
+    assert cost.estimate(1, 1) < 0.013
+
+
+def test_speculation_pays_while_it_commits_tokens_faster_than_plain_steps() -> None:
+    assert speculation_pays(3.4, plain_s=1.0, verify_s=1.2, latency_s=1.0)
+    assert not speculation_pays(1.0, plain_s=1.0, verify_s=1.2, latency_s=0.0)
+    assert not speculation_pays(3.4, plain_s=1.0, verify_s=1.2, latency_s=3.0)
+
+
+def test_one_late_answer_does_not_change_a_drafters_latency() -> None:
+    latency = Latency()
+    for seconds in (0.001, 5.0, 0.002):
+        latency.observe(seconds)
+    assert latency.value == 0.002
+
+
+# --- plans ---
+
+
+def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
+    """An engine with `batch` sequences, whose drafts of 8 had `accepted` tokens accepted so far."""
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    ScriptedDrafter(engine)
+    for size in (1, batch):
+        for depth in (0, 8):
+            engine.cost.calibrate(size, size * (1 + depth), 0.05 + token_s * size * depth)
+    for _ in range(batch):
+        engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
+    for sequence in engine.sequences.values():
+        for assignment in sequence.assignments.values():
+            assignment.pause.steps_left = 0
+            for _ in range(30):
+                assignment.rate.observe(8, accepted)
+    engine.step()
+    for _ in range(5):
+        engine.planner.plan(engine.scheduler.running.values())
+    return engine
+
+
+def depths(engine: Engine) -> list[int]:
+    return [sequence.depth for sequence in engine.sequences.values()]
+
+
+def test_a_free_draft_token_is_taken_and_a_dear_one_is_not() -> None:
+    assert depths(planned(0.0001, accepted=8)) == [8]
+    assert depths(planned(0.0040, accepted=3)) == [3]
+    assert depths(planned(0.0500, accepted=0)) == [0]
+
+
+def test_a_batch_that_fills_the_processor_drafts_less() -> None:
+    alone, crowded = planned(0.002, accepted=2, batch=1), planned(0.002, accepted=2, batch=24)
+    assert max(depths(crowded)) < min(depths(alone))
+
+
+def test_prompts_do_not_count_towards_the_batch() -> None:
+    engine = planned(0.002, accepted=2)
+    before = depths(engine)
+    for _ in range(8):
+        engine.submit(TokenRequest([1] * 8, 100, GREEDY), Client())
+    engine.planner.plan(engine.scheduler.running.values())
+    assert depths(engine)[:1] == before
+
+
+def test_a_request_that_names_its_depth_gets_it() -> None:
+    engine = planned(0.05, accepted=0)
+    request = TokenRequest([1, 2], 100, GREEDY, speculation=SpeculationOptions(depth=5))
+    sequence = engine.submit(request, Client())
+    engine.step()
+    assert engine.planner.depth_for(sequence, sequence.assignments["scripted"]) == 5
+
+
+def test_the_drafter_is_told_when_the_depth_changes() -> None:
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    drafter, client = ScriptedDrafter(engine), Client()
+    for depth in (0, 8):
+        engine.cost.calibrate(1, 1 + depth, 0.05 + 0.005 * depth)
+    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), client)
+    engine.drain_inbox()
+    first = drafter.told[0].opened[0].depth
+    for _ in range(6):
+        truth = model.greedy(sequence.tokens, 2)
+        drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % 7])
+        engine.step()
+    told = [verdict.depth for batch in drafter.told for verdict in batch.verdicts if verdict.depth is not None]
+    assert told[-1] < first
+
+
+def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_where_the_way_to_it_is_long() -> None:
+    engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 4)))
+    engine.drafting._own_cores = frozenset({0, 1})
+    here = ScriptedDrafter(engine, "here", "here", placement=Placement(host=platform.node(), device="cpu"))
+    there = ScriptedDrafter(engine, "there", "there", placement=Placement(host="elsewhere", device="cpu"))
+    here.handle.token_time.observe(0.001)
+    engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+    engine.drain_inbox()
+    assert here.told[0].opened[0].window.depth == 4
+    assert there.told[0].opened[0].window.depth == 9
+    here.handle.reply.observe(0.1)
+    engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+    engine.drain_inbox()
+    assert here.told[1].opened[0].window.depth == 9
+
+
+def test_time_spent_on_probes_is_bounded() -> None:
+    engine, _ = make_engine()
+    engine.cost.calibrate(1, 1, 0.01)
+    planner = engine.planner
+    for _ in range(1000):
+        planner.waited(0.0, 0.01, [])
+    assert planner._probe_credit_s == pytest.approx(0.02)
+    started = time.monotonic()
+    assert planner.worth_waiting_for([]) == ([], 0.0)
+    assert time.monotonic() - started < 1

@@ -1,0 +1,146 @@
+"""How deep each sequence is drafted, which drafters are worth asking, and how long to wait for whom: all for goodput.
+
+Goodput is committed tokens over time. A draft token is worth its place in a forward while its chance of being committed is above
+the price: what the same time brings elsewhere. Raising a ratio by such prices, anew from each step's outcome, is Dinkelbach's
+method (On nonlinear fractional programming, 1967). Knows sequences and measured numbers; looks at no token, so it cannot bias the
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outrider.depth_policy import DepthPolicy
+from verifier_svc.depth import ForwardCost, speculation_pays, wait_budget_s
+from verifier_svc.sequence import Assignment, Sequence
+
+# The price of a draft token is taken over so many of them, since forwards grow in steps.
+_PRICED_DEPTH = 4
+# Share of the time that may be spent waiting for probes, and how much of it, in plain steps, can be saved up.
+_PROBE_SHARE = 0.01
+_PROBE_STEPS = 2.0
+# For a draft that is waited for whether it pays or not; its drafter may be gone without a word.
+_LONGEST_WAIT_S = 1.0
+
+
+class Planner:
+    """Plans for one engine, on its thread. With `always` every draft is waited for and none is paused, whether it pays or not."""
+
+    def __init__(self, policy: DepthPolicy, cost: ForwardCost, *, always: bool = False) -> None:
+        self.policy = policy
+        self._cost = cost
+        self._always = always
+        self._batch = 1
+        self._limit = policy.limit(1)
+        # Of the last plan: tokens expected of a sequence's step, and draft tokens in it.
+        self._yield = 1.0
+        self._mean_depth = 0.0
+        self._probe_credit_s = 0.0
+
+    def plan(self, running: Iterable[Sequence]) -> None:
+        """Set the depth of every decoding sequence for the coming step."""
+        decoding = [sequence for sequence in running if sequence.pending_count == 1]
+        if not decoding:
+            return
+        self._batch = len(decoding)
+        self._limit = self.policy.limit(self._batch)
+        expected = depths = 0.0
+        for sequence in decoding:
+            sequence.depth, value = self._choose(sequence)
+            expected += value
+            depths += sequence.depth
+        self._yield, self._mean_depth = expected / self._batch, depths / self._batch
+
+    def _choose(self, sequence: Sequence) -> tuple[int, float]:
+        """The depth of the drafter from which the most is expected, and that expectation."""
+        depth, value = 0, 1.0
+        for assignment in sequence.assignments.values():
+            pause = assignment.pause
+            if pause.steps_left > 0:
+                continue
+            worth = max(self.depth_for(sequence, assignment), int(pause.probing))
+            expected = assignment.rate.expected_tokens(worth)
+            if expected > value:
+                depth, value = worth, expected
+        return depth, value
+
+    def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
+        """Draft tokens of this drafter that are worth their place in a step."""
+        fixed = sequence.request.speculation.depth
+        if fixed is not None:
+            return fixed
+        if self.policy.kind != "goodput" or self._always:
+            return self._limit
+        batch, cost = self._batch, self._cost
+        tokens = batch * (1 + _PRICED_DEPTH)
+        token_s = max(cost.estimate(batch, tokens) - cost.estimate(batch, batch), 0.0) / (tokens - batch)
+        if not assignment.ahead:
+            # Nothing hides the time in which the batch is drafted.
+            token_s += assignment.drafter.token_time.value / batch
+        step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
+        price = batch * self._yield * token_s / step_s if step_s > 0 else 0.0
+        return assignment.rate.depth_worth(price, self._limit)
+
+    def pays(self, sequence: Sequence, assignment: Assignment) -> bool:
+        """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do."""
+        plain_s = self._cost.estimate(self._batch, self._batch)
+        if self._always or plain_s == 0.0:
+            return True
+        depth = self.depth_for(sequence, assignment)
+        tokens, seconds = self._outlook(assignment, depth)
+        if depth == 0 or not speculation_pays(tokens, plain_s, seconds, 0.0):
+            return False
+        others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
+        outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)
+        return all(tokens * other_s >= other_tokens * seconds for other_tokens, other_s in outlooks)
+
+    def _outlook(self, assignment: Assignment, depth: int) -> tuple[float, float]:
+        """Tokens and seconds of a step that waits for this drafter, were all sequences like this one."""
+        forward_s = self._cost.estimate(self._batch, self._batch * (1 + depth))
+        return assignment.rate.expected_tokens(depth), forward_s + assignment.drafter.latency(depth)
+
+    def worth_waiting_for(self, running: Iterable[Sequence]) -> tuple[list[Assignment], float]:
+        """The drafts under way that may still pay, and until how many seconds after the last step's end they do."""
+        late: list[Assignment] = []
+        certain, awaited, token_count, batch = 0.0, 0.0, 0, 0
+        for sequence in running:
+            if sequence.pending_count != 1:
+                continue
+            now, later, slow = _prospects(sequence)
+            certain += now
+            batch += 1
+            token_count += 1 + sequence.draft_limit
+            if slow is not None:
+                awaited += later - now
+                late.append(slow)
+        if self._always:
+            return late, _LONGEST_WAIT_S
+        if not late:
+            return late, 0.0
+        budget_s = wait_budget_s(self._cost.estimate(batch, token_count), certain, awaited)
+        credit_s = self._probe_credit_s
+        worth = [a for a in late if a.drafter.latency(a.depth) <= budget_s or (a.pause.probing and credit_s > 0)]
+        if any(slow.pause.probing for slow in worth):
+            budget_s = max(budget_s, credit_s)
+        return worth, budget_s
+
+    def waited(self, seconds: float, step_s: float, probes: Iterable[Assignment]) -> None:
+        """A wait ended, before a step like the last one, of `step_s`; waits for probes are paid from what was saved for them."""
+        probing = any(assignment.pause.probing for assignment in probes)
+        credit_s = self._probe_credit_s + _PROBE_SHARE * step_s - (seconds if probing else 0.0)
+        self._probe_credit_s = min(credit_s, _PROBE_STEPS * self._cost.estimate(self._batch, self._batch))
+
+
+def _prospects(sequence: Sequence) -> tuple[float, float, Assignment | None]:
+    """Tokens expected of a step now, tokens expected once the best draft under way is there, and whose that is."""
+    depth = sequence.draft_limit
+    now, later, slow = 1.0, 1.0, None
+    if depth == 0:
+        return now, later, slow
+    for assignment in sequence.assignments.values():
+        now = max(now, assignment.rate.expected_tokens(assignment.trie.length(depth)))
+        if assignment.pause.steps_left == 0 and assignment.met and not assignment.trie.ready(depth):
+            promised = assignment.rate.expected_tokens(depth)
+            if promised > later:
+                later, slow = promised, assignment
+    return (now, later, slow) if later > now else (now, now, None)
