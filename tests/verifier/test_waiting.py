@@ -38,10 +38,10 @@ def test_waiting_to_the_limit_is_as_fast_as_not_waiting() -> None:
 def test_a_drafter_that_skips_is_not_waited_for() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
-    sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())
+    sequence = engine.submit(TokenRequest([1], 10, GREEDY), Client())
     slow_forward(model, 0.05)
     engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1, 2], 1))
+    drafter.propose(sequence.id, model.greedy([1], 1))
     engine.step()
     late, budget_s = engine.planner.worth_waiting_for(engine.scheduler.running.values())
     assert late
