@@ -18,8 +18,8 @@ test: $(VENV)/installed-dev redis-server
 test-quick: $(VENV)/installed-dev redis-server
 	$(BIN)/python -m pytest -m "not slow"
 
-bench: $(VENV)/installed
-	$(BIN)/outrider bench
+bench: $(VENV)/installed-bench
+	$(BIN)/outrider bench $(BENCH)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
@@ -43,6 +43,10 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) -e '.[bench]'
 	@touch $@
 
 clean:

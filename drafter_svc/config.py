@@ -23,7 +23,7 @@ class DrafterSettings(Settings):
     uds: Path | None = None
     """The verifier's Unix socket, used instead when it exists on this host."""
 
-    family: Literal["ngram", "model"]
+    family: Literal["ngram", "suffix", "model"]
     """How to draft."""
 
     id: str = ""
@@ -81,10 +81,22 @@ class DrafterSettings(Settings):
     """Family ngram: propose the oldest continuation kept, not the newest."""
 
     is_public_pool: bool = False
-    """Family ngram: share one pool among all requests, tenants included."""
+    """Families ngram and suffix: share one pool among all requests, tenants included."""
 
     pool_entries: int = Field(1_000_000, ge=1)
     """Family ngram: n-grams a pool holds at most; the least recently used go first."""
+
+    max_tree_depth: int = Field(64, ge=2, le=128)
+    """Family suffix: longest suffix matched, and longest run proposed."""
+
+    max_cached_requests: int = Field(1000, ge=1)
+    """Family suffix: texts of a tenant that are remembered; the oldest go first."""
+
+    max_spec_factor: float = Field(1.0, gt=0)
+    """Family suffix: longest run, in lengths of the suffix that was matched."""
+
+    min_token_probability: float = Field(0.1, ge=0, le=1)
+    """Family suffix: a run ends where the product of its tokens' frequencies falls below this."""
 
     redis: str | None = None
     """Family ngram: URL of a Redis that holds the public pool for all replicas; without it the pool is in memory."""

@@ -16,7 +16,7 @@ from outrider.depth_policy import DepthSetting
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.supervisor import Child
 
-FAMILIES = ("ngram", "model")
+FAMILIES = ("ngram", "suffix", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,11 @@ class DrafterSpec:
         family, _, model = head.partition("=")
         options = dict(pair.partition("=")[::2] for pair in pairs)
         if family not in FAMILIES or not all(key and value for key, value in options.items()):
-            raise invalid("drafter", f"must be ngram, or model=PATH, with key=value after commas, not {text!r}")
+            raise invalid("drafter", f"must be ngram, suffix or model=PATH, with key=value after commas, not {text!r}")
         if (family == "model") != bool(model):
-            raise invalid("drafter", f"{text!r}: the family model needs a model, as in model=models/draft, and ngram takes none")
+            raise invalid(
+                "drafter", f"{text!r}: the family model needs a model, as in model=models/draft, and the others take none"
+            )
         return cls(family, model, options)
 
 
@@ -49,7 +51,7 @@ class ServeSettings(Settings):
     """Directory or hub id of the target model."""
 
     drafter: list[str] = Field(default_factory=list)
-    """ngram, or model=PATH; its own settings follow after commas: model=PATH,placement=cpu,cores=0-3. Repeat it for more."""
+    """ngram, suffix or model=PATH; its own settings follow after commas: model=PATH,placement=cpu,cores=0-3. Repeat it for more."""
 
     dtype: str = "auto"
     """Weights of target and draft models: auto (the checkpoint's), float32, bfloat16 or float16."""
@@ -160,7 +162,7 @@ def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, 
         options = {"family": spec.family, "verifier": verifier, "uds": str(uds), "id": name}
         if spec.family == "model":
             options |= {"model": spec.model, "dtype": settings.dtype, "threads": "1"}
-        elif settings.redis is not None:
+        elif spec.family == "ngram" and settings.redis is not None:
             options |= {"redis": settings.redis, "is_public_pool": "true"}
         options |= spec.options
         named.append((name, [word for key, value in options.items() for word in _flag(key, value)]))
@@ -178,6 +180,11 @@ def _gateway_arguments(settings: ServeSettings, verifier: str, http_port: int, g
     arguments = ["--verifier", verifier, "--tokenizer", settings.target]
     arguments += ["--http-host", settings.host, "--http-port", str(http_port)]
     return [*arguments, "--grpc-listen", f"{settings.host}:{grpc_port}"]
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on now."""
+    return _port("port", host, 0)
 
 
 def _port(field: str, host: str, wanted: int) -> int:

@@ -134,7 +134,10 @@ class Drafting:
         for assignment in sequence.assignments.values():
             pause, trie = assignment.pause, assignment.trie
             epoch = trie.epoch
-            matched = trie.advance(new_token_ids)
+            skipped = trie.ready(1) and trie.node_count == 0
+            walk = trie.advance(new_token_ids)
+            if pause.steps_left == 0 and not skipped:
+                self._metrics.walked(assignment.drafter, walk)
             if pause.steps_left > 0:
                 if not pause.step(new_token_ids):
                     continue
@@ -144,7 +147,7 @@ class Drafting:
                     continue
                 pause.forget()
             told = pause.end() or new_token_ids
-            verdict = sequence.verdict_for(assignment, told, matched, traceparent)
+            verdict = sequence.verdict_for(assignment, told, walk.matched, traceparent)
             assignment.drafter.outbox.verdicts.append(self._steer(sequence, assignment, verdict))
             if assignment.met and (trie.epoch != epoch or trie.node_count == 0):
                 assignment.begin_epoch()

@@ -91,6 +91,8 @@ class Engine:
         self.sequences: dict[int, Sequence] = {}
         self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
         self.cost = ForwardCost()
+        self.bare_cost = ForwardCost()
+        """As `cost`, but as trial forwards left it: what a forward takes that nothing disturbs."""
         self.planner = Planner(limits.depth, self.cost, always=always_draft)
         self.drafting = Drafting(
             self.sequences, self.planner, metrics, trust_distributions=trust_draft_distributions, own_cores=own_cores
@@ -128,7 +130,9 @@ class Engine:
             for count in (1, *(1 + depth for depth in _powers(limits.depth.depth, 3))):
                 pages = batch * -(-count // pool.page_size)
                 if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
-                    self.cost.calibrate(batch, batch * count, self._trial_s(batch, count))
+                    seconds = self._trial_s(batch, count)
+                    for cost in (self.cost, self.bare_cost):
+                        cost.calibrate(batch, batch * count, seconds)
             if time.monotonic() - started > _WARM_UP_S:
                 break
 
@@ -201,8 +205,9 @@ class Engine:
         clock.end("accept")
         if all(len(item.token_ids) == 1 for item in items):
             # A device may still be at the forward when the call returns, but not when it was judged.
-            seconds = clock.last["forward"] + clock.last["accept"]
-            self.cost.observe(len(items), sum(len(part.token_ids) for part in slices), seconds)
+            seconds, token_count = clock.last["forward"] + clock.last["accept"], sum(len(part.token_ids) for part in slices)
+            self.cost.observe(len(items), token_count, seconds)
+            clock.bare_s = self.bare_cost.estimate(len(items), token_count)
         return judgements
 
     def _await_drafts(self) -> None:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
+from verifier_svc.trie import Walk
 
 _LABELS = ["model_name", "drafter", "placement"]
 
@@ -17,6 +18,8 @@ class Phases:
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
+        self.bare_s = 0.0
+        """What the step's forward takes on an idle machine; 0 when it holds prompts, or before trial forwards."""
         self._wait_s = 0.0
         self._at = 0.0
 
@@ -25,7 +28,7 @@ class Phases:
         self._wait_s = seconds
 
     def begin(self) -> None:
-        self.last = {"wait": self._wait_s}
+        self.last, self.bare_s = {"wait": self._wait_s}, 0.0
         self._wait_s = 0.0
         self._at = time.monotonic()
 
@@ -60,6 +63,20 @@ class Metrics:
         self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.")
         self._received = counter("draft_bytes", "Bytes of proposals and skips received.")
         self._stale_tokens = counter("stale_tokens", "Draft tokens received for an epoch, node or sequence that was over.")
+        self._hits = counter(
+            "draft_lookups",
+            "Commits by what they found: the next draft on the chain or as an outcome, nothing yet (late), or a miss.",
+            [*_LABELS, "cause"],
+        )
+        self._wasted_tokens = counter("wasted_tokens", "Draft tokens that were dropped without being committed.")
+        self._decode_seconds = counter(
+            "decode_seconds", "Time of steps without prompts, waits for drafts included.", ["model_name"]
+        )
+        self._bare_seconds = counter(
+            "decode_bare_forward_seconds",
+            "What the forwards of those steps took in trial forwards on the idle machine.",
+            ["model_name"],
+        )
         self._generated = counter("generation_tokens", "Tokens committed.", ["model_name"])
         self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", ["model_name"])
 
@@ -95,6 +112,11 @@ class Metrics:
         if stale:
             self._stale_tokens.labels(*self._labels(drafter)).inc(token_count)
 
+    def walked(self, drafter: Drafter, walk: Walk) -> None:
+        """A trie's root moved along a commit."""
+        self._hits.labels(*self._labels(drafter), walk.hit.value).inc()
+        self._wasted_tokens.labels(*self._labels(drafter)).inc(walk.wasted)
+
     def verified(self, drafter: Drafter, drafted: int, accepted: int) -> None:
         """A draft was verified."""
         labels = self._labels(drafter)
@@ -113,6 +135,9 @@ class Metrics:
         self._step_seconds.labels(self._model_name).observe(phases.step_s)
         for name, seconds in phases.last.items():
             self._phase_seconds.labels(self._model_name, name).inc(seconds)
+        if phases.bare_s:
+            self._decode_seconds.labels(self._model_name).inc(phases.step_s + phases.last["wait"])
+            self._bare_seconds.labels(self._model_name).inc(phases.bare_s)
         self._preemptions.labels(self._model_name).inc(preempted)
 
     def occupancy(self, *, running: int, waiting: int, page_share: float) -> None:

@@ -12,6 +12,28 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import Proposal, Skip, SparseDistribution, Window
 
 
+class Hit(Enum):
+    """What a commit found in the trie."""
+
+    CHAIN = "chain"
+    """The favourite path went on below what was committed: the next draft is there already."""
+    OUTCOME = "outcome"
+    """So did a side branch."""
+    LATE = "late"
+    """What was committed was not contradicted, but there is nothing behind it yet."""
+    MISS = "miss"
+    """The commit left the trie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What `Trie.advance` came upon: committed tokens that the trie had, and nodes that were dropped without being committed."""
+
+    matched: int
+    hit: Hit
+    wasted: int
+
+
 class Fate(Enum):
     """What became of a proposal."""
 
@@ -115,17 +137,21 @@ class Trie:
         """Tokens of the path, at most `depth`."""
         return min(len(self._favourites()), depth)
 
-    def advance(self, token_ids: list[int]) -> int:
-        """Move the root along committed tokens; how many the trie had. If not all, it is dropped and the epoch rises."""
+    def advance(self, token_ids: list[int]) -> Walk:
+        """Move the root along committed tokens. If the trie lacks one of them, it is dropped and the epoch rises."""
+        held, favoured = self.node_count, True
         for matched, token in enumerate(token_ids):
-            child = self._nodes[self.root].children.get(token)
+            children = self._nodes[self.root].children
+            child = children.get(token)
             if child is None:
                 self.epoch += 1
                 self._restart()
-                return matched
+                return Walk(matched, Hit.MISS if children else Hit.LATE, held - matched)
+            favoured &= child == next(iter(children.values()))
             self.root = child
         self._prune()
-        return len(token_ids)
+        hit = Hit.LATE if self.node_count == 0 else Hit.CHAIN if favoured else Hit.OUTCOME
+        return Walk(len(token_ids), hit, held - len(token_ids) - self.node_count)
 
     def _prune(self) -> None:
         """Keep the root and what is below it."""

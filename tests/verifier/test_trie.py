@@ -22,7 +22,7 @@ def test_a_chain_is_the_path_and_the_root_moves_along_it() -> None:
     t = trie()
     t.add(run(1, [5, 6, 7, 8]))
     assert t.path(3).token_ids == [5, 6, 7]
-    assert t.advance([5, 6]) == 2
+    assert t.advance([5, 6]).matched == 2
     assert (t.epoch, t.root, t.path(9).token_ids) == (0, 2, [7, 8])
 
 
@@ -38,7 +38,7 @@ def test_a_chain_grows_ahead_of_the_verdict() -> None:
 def test_a_miss_drops_the_trie_and_raises_the_epoch() -> None:
     t = trie()
     t.add(run(1, [5, 6, 7]))
-    assert t.advance([5, 9]) == 1
+    assert t.advance([5, 9]).matched == 1
     assert (t.epoch, t.root, t.path(9).token_ids) == (1, 0, [])
     assert t.add(run(4, [8], parent=3)) is Fate.STALE
     assert t.add(run(1, [8], epoch=1)) is Fate.ADDED
@@ -48,7 +48,7 @@ def test_a_side_branch_is_kept_and_found_by_the_commit() -> None:
     t = trie()
     t.add(run(1, [5, 6, 7]))
     t.add(run(4, [9, 3], parent=1))
-    assert t.advance([5, 9]) == 2
+    assert t.advance([5, 9]).matched == 2
     assert (t.epoch, t.root, t.path(9).token_ids) == (0, 4, [3])
 
 

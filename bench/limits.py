@@ -1,0 +1,168 @@
+"""`outrider bench --only limits`: what host, n-gram pools and gateway can do at most, with a model that costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from drafter_svc.pools.memory import MemoryPool, NgramOptions
+from drafter_svc.pools.redis import RedisOptions, RedisPool
+from outrider.depth_policy import DepthPolicy
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import Slice
+from outrider.messages import Hello, Proposal, SamplingParams, StepBatch, TokenRequest
+from outrider.stack import free_port
+from verifier_svc.engine import Delivery, Engine, Limits
+from verifier_svc.metrics import Metrics
+
+_VOCAB = 256
+_BATCHES = (1, 16, 64, 256)
+_STEPS = 60
+_POOL_ENTRIES = 10_000_000
+_LOOKUPS = 5_000
+
+
+async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
+    """Everything, printed as it comes; seconds unless the key says otherwise."""
+    record: dict[str, Any] = {}
+    host = {batch: _host_seconds(batch, drafts=False) for batch in _BATCHES}
+    drafted = {batch: _host_seconds(batch, drafts=True) for batch in _BATCHES}
+    table = Table(title="the engine's host time a step, with a model that costs nothing, µs (median of 60 steps)")
+    for name in ("sequences", "plain", "each", "3 drafted tokens each", "each"):
+        table.add_column(name, justify="right")
+    for batch in _BATCHES:
+        cells = [f"{1e6 * seconds[batch]:.0f}" for seconds in (host, drafted)]
+        each = [_each(seconds, batch) for seconds in (host, drafted)]
+        table.add_row(str(batch), cells[0], each[0], cells[1], each[1])
+    console.print(table)
+    record["host"] = {"plain": host, "drafted": drafted}
+    table = Table(title="n-gram lookups")
+    for name in ("pool", "p50, µs", "p99, µs", "remarks"):
+        table.add_column(name, justify="left" if name in ("pool", "remarks") else "right")
+    for name, times, remark in (_memory_lookups(), await _redis_lookups()):
+        ordered = sorted(times)
+        p50, p99 = (1e6 * ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
+        table.add_row(name, f"{p50:.1f}", f"{p99:.1f}", remark)
+        record[name] = {"p50_us": p50, "p99_us": p99}
+    console.print(table)
+    return record
+
+
+def _each(seconds: dict[int, float], batch: int) -> str:
+    """What a further sequence adds, in µs."""
+    return f"{1e6 * (seconds[batch] - seconds[1]) / (batch - 1):.1f}" if batch > 1 else "–"
+
+
+class _NullModel:
+    """Logits that are there already: token 0 follows everything."""
+
+    vocab_size = _VOCAB
+    eos_token_ids = ()
+
+    def __init__(self) -> None:
+        self._logits_RV = torch.zeros(256 * 4, _VOCAB)
+        self._logits_RV[:, 0] = 1.0
+
+    def forward(self, slices: list[Slice]) -> torch.Tensor:
+        return self._logits_RV[: sum(part.logit_count for part in slices)]
+
+
+def _host_seconds(batch: int, *, drafts: bool) -> float:
+    """Median seconds of a step of `batch` decoding sequences, messages to clients and drafters made but not sent."""
+
+    def deliver(deliveries: list[Delivery]) -> None:
+        for sink, argument in deliveries:
+            sink(argument)
+
+    pool = PagePool(batch * 40, 16)
+    limits = Limits(DepthPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch)
+    engine = Engine(_NullModel(), pool, deliver, Metrics("null"), limits)  # type: ignore[arg-type]  # a list is a sequence
+    told: list[StepBatch] = []
+    drafter = engine.drafting.join(Hello("d", "d", "f", 16), told.append) if drafts else None  # type: ignore[arg-type]
+    request = TokenRequest([1] * 8, 500, SamplingParams(0.0))
+    sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
+    nodes = dict.fromkeys((s.id for s in sequences), 0)
+    times = []
+    for _ in range(_STEPS):
+        if drafter is not None:
+            for sequence in sequences:
+                trie = sequence.assignments["d"].trie
+                nodes[sequence.id] = nodes[sequence.id] if trie.root else 0
+                first = trie.root + 1 if trie.node_count == 0 else 0
+                if first:
+                    # The bonus token is part of the run, so the next draft hangs below it.
+                    trie.add(Proposal(sequence.id, trie.epoch, trie.root, trie._last + 1, [0] * 4))
+        started = time.perf_counter()
+        engine._await_drafts()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    return median(times[5:])
+
+
+def _memory_lookups() -> tuple[str, list[float], str]:
+    """Lookups of suffixes that are mostly known, in a pool of ten million n-grams."""
+    generator = random.Random(0)
+    options = NgramOptions(max_matching_ngram_size=3)
+    pool = MemoryPool(options, _POOL_ENTRIES)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    texts = []
+    while len(pool) < _POOL_ENTRIES:
+        text = [generator.randrange(50_000) for _ in range(20_000)]
+        pool.index(text, 0)
+        texts.append(text)
+    held = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024**2
+    times = []
+    for _ in range(_LOOKUPS):
+        text = generator.choice(texts[-100:])
+        at = generator.randrange(3, len(text) - 8)
+        context = text[at - 3 : at]
+        started = time.perf_counter()
+        pool.continuation(context, 8)
+        times.append(time.perf_counter() - started)
+    return f"memory, {len(pool):,} n-grams", times, f"{held:.1f} GiB"
+
+
+async def _redis_lookups() -> tuple[str, list[float], str]:
+    """Lookups of a batch of 32 sequences in one round trip to a Redis on the loopback interface."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        raise RuntimeError("redis-server is missing; `make test` installs it")
+    port = free_port("127.0.0.1")
+    with tempfile.TemporaryDirectory() as directory:
+        server = subprocess.Popen(
+            [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", directory], stdout=subprocess.DEVNULL
+        )
+        try:
+            await asyncio.sleep(0.5)
+            pool = RedisPool(RedisOptions(f"redis://127.0.0.1:{port}/0"), "fingerprint", 50_000)
+            generator = random.Random(0)
+            ngrams = [[generator.randrange(50_000) for _ in range(3)] for _ in range(10_000)]
+            for ngram in ngrams:
+                pool.offer(ngram, [1, 2, 3, 4, 5, 6, 7, 8])
+            while pool.counters.written < len(ngrams):
+                await asyncio.sleep(0.05)
+            times = []
+            for _ in range(1_000):
+                queries = [[ngram[-size:] for size in (3, 2, 1)] for ngram in generator.sample(ngrams, 32)]
+                started = time.perf_counter()
+                found = await pool.lookup(queries)
+                times.append(time.perf_counter() - started)
+                if not all(found):
+                    raise RuntimeError("Redis did not find what was written")
+            await pool.aclose()
+        finally:
+            server.terminate()
+            server.wait()
+    return "Redis on loopback, batch of 32", times, "one round trip, 96 n-grams"

@@ -1,0 +1,69 @@
+"""`python bench/vllm_peer.py`: vLLM in its own virtual environment and process, answering one JSON line for each it is sent.
+
+In: {"prompts": [[ids]], "batch": n, "max_tokens": n, "temperature": t}. Out: {"tokens": n, "seconds": s, "ttft": [s], "tpot": [s]}.
+As many requests are kept under way as the batch is large, a new one for each that ends. Imports nothing of Outrider's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    """Serve until end of input; the answers go to the standard output as it was, vLLM's own prints to the error output."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--max-sequences", type=int, required=True)
+    parser.add_argument("--speculative", help="JSON of vLLM's speculative_config")
+    arguments = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    vllm: Any = importlib.import_module("vllm")
+    engine = vllm.LLM(
+        arguments.target,
+        dtype=arguments.dtype,
+        max_model_len=2048,
+        max_num_seqs=arguments.max_sequences,
+        enable_prefix_caching=False,
+        speculative_config=json.loads(arguments.speculative) if arguments.speculative else None,
+        disable_log_stats=True,
+    ).llm_engine
+    for line in sys.stdin:
+        answers.write(json.dumps(_run(vllm, engine, json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
+    params = vllm.SamplingParams(temperature=task["temperature"], max_tokens=task["max_tokens"], ignore_eos=True, detokenize=False)
+    waiting = list(enumerate(task["prompts"]))
+    begun: dict[str, float] = {}
+    first: dict[str, float] = {}
+    tokens, ttft, tpot = 0, [], []
+    started = time.perf_counter()
+    while waiting or begun:
+        while waiting and len(begun) < task["batch"]:
+            number, prompt = waiting.pop(0)
+            begun[str(number)] = time.perf_counter()
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        for output in engine.step():
+            now, count = time.perf_counter(), len(output.outputs[0].token_ids)
+            if count and output.request_id not in first:
+                first[output.request_id] = now
+                ttft.append(now - begun[output.request_id])
+            if output.finished:
+                tokens += count
+                tpot.append((now - first[output.request_id]) / max(count - 1, 1))
+                del begun[output.request_id]
+    return {"tokens": tokens, "seconds": time.perf_counter() - started, "ttft": ttft, "tpot": tpot}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The ways of decoding that `outrider bench` compares, each behind one call: transformers and vLLM in processes of their own, and
+Outrider's whole stack through its gateway's HTTP API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.local import until_ready
+from outrider.stack import ServeSettings, free_port, plan_stack
+from outrider.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Prompts to decode, so many at once, so many tokens each; ends of text are ignored."""
+
+    prompts: list[list[int]]
+    batch: int
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(slots=True)
+class Sample:
+    """What one task took. Times are in seconds; `ttft` and `tpot` have one entry a request where they are known.
+
+    `counters` are what the verifier's metrics grew by, by metric and labels.
+    """
+
+    tokens: int
+    seconds: float
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+Measure = Callable[[Task], Awaitable[Sample]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its draft model. `shared_threads` are the verifier's beside a draft model on the same cores."""
+
+    name: str
+    target: Path
+    draft: Path
+    dtype: str
+    depth: int
+    shared_threads: int
+
+
+@asynccontextmanager
+async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Sample]]]:
+    """A process that answers each JSON line with one, such as `bench.peers`; raises RuntimeError with its last words when it dies."""
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=errors)
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the peer has no pipes")
+        send, receive = process.stdin, process.stdout
+
+        async def ask(task: dict[str, Any]) -> Sample:
+            send.write(json.dumps(task).encode() + b"\n")
+            answer = await receive.readline()
+            if not answer:
+                errors.seek(0)
+                raise RuntimeError(f"{' '.join(command[:3])} died: {errors.read()[-2000:].decode(errors='replace')}")
+            return Sample(**json.loads(answer))
+
+        try:
+            yield ask
+        finally:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
+    """`generate` with all cores. Speculation takes one sequence at a time there."""
+    arguments = [str(pair.target), str(pair.draft), "--dtype", pair.dtype, "--depth", str(pair.depth)]
+    async with line_peer(sys.executable, "-m", "bench.peers", *arguments) as ask:
+
+        def way(name: str) -> Measure:
+            return lambda task: ask({"way": name, **_fields(task)})
+
+        yield {
+            "transformers": way("plain"),
+            "transformers, prompt lookup": way("prompt_lookup"),
+            "transformers, assisted": way("assisted"),
+        }
+
+
+@asynccontextmanager
+async def vllm_way(pair: Pair, python: Path, max_sequences: int, speculative: dict[str, Any] | None) -> AsyncIterator[Measure]:
+    """vLLM in the virtual environment that `python` belongs to."""
+    arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
+    arguments += ["--speculative", json.dumps(speculative)] if speculative else []
+    async with line_peer(str(python), str(Path(__file__).with_name("vllm_peer.py")), *arguments) as ask:
+        yield lambda task: ask(_fields(task))
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    return {"prompts": task.prompts, "batch": task.batch, "max_tokens": task.max_tokens, "temperature": task.temperature}
+
+
+@asynccontextmanager
+async def outrider_stack(
+    pair: Pair, drafters: list[str], threads: int, **settings: Any
+) -> AsyncIterator[Callable[[dict[str, Any]], Measure]]:
+    """A whole stack; call the result with a request's `speculation` for a way of decoding."""
+    metrics_port = free_port("127.0.0.1")
+    wanted = {"target": str(pair.target), "dtype": pair.dtype, "drafter": drafters, "threads": threads, **settings}
+    # Every round repeats the prompts, and the peers compute them anew each time.
+    wanted |= {"prefix_caching": False, "metrics_port": metrics_port, "http_port": 0, "grpc_port": 0, "log_level": "warning"}
+    serve = ServeSettings.model_validate(wanted)
+    supervisor = Supervisor(lambda name, line: None)
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as directory:
+        stack = plan_stack(serve, Path(directory))
+        try:
+            for child in stack.children:
+                supervisor.start(child)
+            ready = until_ready(stack.http_url, lambda stage: None, len(drafters))
+            await asyncio.wait_for(supervisor.settle(ready), 300)
+            async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
+
+                def way(speculation: dict[str, Any]) -> Measure:
+                    stem = {"model": serve.target, "speculation": speculation}
+                    return lambda task: _over_http(client, metrics_port, stem, task)
+
+                yield way
+        finally:
+            await supervisor.stop()
+
+
+async def _over_http(client: httpx.AsyncClient, metrics_port: int, stem: dict[str, Any], task: Task) -> Sample:
+    """As many requests under way as the batch is large, a new one for each that ends."""
+    sample = Sample(0, 0.0)
+    waiting = list(reversed(task.prompts))
+    before = await counters(metrics_port)
+
+    async def worker() -> None:
+        while waiting:
+            body = {**stem, "prompt": waiting.pop(), "max_tokens": task.max_tokens, "temperature": task.temperature}
+            await _stream(client, body, sample)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(task.batch)))
+    sample.seconds = time.perf_counter() - started
+    after = await counters(metrics_port)
+    sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return sample
+
+
+async def _stream(client: httpx.AsyncClient, body: dict[str, Any], sample: Sample) -> None:
+    """One streamed completion, its times counted in tokens, of which a chunk can hold several."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    started, first, last = time.perf_counter(), 0.0, b""
+    async with client.stream("POST", "/v1/completions", json={**body, **options}) as response:
+        if response.status_code != httpx.codes.OK:
+            raise RuntimeError((await response.aread()).decode())
+        async for block in response.aiter_bytes():
+            first = first or time.perf_counter()
+            last = (last + block)[-4096:]
+    ended = time.perf_counter()
+    usage = next(line for line in reversed(last.splitlines()) if b'"usage":{' in line)
+    count = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
+    sample.tokens += count
+    sample.ttft.append(first - started)
+    sample.tpot.append((ended - first) / max(count - 1, 1))
+
+
+async def counters(port: int) -> dict[str, float]:
+    """A process's Prometheus counters by name, and by the labels that tell phases, causes and drafters apart."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for point in family.samples:
+            if point.name.endswith(("_total", "_count")):
+                name = point.name.removeprefix("outrider:").removesuffix("_total")
+                label = point.labels.get("phase") or point.labels.get("cause") or ""
+                key = f"{name}.{label}" if label else name
+                values[key] = values.get(key, 0.0) + point.value
+    return values
