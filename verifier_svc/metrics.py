@@ -69,12 +69,10 @@ class Metrics:
             [*_LABELS, "cause"],
         )
         self._wasted_tokens = counter("wasted_tokens", "Draft tokens that were dropped without being committed.")
-        self._decode_seconds = counter(
-            "decode_seconds", "Time of steps without prompts, waits for drafts included.", ["model_name"]
-        )
+        self._decode_seconds = counter("decode_seconds", "Time of steps without prompts, waits included.", ["model_name"])
         self._bare_seconds = counter(
             "decode_bare_forward_seconds",
-            "What the forwards of those steps took in trial forwards on the idle machine.",
+            "What their forwards took before any request.",
             ["model_name"],
         )
         self._generated = counter("generation_tokens", "Tokens committed.", ["model_name"])

@@ -96,9 +96,9 @@ class SuffixFamily:
             if chain.room == 0:
                 continue
             started = time.monotonic()
-            run = self._continuation(sequence_id, text)
-            if run:
-                batch.proposals.append(chain.grow(run, draft_seconds=time.monotonic() - started))
+            guess = self._continuation(sequence_id, text)
+            if guess:
+                batch.proposals.append(chain.grow(guess, draft_seconds=time.monotonic() - started))
             else:
                 batch.skips.append(chain.skip())
         return batch

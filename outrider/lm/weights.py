@@ -36,7 +36,7 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.bias = None if layer.bias is None else layer.bias.detach()
+        self.bias = None if layer.bias is None else layer.bias.detach().clone()
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,16 +51,24 @@ def settle_on_cpu(model: torch.nn.Module) -> None:
 
     Subclasses of `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
     """
+    packs_bfloat16 = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # Packing copies a weight out of the file by itself; copied before as well, the model would for a while, and its heap for ever,
+    # be twice as large.
+    copied = {id(p) for m in model.modules() if not _packable(m, packs_bfloat16) for p in m.parameters(recurse=False)}
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        _replace(model, hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+            if id(parameter) in copied:
+                parameter.data = parameter.data.clone()
+        _replace(model, packs_bfloat16)
+
+
+def _packable(module: torch.nn.Module, packs_bfloat16: bool) -> bool:
+    return type(module) is torch.nn.Linear and packs_bfloat16 and module.weight.dtype is torch.bfloat16
 
 
 def _replace(module: torch.nn.Module, packs_bfloat16: bool) -> None:
     for name, child in module.named_children():
         if type(child) is torch.nn.Linear:
-            packs = packs_bfloat16 and child.weight.dtype is torch.bfloat16
-            setattr(module, name, PackedLinear(child) if packs else LeanLinear(child))
+            setattr(module, name, PackedLinear(child) if _packable(child, packs_bfloat16) else LeanLinear(child))
         else:
             _replace(child, packs_bfloat16)
