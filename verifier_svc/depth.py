@@ -27,7 +27,7 @@ class AcceptanceRate:
 
     def __init__(self, prior: AcceptanceRate | float, depth: int = MAX_DEPTH) -> None:
         """The prior is one rate for all positions, or what is known of the drafter elsewhere; no more than `depth` are kept."""
-        self._prior = [prior] * depth if isinstance(prior, float) else prior.by_position[:depth]
+        self._prior = [prior] * depth if isinstance(prior, float) else prior._rates(depth)
         self._accepted = [0.0] * depth
         self._judged = [0.0] * depth
         self._survival: list[float] | None = None
@@ -41,7 +41,10 @@ class AcceptanceRate:
 
     @property
     def by_position(self) -> list[float]:
-        counts = zip(self._accepted, self._judged, self._prior, strict=True)
+        return self._rates(len(self._prior))
+
+    def _rates(self, depth: int) -> list[float]:
+        counts = zip(self._accepted[:depth], self._judged, self._prior, strict=False)
         return [(accepted + prior * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT) for accepted, judged, prior in counts]
 
     @property

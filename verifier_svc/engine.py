@@ -356,6 +356,7 @@ class Engine:
 
     def _flush(self) -> None:
         """Hand everything that was said to its sinks, in one go."""
+        self._metrics.flush()
         drafting = self.drafting
         self._deliveries += [(drafter.sink, error) for drafter, error in drafting.rejections]
         drafting.rejections.clear()

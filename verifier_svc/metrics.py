@@ -11,6 +11,7 @@ from verifier_svc.drafters import Drafter
 from verifier_svc.trie import Walk
 
 _LABELS = ["model_name", "drafter", "placement"]
+_POSITIONS = [str(position) for position in range(MAX_DEPTH)]
 
 
 class Phases:
@@ -50,6 +51,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
+        self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
 
         def counter(name: str, text: str, labels: list[str] = _LABELS) -> Counter:
             return Counter(f"outrider:{name}", text, labels, registry=self.registry)
@@ -100,33 +102,46 @@ class Metrics:
     def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
         return self._model_name, drafter.id, drafter.hello.placement.kind
 
+    def _add(self, counter: Counter, labels: tuple[str, ...], amount: float = 1.0) -> None:
+        """Counted when `flush` comes: a counter's lock and labels cost more than all else that a sequence's step counts."""
+        key = (counter, labels)
+        self._pending[key] = self._pending.get(key, 0.0) + amount
+
+    def flush(self) -> None:
+        """Let what was noted since the last time show."""
+        pending, self._pending = self._pending, {}
+        for (counter, labels), amount in pending.items():
+            counter.labels(*labels).inc(amount)
+
     def received(self, drafter: Drafter, byte_count: int) -> None:
         """A message of a draft stream arrived."""
-        self._received.labels(*self._labels(drafter)).inc(byte_count)
+        self._add(self._received, self._labels(drafter), byte_count)
 
     def proposed(self, drafter: Drafter, token_count: int, *, stale: bool) -> None:
         """A proposal arrived."""
-        self._proposed_tokens.labels(*self._labels(drafter)).inc(token_count)
+        labels = self._labels(drafter)
+        self._add(self._proposed_tokens, labels, token_count)
         if stale:
-            self._stale_tokens.labels(*self._labels(drafter)).inc(token_count)
+            self._add(self._stale_tokens, labels, token_count)
 
     def walked(self, drafter: Drafter, walk: Walk) -> None:
         """A trie's root moved along a commit."""
-        self._hits.labels(*self._labels(drafter), walk.hit.value).inc()
-        self._wasted_tokens.labels(*self._labels(drafter)).inc(walk.wasted)
+        labels = self._labels(drafter)
+        self._add(self._hits, (*labels, walk.hit.value))
+        self._add(self._wasted_tokens, labels, walk.wasted)
 
     def verified(self, drafter: Drafter, drafted: int, accepted: int) -> None:
         """A draft was verified."""
         labels = self._labels(drafter)
-        self._drafts.labels(*labels).inc()
-        self._draft_tokens.labels(*labels).inc(drafted)
-        self._accepted_tokens.labels(*labels).inc(accepted)
+        self._add(self._drafts, labels)
+        self._add(self._draft_tokens, labels, drafted)
+        self._add(self._accepted_tokens, labels, accepted)
         for position in range(min(accepted, MAX_DEPTH)):
-            self._accepted_per_pos.labels(*labels, str(position)).inc()
+            self._add(self._accepted_per_pos, (*labels, _POSITIONS[position]))
 
     def generated(self, token_count: int) -> None:
         """Tokens were committed."""
-        self._generated.labels(self._model_name).inc(token_count)
+        self._add(self._generated, (self._model_name,), token_count)
 
     def step(self, phases: Phases, preempted: int) -> None:
         """An engine step ended."""

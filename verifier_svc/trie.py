@@ -119,12 +119,9 @@ class Trie:
 
         Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
         """
-        tokens, distributions = [], []
-        for number in self._favourites()[:depth]:
-            node = self._nodes[number]
-            tokens.append(node.token)
-            if node.distribution is not None:
-                distributions.append(node.distribution)
+        nodes = [self._nodes[number] for number in self._favourites()[:depth]]
+        tokens = [node.token for node in nodes]
+        distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path is sampled from end to end or counts as one-hot from end to end.
         return Path(tokens, distributions if len(distributions) == len(tokens) else [])
 

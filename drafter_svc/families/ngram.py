@@ -8,10 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drafter_svc.chain import Chain
+from drafter_svc.outcomes import fan_out
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import RedisPool
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
+
+# Outcomes that a round prepares for; looking them up is almost free, but sending them is not.
+_BRANCHES = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -22,6 +26,8 @@ class _Text:
     pool: MemoryPool
     prediction: Prediction | None = None
     shared_count: int = 0
+    enumerated: tuple[int, int] = (-1, 0)
+    """The epoch and length for which outcomes were guessed."""
 
     @property
     def context(self) -> list[int]:
@@ -91,11 +97,28 @@ class NgramFamily:
         for text in self._texts.values():
             if text.chain.room > 0 and not self._grow(text, self._local(text), batch):
                 unknown.append(text)
+        for text in self._texts.values():
+            self._enumerate(text, batch)
         shared = await self._ask_redis(unknown) if unknown else []
         for text, continuation in zip(unknown, shared, strict=True):
             if not self._grow(text, continuation, batch):
                 batch.skips.append(text.chain.skip())
         return batch
+
+    def _enumerate(self, text: _Text, batch: DraftBatch) -> None:
+        """Guess what else may be committed while the chain's first draft is verified, and what would follow."""
+        chain = text.chain
+        if text.enumerated == (chain.epoch, len(chain.tokens)) or chain.window.depth <= chain.depth or not chain.ahead:
+            return
+        text.enumerated = (chain.epoch, len(chain.tokens))
+        places = min(chain.depth, len(chain.ahead) - 1)
+        for at, count in enumerate(fan_out(chain.acceptance, places, _BRANCHES)):
+            if count == 0:
+                continue
+            context = [*chain.tokens, *chain.ahead[:at]][-self._options.max_matching_ngram_size :]
+            for run in text.pool.alternatives(context, chain.depth, chain.branches_at(at), count):
+                if cut := run[: min(chain.side_room, chain.window.depth - at)]:
+                    batch.proposals.append(chain.branch(at, cut))
 
     def _grow(self, text: _Text, continuation: list[int], batch: DraftBatch) -> bool:
         run = continuation[: text.chain.room]

@@ -68,6 +68,22 @@ class MemoryPool:
                 return self._pick(places, length)
         return []
 
+    def alternatives(self, context: Sequence[int], length: int, known: set[int], count: int) -> list[list[int]]:
+        """Up to `count` other continuations of `context`, none beginning with a token of `known` nor two with the same.
+
+        Those of longer suffixes come first, then the newer ones.
+        """
+        length = min(length, self._options.max_draft_len)
+        found: list[list[int]] = []
+        seen = set(known)
+        for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
+            for text, end in reversed(self._places.get(tuple(context[-size:]), ())):
+                run = text[end : end + length]
+                if len(found) < count and run and run[0] not in seen:
+                    seen.add(run[0])
+                    found.append(run)
+        return found
+
     def _pick(self, places: deque[tuple[list[int], int]], length: int) -> list[int]:
         """The preferred place's tokens; one that ends early gives way to one that does not."""
         best: list[int] = []

@@ -35,6 +35,14 @@ class Pair:
         if self.chain.room > 0:
             self.up.append(self.chain.grow(tokens[: self.chain.room]) if tokens else self.chain.skip())
 
+    def branch(self, at: int, tokens: list[int]) -> None:
+        """Guess what may be committed instead of the chain's token at some place, where the window has room for it."""
+        if run := self.chain.resend():
+            self.up.append(run)
+        fits = len(tokens) <= self.chain.side_room and at + len(tokens) <= WINDOW.depth
+        if at < len(self.chain.ahead) and fits and tokens[0] not in self.chain.branches_at(at):
+            self.up.append(self.chain.branch(at, tokens))
+
     def deliver_up(self) -> None:
         if self.up:
             message = self.up.popleft()
@@ -67,6 +75,7 @@ class Pair:
 token = st.integers(0, 2)
 actions = st.one_of(
     st.tuples(st.just("draft"), st.lists(token, max_size=4)),
+    st.tuples(st.just("branch"), st.integers(0, 4), st.lists(token, min_size=1, max_size=3)),
     st.tuples(st.just("commit"), st.integers(0, 4), token),
     st.tuples(st.just("deliver_up")),
     st.tuples(st.just("deliver_down")),
@@ -82,7 +91,8 @@ def test_both_sides_agree_after_any_interleaving_and_the_protocol_is_never_broke
     assert pair.chain.tokens == pair.committed
     assert pair.chain.epoch == pair.trie.epoch
     assert pair.chain.ahead == pair.trie.path(WINDOW.depth).token_ids
-    assert pair.chain.tip == pair.trie.root + len(pair.chain.ahead)
+    assert pair.chain.tip == (pair.trie._favourites() or [pair.trie.root])[-1]
+    assert pair.chain.side_room == WINDOW.node_count - pair.trie.node_count
 
 
 def test_a_hit_keeps_what_runs_ahead_and_makes_room_for_more() -> None:
@@ -101,6 +111,28 @@ def test_a_miss_keeps_the_matched_part_of_the_state_alone() -> None:
     chain.grow([1, 2, 0, 1])
     assert chain.apply(Verdict(1, 1, 0, 6, 2, [1, 2, 2])) == len(PROMPT) + 2
     assert (chain.tokens, chain.ahead, chain.tip) == ([*PROMPT, 1, 2, 2], [], 0)
+
+
+def test_an_outcome_that_was_foreseen_becomes_the_chain_with_no_round_trip() -> None:
+    pair = Pair()
+    pair.draft([1, 2, 0, 1])
+    pair.up.append(pair.chain.branch(2, [2, 1, 1]))
+    pair.deliver_up()
+    pair.deliver_up()
+    pair.commit(accepted=2, own=2)
+    assert pair.trie.path(4).token_ids == [1, 1]
+    pair.deliver_down()
+    assert (pair.chain.ahead, pair.chain.epoch, pair.chain.tip) == ([1, 1], 0, 7)
+
+
+def test_an_outcome_that_was_foreseen_but_came_too_late_is_offered_again() -> None:
+    pair = Pair()
+    pair.draft([1, 2, 0, 1])
+    pair.deliver_up()
+    pair.up.append(pair.chain.branch(2, [2, 1, 1]))
+    pair.commit(accepted=2, own=2)
+    pair.deliver_down()
+    assert pair.chain.resend() == Proposal(1, epoch=1, parent_node=0, first_node=1, token_ids=[1, 1])
 
 
 def test_guesses_that_came_too_late_but_were_right_are_offered_again() -> None:

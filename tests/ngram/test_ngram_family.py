@@ -9,6 +9,7 @@ from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, Verdict,
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
+    """With a window of so great a depth, for a verifier that takes 4 tokens."""
     return Opened(sequence_id, 0, tokens, SamplingParams(0.0), Rule.ONE_HOT, Window(4 * depth, depth), 4)
 
 
@@ -45,6 +46,27 @@ async def test_committed_tokens_are_learned_and_the_chain_is_kept_on_a_hit() -> 
     family.verdict(Verdict(1, 0, 2, 9, 2, [3, 4]))
     [proposal] = (await draft(family)).proposals
     assert (proposal.parent_node, proposal.first_node, proposal.token_ids) == (3, 4, [1, 2])
+
+
+async def test_what_else_followed_is_prepared_for_and_found_by_the_verdict() -> None:
+    """After 1 2 the text went on with 3 4 and with 8 9; the newer is the chain, the older an outcome beside it."""
+    family = NgramFamily(NgramOptions(max_draft_len=3), 1000)
+    family.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=9))
+    said = await draft(family)
+    chain, *others = said.proposals
+    assert chain.token_ids[:2] == [3, 4]
+    outcome = next(p for p in others if p.parent_node == 0)
+    assert outcome.token_ids == [8, 9, 7]
+    family.verdict(Verdict(1, 0, outcome.first_node, 14, 1, [8]))
+    [following] = (await family.draft(lambda: False)).proposals[:1]
+    assert following.parent_node == outcome.first_node + 2
+    assert following.token_ids[0] == 5
+
+
+async def test_a_drafter_that_is_not_to_run_ahead_prepares_for_nothing() -> None:
+    family = NgramFamily(NgramOptions(max_draft_len=4), 1000)
+    family.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=4))
+    assert len((await draft(family)).proposals) == 1
 
 
 async def test_private_pools_do_not_leak_between_requests_and_a_public_one_is_shared() -> None:
