@@ -112,6 +112,7 @@ async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[Make
             max_batch_tokens=settings.max_batch_tokens,
             max_entries=settings.max_entries,
             grammars=grammars,
+            branch_count=settings.branches,
         )
 
     return make, fingerprint(load_tokenizer(settings.model))

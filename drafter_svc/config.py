@@ -53,6 +53,9 @@ class DrafterSettings(Settings):
     max_entries: int = Field(32, ge=1, le=256)
     """Family model: tokens of a sampled guess's distribution that are kept and sent."""
 
+    branches: int = Field(4, ge=0, le=64)
+    """Family model: outcomes of a verification that are prepared for while it runs, where the verifier lets drafters run ahead."""
+
     trust_remote_code: bool = False
     """Family model: run model code that comes with the checkpoint."""
 

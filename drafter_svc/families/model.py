@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from drafter_svc.chain import Chain
+from drafter_svc.outcomes import fan_out
 from outrider import telemetry
 from outrider.errors import OutriderError
 from outrider.grammar import GrammarCompiler, Mask, Matcher
@@ -24,6 +25,9 @@ from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, SparseDistrib
 from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
 
 log = logging.getLogger(__name__)
+
+# Other tokens that are remembered for each guessed one.
+_ALTERNATIVES = 3
 
 
 class _Followed:
@@ -60,37 +64,67 @@ class _Followed:
 
 @dataclass(eq=False, slots=True)
 class _Draft:
-    """A sequence's chain, its cache, and the run it is growing. `foreign`: it has ids that the draft model does not know."""
+    """A sequence's chain, its cache, and the run it is growing; or a branch beside the chain, with both of its own.
+
+    `at` is None for the chain itself; a branch hangs below so many tokens of `chain.ahead` and begins with the first of its run.
+    `foreign`: it has ids that the draft model does not know.
+    """
 
     chain: Chain
     seed: int
     foreign: bool
+    at: int | None = None
     kv: KVSequence = field(default_factory=KVSequence)
     run: list[int] = field(default_factory=list)
     grammar: _Followed | None = None
     distributions: list[SparseDistribution] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)
+    """For each token of the run, what the draft model thought likeliest besides."""
+    others_ahead: list[list[int]] = field(default_factory=list)
+    """The same for the first tokens of `chain.ahead`."""
+    branches: dict[tuple[int, int], _Draft] = field(default_factory=dict)
+    """Those of the chain, by place and first token, until the next verdict."""
+    enumerated: tuple[int, int] = (-1, 0)
+    """The epoch and length for which outcomes were guessed."""
+
+    @property
+    def guessed(self) -> list[int]:
+        """What follows the committed tokens."""
+        return [*self.chain.ahead[: self.at], *self.run]
 
     @property
     def length(self) -> int:
         """Tokens there are: committed, proposed, and those of the run."""
-        return len(self.chain.tokens) + len(self.chain.ahead) + len(self.run)
+        proposed = len(self.chain.ahead) if self.at is None else self.at
+        return len(self.chain.tokens) + proposed + len(self.run)
+
+    @property
+    def goal(self) -> int:
+        """Length of the run to grow: what the verifier takes in one step, or one such portion further ahead."""
+        chain = self.chain
+        if self.at is not None:
+            return 1 + chain.depth
+        portion = chain.depth - len(chain.ahead) if chain.urgent else chain.depth
+        return min(portion, chain.room)
 
     def unread(self, limit: int) -> list[int]:
         """The first `limit` of the tokens that the cache lacks."""
         start, committed = self.kv.length, self.chain.tokens
-        guessed = [*self.chain.ahead, *self.run]
         if start >= len(committed):
-            return guessed[start - len(committed) :][:limit]
-        return [*committed[start : start + limit], *guessed][:limit]
+            return self.guessed[start - len(committed) :][:limit]
+        return [*committed[start : start + limit], *self.guessed][:limit]
 
     @property
     def rule(self) -> Rule:
-        """How to propose; the likeliest tokens are all that greedy decoding ever takes."""
-        return Rule.ONE_HOT if self.chain.opened.sampling.greedy else self.chain.opened.rule
+        """How to propose; the likeliest tokens are all that greedy decoding ever takes. Outcomes are never sampled."""
+        greedy = self.chain.opened.sampling.greedy or (self.at is not None and self.chain.opened.rule is Rule.SPARSE)
+        return Rule.ONE_HOT if greedy else self.chain.opened.rule
 
 
 class ModelFamily:
-    """`max_batch_tokens` bounds one forward, `max_entries` the sparse distribution that goes with a sampled token."""
+    """`max_batch_tokens` bounds one forward, `max_entries` the sparse distribution that goes with a sampled token, `branch_count`
+    the outcomes that are prepared for while a draft is verified.
+    """
 
     name = "model"
     distributions = frozenset(Rule)
@@ -105,6 +139,7 @@ class ModelFamily:
         max_batch_tokens: int = 512,
         max_entries: int = 32,
         grammars: GrammarCompiler | None = None,
+        branch_count: int = 4,
     ) -> None:
         """`thread` is the one worker that `runner` was loaded on. Ids from `vocab_size` on, the target's, are never proposed.
 
@@ -117,6 +152,7 @@ class ModelFamily:
         self._max_batch_tokens = max_batch_tokens
         self._max_entries = max_entries
         self._grammars = grammars
+        self._branch_count = branch_count
         self._vocab_size = vocab_size
         self._drafts: dict[int, _Draft] = {}
 
@@ -128,14 +164,29 @@ class ModelFamily:
 
     def verdict(self, verdict: Verdict) -> None:
         if draft := self._drafts.get(verdict.sequence_id):
+            held = len(draft.chain.tokens)
             standing = draft.chain.apply(verdict)
-            draft.foreign |= max(verdict.new_token_ids, default=0) >= self._runner.vocab_size
-            if standing < draft.kv.length:
+            new = verdict.new_token_ids
+            draft.foreign |= max(new, default=0) >= self._runner.vocab_size
+            missed = standing - held < len(new)
+            draft.others_ahead = [] if missed else draft.others_ahead[len(new) :]
+            branch = draft.branches.get((standing - held, new[standing - held])) if missed else None
+            if branch is not None and draft.chain.ahead:
+                # What was foreseen has a cache of its own, which goes on where the chain's would have to be rewound.
+                draft.kv, branch.kv = branch.kv, draft.kv
+            elif standing < draft.kv.length:
                 with telemetry.start("rewind", verdict.traceparent, outrider__epoch=verdict.epoch, outrider__kept_tokens=standing):
                     self._pool.truncate(draft.kv, standing)
+            self._drop_branches(draft)
+
+    def _drop_branches(self, draft: _Draft) -> None:
+        for branch in draft.branches.values():
+            self._pool.free(branch.kv)
+        draft.branches.clear()
 
     def close(self, sequence_id: int) -> None:
         if draft := self._drafts.pop(sequence_id, None):
+            self._drop_branches(draft)
             self._pool.free(draft.kv)
 
     async def aclose(self) -> None:
@@ -150,7 +201,11 @@ class ModelFamily:
         for draft in [d for d in candidates if d.foreign or d.length >= self._runner.context_length]:
             batch.skips.append(draft.chain.skip())
             candidates.remove(draft)
-        chosen = [draft for draft in candidates if draft.chain.urgent] or candidates
+        chosen = [draft for draft in candidates if draft.chain.urgent]
+        if not chosen:
+            # While the verifier is at work: the chain goes on, and what else may come of that work is prepared for.
+            branches = [branch for draft in self._drafts.values() if not draft.foreign for branch in self._outcomes(draft)]
+            chosen = [*candidates, *branches]
         if chosen:
             started = time.monotonic()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._grow, chosen, interrupted)
@@ -160,11 +215,38 @@ class ModelFamily:
     def _collect(self, drafts: list[_Draft], batch: DraftBatch, seconds: float) -> None:
         """Turn what was grown into proposals; a sequence that got no pages is skipped."""
         for draft in drafts:
-            if draft.run:
+            if draft.at is not None:
+                # Without a guess behind it a branch is of no use, and the window may have filled since it was begun.
+                if len(draft.run) > 1 and draft.chain.side_room >= len(draft.run):
+                    batch.proposals.append(draft.chain.branch(draft.at, draft.run, seconds))
+            elif draft.run:
                 batch.proposals.append(draft.chain.grow(draft.run, draft.distributions, seconds))
-                draft.run, draft.distributions = [], []
+                draft.others_ahead += draft.others
+                draft.run, draft.distributions, draft.others = [], [], []
             elif not self._fits(draft):
                 batch.skips.append(draft.chain.skip())
+
+    def _outcomes(self, draft: _Draft) -> list[_Draft]:
+        """Branches for what may be committed beside the chain: the likeliest other tokens at each place, by `fan_out`.
+
+        They are guessed once for each verdict, and only while there is plenty of cache.
+        """
+        chain, pool = draft.chain, self._pool
+        now = (chain.epoch, len(chain.tokens))
+        places = min(chain.depth, len(draft.others_ahead) - 1)
+        ahead = chain.window.depth > chain.depth and places >= 0
+        if draft.enumerated == now or not ahead or pool.free_count < pool.page_count // 2:
+            return []
+        draft.enumerated = now
+        budget = min(self._branch_count, (chain.side_room - chain.room) // (1 + chain.depth))
+        for at, count in enumerate(fan_out(chain.acceptance, places, max(budget, 0))):
+            free = [token for token in draft.others_ahead[at] if token not in chain.branches_at(at)]
+            for token in free[:count]:
+                if chain.window.depth - at > chain.depth:
+                    kv = pool.fork(draft.kv, len(chain.tokens) + at)
+                    branch = _Draft(chain, draft.seed, False, at, kv, [token], draft.grammar)
+                    draft.branches[at, token] = branch
+        return list(draft.branches.values())
 
     # --- on the model's thread; the event loop does not touch the drafts meanwhile ---
 
@@ -172,7 +254,7 @@ class ModelFamily:
         """Forwards until the runs have their length, or a verdict waits; prompts are taken in chunks."""
         for draft in drafts:
             self._begin_grammar(draft)
-        goals = {id(draft): _goal(draft) for draft in drafts}
+        goals = {id(draft): draft.goal for draft in drafts}
         while active := [draft for draft in drafts if len(draft.run) < goals[id(draft)] and self._fits(draft)]:
             self._forward(active)
             if interrupted():
@@ -183,7 +265,7 @@ class ModelFamily:
     def _begin_grammar(self, draft: _Draft) -> None:
         """Here rather than on the event loop, since it can take a while; the verifier has compiled the same before."""
         wanted = draft.chain.opened.grammar
-        if wanted is None or draft.grammar is not None or self._grammars is None:
+        if wanted is None or draft.grammar is not None or draft.at is not None or self._grammars is None:
             return
         try:
             matcher = self._grammars.compile(wanted).matcher()
@@ -222,14 +304,16 @@ class ModelFamily:
     def _choose(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
         """Append each row's next token: the likeliest, or one that was drawn as its sequence asks for."""
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
-        best = logits_RV.argmax(-1).tolist()
+        ranked = logits_RV.topk(min(1 + _ALTERNATIVES, logits_RV.shape[-1])).indices.tolist()
         for rule, append in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
             rows = [i for i, draft in enumerate(drafts) if draft.rule is rule]
             if rows:
                 append([drafts[i] for i in rows], logits_RV[rows])
-        for draft, token in zip(drafts, best, strict=True):
+        for draft, likeliest in zip(drafts, ranked, strict=True):
             if draft.rule is Rule.ONE_HOT:
-                draft.run.append(token)
+                draft.run.append(likeliest[0])
+            if draft.at is None:
+                draft.others.append([token for token in likeliest if token != draft.run[-1]])
 
     def _sample_coupled(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
         """Draw with the verifier's own noise, so that close models draw the same tokens; ids alone cross the wire."""
@@ -258,13 +342,6 @@ def _context(draft: _Draft) -> Context:
     opened = draft.chain.opened
     if not opened.sampling.penalised and draft.grammar is None:
         return Context(opened.sampling)
-    text = [*draft.chain.tokens, *draft.chain.ahead, *draft.run]
+    text = [*draft.chain.tokens, *draft.guessed]
     mask = draft.grammar.mask(text[opened.prompt_length :]) if draft.grammar is not None else None
     return Context(opened.sampling, text, opened.prompt_length, mask=mask)
-
-
-def _goal(draft: _Draft) -> int:
-    """Length of the run to grow: what the verifier takes in one step, or one such portion further ahead."""
-    chain = draft.chain
-    portion = chain.depth - len(chain.ahead) if chain.urgent else chain.depth
-    return min(portion, chain.room)

@@ -60,6 +60,16 @@ class PagePool:
             sequence.pages.append(self._take())
         return True
 
+    def fork(self, sequence: KVSequence, length: int) -> KVSequence:
+        """A sequence that shares the full pages of the first `length` tokens; the rest is for it to compute.
+
+        As long as both live, the first must not be rewound to within those pages and go on.
+        """
+        full = min(length, sequence.length) // self.page_size
+        for page in sequence.pages[:full]:
+            self._holders[page] += 1
+        return KVSequence(sequence.pages[:full], full * self.page_size, sequence.digests[:full])
+
     def truncate(self, sequence: KVSequence, length: int) -> None:
         """Rewind to `length` tokens and give back the pages behind them; nothing is copied.
 

@@ -53,6 +53,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture
 def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., ModelFamily]:
     def make(**settings: int) -> ModelFamily:
+        settings.setdefault("branch_count", 0)
         return ModelFamily(runner, thread, settings.pop("vocab_size", runner.vocab_size), **settings)
 
     return make
@@ -263,7 +264,7 @@ async def test_without_pages_a_sequence_is_skipped_until_others_end(
     thread: ThreadPoolExecutor, prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
 ) -> None:
     small = thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=3).result()
-    family = ModelFamily(small, thread, small.vocab_size)
+    family = ModelFamily(small, thread, small.vocab_size, branch_count=0)
     text = prompts[3][:12]
     for i in range(3):
         family.open(opened(text, i, depth=2, window=6))
