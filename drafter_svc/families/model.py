@@ -229,7 +229,8 @@ class ModelFamily:
     def _outcomes(self, draft: _Draft) -> list[_Draft]:
         """Branches for what may be committed beside the chain: the likeliest other tokens at each place, by `fan_out`.
 
-        They are guessed once for each verdict, and only while there is plenty of cache.
+        They are guessed once for each verdict, and only while there is plenty of cache. What comes behind a draft that stands as a
+        whole is for the chain, which grows in the same forwards.
         """
         chain, pool = draft.chain, self._pool
         now = (chain.epoch, len(chain.tokens))

@@ -82,7 +82,7 @@ async def test_branches_are_what_the_model_would_write_there(
         assert branch.token_ids[1:] == greedy(runner, thread, before, len(branch.token_ids) - 1)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 4])
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
 async def test_an_outcome_that_comes_true_goes_on_as_if_it_had_been_the_chain(
     place: int, family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
