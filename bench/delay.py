@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.prompts import KINDS
-from bench.ways import Measure, Pair, Task, outrider_stack
+from bench.report import CAUSES
+from bench.ways import Measure, Pair, Sample, Task, outrider_stack
 from outrider.stack import free_port
 from outrider.tokenizer import load_tokenizer
 
@@ -48,7 +49,11 @@ class Proxy:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except ConnectionRefusedError:
+            writer.close()  # the verifier is not there yet, which is what its drafters should see
+            return
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             task = asyncio.create_task(self._pump(source, sink))
             self._tasks.add(task)
@@ -88,7 +93,7 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> tup
     prompts = [tokenizer.encode(prompt).ids for _, prompt in KINDS["rewriting"]]
     task, short = Task(prompts, 1, tokens, 0.0), Task(prompts, 1, 8, 0.0)
     rates: dict[str, dict[int, list[float]]] = {}
-    accepted: dict[str, list[float]] = {}
+    accepted: dict[str, list[tuple[float, float]]] = {}
     async with AsyncExitStack() as stack:
         way, proxy = await stack.enter_async_context(_delayed_stack(pair))
         ways: dict[str, Measure] = {
@@ -104,13 +109,23 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> tup
                     sample = await run(task)
                     if round_number:
                         rates.setdefault(name, {}).setdefault(delay_ms, []).append(sample.tokens_per_s)
-                        drafted = sample.counters.get("spec_decode_num_draft_tokens", 0.0)
-                        if drafted:
-                            share = sample.counters["spec_decode_num_accepted_tokens"] / drafted
-                            accepted.setdefault(f"{name} at {delay_ms} ms", []).append(share)
+                        if lookups := _lookups(sample):
+                            accepted.setdefault(f"{name} at {delay_ms} ms", []).append(lookups)
     console.print(_table(pair, rates, accepted, rounds))
-    record = {"tokens_per_s": rates, "accepted / drafted": accepted}
+    record = {"tokens_per_s": rates, "acceptance and hits": accepted}
     return record, _plot(pair, rates)
+
+
+def _lookups(sample: Sample) -> tuple[float, float] | None:
+    """Chance that a draft token stands when those before it do, and of finding the next draft there; None without drafts."""
+    counts = sample.counters
+    if not counts.get("spec_decode_num_drafts"):
+        return None
+    accepted, drafts = counts["spec_decode_num_accepted_tokens"], counts["spec_decode_num_drafts"]
+    found = [counts.get(f"draft_lookups.{cause}", 0.0) for cause in CAUSES]
+    # At most one token of a draft is judged and falls, so this is a lower bound.
+    fallen = min(drafts, counts["spec_decode_num_draft_tokens"] - accepted)
+    return accepted / (accepted + fallen), (found[0] + found[1]) / max(sum(found), 1.0)
 
 
 @asynccontextmanager
@@ -124,9 +139,11 @@ async def _delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, Proxy]]:
         yield way, proxy
 
 
-def _table(pair: Pair, rates: dict[str, dict[int, list[float]]], accepted: dict[str, list[float]], rounds: int) -> Table:
+def _table(
+    pair: Pair, rates: dict[str, dict[int, list[float]]], accepted: dict[str, list[tuple[float, float]]], rounds: int
+) -> Table:
     table = Table(title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, batch 1, median of {rounds} (range)")
-    for name in ("drafter", "delay, ms", "tokens/s", "× no delay", "× plain", "accepted / drafted"):
+    for name in ("drafter", "delay, ms", "tokens/s", "× no delay", "× plain", "acceptance", "next draft there"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
     for name, by_delay in rates.items():
         for delay_ms, values in by_delay.items():
@@ -137,7 +154,7 @@ def _table(pair: Pair, rates: dict[str, dict[int, list[float]]], accepted: dict[
                 f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})",
                 f"{median(values) / median(by_delay[0]):.2f}",
                 f"{median(values) / median(rates['plain'][delay_ms]):.2f}",
-                f"{median(share):.2f}" if share else "–",
+                *([f"{median(column):.2f}" for column in zip(*share, strict=True)] if share else ("–", "–")),
             )
     return table
 

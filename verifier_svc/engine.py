@@ -126,8 +126,9 @@ class Engine:
         """
         limits, pool = self.limits, self.pool
         started = time.monotonic()
-        for batch in _powers(limits.max_sequences, 4):
-            for count in (1, *(1 + depth for depth in _powers(limits.depth.depth, 3))):
+        deepest = limits.depth.depth
+        for batch in sorted({1, min(8, limits.max_sequences), limits.max_sequences}):
+            for count in sorted({1, 1 + deepest // 2, 1 + deepest}):
                 pages = batch * -(-count // pool.page_size)
                 if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
                     seconds = self._trial_s(batch, count)
@@ -137,11 +138,11 @@ class Engine:
                 break
 
     def _trial_s(self, batch: int, count: int) -> float:
-        """Seconds of a forward of so many sequences with so many tokens each, the best of three."""
+        """Seconds of a forward of so many sequences with so many tokens each, the better of two."""
         each = -(-count // self.pool.page_size)
         slices = [Slice([0] * count, 0, list(range(i * each, (i + 1) * each)), count) for i in range(batch)]
         times = []
-        for _ in range(3):
+        for _ in range(2):
             started = time.monotonic()
             # Reading a value back waits for a device that works on its own.
             self.model.forward(slices)[0, 0].item()
@@ -367,15 +368,6 @@ class Engine:
         if self._deliveries:
             self._deliver(self._deliveries)
             self._deliveries = []
-
-
-def _powers(most: int, base: int) -> list[int]:
-    """1, base, base², … and `most`, all at most that; none below 1."""
-    values, value = [], 1
-    while value < most:
-        values.append(value)
-        value *= base
-    return [*values, most] if most > 0 else []
 
 
 def _slice(item: Item) -> Slice:
