@@ -29,7 +29,7 @@ class Shape:
 
 
 def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
-    """The grown model, 294 M parameters at the default shape; raises ValueError for a shape that cannot hold the small model."""
+    """The grown model, 418 M parameters at the default shape; raises ValueError for a shape that cannot hold the small model."""
     old: Any = small.config
     old_group, group = old.num_attention_heads // old.num_key_value_heads, shape.heads // shape.kv_heads
     if shape.hidden < old.hidden_size or shape.layers < old.num_hidden_layers or shape.intermediate < old.intermediate_size:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from outrider.errors import OutriderError
 from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
+from outrider.telemetry import Span
 from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import Drafter, Roster
 from verifier_svc.metrics import Metrics
@@ -129,8 +130,9 @@ class Drafting:
         sequence = self._sequences.get(sequence_id)
         return sequence.assignments.get(drafter.id) if sequence is not None else None
 
-    def acknowledge(self, sequence: Sequence, new_token_ids: list[int], traceparent: str) -> None:
-        """Move every trie's root along the committed tokens and tell its drafter, unless drafting is paused."""
+    def acknowledge(self, sequence: Sequence, new_token_ids: list[int], span: Span) -> None:
+        """Move every trie's root along the committed tokens and tell its drafter, unless it is paused; `span` is the step's."""
+        found: list[str] = []
         for assignment in sequence.assignments.values():
             pause, trie = assignment.pause, assignment.trie
             epoch = trie.epoch
@@ -138,6 +140,7 @@ class Drafting:
             walk = trie.advance(new_token_ids)
             if pause.steps_left == 0 and not skipped:
                 self._metrics.walked(assignment.drafter, walk)
+                found.append(f"{assignment.drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
             if pause.steps_left > 0:
                 if not pause.step(new_token_ids):
                     continue
@@ -147,10 +150,12 @@ class Drafting:
                     continue
                 pause.forget()
             told = pause.end() or new_token_ids
-            verdict = sequence.verdict_for(assignment, told, walk.matched, traceparent)
+            verdict = sequence.verdict_for(assignment, told, walk.matched, span.traceparent)
             assignment.drafter.outbox.verdicts.append(self._steer(sequence, assignment, verdict))
             if assignment.met and (trie.epoch != epoch or trie.node_count == 0):
                 assignment.begin_epoch()
+        if found:
+            span.set(outrider__lookups="; ".join(found))
 
     def _steer(self, sequence: Sequence, assignment: Assignment, verdict: Verdict) -> Verdict:
         """The verdict, with depth and window where they change."""

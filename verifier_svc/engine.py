@@ -174,7 +174,7 @@ class Engine:
         items = self._guidance.cut(self.scheduler.next())
         if not items:
             return
-        spans = [_span(item) for item in items]
+        spans = [_span(item, clock.last["wait"]) for item in items]
         try:
             judgements = self._forward(items)
         except (RuntimeError, OutriderError) as error:
@@ -342,7 +342,7 @@ class Engine:
         if finish_reason is not None:
             self._close(sequence)
         else:
-            self.drafting.acknowledge(sequence, new, span.traceparent)
+            self.drafting.acknowledge(sequence, new, span)
 
     def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
         """Deliver what was committed, unless the request wants more tokens at once."""
@@ -408,7 +408,7 @@ def _chunk(item: Item, new: list[int], accepted: int, judgement: Judgement, fini
     )
 
 
-def _span(item: Item) -> Span:
+def _span(item: Item, wait_s: float) -> Span:
     """The step's span in its request's trace; drafters of the next round stand below it."""
     if not item.sequence.span.traceparent:
         return NO_SPAN
@@ -417,6 +417,7 @@ def _span(item: Item) -> Span:
         outrider__sequence_id=item.sequence.id,
         outrider__tokens=len(item.token_ids),
         outrider__draft_tokens=len(item.path.token_ids),
+        outrider__wait_seconds=wait_s,
     )
     if item.assignment is not None:
         span.set(outrider__drafter=item.assignment.drafter.id, outrider__epoch=item.assignment.trie.epoch)

@@ -77,3 +77,4 @@ async def test_one_request_makes_one_connected_trace() -> None:
     attributes = {attribute.key: attribute.value for attribute in proposals[0].attributes}
     assert attributes["outrider.family"].string_value == "ngram"
     assert attributes["outrider.draft_tokens"].int_value > 0
+    assert attributes["outrider.wait_seconds"].double_value >= 0
