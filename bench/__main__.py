@@ -33,6 +33,7 @@ from outrider.tokenizer import load_tokenizer
 _BASE = "transformers"
 # What transformers cannot batch is not measured in batches.
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
+_OURS = ("outrider, plain", "outrider, ngram", "outrider, suffix", "outrider, model", "outrider, auto")
 
 
 class BenchSettings(Settings):
@@ -185,19 +186,17 @@ async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, cons
         return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in settings.ways)
 
     ways: dict[str, Measure] = {}
-    if wanted("transformers*"):
+    if wanted(_BASE, *_ALONE):
         ways |= await stack.enter_async_context(transformers_ways(pair))
     cores, model = len(os.sched_getaffinity(0)), f"model={pair.draft}"
-    if wanted("outrider*"):
+    if wanted(*_OURS):
         shared = await stack.enter_async_context(outrider_stack(pair, ["ngram", "suffix", model], pair.shared_threads))
         # Without a draft model on the same cores the target may have them all.
         alone = outrider_stack(pair, ["ngram", "suffix"], cores)
         wide = shared if pair.shared_threads == cores else await stack.enter_async_context(alone)
-        ways["outrider, plain"] = wide({"enabled": False})
-        ways["outrider, ngram"] = wide({"drafter": "ngram"})
-        ways["outrider, suffix"] = wide({"drafter": "suffix"})
-        ways["outrider, model"] = shared({"drafter": "model"})
-        ways["outrider, auto"] = shared({})
+        speculations: list[dict[str, Any]] = [{"enabled": False}, *({"drafter": name} for name in ("ngram", "suffix", "model")), {}]
+        stacks = (wide, wide, wide, shared, shared)
+        ways |= {name: way(options) for name, way, options in zip(_OURS, stacks, speculations, strict=True)}
     if settings.vllm is not None:
         for name, speculative in _vllm_methods(pair).items():
             if wanted(name):

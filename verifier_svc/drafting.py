@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 # A drafter may have twice the verified depth under way: the path being verified, its bonus token, and the path behind that.
 _AHEAD = 2
 _NODES_PER_DEPTH = 4
+# A way to the drafter that takes less than this share of a forward is not worth hiding, at the price of the forward's own cores.
+_NEAR = 0.05
 # What is believed of a drafter before it was tried on a sequence. Hopeful, because what is believed bad is never tried.
 _OPTIMISM = 0.8
 
@@ -174,7 +176,8 @@ class Drafting:
         drafter = assignment.drafter
         if self._own_cores is not None and drafter.shares(self._own_cores):
             hit, draft_s = assignment.rate.survival[depth - 1], depth * drafter.token_time.value
-            if hit * (drafter.reply.value + draft_s) <= draft_s:
+            near = drafter.reply.value < _NEAR * self.planner.plain_s
+            if near or hit * (drafter.reply.value + draft_s) <= draft_s:
                 return Window(depth, depth)
         return assignment.trie.window
 

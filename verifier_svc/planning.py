@@ -37,6 +37,11 @@ class Planner:
         self._mean_depth = 0.0
         self._probe_credit_s = 0.0
 
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a forward without drafts at the present batch; 0 before anything was measured."""
+        return self._cost.estimate(self._batch, self._batch)
+
     def plan(self, running: Iterable[Sequence]) -> None:
         """Set the depth of every decoding sequence for the coming step."""
         decoding = [sequence for sequence in running if sequence.pending_count == 1]
@@ -66,11 +71,11 @@ class Planner:
 
     def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
         """Draft tokens of this drafter that are worth their place in a step."""
-        fixed = sequence.request.speculation.depth
+        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_depth
         if fixed is not None:
-            return fixed
+            return min(fixed, most)
         if self.policy.kind != "goodput" or self._always:
-            return self._limit
+            return min(self._limit, most)
         batch, cost = self._batch, self._cost
         tokens = batch * (1 + _PRICED_DEPTH)
         token_s = max(cost.estimate(batch, tokens) - cost.estimate(batch, batch), 0.0) / (tokens - batch)
@@ -79,11 +84,11 @@ class Planner:
             token_s += assignment.drafter.token_time.value / batch
         step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
         price = batch * self._yield * token_s / step_s if step_s > 0 else 0.0
-        return assignment.rate.depth_worth(price, self._limit)
+        return assignment.rate.depth_worth(price, min(self._limit, most))
 
     def pays(self, sequence: Sequence, assignment: Assignment) -> bool:
         """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do."""
-        plain_s = self._cost.estimate(self._batch, self._batch)
+        plain_s = self.plain_s
         if self._always or plain_s == 0.0:
             return True
         depth = self.depth_for(sequence, assignment)
@@ -128,16 +133,16 @@ class Planner:
         """A wait ended, before a step like the last one, of `step_s`; waits for probes are paid from what was saved for them."""
         probing = any(assignment.pause.probing for assignment in probes)
         credit_s = self._probe_credit_s + _PROBE_SHARE * step_s - (seconds if probing else 0.0)
-        self._probe_credit_s = min(credit_s, _PROBE_STEPS * self._cost.estimate(self._batch, self._batch))
+        self._probe_credit_s = min(credit_s, _PROBE_STEPS * self.plain_s)
 
 
 def _prospects(sequence: Sequence) -> tuple[float, float, Assignment | None]:
     """Tokens expected of a step now, tokens expected once the best draft under way is there, and whose that is."""
-    depth = sequence.draft_limit
     now, later, slow = 1.0, 1.0, None
-    if depth == 0:
+    if sequence.draft_limit == 0:
         return now, later, slow
     for assignment in sequence.assignments.values():
+        depth = min(sequence.draft_limit, assignment.drafter.hello.max_depth)
         now = max(now, assignment.rate.expected_tokens(assignment.trie.length(depth)))
         if assignment.pause.steps_left == 0 and assignment.met and not assignment.trie.ready(depth):
             promised = assignment.rate.expected_tokens(depth)

@@ -4,8 +4,9 @@ requests share.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafter_svc.chain import Chain
 from drafter_svc.outcomes import fan_out
@@ -91,18 +92,25 @@ class NgramFamily:
         text.shared_count = max(text.shared_count, end + 1)
 
     async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
-        """A run for every sequence with room, or a skip where nothing is known; one round trip to Redis for all of them."""
+        """A run for every sequence with room, or a skip where nothing is known; one round trip to Redis for all of them.
+
+        Outcomes are prepared for when there is nothing else to say.
+        """
+        started = time.monotonic()
         batch = DraftBatch([run for text in self._texts.values() if (run := text.chain.resend())])
         unknown: list[_Text] = []
         for text in self._texts.values():
             if text.chain.room > 0 and not self._grow(text, self._local(text), batch):
                 unknown.append(text)
-        for text in self._texts.values():
-            self._enumerate(text, batch)
         shared = await self._ask_redis(unknown) if unknown else []
         for text, continuation in zip(unknown, shared, strict=True):
             if not self._grow(text, continuation, batch):
                 batch.skips.append(text.chain.skip())
+        if not batch.proposals and not batch.skips:
+            for text in self._texts.values():
+                self._enumerate(text, batch)
+        seconds = time.monotonic() - started
+        batch.proposals = [replace(proposal, draft_seconds=seconds) for proposal in batch.proposals]
         return batch
 
     def _enumerate(self, text: _Text, batch: DraftBatch) -> None:

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 _KEPT = 16
 
 
+_Place = tuple[list[int], int]
+"""A text, and where in it an n-gram ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
     """`max_draft_len` tokens are guessed at once after a suffix of at most `max_matching_ngram_size` tokens.
@@ -33,7 +37,8 @@ class MemoryPool:
     def __init__(self, options: NgramOptions, max_entries: int) -> None:
         self._options = options
         self._max_entries = max_entries
-        self._places: OrderedDict[tuple[int, ...], deque[tuple[list[int], int]]] = OrderedDict()
+        # Most n-grams occur once, and a deque takes five times the room of what it would hold then.
+        self._places: OrderedDict[tuple[int, ...], _Place | deque[_Place]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -52,9 +57,11 @@ class MemoryPool:
     def _add(self, ngram: tuple[int, ...], text: list[int], end: int) -> None:
         places = self._places.get(ngram)
         if places is None:
-            self._places[ngram] = deque([(text, end)], maxlen=_KEPT if self._options.is_keep_all else 1)
+            self._places[ngram] = (text, end)
             return
         self._places.move_to_end(ngram)
+        if isinstance(places, tuple):
+            places = self._places[ngram] = deque([places], maxlen=_KEPT if self._options.is_keep_all else 1)
         # The oldest are kept when the oldest are wanted.
         if not (self._options.is_use_oldest and self._options.is_keep_all and len(places) == _KEPT):
             places.append((text, end))
@@ -63,8 +70,7 @@ class MemoryPool:
         """What followed the longest known suffix of `context`, at most `length` and `max_draft_len` tokens; empty when unknown."""
         length = min(length, self._options.max_draft_len)
         for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
-            places = self._places.get(tuple(context[-size:]))
-            if places:
+            if places := self._places_of(context[-size:]):
                 return self._pick(places, length)
         return []
 
@@ -77,14 +83,20 @@ class MemoryPool:
         found: list[list[int]] = []
         seen = set(known)
         for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
-            for text, end in reversed(self._places.get(tuple(context[-size:]), ())):
+            for text, end in reversed(self._places_of(context[-size:])):
                 run = text[end : end + length]
                 if len(found) < count and run and run[0] not in seen:
                     seen.add(run[0])
                     found.append(run)
         return found
 
-    def _pick(self, places: deque[tuple[list[int], int]], length: int) -> list[int]:
+    def _places_of(self, ngram: Sequence[int]) -> Sequence[_Place]:
+        places = self._places.get(tuple(ngram))
+        if places is None:
+            return ()
+        return (places,) if isinstance(places, tuple) else places
+
+    def _pick(self, places: Sequence[_Place], length: int) -> list[int]:
         """The preferred place's tokens; one that ends early gives way to one that does not."""
         best: list[int] = []
         for text, end in places if self._options.is_use_oldest else reversed(places):

@@ -77,4 +77,6 @@ async def test_one_request_makes_one_connected_trace() -> None:
     attributes = {attribute.key: attribute.value for attribute in proposals[0].attributes}
     assert attributes["outrider.family"].string_value == "ngram"
     assert attributes["outrider.draft_tokens"].int_value > 0
-    assert attributes["outrider.wait_seconds"].double_value >= 0
+    steps = [{attribute.key: attribute.value for attribute in span.attributes} for _, span in spans if span.name == "verify"]
+    assert all(step["outrider.wait_seconds"].double_value >= 0 for step in steps)
+    assert any("wasted" in step["outrider.lookups"].string_value for step in steps if "outrider.lookups" in step)

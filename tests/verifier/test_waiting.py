@@ -50,6 +50,18 @@ def test_a_drafter_that_skips_is_not_waited_for() -> None:
     assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
 
 
+def test_no_more_is_waited_for_than_the_drafter_said_it_can() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine, max_depth=2)
+    sequence = engine.submit(TokenRequest([1], 20, GREEDY), Client())
+    slow_forward(model, 0.05)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1], 1))
+    engine.step()
+    drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
+    assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
+
+
 def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
