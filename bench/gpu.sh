@@ -21,9 +21,12 @@ wanted = [*project["dependencies"], "matplotlib>=3.9", "setuptools"]
 print("\n".join(line for line in wanted if not line.startswith(there)))
 PY
   fetch=(python3 -m pip download --quiet --dest bench/wheels --python-version 3.12 --implementation cp --only-binary :all:
-    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64)
+    --platform manylinux_2_34_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64
+    --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
   "${fetch[@]}" -r bench/wheels.txt
   "${fetch[@]}" --no-deps xgrammar apache-tvm-ffi
+  # transformers has brought its numpy.
+  rm bench/wheels/numpy-*.whl
   ;;
 run)
   shift

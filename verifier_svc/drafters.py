@@ -28,7 +28,7 @@ class Drafter:
     """From a verdict that asks for a draft to the first message of it, without the time that it spent drafting."""
     token_time: Latency = field(default_factory=Latency)
     """Drafting one token of a run."""
-    rates: dict[str, AcceptanceRate] = field(default_factory=dict)
+    rates: dict[tuple[bool, bool, bool], AcceptanceRate] = field(default_factory=dict)
     """What was learned of it, by kind of traffic: where a new sequence begins."""
     outbox: StepBatch = field(default_factory=StepBatch)
     sequence_ids: set[int] = field(default_factory=set)

@@ -89,7 +89,10 @@ class Drafting:
             reach = min(_AHEAD * limit + 1, drafter.hello.max_depth)
             trie = Trie(Window(node_count=_NODES_PER_DEPTH * reach, depth=reach))
             rule = how_to_propose(sequence.request, drafter.hello.distributions, self._trust_distributions)
-            learned = drafter.rates.setdefault(_kind(sequence), AcceptanceRate(_OPTIMISM))
+            kind = _kind(sequence)
+            learned = drafter.rates.get(kind)
+            if learned is None:
+                learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM)
             assignment = Assignment(drafter, trie, rule, AcceptanceRate(learned, limit), trie.window, limit)
             sequence.assignments[drafter.id] = assignment
             assignment.depth = max(1, self.planner.depth_for(sequence, assignment))
@@ -191,8 +194,7 @@ class Drafting:
         self._metrics.verified(drafter, drafted, accepted)
 
 
-def _kind(sequence: Sequence) -> str:
-    """Traffic that drafters should be as good at as they were before."""
+def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
+    """Traffic that drafters should be as good at as they were before: greedy or not, under a grammar, with a prediction."""
     request = sequence.request
-    traits = {"greedy": request.sampling.greedy, "grammar": request.grammar is not None, "prediction": bool(request.prediction)}
-    return " ".join(name for name, has in traits.items() if has)
+    return request.sampling.greedy, request.grammar is not None, bool(request.prediction)

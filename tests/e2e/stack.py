@@ -70,8 +70,7 @@ class Stack:
     def __init__(self, *verifier_flags: str) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         # One thread: OpenMP's threads meet at barriers, which on a machine that is busy with tests costs more than they bring.
-        # Drafting is forced, since whether it pays on such a machine is not what these tests are about.
-        flags = ["--dtype", "float32", "--threads", "1", "--always-draft", "--listen", self.address, *verifier_flags]
+        flags = ["--dtype", "float32", "--threads", "1", "--listen", self.address, *verifier_flags]
         self.verifier = Process("verifier_svc", "--target", TARGET, *flags)
         self.drafters: dict[str, Process] = {}
 

@@ -37,7 +37,7 @@ def request(index: int, options: SpeculationOptions, sampling: SamplingParams = 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    made = Stack()
+    made = Stack("--always-draft")
     made.add_drafter("ngram-1", "ngram")
     made.add_drafter("model-1", "model")
     with running(made):
@@ -82,9 +82,9 @@ async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) ->
 
 
 async def test_when_sequences_are_preempted() -> None:
-    small = Stack("--page-count", "30")  # of 16 tokens: three of the eight texts fit at once
+    small = Stack("--always-draft", "--page-count", "30")  # of 16 tokens: three of the eight texts fit at once
     small.add_drafter("ngram-1", "ngram")
-    large = Stack()
+    large = Stack("--always-draft")
     with running(small), running(large):
         async with Client(small.address) as one, Client(large.address) as other:
             expected = await texts(other, PLAIN)

@@ -1,0 +1,78 @@
+"""The benchmark's own parts: the proxy really delays, peers that die say why, and tables say what was measured."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.delay import Proxy
+from bench.report import Cell, Results, plot, tables, write
+from bench.ways import Sample, line_peer
+from outrider.stack import free_port
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.08])
+async def test_a_round_trip_through_the_proxy_takes_as_much_longer_as_asked(delay_s: float) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1000):
+            writer.write(data)
+        writer.close()
+        await writer.wait_closed()
+
+    far, front = free_port("127.0.0.1"), free_port("127.0.0.1")
+    server = await asyncio.start_server(echo, "127.0.0.1", far)
+    proxy = Proxy(far, delay_s)
+    async with proxy.listen(front):
+        reader, writer = await asyncio.open_connection("127.0.0.1", front)
+        started = time.monotonic()
+        for i in range(3):
+            writer.write(b"%d" % i)
+            assert await reader.readexactly(1) == b"%d" % i
+        elapsed_s = time.monotonic() - started
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0.1)
+    server.close()
+    await server.wait_closed()
+    assert 3 * delay_s <= elapsed_s < 3 * delay_s + 0.5
+    assert proxy.byte_count == 6
+
+
+async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_dies() -> None:
+    code = "import sys; input(); print('{\"tokens\": 6, \"seconds\": 2.0}', flush=True); input(); sys.exit('out of cake')"
+    async with line_peer(sys.executable, "-c", code) as ask:
+        assert (await ask({})).tokens_per_s == 3.0
+        with pytest.raises(RuntimeError, match="out of cake"):
+            await ask({})
+
+
+def results() -> Results:
+    found = Results("tiny, 1 M, float32")
+    phases = dict.fromkeys(("wait", "pack", "forward", "accept", "commit", "send"), 0.1)
+    counters = {f"step_phase_seconds.{name}": seconds for name, seconds in phases.items()}
+    counters |= {"step_seconds_count": 10, "generation_tokens": 30, "spec_decode_num_accepted_tokens": 20}
+    counters |= {"decode_seconds": 2.0, "decode_bare_forward_seconds": 1.5, "draft_lookups.chain": 3, "draft_lookups.miss": 1}
+    for batch in (1, 8):
+        found.add(Cell("code", 0.0, batch), "transformers", Sample(30, 3.0))
+        found.add(Cell("code", 0.0, batch), "outrider, ngram", Sample(30, 1.5, [0.2], [0.03], counters))
+    return found
+
+
+def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) -> None:
+    console = Console(record=True, width=220, file=(tmp_path / "printed").open("w"))
+    for table in tables(results(), "transformers"):
+        console.print(table)
+    paths = write(tmp_path, "bench", {"pairs": results().as_json()}, console, plot(results(), "transformers"))
+    console.file.close()
+    printed = (tmp_path / "printed").read_text()
+    assert "20.0 (20.0–20.0)" in printed
+    assert "2.00" in printed
+    assert "Median TPOT (ms)" in printed
+    step = next(line for line in printed.splitlines() if "outrider, ngram" in line and "0.75" in line)
+    cells = [cell.strip() for cell in step.split("│")]
+    assert {"3.00", "26.7", "0.75", "0.25"} <= set(cells)
+    assert [path.suffix for path in paths] == [".json", ".html", ".png"]
+    assert "data:image/png;base64," in paths[1].read_text()
