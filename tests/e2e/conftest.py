@@ -14,8 +14,7 @@ from stack import Stack, running  # lies beside this file
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    # Whether drafting pays on such a machine is not what is tested.
-    stack = Stack("--always-draft")
+    stack = Stack()
     stack.add_drafter("ngram-1", "ngram")
     stack.add_drafter("model-1", "model")
     with running(stack):

@@ -5,10 +5,11 @@ import inspect
 import json
 import textwrap
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
-from stack import TARGET, Client, Stack
+from stack import TARGET, Client, Stack, running
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
@@ -65,6 +66,16 @@ def texts() -> list[str]:
     ]
     short = ["def ", "import os\n", "class A:\n    ", "    return ", "#"]
     return [*code, *rewrite, *people, *orders, *short]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """Drafts are forced, since whether they pay on such a machine is not what is tested."""
+    made = Stack("--always-draft")
+    made.add_drafter("ngram-1", "ngram")
+    made.add_drafter("model-1", "model")
+    with running(made):
+        yield made
 
 
 @pytest.fixture(scope="module")
