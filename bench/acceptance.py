@@ -6,8 +6,6 @@ Rates, not times, so it does not matter what else the machine does; the cost of 
 from __future__ import annotations
 
 import asyncio
-import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,17 +15,14 @@ from typing import Any
 
 import httpx
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group
 from rich.table import Table
 
 from bench.prompts import DEMO_PROMPTS
+from bench.ways import counters, serving
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.local import until_ready
 from outrider.logits import Context
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
-from outrider.stack import ServeSettings, plan_stack
-from outrider.supervisor import Supervisor
 from outrider.tokenizer import load_tokenizer
 from verifier_svc.acceptance import Draft, accept
 
@@ -86,35 +81,17 @@ def _table(title: str, first: str) -> Table:
 @asynccontextmanager
 async def _stack(target: Path, drafters: list[str], **settings: Any) -> AsyncIterator[Any]:
     """A stack; call it with a request's settings and a drafter for a table's row."""
-    wanted = {"target": str(target), "dtype": "float32", "drafter": drafters, "depth": _DEPTH, "always_draft": True}
-    wanted |= {"http_port": 0, "grpc_port": 0}
-    serve = ServeSettings.model_validate({**wanted, "metrics_port": _free_port(), "log_level": "warning", **settings})
-    supervisor = Supervisor(lambda name, line: None)
-    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as directory:
-        stack = plan_stack(serve, Path(directory))
-        try:
-            for child in stack.children:
-                supervisor.start(child)
-            await asyncio.wait_for(supervisor.settle(until_ready(stack.http_url, lambda stage: None, len(drafters))), 300)
-            async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
+    settings |= {"dtype": "float32", "depth": _DEPTH, "always_draft": True}
+    async with serving(target, drafters, **settings) as (client, metrics_port):
 
-                async def measure(request: dict[str, Any], drafter: str) -> list[str]:
-                    return await _row(client, serve.metrics_port, {**request, "model": serve.target}, drafter)
+        async def measure(request: dict[str, Any], drafter: str) -> list[str]:
+            return await _row(client, metrics_port, {**request, "model": str(target)}, drafter)
 
-                yield measure
-        finally:
-            await supervisor.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        yield measure
 
 
 async def _row(client: httpx.AsyncClient, metrics_port: int, request: dict[str, Any], drafter: str) -> list[str]:
-    before = await _draft_bytes(metrics_port)
+    before = (await counters(metrics_port)).get("draft_bytes", 0.0)
     steps = drafted = accepted = 0
     for _ in range(_ROUNDS):
         speculation = {"drafter": drafter, "metrics": True}
@@ -125,15 +102,8 @@ async def _row(client: httpx.AsyncClient, metrics_port: int, request: dict[str, 
             steps += metrics["num_spec_steps"]
             drafted += metrics["num_draft_tokens"]
             accepted += metrics["num_accepted_draft_tokens"]
-    size = (await _draft_bytes(metrics_port) - before) / max(accepted, 1)
+    size = ((await counters(metrics_port)).get("draft_bytes", 0.0) - before) / max(accepted, 1)
     return [f"{1 + accepted / max(steps, 1):.3f} ({steps} steps)", f"{accepted / max(drafted, 1):.3f}", f"{size:.0f}"]
-
-
-async def _draft_bytes(port: int) -> float:
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-    families = text_string_to_metric_families(text)
-    return sum(s.value for family in families for s in family.samples if s.name.endswith("draft_bytes_total"))
 
 
 def _same_drafts(models: Path) -> Table:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
@@ -39,7 +39,7 @@ _WORD = 500
 class _PacedModel:
     """The same token again and again, a step every `interval_s`; `ends` are the times at which forwards ended."""
 
-    eos_token_ids = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -48,7 +48,7 @@ class _PacedModel:
         self._logits_RV = torch.zeros(_CONNECTIONS, vocab_size)
         self._logits_RV[:, _WORD] = 1.0
 
-    def forward(self, slices: list[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
         due = self.ends[-1] + self.interval_s if self.ends else 0.0
         time.sleep(max(due - time.perf_counter(), 0.0))
         self.ends.append(time.perf_counter())
@@ -86,9 +86,7 @@ async def _verifier(model: _PacedModel, tokenizer_fingerprint: str) -> AsyncIter
     [port] = await server.start("127.0.0.1:0")
     limits = Limits(DepthPolicy("fixed", 0), max_batch_tokens=4096, max_sequences=_CONNECTIONS)
     pool = PagePool(_CONNECTIONS * 64, 16)
-    thread = EngineThread(
-        lambda deliver: Engine(model, pool, deliver, Metrics("null"), limits)  # type: ignore[arg-type]  # a list is a sequence
-    )
+    thread = EngineThread(lambda deliver: Engine(model, pool, deliver, Metrics("null"), limits))
     await thread.built
     info = ModelInfo("null", Stage.READY, "serving", tokenizer_fingerprint, model.vocab_size, 1024)
     servicer.serve(thread, info)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from bench import gateway_load
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisOptions, RedisPool
 from outrider.depth_policy import DepthPolicy
+from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import Hello, Proposal, SamplingParams, StepBatch, TokenRequest
@@ -78,13 +79,13 @@ class _NullModel:
     """Logits that are there already: token 0 follows everything."""
 
     vocab_size = _VOCAB
-    eos_token_ids = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self._logits_RV = torch.zeros(256 * 4, _VOCAB)
         self._logits_RV[:, 0] = 1.0
 
-    def forward(self, slices: list[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
         return self._logits_RV[: sum(part.logit_count for part in slices)]
 
 
@@ -97,20 +98,17 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
 
     pool = PagePool(batch * 40, 16)
     limits = Limits(DepthPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch)
-    engine = Engine(_NullModel(), pool, deliver, Metrics("null"), limits)  # type: ignore[arg-type]  # a list is a sequence
-    told: list[StepBatch] = []
-    drafter = engine.drafting.join(Hello("d", "d", "f", 16), told.append) if drafts else None  # type: ignore[arg-type]
+    engine = Engine(_NullModel(), pool, deliver, Metrics("null"), limits)
+    told: list[StepBatch | OutriderError] = []
+    drafter = engine.drafting.join(Hello("d", "d", "f", 16), told.append) if drafts else None
     request = TokenRequest([1] * 8, 500, SamplingParams(0.0))
     sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
-    nodes = dict.fromkeys((s.id for s in sequences), 0)
     times = []
     for _ in range(_STEPS):
         if drafter is not None:
             for sequence in sequences:
                 trie = sequence.assignments["d"].trie
-                nodes[sequence.id] = nodes[sequence.id] if trie.root else 0
-                first = trie.root + 1 if trie.node_count == 0 else 0
-                if first:
+                if trie.node_count == 0:
                     # The bonus token is part of the run, so the next draft hangs below it.
                     trie.add(Proposal(sequence.id, trie.epoch, trie.root, trie._last + 1, [0] * 4))
         started = time.perf_counter()

@@ -120,15 +120,11 @@ def _fields(task: Task) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def outrider_stack(
-    pair: Pair, drafters: list[str], threads: int, **settings: Any
-) -> AsyncIterator[Callable[[dict[str, Any]], Measure]]:
-    """A whole stack; call the result with a request's `speculation` for a way of decoding."""
+async def serving(target: Path, drafters: list[str], **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+    """A whole stack with settings of `outrider serve`: a client of its gateway, and the port of its verifier's metrics."""
     metrics_port = free_port("127.0.0.1")
-    wanted = {"target": str(pair.target), "dtype": pair.dtype, "drafter": drafters, "threads": threads, **settings}
-    # Every round repeats the prompts, and the peers compute them anew each time.
-    wanted |= {"prefix_caching": False, "metrics_port": metrics_port, "http_port": 0, "grpc_port": 0, "log_level": "warning"}
-    serve = ServeSettings.model_validate(wanted)
+    wanted = {"target": str(target), "drafter": drafters, "metrics_port": metrics_port, **settings}
+    serve = ServeSettings.model_validate({**wanted, "http_port": 0, "grpc_port": 0, "log_level": "warning"})
     supervisor = Supervisor(lambda name, line: None)
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as directory:
         stack = plan_stack(serve, Path(directory))
@@ -138,14 +134,25 @@ async def outrider_stack(
             ready = until_ready(stack.http_url, lambda stage: None, len(drafters))
             await asyncio.wait_for(supervisor.settle(ready), 300)
             async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
-
-                def way(speculation: dict[str, Any]) -> Measure:
-                    stem = {"model": serve.target, "speculation": speculation}
-                    return lambda task: _over_http(client, metrics_port, stem, task)
-
-                yield way
+                yield client, metrics_port
         finally:
             await supervisor.stop()
+
+
+@asynccontextmanager
+async def outrider_stack(
+    pair: Pair, drafters: list[str], threads: int, **settings: Any
+) -> AsyncIterator[Callable[[dict[str, Any]], Measure]]:
+    """A whole stack; call the result with a request's `speculation` for a way of decoding."""
+    # Every round repeats the prompts, and the peers compute them anew each time.
+    settings |= {"dtype": pair.dtype, "threads": threads, "prefix_caching": False}
+    async with serving(pair.target, drafters, **settings) as (client, metrics_port):
+
+        def way(speculation: dict[str, Any]) -> Measure:
+            stem = {"model": str(pair.target), "speculation": speculation}
+            return lambda task: _over_http(client, metrics_port, stem, task)
+
+        yield way
 
 
 async def _over_http(client: httpx.AsyncClient, metrics_port: int, stem: dict[str, Any], task: Task) -> Sample:

@@ -89,8 +89,7 @@ def error_of(failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
     """End the call with the error's status and details."""
-    # grpc-stubs lack the method.
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))  # type: ignore[attr-defined]
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))  # type: ignore[attr-defined]  # grpc-stubs lack it
     raise AssertionError("abort_with_status returned")
 
 

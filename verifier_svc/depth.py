@@ -145,8 +145,3 @@ def wait_budget_s(forward_s: float, certain_tokens: float, awaited_tokens: float
     A step now commits `certain_tokens` in `forward_s`; after a wait it commits `awaited_tokens` more. Equal rates give the limit.
     """
     return forward_s * awaited_tokens / certain_tokens if certain_tokens > 0 else 0.0
-
-
-def speculation_pays(expected_tokens: float, plain_s: float, verify_s: float, latency_s: float) -> bool:
-    """Whether a step that waits for a draft and verifies it commits tokens at a higher rate than plain steps do."""
-    return expected_tokens * plain_s > latency_s + verify_s

@@ -187,6 +187,8 @@ class Drafting:
     def judge(self, sequence: Sequence, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
         drafter = assignment.drafter
+        # A probe has its answer; from here on the drafter is judged as all others are.
+        assignment.pause.probing = False
         assignment.rate.observe(drafted, accepted)
         drafter.rates[_kind(sequence)].observe(drafted, accepted)
         drafter.verified_count += drafted

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outrider.depth_policy import DepthPolicy
-from verifier_svc.depth import ForwardCost, speculation_pays, wait_budget_s
+from verifier_svc.depth import ForwardCost, wait_budget_s
 from verifier_svc.sequence import Assignment, Sequence
 
 # The price of a draft token is taken over so many of them, since forwards grow in steps.
@@ -32,9 +32,12 @@ class Planner:
         self._always = always
         self._batch = 1
         self._limit = policy.limit(1)
-        # Of the last plan: tokens expected of a sequence's step, and draft tokens in it.
+        # Of the last plan: tokens expected of a sequence's step, and draft tokens in it; and what follows from them for the next
+        # one: seconds that a further token of a sequence adds to a forward, and tokens a second that the batch commits.
         self._yield = 1.0
         self._mean_depth = 0.0
+        self._token_s = 0.0
+        self._rate = 0.0
         self._probe_credit_s = 0.0
 
     @property
@@ -49,12 +52,20 @@ class Planner:
             return
         self._batch = len(decoding)
         self._limit = self.policy.limit(self._batch)
+        self._set_prices()
         expected = depths = 0.0
         for sequence in decoding:
             sequence.depth, value = self._choose(sequence)
             expected += value
             depths += sequence.depth
         self._yield, self._mean_depth = expected / self._batch, depths / self._batch
+
+    def _set_prices(self) -> None:
+        batch, cost = self._batch, self._cost
+        tokens = batch * (1 + _PRICED_DEPTH)
+        self._token_s = max(cost.estimate(batch, tokens) - cost.estimate(batch, batch), 0.0) / (tokens - batch)
+        step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
+        self._rate = batch * self._yield / step_s if step_s > 0 else 0.0
 
     def _choose(self, sequence: Sequence) -> tuple[int, float]:
         """The depth of the drafter from which the most is expected, and that expectation."""
@@ -76,15 +87,9 @@ class Planner:
             return min(fixed, most)
         if self.policy.kind != "goodput" or self._always:
             return min(self._limit, most)
-        batch, cost = self._batch, self._cost
-        tokens = batch * (1 + _PRICED_DEPTH)
-        token_s = max(cost.estimate(batch, tokens) - cost.estimate(batch, batch), 0.0) / (tokens - batch)
-        if not assignment.ahead:
-            # Nothing hides the time in which the batch is drafted.
-            token_s += assignment.drafter.token_time.value / batch
-        step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
-        price = batch * self._yield * token_s / step_s if step_s > 0 else 0.0
-        return assignment.rate.depth_worth(price, min(self._limit, most))
+        # Where the drafter does not run ahead, nothing hides the time in which the batch is drafted.
+        drafting_s = 0.0 if assignment.ahead else assignment.drafter.token_time.value / self._batch
+        return assignment.rate.depth_worth(self._rate * (self._token_s + drafting_s), min(self._limit, most))
 
     def pays(self, sequence: Sequence, assignment: Assignment) -> bool:
         """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do."""
@@ -93,7 +98,7 @@ class Planner:
             return True
         depth = self.depth_for(sequence, assignment)
         tokens, seconds = self._outlook(assignment, depth)
-        if depth == 0 or not speculation_pays(tokens, plain_s, seconds, 0.0):
+        if depth == 0 or tokens * plain_s <= seconds:
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
         outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)

@@ -45,7 +45,7 @@ class Pause:
 
     def forget(self) -> None:
         """Speculation pays again, so the next pause is a short one."""
-        self.length = _FIRST_PAUSE
+        self.length, self.probing = _FIRST_PAUSE, False
 
     def end(self) -> list[int]:
         """What was withheld."""

@@ -30,9 +30,9 @@ class _Text:
     enumerated: tuple[int, int] = (-1, 0)
     """The epoch and length for which outcomes were guessed."""
 
-    @property
-    def context(self) -> list[int]:
-        return [*self.chain.tokens, *self.chain.ahead]
+    def context(self, size: int) -> list[int]:
+        """The last tokens, guesses included; a text is long, and what is looked up of it short."""
+        return [*self.chain.tokens[-size:], *self.chain.ahead][-size:]
 
 
 class NgramFamily:
@@ -123,7 +123,8 @@ class NgramFamily:
         for at, count in enumerate(fan_out(chain.acceptance, places, _BRANCHES)):
             if count == 0:
                 continue
-            context = [*chain.tokens, *chain.ahead[:at]][-self._options.max_matching_ngram_size :]
+            size = self._options.max_matching_ngram_size
+            context = [*chain.tokens[-size:], *chain.ahead[:at]][-size:]
             for run in text.pool.alternatives(context, chain.depth, chain.branches_at(at), count):
                 if cut := run[: min(chain.side_room, chain.window.depth - at)]:
                     batch.proposals.append(chain.branch(at, cut))
@@ -135,19 +136,19 @@ class NgramFamily:
         return bool(run)
 
     def _local(self, text: _Text) -> list[int]:
-        everything = text.context
         if text.prediction is not None:
-            generated = everything[text.chain.opened.prompt_length :]
+            generated = [*text.chain.tokens[text.chain.opened.prompt_length :], *text.chain.ahead]
             if expected := text.prediction.continuation(generated, text.chain.room):
                 return expected
-        context = everything[-self._options.max_matching_ngram_size :]
+        context = text.context(self._options.max_matching_ngram_size)
         own = text.pool.continuation(context, text.chain.room)
         return own if own or self._shared is None else self._shared.continuation(context, text.chain.room)
 
     async def _ask_redis(self, texts: Sequence[_Text]) -> list[list[int]]:
         if self._redis is None:
             return [[] for _ in texts]
-        return await self._redis.lookup([_suffixes(text.context, self._options.max_matching_ngram_size) for text in texts])
+        size = self._options.max_matching_ngram_size
+        return await self._redis.lookup([_suffixes(text.context(size), size) for text in texts])
 
 
 def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:

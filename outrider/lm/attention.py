@@ -32,6 +32,16 @@ class LayerShape:
     value_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """The tensors of one layer's cache; `flat_keys` and `flat_values` are the same memory, [pages * page_size, heads, size]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    flat_keys: torch.Tensor
+    flat_values: torch.Tensor
+
+
 class LayerCache:
     """Keys and values of one layer: [pages, page_size, heads, size] each, once `allocate` was called.
 
@@ -43,10 +53,7 @@ class LayerCache:
         self.windowed = False
         self._soft_capped = False
         self.layout: BatchLayout | None = None
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
-        self._flat_keys: torch.Tensor | None = None
-        self._flat_values: torch.Tensor | None = None
+        self._store: _Store | None = None
         self._use_varlen = False
 
     def allocate(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,9 +62,9 @@ class LayerCache:
             raise RuntimeError("allocate before the trial forward")
         size = (page_count, page_size, self.shape.heads)
         # Zeros, since a page that was never written is masked, but 0 * NaN would not be.
-        self._keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
-        self._values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
-        self._flat_keys, self._flat_values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
+        keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
+        values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
+        self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
         self._use_varlen = self.takes_varlen(dtype, device)
 
     def takes_varlen(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -77,74 +84,26 @@ class LayerCache:
         softcap: float | None,
     ) -> torch.Tensor:
         """Store this batch's keys and values, and attend: query [1, H, T, D] to output [1, T, H, D]."""
-        layout, keys, values = self.layout, self._flat_keys, self._flat_values
-        if keys is None or values is None or layout is None:
+        layout, store = self.layout, self._store
+        if store is None or layout is None:
             return self._trial(query, key, value, scaling, window, softcap)
-        keys.index_copy_(0, layout.slots, key[0].transpose(0, 1))
-        values.index_copy_(0, layout.slots, value[0].transpose(0, 1))
+        store.flat_keys.index_copy_(0, layout.slots, key[0].transpose(0, 1))
+        store.flat_values.index_copy_(0, layout.slots, value[0].transpose(0, 1))
         if query.shape[2] == 1 and softcap is None and not self._use_varlen:
             group = layout.groups[0]
             if group.run is not None and group.mask(window, 1, query.dtype) is None:
-                return _decode_one(query, _run_view(keys, group.run), _run_view(values, group.run), scaling)
+                keys, values = _run_view(store.flat_keys, group.run), _run_view(store.flat_values, group.run)
+                return _decode_one(query, keys, values, scaling)
         query_THD = query[0].transpose(0, 1)
         if self._use_varlen:
-            return self._varlen(query_THD, scaling, window).unsqueeze(0)
+            return _varlen(store, layout, query_THD, scaling, window).unsqueeze(0)
         if len(layout.groups) == 1:
-            return self._group(query_THD, layout.groups[0], scaling, window, softcap).unsqueeze(0)
-        out = query_THD.new_empty(*query_THD.shape[:2], values.shape[-1])
+            return _attend_group(store, query_THD, layout.groups[0], scaling, window, softcap).unsqueeze(0)
+        out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
         for group in layout.groups:
             rows = group.rows_BQ[group.real_BQ] if group.padded else group.rows_BQ.flatten()
-            out[rows] = self._group(query_THD, group, scaling, window, softcap)
+            out[rows] = _attend_group(store, query_THD, group, scaling, window, softcap)
         return out.unsqueeze(0)
-
-    def _varlen(self, query_THD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        shared = self.layout.varlen  # type: ignore[union-attr]  # `attend` has looked
-        out = varlen_attn(
-            query_THD.contiguous(),
-            self._keys,  # type: ignore[arg-type]  # `attend` has looked
-            self._values,  # type: ignore[arg-type]
-            shared.cu_seq_q,
-            None,
-            shared.max_q,
-            shared.max_k,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=True,
-            seqused_k=shared.seqused_k,
-            block_table=shared.block_table,
-        )
-        return cast(torch.Tensor, out)  # a tuple only when auxiliary results are asked for
-
-    def _group(
-        self, query_THD: torch.Tensor, group: Group, scaling: float, window: int | None, softcap: float | None
-    ) -> torch.Tensor:
-        """Attention of one group's real tokens, [rows, H, D], over its pages, gathered."""
-        batch, queries = group.shape
-        heads, size = query_THD.shape[1:]
-        if group.run is not None:
-            key, value = _run_view(self._flat_keys, group.run), _run_view(self._flat_values, group.run)
-        else:
-            key, value = _gather(self._keys, group), _gather(self._values, group)
-        # The query heads of one key/value head stand beside each other: fold them into the queries instead of repeating keys.
-        shared = key.shape[1]
-        repeats = heads // shared
-        picked = query_THD if group.whole_batch else query_THD[group.rows_BQ]
-        if queries == 1:
-            folded = picked.reshape(batch, shared, repeats, size)
-        else:
-            folded = picked.reshape(batch, queries, shared, repeats, size).transpose(1, 2).flatten(2, 3)
-        mask = group.mask(window, repeats, query_THD.dtype)
-        if softcap is None:
-            out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-        else:
-            out = _soft_capped(folded, key, value, mask, scaling, softcap)
-        if queries > 1:
-            out = out.view(batch, shared, queries, repeats, -1).transpose(1, 2)
-        if group.padded:
-            return out.reshape(batch, queries, heads, -1)[group.real_BQ]
-        return out.reshape(batch * queries, heads, -1)
 
     def _trial(
         self,
@@ -162,23 +121,75 @@ class LayerCache:
         return out.transpose(1, 2)
 
 
+def _varlen(store: _Store, layout: BatchLayout, query_THD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    """Attention of the whole batch, [T, H, D], by the kernel that reads pages where they lie."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    shared = layout.varlen
+    out = varlen_attn(
+        query_THD.contiguous(),
+        store.keys,
+        store.values,
+        shared.cu_seq_q,
+        None,
+        shared.max_q,
+        shared.max_k,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
+        seqused_k=shared.seqused_k,
+        block_table=shared.block_table,
+    )
+    return cast(torch.Tensor, out)  # a tuple only when auxiliary results are asked for
+
+
+def _attend_group(
+    store: _Store, query_THD: torch.Tensor, group: Group, scaling: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """Attention of one group's real tokens, [rows, H, D], over its pages, gathered."""
+    batch, queries = group.shape
+    heads, size = query_THD.shape[1:]
+    if group.run is not None:
+        key, value = _run_view(store.flat_keys, group.run), _run_view(store.flat_values, group.run)
+    else:
+        key, value = _gather(store.keys, group), _gather(store.values, group)
+    # The query heads of one key/value head stand beside each other: fold them into the queries instead of repeating keys.
+    shared = key.shape[1]
+    repeats = heads // shared
+    picked = query_THD if group.whole_batch else query_THD[group.rows_BQ]
+    if queries == 1:
+        folded = picked.reshape(batch, shared, repeats, size)
+    else:
+        folded = picked.reshape(batch, queries, shared, repeats, size).transpose(1, 2).flatten(2, 3)
+    mask = group.mask(window, repeats, query_THD.dtype)
+    if softcap is None:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = _soft_capped(folded, key, value, mask, scaling, softcap)
+    if queries > 1:
+        out = out.view(batch, shared, queries, repeats, -1).transpose(1, 2)
+    if group.padded:
+        return out.reshape(batch, queries, heads, -1)[group.real_BQ]
+    return out.reshape(batch * queries, heads, -1)
+
+
 def _decode_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """`LayerCache._group` for one token that sees all keys, in as few calls as can be: each costs more than its arithmetic."""
+    """`_attend_group` for one token that sees all keys, in as few calls as can be: each costs more than its arithmetic."""
     folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
     out = scaled_dot_product_attention(folded, key, value, scale=scaling)
     return out.reshape(1, 1, query.shape[1], -1)
 
 
-def _run_view(cache: torch.Tensor | None, run: slice) -> torch.Tensor:
+def _run_view(cache: torch.Tensor, run: slice) -> torch.Tensor:
     """Keys or values that lie side by side in the flattened cache, [1, heads, keys, size]."""
-    _, heads, size = cache.shape  # type: ignore[union-attr]  # `attend` has looked
+    _, heads, size = cache.shape
     row = heads * size
-    return cache.as_strided((1, heads, run.stop - run.start, size), (0, size, row, 1), run.start * row)  # type: ignore[union-attr]
+    return cache.as_strided((1, heads, run.stop - run.start, size), (0, size, row, 1), run.start * row)
 
 
-def _gather(cache: torch.Tensor | None, group: Group) -> torch.Tensor:
+def _gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
     """The group's keys or values, [B, heads, keys, size]."""
-    pages = cache.index_select(0, group.pages_BP.flatten())  # type: ignore[union-attr]  # `attend` has looked
+    pages = cache.index_select(0, group.pages_BP.flatten())
     return pages.view(group.shape[0], -1, *pages.shape[2:])[:, : group.key_count].transpose(1, 2)
 
 

@@ -163,7 +163,7 @@ async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
         await rig.client.chat.completions.create(
             model="models/target",
             messages=CHAT,
-            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]
+            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]  # the client types want one of both
         )
         assert rig.script.requests[-1].prediction == rig.prompts.tokenizer.encode(text, add_special_tokens=False).ids
 
