@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import platform
 import signal
@@ -16,26 +15,30 @@ import uvloop
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.families.base import Family
+from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan, choose_address, plan
 from drafter_svc.stream import Callbacks, DraftStream
 from outrider import rpc, telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError, invalid
 from outrider.messages import Hello, ModelInfo
+from outrider.metrics_export import sending_metrics, serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
 
 SERVICE = "outrider.v1.Drafter"
+_SERVICE_NAME = "outrider-drafter"
 
 MakeFamily = Callable[[ModelInfo], Family]
 
 
-async def serve(settings: DrafterSettings, place: PlacementPlan) -> None:
+async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metrics) -> None:
     """Draft until SIGTERM or SIGINT; raises OutriderError when the verifier will never have this drafter."""
     server = rpc.Server(SERVICE)
     try:
         # Answers NOT_SERVING while the model loads.
         await server.start(settings.listen)
-        stream = await _stream(settings, place, server)
+        serve_metrics(metrics.registry, settings)
+        stream = await _stream(settings, place, server, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stream.stop)
         # What loading left behind lives as long as the process; a collection that looks at it again makes a draft late.
@@ -47,10 +50,10 @@ async def serve(settings: DrafterSettings, place: PlacementPlan) -> None:
         telemetry.shutdown()
 
 
-async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.Server) -> DraftStream:
+async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics) -> DraftStream:
     """Load what drafts and make its stream, which sets the server's health."""
     make_family, identity = await _family(settings, place)
-    name = settings.id or f"{settings.family}-{platform.node()}-{os.getpid()}"
+    name = metrics.drafter_id
 
     def hello(family: Family, info: ModelInfo) -> Hello:
         return Hello(
@@ -70,7 +73,7 @@ async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.S
     def address() -> str:
         return choose_address(settings.verifier, settings.uds)
 
-    return DraftStream(address, make_family, hello, Callbacks(registered, lambda: server.set_serving(False)))
+    return DraftStream(address, make_family, hello, Callbacks(registered, lambda: server.set_serving(False)), metrics)
 
 
 async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[MakeFamily, str]:
@@ -157,13 +160,15 @@ def _suffix_family(settings: DrafterSettings) -> MakeFamily:
 def main() -> None:
     """Entry point; exits with status 1 and a sentence when there is no use in trying on."""
     settings = parse(DrafterSettings, "drafter", sys.argv[1:])
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    telemetry.setup("outrider-drafter", endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
+    telemetry.setup_logging(settings.log_level)
+    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
+    metrics = Metrics(settings.id or f"{settings.family}-{platform.node()}-{os.getpid()}", settings.family)
     try:
         # Before torch is imported: it sizes its thread pools by the cores it sees, and memory stays where it was first touched.
         place = plan(settings.placement, settings.cores, settings.numa_node, settings.threads)
         place.apply()
-        uvloop.run(serve(settings, place))
+        with sending_metrics(metrics.registry, _SERVICE_NAME, settings):
+            uvloop.run(serve(settings, place, metrics))
     except OutriderError as error:
         raise SystemExit(f"drafter: {error}") from error
 

@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import Settings
+from outrider.config import ScrapedSettings
 from outrider.messages import MAX_DEPTH
 
 
-class DrafterSettings(Settings):
+class DrafterSettings(ScrapedSettings):
     """What `python -m drafter_svc` takes."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 import grpc
 
 from drafter_svc.families.base import Family
-from outrider import rpc, telemetry, wire
+from drafter_svc.metrics import Metrics
+from outrider import rpc, telemetry, wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch, Welcome
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
@@ -49,7 +51,7 @@ async def wait_until_ready(channel: grpc.aio.Channel) -> ModelInfo:
     while True:
         try:
             response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
-            info = wire.model_from_proto(response)
+            info = wire_model.model_from_proto(response)
             if info.stage is Stage.READY:
                 return info
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
@@ -70,6 +72,7 @@ class DraftStream:
         make_family: Callable[[ModelInfo], Family],
         hello: Callable[[Family, ModelInfo], Hello],
         callbacks: Callbacks,
+        metrics: Metrics,
     ) -> None:
         """`address` is asked for at each connection, as the verifier's socket may appear later than this drafter; `make_family`
         makes fresh state for each, since a verifier announces everything anew.
@@ -78,6 +81,7 @@ class DraftStream:
         self._make_family = make_family
         self._hello = hello
         self._callbacks = callbacks
+        self._metrics = metrics
         self._stopping = asyncio.Event()
         self._backoff_s = _BACKOFF_S[0]
 
@@ -118,15 +122,17 @@ class DraftStream:
         async with rpc.dial(address) as channel:
             family = self._make_family(info)
             try:
-                session = _Session(channel, family, info, self._stopping)
+                session = _Session(channel, family, info, self._stopping, self._metrics)
                 welcome = await self._unless_stopped(session.introduce(self._hello(family, info)))
                 if welcome is None:
                     return
                 log.info("drafting for %s", welcome.model_id)
                 self._backoff_s = _BACKOFF_S[0]
                 await self._callbacks.registered(address)
+                self._metrics.connected.set(1)
                 await session.serve()
             finally:
+                self._metrics.lost()
                 await self._callbacks.lost()
                 await family.aclose()
 
@@ -145,12 +151,15 @@ class DraftStream:
 class _Session:
     """One connection."""
 
-    def __init__(self, channel: grpc.aio.Channel, family: Family, info: ModelInfo, stopping: asyncio.Event) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, family: Family, info: ModelInfo, stopping: asyncio.Event, metrics: Metrics
+    ) -> None:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         self._call: Any = stub.StreamDrafts()
         self._family = family
         self._vocab_size = info.vocab_size
         self._stopping = stopping
+        self._metrics = metrics
         self._inbox: asyncio.Queue[StepBatch] = asyncio.Queue(_MAX_UNREAD_STEPS)
         self._wake = asyncio.Event()
         self._traceparents: dict[int, str] = {}
@@ -210,8 +219,10 @@ class _Session:
             self._wake.clear()
             while not self._inbox.empty():
                 self._apply(self._inbox.get_nowait())
+            started = time.monotonic()
             batch = await family.draft(self._wake.is_set)
             if batch.proposals or batch.skips:
+                self._metrics.drafted(batch, time.monotonic() - started)
                 self._trace(batch)
                 await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(batch)))
             else:
@@ -227,12 +238,14 @@ class _Session:
         for verdict in step.verdicts:
             self._family.verdict(verdict)
             self._remember(verdict.sequence_id, verdict.traceparent)
+        self._metrics.sequences.inc(len(step.opened) - len(step.closed))
         for closed in step.closed:
             self._family.close(closed.sequence_id)
             self._traceparents.pop(closed.sequence_id, None)
 
     def _remember(self, sequence_id: int, traceparent: str) -> None:
-        if traceparent and telemetry.enabled():
+        if telemetry.enabled():
+            # Empty for a step that has no span, so that its drafts have none either.
             self._traceparents[sequence_id] = traceparent
 
     def _trace(self, batch: DraftBatch) -> None:

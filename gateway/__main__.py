@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 import uvloop
 
 from gateway.config import GatewaySettings
+from gateway.metrics import Metrics
 from gateway.server import serve
 from outrider import telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError
+from outrider.metrics_export import sending_metrics
+
+_SERVICE_NAME = "outrider-gateway"
 
 
 def main(arguments: list[str]) -> None:
     """Read the settings and serve until SIGTERM or SIGINT."""
     settings = parse(GatewaySettings, "gateway", arguments)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    telemetry.setup("outrider-gateway", endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
+    telemetry.setup_logging(settings.log_level)
+    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
+    metrics = Metrics()
     try:
-        uvloop.run(serve(settings))
+        with sending_metrics(metrics.registry, _SERVICE_NAME, settings):
+            uvloop.run(serve(settings, metrics))
     except OutriderError as error:
         print(f"gateway: {error}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import grpc
 
-from outrider import rpc, wire
+from outrider import rpc, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import ModelInfo, Stage
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
@@ -48,7 +48,7 @@ class Replica:
         except grpc.aio.AioRpcError as failure:
             self.lost(rpc.error_of(failure))
             return
-        self.info = wire.model_from_proto(response)
+        self.info = wire_model.model_from_proto(response)
         self.problem = _problem(self.address, self.info, fingerprint)
 
     def lost(self, error: OutriderError) -> None:

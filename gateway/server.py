@@ -34,10 +34,9 @@ class _HttpServer(uvicorn.Server):
 class Gateway:
     """A running gateway; `http_url` and `grpc_address` are where it listens."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
         self._settings = settings
         prompts = Prompts(settings.tokenizer)
-        metrics = Metrics()
         self.router = Router(settings.verifier, prompts.fingerprint, settings.model_name)
         generation = Generation(self.router, prompts, metrics)
         config = uvicorn.Config(
@@ -90,9 +89,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+async def running(settings: GatewaySettings, metrics: Metrics) -> AsyncIterator[Gateway]:
     """A gateway that runs while the block does."""
-    gateway = Gateway(settings)
+    gateway = Gateway(settings, metrics)
     await gateway.start()
     try:
         yield gateway
@@ -100,12 +99,12 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         await gateway.stop()
 
 
-async def serve(settings: GatewaySettings) -> None:
+async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
     """Run until SIGTERM or SIGINT."""
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with running(settings) as gateway:
+    async with running(settings, metrics) as gateway:
         # What starting left behind lives as long as the process; a collection that looks at it again stalls every stream.
         gc.collect()
         gc.freeze()

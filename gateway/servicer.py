@@ -12,6 +12,7 @@ from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
 from outrider import rpc, telemetry, wire, wire_settings
 from outrider.errors import invalid
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+from outrider.wire_settings import proto_enum
 
 SERVICE = "outrider.v1.GenerationService"
 _ROLES = ("system", "user", "assistant")
@@ -80,7 +81,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def _response(piece: Piece) -> generation_pb2.GenerateTextResponse:
     response = generation_pb2.GenerateTextResponse(
-        text=piece.text, token_ids=piece.token_ids, sources=[_enum(s) for s in piece.sources], drafter_id=piece.drafter_id
+        text=piece.text,
+        token_ids=piece.token_ids,
+        sources=[proto_enum(s) for s in piece.sources],
+        drafter_id=piece.drafter_id,
     )
     response.logprobs.extend(wire.logprob_to_proto(logprob) for logprob in piece.logprobs)
     if piece.ending is not None:
@@ -89,13 +93,8 @@ def _response(piece: Piece) -> generation_pb2.GenerateTextResponse:
 
 
 def _end(response: generation_pb2.GenerateTextResponse, ending: Ending) -> None:
-    response.finish_reason = _enum(ending.reason)
+    response.finish_reason = proto_enum(ending.reason)
     response.usage.prompt_token_count = ending.prompt_token_count
     response.usage.completion_token_count = ending.completion_token_count
     response.usage.cached_token_count = ending.cached_token_count
     response.stats.CopyFrom(wire.stats_to_proto(ending.stats))
-
-
-def _enum(value: int) -> Any:
-    """A proto enum's value; the stubs make each enum a type of its own, which a plain integer is not."""
-    return int(value)

@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -30,14 +30,17 @@ class Settings(BaseSettings):
     config: Path | None = None
     """YAML file with any of these settings, named with underscores."""
 
-    log_level: str = "info"
-    """debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
 
     otlp_endpoint: str = ""
     """OTLP gRPC endpoint that spans are sent to; empty turns tracing off."""
 
-    trace_sample_ratio: float = 1.0
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the requests that are traced, unless the caller's traceparent decides."""
+
+    otlp_metrics_seconds: float = Field(0.0, ge=0)
+    """How often metrics are sent to the OTLP endpoint as well; 0 leaves them to be scraped."""
 
     @classmethod
     def settings_customise_sources(
@@ -49,6 +52,16 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+
+class ScrapedSettings(Settings):
+    """Of processes that have no HTTP server but for their metrics."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address that Prometheus' /metrics listens on."""
+
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of Prometheus' /metrics; 0 is off."""
 
 
 def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Settings:

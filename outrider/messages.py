@@ -380,7 +380,11 @@ class DrafterInfo:
     placement: Placement
     connected: bool
     sequence_count: int
-    acceptance_rate: float | None
+    acceptance_rate: float | None = None
+    round_trip_s: float | None = None
+    """From a verdict to what answers it, without the time spent drafting; None before the first."""
+    token_s: float | None = None
+    """Drafting one token; None before the first."""
 
 
 @dataclass(frozen=True, slots=True)

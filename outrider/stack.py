@@ -133,6 +133,7 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     common = ["--log-level", settings.log_level]
     if settings.otlp_endpoint:
         common += ["--otlp-endpoint", settings.otlp_endpoint, "--trace-sample-ratio", str(settings.trace_sample_ratio)]
+        common += ["--otlp-metrics-seconds", str(settings.otlp_metrics_seconds)]
     for child in children:
         child.arguments += common
     return Stack(children, f"http://{settings.host}:{http_port}", f"{settings.host}:{grpc_port}", verifier)

@@ -1,4 +1,4 @@
-"""Traces and metrics: OpenTelemetry spans that cross the draft stream, off by default and free when off.
+"""Traces: OpenTelemetry spans that cross the draft stream, off by default and free when off; and logs that name their trace.
 
 A trace context travels as a W3C `traceparent` string: in gRPC metadata for unary and server-streaming calls, in the messages for
 the draft stream. The empty string means "not sampled", and every span under it is the one no-op span.
@@ -6,8 +6,10 @@ the draft stream. The empty string means "not sampled", and every span under it 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 
 from opentelemetry import trace
@@ -17,19 +19,25 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-Attribute = str | int | float | bool
+Attribute = str | int | float | bool | Sequence[str]
+Kind = trace.SpanKind
 _propagator = TraceContextTextMapPropagator()
 _tracer: trace.Tracer | None = None
 _provider: TracerProvider | None = None
+_logged: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 class Span:
-    """A span, or nothing at all when tracing is off or the trace is not sampled."""
+    """A span, or nothing at all when tracing is off or the trace is not sampled.
 
-    __slots__ = ("_span", "traceparent")
+    As a context manager it ends with the block, and what the block logs carries its ids.
+    """
+
+    __slots__ = ("_before", "_span", "traceparent")
 
     def __init__(self, span: trace.Span | None) -> None:
         self._span = span
+        self._before = ""
         self.traceparent = ""
         if span is not None:
             carrier: dict[str, str] = {}
@@ -52,11 +60,17 @@ class Span:
             self._span.end()
 
     def __enter__(self) -> Span:
+        if self._span is not None:
+            self._before = _logged.get()
+            _logged.set(self.traceparent)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace_back: TracebackType | None) -> None:
         if value is not None:
+            self.set(error__type=type(value).__name__)
             self.fail(f"{type(value).__name__}: {value}")
+        if self._span is not None:
+            _logged.set(self._before)
         self.end()
 
 
@@ -93,26 +107,68 @@ def shutdown() -> None:
 
 
 def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -> Span:
-    """A span that may begin a trace, under the caller's `traceparent` header when it sent one."""
+    """A server's span that may begin a trace, under the caller's `traceparent` header when it sent one."""
     if _tracer is None:
         return NO_SPAN
-    return _start(_tracer, name, {key.lower(): value for key, value in headers.items()}, attributes)
+    return _start(_tracer, name, {key.lower(): value for key, value in headers.items()}, attributes, kind=Kind.SERVER)
 
 
-def start(name: str, traceparent: str, *, seconds_ago: float = 0.0, **attributes: Attribute) -> Span:
-    """A child of `traceparent` that began `seconds_ago`; nothing when there is no parent or tracing is off."""
+def start(
+    name: str,
+    traceparent: str,
+    *,
+    seconds_ago: float = 0.0,
+    links: Iterable[str] = (),
+    kind: Kind = Kind.INTERNAL,
+    **attributes: Attribute,
+) -> Span:
+    """A child of `traceparent` that began `seconds_ago`; nothing when there is no parent or tracing is off.
+
+    `links` are the traceparents of spans that it has to do with and is no child of.
+    """
     if _tracer is None or not traceparent:
         return NO_SPAN
-    return _start(_tracer, name, {"traceparent": traceparent}, attributes, seconds_ago)
+    linked = [trace.Link(_context(other)) for other in links if other]
+    return _start(_tracer, name, {"traceparent": traceparent}, attributes, seconds_ago, linked, kind)
+
+
+def _context(traceparent: str) -> trace.SpanContext:
+    return trace.get_current_span(_propagator.extract({"traceparent": traceparent})).get_span_context()
 
 
 def _start(
-    tracer: trace.Tracer, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Attribute], seconds_ago: float = 0.0
+    tracer: trace.Tracer,
+    name: str,
+    carrier: Mapping[str, str],
+    attributes: Mapping[str, Attribute],
+    seconds_ago: float = 0.0,
+    links: Sequence[trace.Link] = (),
+    kind: Kind = Kind.INTERNAL,
 ) -> Span:
     began_ns = time.time_ns() - int(seconds_ago * 1e9)
-    span = tracer.start_span(name, context=_propagator.extract(carrier), start_time=began_ns)
+    span = tracer.start_span(name, context=_propagator.extract(carrier), kind=kind, links=links, start_time=began_ns)
     if not span.is_recording():
         return NO_SPAN
     result = Span(span)
     result.set(**attributes)
     return result
+
+
+def setup_logging(level: str) -> None:
+    """One line a record on stderr; within a traced request it ends with the ids of its trace and span."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class _Formatter(logging.Formatter):
+    """`extra={"traceparent": ...}` names a trace where no span is entered, as on the engine's thread."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        traceparent: str = getattr(record, "traceparent", "") or _logged.get()
+        if not traceparent:
+            return line
+        first, *rest = line.split("\n", 1)
+        _, trace_id, span_id, _ = traceparent.split("-")
+        return "\n".join([f"{first} trace_id={trace_id} span_id={span_id}", *rest])

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
+from outrider.wire_model import placement_from_proto, placement_to_proto
 from outrider.wire_settings import (
     check_name,
     grammar_from_proto,
     grammar_to_proto,
+    proto_enum,
     sampling_from_proto,
     sampling_to_proto,
     speculation_from_proto,
@@ -109,14 +110,14 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
 def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
     response = verifier_pb2.GenerateTokensResponse(
         token_ids=chunk.token_ids,
-        sources=[_enum(source) for source in chunk.sources],
+        sources=[proto_enum(source) for source in chunk.sources],
         drafter_id=chunk.drafter_id,
         cached_token_count=chunk.cached_token_count,
         draft_token_count=chunk.draft_token_count,
         logprobs=[logprob_to_proto(logprob) for logprob in chunk.logprobs],
     )
     if chunk.finish_reason is not None:
-        response.finish_reason = _enum(chunk.finish_reason)
+        response.finish_reason = proto_enum(chunk.finish_reason)
     if chunk.stats is not None:
         response.stats.CopyFrom(stats_to_proto(chunk.stats))
     return response
@@ -147,7 +148,7 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
         accepted_token_count=stats.accepted_token_count,
         acceptance_histogram=stats.histogram,
         max_depth=stats.max_depth,
-        rules=[_enum(rule) for rule in stats.rules],
+        rules=[proto_enum(rule) for rule in stats.rules],
     )
 
 
@@ -162,81 +163,6 @@ def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
         proto.max_depth,
         [m.AcceptanceRule(rule) for rule in proto.rules],
     )
-
-
-# --- the model --------------------------------------------------------------------------------------------------------------
-
-
-def model_to_proto(info: m.ModelInfo) -> verifier_pb2.GetModelResponse:
-    return verifier_pb2.GetModelResponse(
-        model_id=info.model_id,
-        stage=_enum(info.stage.value),
-        stage_detail=info.stage_detail,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        vocab_size=info.vocab_size,
-        context_length=info.context_length,
-        eos_token_ids=info.eos_token_ids,
-        dtype=info.dtype,
-        device=info.device,
-        max_depth=info.max_depth,
-        drafters=[
-            verifier_pb2.DrafterInfo(
-                drafter_id=drafter.drafter_id,
-                family=drafter.family,
-                placement=placement_to_proto(drafter.placement),
-                connected=drafter.connected,
-                sequence_count=drafter.sequence_count,
-                acceptance_rate=drafter.acceptance_rate,
-            )
-            for drafter in info.drafters
-        ],
-    )
-
-
-def model_from_proto(proto: verifier_pb2.GetModelResponse) -> m.ModelInfo:
-    return m.ModelInfo(
-        model_id=proto.model_id,
-        stage=m.Stage(proto.stage),
-        stage_detail=proto.stage_detail,
-        tokenizer_fingerprint=proto.tokenizer_fingerprint,
-        vocab_size=proto.vocab_size,
-        context_length=proto.context_length,
-        eos_token_ids=tuple(proto.eos_token_ids),
-        dtype=proto.dtype,
-        device=proto.device,
-        max_depth=proto.max_depth,
-        drafters=tuple(
-            m.DrafterInfo(
-                drafter.drafter_id,
-                drafter.family,
-                placement_from_proto(drafter.placement),
-                drafter.connected,
-                drafter.sequence_count,
-                drafter.acceptance_rate if drafter.HasField("acceptance_rate") else None,
-            )
-            for drafter in proto.drafters
-        ),
-    )
-
-
-def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
-    return common_pb2.Placement(
-        kind=placement.kind,
-        host=placement.host,
-        device=placement.device,
-        cores=placement.cores,
-        numa_node=placement.numa_node,
-        architecture=placement.architecture,
-    )
-
-
-def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
-    for name in ("kind", "host", "device", "architecture"):
-        check_name(f"placement.{name}", getattr(proto, name), empty=True)
-    if len(proto.cores) > MAX_BATCH_ENTRIES:
-        raise invalid("placement.cores", f"must hold at most {MAX_BATCH_ENTRIES} cores")
-    numa_node = proto.numa_node if proto.HasField("numa_node") else None
-    return m.Placement(proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture)
 
 
 # --- the draft stream: what drafters say ------------------------------------------------------------------------------------
@@ -269,7 +195,7 @@ def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
         family=hello.family,
         tokenizer_fingerprint=hello.tokenizer_fingerprint,
         max_depth=hello.max_depth,
-        distributions=[_enum(rule) for rule in sorted(hello.distributions)],
+        distributions=[proto_enum(rule) for rule in sorted(hello.distributions)],
         placement=placement_to_proto(hello.placement),
         max_sequence_count=hello.max_sequence_count,
         wants=[drafts_pb2.VERDICT_EXTRA_FEATURES] if hello.wants_features else [],
@@ -346,7 +272,7 @@ def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
     return drafts_pb2.StepBatch(
         opened=[_opened_to_proto(opened) for opened in step.opened],
         verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
-        closed=[drafts_pb2.Closed(sequence_id=c.sequence_id, reason=_enum(c.reason)) for c in step.closed],
+        closed=[drafts_pb2.Closed(sequence_id=c.sequence_id, reason=proto_enum(c.reason)) for c in step.closed],
     )
 
 
@@ -356,7 +282,7 @@ def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
         epoch=opened.epoch,
         token_ids=opened.token_ids,
         sampling=sampling_to_proto(opened.sampling),
-        distribution=_enum(opened.rule),
+        distribution=proto_enum(opened.rule),
         window=_window_to_proto(opened.window),
         depth=opened.depth,
         tenant=opened.tenant,
@@ -430,11 +356,6 @@ def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
     if not 1 <= proto.node_count <= MAX_WINDOW_NODES or not 1 <= proto.depth <= MAX_WINDOW_DEPTH:
         raise _violation("window", f"must be within {MAX_WINDOW_NODES} nodes and depth {MAX_WINDOW_DEPTH}")
     return m.Window(proto.node_count, proto.depth)
-
-
-def _enum(value: int) -> Any:
-    """A proto enum's value; the stubs make each enum a type of its own, which a plain integer is not."""
-    return int(value)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------------

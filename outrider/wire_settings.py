@@ -117,7 +117,7 @@ def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.Speculatio
         enabled=options.enabled,
         drafter=options.drafter,
         depth=options.depth,
-        acceptance=_enum(options.acceptance.value),
+        acceptance=proto_enum(options.acceptance.value),
         typical_epsilon=options.typical_epsilon,
         relaxed_topk=options.relaxed_topk,
         relaxed_delta=options.relaxed_delta,
@@ -172,6 +172,6 @@ def check_name(field: str, name: str, empty: bool = False) -> None:
         raise invalid(field, f"must be {least} to {m.MAX_NAME_LENGTH} printable characters, not {name[:40]!r}")
 
 
-def _enum(value: int) -> Any:
+def proto_enum(value: int) -> Any:
     """A proto enum's value; the stubs make each enum a type of its own, which a plain integer is not."""
     return int(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import signal
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 import uvloop
-from prometheus_client import start_http_server
 from tokenizers import Tokenizer
 
 from outrider import rpc, telemetry
@@ -24,6 +22,7 @@ from outrider.grammar import GrammarCompiler
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.messages import AcceptanceRule, ModelInfo, Stage
+from outrider.metrics_export import sending_metrics, serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
@@ -33,20 +32,21 @@ from verifier_svc.judging import Judge
 from verifier_svc.metrics import Metrics
 from verifier_svc.servicer import VerifierServicer
 
-log = logging.getLogger("verifier")
+_SERVICE_NAME = "outrider-verifier"
 
 
-async def serve(settings: VerifierSettings) -> None:
+async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     """Run until SIGTERM or SIGINT; raises OutriderError when the target cannot be served."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    servicer = VerifierServicer(settings.model_name or settings.target)
+    servicer = VerifierServicer(_model_name(settings))
     server = rpc.Server("outrider.v1.VerifierService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     ports = await server.start(settings.listen, *([f"unix:{settings.uds}"] if settings.uds is not None else []))
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
-    loader = Loader(settings, servicer)
+    serve_metrics(metrics.registry, settings)
+    loader = Loader(settings, servicer, metrics)
     thread = EngineThread(loader.build)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     built: asyncio.Future[Any] = thread.built
@@ -74,9 +74,10 @@ async def serve(settings: VerifierSettings) -> None:
 class Loader:
     """Loads and warms up the target on the engine's thread, and reports how far it is to the event loop's."""
 
-    def __init__(self, settings: VerifierSettings, servicer: VerifierServicer) -> None:
+    def __init__(self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics) -> None:
         self._settings = settings
         self._servicer = servicer
+        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self.info = servicer.info
         self.grammars: GrammarCompiler | None = None
@@ -113,9 +114,6 @@ class Loader:
             device=str(runner.device),
             max_depth=policy.depth,
         )
-        metrics = Metrics(self.info.model_id)
-        if settings.metrics_port:
-            start_http_server(settings.metrics_port, "127.0.0.1", registry=metrics.registry)
         rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
         judge = Judge(rule, _thinking_ids(tokenizer, settings.thinking_tokens), settings.synthetic_acceptance_rate)
         limits = Limits(policy, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
@@ -123,12 +121,13 @@ class Loader:
             runner,
             pool,
             deliver,
-            metrics,
+            self._metrics,
             limits,
             judge,
             trust_draft_distributions=settings.trust_draft_distributions,
             always_draft=settings.always_draft,
             own_cores=_cores_without_spare() if runner.device.type == "cpu" else None,
+            traced_steps=settings.trace_step_share,
         )
         self.grammars = GrammarCompiler(
             settings.target,
@@ -143,6 +142,10 @@ class Loader:
         gc.collect()
         gc.freeze()
         return engine
+
+
+def _model_name(settings: VerifierSettings) -> str:
+    return settings.model_name or settings.target
 
 
 def _cores_without_spare() -> frozenset[int] | None:
@@ -161,12 +164,14 @@ def _thinking_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:
 def main() -> None:
     """Entry point; exits with status 1 and a sentence when the target cannot be served."""
     settings = parse(VerifierSettings, "verifier", sys.argv[1:])
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    telemetry.setup("outrider-verifier", endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
+    telemetry.setup_logging(settings.log_level)
+    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
     # The engine's thread and the event loop share the interpreter; at the default of 5 ms the loop could hold up a whole step.
     sys.setswitchinterval(0.0005)
+    metrics = Metrics(_model_name(settings))
     try:
-        uvloop.run(serve(settings))
+        with sending_metrics(metrics.registry, _SERVICE_NAME, settings):
+            uvloop.run(serve(settings, metrics))
     except OutriderError as error:
         raise SystemExit(f"verifier: {error}") from error
 

@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import Settings
+from outrider.config import ScrapedSettings
 from outrider.depth_policy import DepthSetting
 
 
-class VerifierSettings(Settings):
+class VerifierSettings(ScrapedSettings):
     """What `python -m verifier_svc` takes."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
@@ -40,9 +40,6 @@ class VerifierSettings(Settings):
 
     uds: Path | None = None
     """Unix socket to serve on as well, for drafters on this host."""
-
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of Prometheus' /metrics on the loopback interface; 0 is off."""
 
     depth: DepthSetting = "goodput"
     """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what measured acceptance and
@@ -86,6 +83,9 @@ class VerifierSettings(Settings):
 
     grammar_compile_seconds: float = Field(5.0, gt=0)
     """How long a request's grammar may take to compile."""
+
+    trace_step_share: float = Field(1.0, ge=0, le=1)
+    """Share of a traced request's steps that have spans, with the drafts that answer them."""
 
     drain_seconds: float = Field(10.0, ge=0)
     """How long running requests may finish after SIGTERM."""

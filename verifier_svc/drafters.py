@@ -58,7 +58,8 @@ class Drafter:
     def info(self, connected: bool) -> DrafterInfo:
         rate = self.accepted_count / self.verified_count if self.verified_count else None
         hello = self.hello
-        return DrafterInfo(hello.drafter_id, hello.family, hello.placement, connected, len(self.sequence_ids), rate)
+        held, reply_s, token_s = len(self.sequence_ids), self.reply.value or None, self.token_time.value or None
+        return DrafterInfo(hello.drafter_id, hello.family, hello.placement, connected, held, rate, reply_s, token_s)
 
 
 class Roster:

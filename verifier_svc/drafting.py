@@ -122,7 +122,8 @@ class Drafting:
                 fate = assignment.trie.add(proposal) if assignment else Fate.STALE
                 self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
                 if assignment:
-                    assignment.answered(proposal.epoch, len(proposal.token_ids), proposal.draft_seconds)
+                    seconds = assignment.answered(proposal.epoch, len(proposal.token_ids), proposal.draft_seconds)
+                    self._metrics.answered(drafter, seconds)
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)

@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 
-from outrider import telemetry
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import Compiled
@@ -35,6 +34,7 @@ from verifier_svc.metrics import Metrics, Phases
 from verifier_svc.planning import Planner
 from verifier_svc.scheduler import Item, Scheduler
 from verifier_svc.sequence import Sequence
+from verifier_svc.step_spans import StepSpans
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,9 @@ class Engine:
         trust_draft_distributions: bool = False,
         always_draft: bool = False,
         own_cores: frozenset[int] | None = None,
+        traced_steps: float = 1.0,
     ) -> None:
-        """`own_cores` as in `Drafting`."""
+        """`own_cores` as in `Drafting`, `traced_steps` is the share of a traced request's steps that have spans."""
         self.model = model
         self.limits = limits
         self.judge = judge
@@ -97,6 +98,7 @@ class Engine:
         self.drafting = Drafting(
             self.sequences, self.planner, metrics, trust_distributions=trust_draft_distributions, own_cores=own_cores
         )
+        self._spans = StepSpans(metrics, traced_steps)
         self._guidance = Guidance()
         self._metrics = metrics
         self._deliver = deliver
@@ -174,11 +176,12 @@ class Engine:
         items = self._guidance.cut(self.scheduler.next())
         if not items:
             return
-        spans = [_span(item, clock.last["wait"]) for item in items]
+        spans = self._spans.begin(items, clock.last["wait"])
         try:
             judgements = self._forward(items)
         except (RuntimeError, OutriderError) as error:
-            log.exception("a forward failed")
+            traced = next((span.traceparent for span in spans if span.traceparent), "")
+            log.exception("a forward failed", extra={"traceparent": traced})
             self._fail(items, error)
         else:
             for item, judgement, span in zip(items, judgements, spans, strict=True):
@@ -187,12 +190,11 @@ class Engine:
                 else:
                     self._commit(item, judgement, span)
             clock.end("commit")
-        for span in spans:
-            span.end()
+        self._spans.end(spans)
         self._measure_occupancy()
         self._flush()
         clock.end("send")
-        self._metrics.step(clock, self.scheduler.preemption_count - preempted)
+        self._metrics.step(clock, self.scheduler.preemption_count - preempted, len(items))
 
     def _forward(self, items: list[Item]) -> list[Judgement | None]:
         """Score a batch; None for a part of a prompt."""
@@ -296,6 +298,7 @@ class Engine:
         scheduler, pool = self.scheduler, self.pool
         page_share = pool.used_count / pool.page_count
         self._metrics.occupancy(running=len(scheduler.running), waiting=len(scheduler.waiting), page_share=page_share)
+        self._metrics.prefix_cache(scheduler.prompt_token_count, scheduler.cached_token_count)
 
     def _close(self, sequence: Sequence) -> None:
         del self.sequences[sequence.id]
@@ -334,6 +337,8 @@ class Engine:
         sequence.kv.length += accepted
         self.pool.truncate(sequence.kv, sequence.kv.length)
         self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+        if sequence.stats.forward_count == 1:
+            self._spans.prefilled(sequence)
         self._metrics.generated(len(new))
         span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if item.assignment is not None:
@@ -406,19 +411,3 @@ def _chunk(item: Item, new: list[int], accepted: int, judgement: Judgement, fini
         draft_token_count=len(item.path.token_ids),
         logprobs=list(judgement.logprobs[: len(new)]),
     )
-
-
-def _span(item: Item, wait_s: float) -> Span:
-    """The step's span in its request's trace; drafters of the next round stand below it."""
-    if not item.sequence.span.traceparent:
-        return NO_SPAN
-    span = telemetry.start("verify", item.sequence.span.traceparent)
-    span.set(
-        outrider__sequence_id=item.sequence.id,
-        outrider__tokens=len(item.token_ids),
-        outrider__draft_tokens=len(item.path.token_ids),
-        outrider__wait_seconds=wait_s,
-    )
-    if item.assignment is not None:
-        span.set(outrider__drafter=item.assignment.drafter.id, outrider__epoch=item.assignment.trie.epoch)
-    return span

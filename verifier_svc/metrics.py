@@ -14,6 +14,11 @@ _LABELS = ["model_name", "drafter", "placement"]
 _POSITIONS = [str(position) for position in range(MAX_DEPTH)]
 
 
+def _doubling(first: float, count: int) -> list[float]:
+    """Bounds of a histogram's buckets, each twice the one before."""
+    return [first * 2**i for i in range(count)]
+
+
 class Phases:
     """Where the time of a step went; one object serves all steps of an engine. Times are in seconds."""
 
@@ -79,6 +84,9 @@ class Metrics:
         )
         self._generated = counter("generation_tokens", "Tokens committed.", ["model_name"])
         self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", ["model_name"])
+        self._prefix_queries = counter("prefix_cache_queries", "Tokens of admitted texts.", ["model_name"])
+        self._prefix_hits = counter("prefix_cache_hits", "Those of them that the prefix cache held.", ["model_name"])
+        self._prefix_counts = (0, 0)
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"outrider:{name}", text, ["model_name"], registry=self.registry)
@@ -91,13 +99,23 @@ class Metrics:
             "Time of engine steps by phase: wait (for drafts), pack, forward, accept, commit, send.",
             ["model_name", "phase"],
         )
-        self._step_seconds = Histogram(
-            "outrider:step_seconds",
-            "Time of one engine step's forward and acceptance.",
-            ["model_name"],
-            buckets=[0.001 * 2**i for i in range(14)],
-            registry=self.registry,
+
+        def histogram(name: str, text: str, buckets: list[float], labels: list[str]) -> Histogram:
+            return Histogram(f"outrider:{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        model = ["model_name"]
+        self._step_seconds = histogram("step_seconds", "Time of one engine step.", _doubling(0.001, 14), model)
+        self._batch = histogram("step_sequences", "Sequences in one step.", _doubling(1.0, 11), model)
+        self._queue_seconds = histogram(
+            "request_queue_time_seconds", "From arrival to the first step.", _doubling(0.0005, 18), model
         )
+        self._prefill_seconds = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _doubling(0.001, 16), model
+        )
+        self._draft_seconds = histogram(
+            "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
+        )
+        self._answers: list[tuple[Drafter, float]] = []
 
     def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
         return self._model_name, drafter.id, drafter.hello.placement.kind
@@ -112,10 +130,18 @@ class Metrics:
         pending, self._pending = self._pending, {}
         for (counter, labels), amount in pending.items():
             counter.labels(*labels).inc(amount)
+        for drafter, seconds in self._answers:
+            self._draft_seconds.labels(*self._labels(drafter)).observe(seconds)
+        self._answers.clear()
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
         """A message of a draft stream arrived."""
         self._add(self._received, self._labels(drafter), byte_count)
+
+    def answered(self, drafter: Drafter, seconds: float | None) -> None:
+        """A drafter's first answer to a verdict came after `seconds`; None for those behind it."""
+        if seconds is not None:
+            self._answers.append((drafter, seconds))
 
     def proposed(self, drafter: Drafter, token_count: int, *, stale: bool) -> None:
         """A proposal arrived."""
@@ -143,9 +169,24 @@ class Metrics:
         """Tokens were committed."""
         self._add(self._generated, (self._model_name,), token_count)
 
-    def step(self, phases: Phases, preempted: int) -> None:
-        """An engine step ended."""
+    def queued(self, seconds: float) -> None:
+        """A sequence became part of a batch."""
+        self._queue_seconds.labels(self._model_name).observe(seconds)
+
+    def prefilled(self, seconds: float) -> None:
+        """A sequence's first token was committed."""
+        self._prefill_seconds.labels(self._model_name).observe(seconds)
+
+    def prefix_cache(self, queried: int, hits: int) -> None:
+        """Tokens that were looked for and found in the prefix cache since the start."""
+        before, self._prefix_counts = self._prefix_counts, (queried, hits)
+        self._prefix_queries.labels(self._model_name).inc(queried - before[0])
+        self._prefix_hits.labels(self._model_name).inc(hits - before[1])
+
+    def step(self, phases: Phases, preempted: int, sequence_count: int) -> None:
+        """An engine step of so many sequences ended."""
         self._step_seconds.labels(self._model_name).observe(phases.step_s)
+        self._batch.labels(self._model_name).observe(sequence_count)
         for name, seconds in phases.last.items():
             self._phase_seconds.labels(self._model_name, name).inc(seconds)
         if phases.bare_s:

@@ -47,6 +47,9 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
         self.preemption_count = 0
+        # Of texts that were admitted, and how many of those were found in the prefix cache.
+        self.prompt_token_count = 0
+        self.cached_token_count = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
 
@@ -104,6 +107,8 @@ class Scheduler:
             if not self.pool.reserve(sequence.kv, len(sequence.tokens)):
                 self.pool.free(sequence.kv)
                 return
+            self.prompt_token_count += len(sequence.tokens)
+            self.cached_token_count += cached
             if sequence.stats.forward_count == 0:
                 sequence.cached_token_count = cached
             self.running[sequence.id] = self.waiting.popleft()

@@ -77,14 +77,20 @@ class Assignment:
         while len(self.asked_at) > _EPOCHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def answered(self, epoch: int, token_count: int = 0, draft_seconds: float = 0.0) -> None:
-        """The epoch's first message came, late or not, with so many tokens that took so long to draft."""
+    def answered(self, epoch: int, token_count: int = 0, draft_seconds: float = 0.0) -> float | None:
+        """A message came with so many tokens that took so long to draft.
+
+        Returns how many seconds after the verdict it came, if it is the epoch's first, late or not.
+        """
         self.met = True
         asked_at = self.asked_at.pop(epoch, None)
-        if asked_at is not None:
-            self.drafter.reply.observe(max(time.monotonic() - asked_at - draft_seconds, 0.0))
-            if token_count:
-                self.drafter.token_time.observe(draft_seconds / token_count)
+        if asked_at is None:
+            return None
+        seconds = time.monotonic() - asked_at
+        self.drafter.reply.observe(max(seconds - draft_seconds, 0.0))
+        if token_count:
+            self.drafter.token_time.observe(draft_seconds / token_count)
+        return seconds
 
     @property
     def ahead(self) -> bool:
@@ -116,6 +122,9 @@ class Sequence:
     """Where the committed output stands in its grammar."""
     mask_width: int = 0
     span: Span = NO_SPAN
+    submitted_at: float = field(default_factory=time.monotonic)
+    scheduled_at: float = 0.0
+    """When it was first part of a batch (monotonic seconds)."""
     depth: int = 0
     """Draft tokens that the coming step should verify, before `draft_limit` cuts it."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from outrider import telemetry, wire
+from outrider import telemetry, wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import Compiled, GrammarCompiler
 from outrider.messages import FinishReason, Grammar, ModelInfo, Stage, TokenChunk
@@ -66,7 +66,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         info = self.info
         if self._engine is not None:
             info = replace(info, drafters=await self._engine.call(self._engine.engine.drafting.roster.infos))
-        return wire.model_to_proto(info)
+        return wire_model.model_to_proto(info)
 
     @reports_errors
     async def GenerateTokens(
@@ -122,7 +122,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context
     ) -> None:
         """One drafter's stream, until it leaves."""
-        stream = DraftStream(self._ready(), aiter(request_iterator), context, wire.model_to_proto(self.info))
+        stream = DraftStream(self._ready(), aiter(request_iterator), context, wire_model.model_to_proto(self.info))
         self._streams.add(stream)
         try:
             await stream.run()

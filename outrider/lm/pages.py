@@ -31,8 +31,6 @@ class PagePool:
     def __init__(self, page_count: int, page_size: int, *, prefix_caching: bool = True) -> None:
         self.page_count = page_count
         self.page_size = page_size
-        self.prefix_query_tokens = 0
-        self.prefix_hit_tokens = 0
         self._prefix_caching = prefix_caching
         self._holders = [0] * page_count
         # A heap: whoever is given the lowest free pages often gets neighbours, which attention need not gather.
@@ -97,7 +95,6 @@ class PagePool:
         """
         if sequence.pages:
             raise ValueError("only an empty sequence can start on a cached prefix")
-        self.prefix_query_tokens += len(token_ids)
         if not self._prefix_caching:
             return 0
         for i in range((len(token_ids) - 1) // self.page_size):
@@ -110,7 +107,6 @@ class PagePool:
             sequence.pages.append(page)
             sequence.digests.append(digest)
         sequence.length = len(sequence.digests) * self.page_size
-        self.prefix_hit_tokens += sequence.length
         return sequence.length
 
     def publish(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:

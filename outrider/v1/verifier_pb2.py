@@ -22,33 +22,34 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import drafts_pb2 as outrider_dot_v1_dot_drafts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x18outrider/v1/drafts.proto\"\x94\x03\n\x15GenerateTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x34\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x1d\n\x15min_chunk_token_count\x18\t \x01(\x05\x12\x1e\n\x11top_logprob_count\x18\n \x01(\x05H\x00\x88\x01\x01\x12%\n\x07grammar\x18\x0b \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x1c\n\x14prediction_token_ids\x18\x0c \x03(\rB\x14\n\x12_top_logprob_count\"\xae\x02\n\x16GenerateTokensResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\x07sources\x18\x02 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x12\n\ndrafter_id\x18\x03 \x01(\t\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x05stats\x18\x05 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x06 \x01(\x05\x12\x19\n\x11\x64raft_token_count\x18\x07 \x01(\x05\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"\x9b\x01\n\x13StreamDraftsRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x64rafts\x18\x02 \x01(\x0b\x32\x17.outrider.v1.DraftBatchH\x00\x12)\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x15.outrider.v1.DrainingH\x00\x42\t\n\x07message\"\x9d\x01\n\x14StreamDraftsResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.outrider.v1.StepBatchH\x00\x12)\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x15.outrider.v1.DrainingH\x00\x42\t\n\x07message\"\x11\n\x0fGetModelRequest\"\xb9\x01\n\x0b\x44rafterInfo\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12)\n\tplacement\x18\x03 \x01(\x0b\x32\x16.outrider.v1.Placement\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x16\n\x0esequence_count\x18\x05 \x01(\x05\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_acceptance_rate\"\xa2\x02\n\x10GetModelResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12&\n\x05stage\x18\x02 \x01(\x0e\x32\x17.outrider.v1.ModelStage\x12\x14\n\x0cstage_detail\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12*\n\x08\x64rafters\x18\n \x03(\x0b\x32\x18.outrider.v1.DrafterInfo\x12\x11\n\tmax_depth\x18\x0b \x01(\x05*\xa7\x01\n\nModelStage\x12\x1b\n\x17MODEL_STAGE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_STAGE_LOADING\x10\x01\x12\x1a\n\x16MODEL_STAGE_WARMING_UP\x10\x02\x12\x15\n\x11MODEL_STAGE_READY\x10\x03\x12\x18\n\x14MODEL_STAGE_DRAINING\x10\x04\x12\x16\n\x12MODEL_STAGE_FAILED\x10\x05\x32\x90\x02\n\x0fVerifierService\x12[\n\x0eGenerateTokens\x12\".outrider.v1.GenerateTokensRequest\x1a#.outrider.v1.GenerateTokensResponse0\x01\x12W\n\x0cStreamDrafts\x12 .outrider.v1.StreamDraftsRequest\x1a!.outrider.v1.StreamDraftsResponse(\x01\x30\x01\x12G\n\x08GetModel\x12\x1c.outrider.v1.GetModelRequest\x1a\x1d.outrider.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18outrider/v1/common.proto\x1a\x18outrider/v1/drafts.proto\"\x94\x03\n\x15GenerateTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x34\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x1d\n\x15min_chunk_token_count\x18\t \x01(\x05\x12\x1e\n\x11top_logprob_count\x18\n \x01(\x05H\x00\x88\x01\x01\x12%\n\x07grammar\x18\x0b \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x1c\n\x14prediction_token_ids\x18\x0c \x03(\rB\x14\n\x12_top_logprob_count\"\xae\x02\n\x16GenerateTokensResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\x07sources\x18\x02 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x12\n\ndrafter_id\x18\x03 \x01(\t\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x05stats\x18\x05 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x06 \x01(\x05\x12\x19\n\x11\x64raft_token_count\x18\x07 \x01(\x05\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"\x9b\x01\n\x13StreamDraftsRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x64rafts\x18\x02 \x01(\x0b\x32\x17.outrider.v1.DraftBatchH\x00\x12)\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x15.outrider.v1.DrainingH\x00\x42\t\n\x07message\"\x9d\x01\n\x14StreamDraftsResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.outrider.v1.StepBatchH\x00\x12)\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x15.outrider.v1.DrainingH\x00\x42\t\n\x07message\"\x11\n\x0fGetModelRequest\"\x9c\x02\n\x0b\x44rafterInfo\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12)\n\tplacement\x18\x03 \x01(\x0b\x32\x16.outrider.v1.Placement\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x16\n\x0esequence_count\x18\x05 \x01(\x05\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x32\n\x0fround_trip_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntoken_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x12\n\x10_acceptance_rate\"\xa2\x02\n\x10GetModelResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12&\n\x05stage\x18\x02 \x01(\x0e\x32\x17.outrider.v1.ModelStage\x12\x14\n\x0cstage_detail\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12*\n\x08\x64rafters\x18\n \x03(\x0b\x32\x18.outrider.v1.DrafterInfo\x12\x11\n\tmax_depth\x18\x0b \x01(\x05*\xa7\x01\n\nModelStage\x12\x1b\n\x17MODEL_STAGE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_STAGE_LOADING\x10\x01\x12\x1a\n\x16MODEL_STAGE_WARMING_UP\x10\x02\x12\x15\n\x11MODEL_STAGE_READY\x10\x03\x12\x18\n\x14MODEL_STAGE_DRAINING\x10\x04\x12\x16\n\x12MODEL_STAGE_FAILED\x10\x05\x32\x90\x02\n\x0fVerifierService\x12[\n\x0eGenerateTokens\x12\".outrider.v1.GenerateTokensRequest\x1a#.outrider.v1.GenerateTokensResponse0\x01\x12W\n\x0cStreamDrafts\x12 .outrider.v1.StreamDraftsRequest\x1a!.outrider.v1.StreamDraftsResponse(\x01\x30\x01\x12G\n\x08GetModel\x12\x1c.outrider.v1.GetModelRequest\x1a\x1d.outrider.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODELSTAGE']._serialized_start=1626
-  _globals['_MODELSTAGE']._serialized_end=1793
-  _globals['_GENERATETOKENSREQUEST']._serialized_start=96
-  _globals['_GENERATETOKENSREQUEST']._serialized_end=500
-  _globals['_GENERATETOKENSRESPONSE']._serialized_start=503
-  _globals['_GENERATETOKENSRESPONSE']._serialized_end=805
-  _globals['_STREAMDRAFTSREQUEST']._serialized_start=808
-  _globals['_STREAMDRAFTSREQUEST']._serialized_end=963
-  _globals['_STREAMDRAFTSRESPONSE']._serialized_start=966
-  _globals['_STREAMDRAFTSRESPONSE']._serialized_end=1123
-  _globals['_GETMODELREQUEST']._serialized_start=1125
-  _globals['_GETMODELREQUEST']._serialized_end=1142
-  _globals['_DRAFTERINFO']._serialized_start=1145
-  _globals['_DRAFTERINFO']._serialized_end=1330
-  _globals['_GETMODELRESPONSE']._serialized_start=1333
-  _globals['_GETMODELRESPONSE']._serialized_end=1623
-  _globals['_VERIFIERSERVICE']._serialized_start=1796
-  _globals['_VERIFIERSERVICE']._serialized_end=2068
+  _globals['_MODELSTAGE']._serialized_start=1757
+  _globals['_MODELSTAGE']._serialized_end=1924
+  _globals['_GENERATETOKENSREQUEST']._serialized_start=128
+  _globals['_GENERATETOKENSREQUEST']._serialized_end=532
+  _globals['_GENERATETOKENSRESPONSE']._serialized_start=535
+  _globals['_GENERATETOKENSRESPONSE']._serialized_end=837
+  _globals['_STREAMDRAFTSREQUEST']._serialized_start=840
+  _globals['_STREAMDRAFTSREQUEST']._serialized_end=995
+  _globals['_STREAMDRAFTSRESPONSE']._serialized_start=998
+  _globals['_STREAMDRAFTSRESPONSE']._serialized_end=1155
+  _globals['_GETMODELREQUEST']._serialized_start=1157
+  _globals['_GETMODELREQUEST']._serialized_end=1174
+  _globals['_DRAFTERINFO']._serialized_start=1177
+  _globals['_DRAFTERINFO']._serialized_end=1461
+  _globals['_GETMODELRESPONSE']._serialized_start=1464
+  _globals['_GETMODELRESPONSE']._serialized_end=1754
+  _globals['_VERIFIERSERVICE']._serialized_start=1927
+  _globals['_VERIFIERSERVICE']._serialized_end=2199
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ The verifier's service: token ids in, token ids out, and the stream that drafter
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -302,6 +303,8 @@ class DrafterInfo(_message.Message):
     CONNECTED_FIELD_NUMBER: _builtins.int
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_TIME_FIELD_NUMBER: _builtins.int
+    TOKEN_TIME_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """From Hello."""
     family: _builtins.str
@@ -316,6 +319,14 @@ class DrafterInfo(_message.Message):
     def placement(self) -> _common_pb2.Placement:
         """From Hello."""
 
+    @_builtins.property
+    def round_trip_time(self) -> _duration_pb2.Duration:
+        """From a verdict to the first message that answers it, without the time spent drafting; unset before the first."""
+
+    @_builtins.property
+    def token_time(self) -> _duration_pb2.Duration:
+        """Drafting one token; unset before the first."""
+
     def __init__(
         self,
         *,
@@ -325,10 +336,12 @@ class DrafterInfo(_message.Message):
         connected: _builtins.bool = ...,
         sequence_count: _builtins.int = ...,
         acceptance_rate: _builtins.float | None = ...,
+        round_trip_time: _duration_pb2.Duration | None = ...,
+        token_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "placement", b"placement", "round_trip_time", b"round_trip_time", "token_time", b"token_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "connected", b"connected", "drafter_id", b"drafter_id", "family", b"family", "placement", b"placement", "sequence_count", b"sequence_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "acceptance_rate", b"acceptance_rate", "connected", b"connected", "drafter_id", b"drafter_id", "family", b"family", "placement", b"placement", "round_trip_time", b"round_trip_time", "sequence_count", b"sequence_count", "token_time", b"token_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from outrider import rpc, wire
+from outrider import rpc, wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
@@ -58,7 +58,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     @rpc.reports_errors
     async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
-        return wire.model_to_proto(self.info)
+        return wire_model.model_to_proto(self.info)
 
     @rpc.reports_errors
     async def StreamDrafts(  # type: ignore[override]  # writes through the context, which the stubs do not know of

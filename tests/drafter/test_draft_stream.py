@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier  # lies beside this file
 
 from drafter_svc.chain import Chain
+from drafter_svc.metrics import Metrics
 from drafter_svc.stream import Callbacks, DraftStream
 from outrider import telemetry
 from outrider.errors import OutriderError, Reason
@@ -97,6 +98,7 @@ class Drafter:
             make,
             lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_depth),
             Callbacks(lambda address: set_registered(True), lambda: set_registered(False)),
+            Metrics("counting-1", "counting"),
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 
-from outrider import rpc, wire
+from outrider import rpc, wire, wire_model
 from outrider.messages import ModelInfo, Stage, TokenChunk, TokenRequest
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
@@ -101,7 +101,7 @@ class Stack:
                 response = verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest(), timeout=5)
             except grpc.RpcError:
                 return None
-        return wire.model_from_proto(response)
+        return wire_model.model_from_proto(response)
 
     def stop(self) -> None:
         for process in (*self.drafters.values(), self.verifier):
@@ -123,7 +123,7 @@ class Client:
         await self._channel.close()
 
     async def model(self) -> ModelInfo:
-        return wire.model_from_proto(await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10))
+        return wire_model.model_from_proto(await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10))
 
     async def generate(self, request: TokenRequest) -> list[TokenChunk]:
         call = self.stub.GenerateTokens(wire.request_to_proto(request), timeout=120)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from stack import Client, Process, Stack, free_port
 
-from outrider import rpc, wire
+from outrider import rpc, wire, wire_model
 from outrider.errors import Reason
 from outrider.messages import SamplingParams, SpeculationOptions, Stage, TokenRequest
 from outrider.v1 import verifier_pb2
@@ -99,7 +99,7 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         stack.verifier.popen.terminate()
         await asyncio.sleep(0.2)
         response = await client.stub.GetModel(verifier_pb2.GetModelRequest())
-        assert wire.model_from_proto(response).stage is Stage.DRAINING
+        assert wire_model.model_from_proto(response).stage is Stage.DRAINING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.generate(GOOD)
         assert rpc.error_of(caught.value).reason is Reason.DRAINING

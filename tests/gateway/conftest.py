@@ -15,6 +15,7 @@ from scripted_verifier import Script, ScriptedVerifier, ready
 
 from gateway import routing
 from gateway.config import GatewaySettings
+from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import running
 from outrider import rpc
@@ -50,7 +51,7 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
 @contextlib.asynccontextmanager
 async def running_rig(settings: GatewaySettings, script: Script, prompts: Prompts) -> AsyncIterator[Rig]:
     async with (
-        running(settings) as gateway,
+        running(settings, Metrics()) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url) as http,
         openai.AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0) as client,
     ):

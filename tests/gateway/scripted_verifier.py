@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from outrider import rpc, wire
+from outrider import rpc, wire, wire_model
 from outrider.errors import OutriderError
 from outrider.messages import FinishReason, ModelInfo, SpeculationStats, Stage, TokenChunk, TokenRequest, TokenSource
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
@@ -41,7 +41,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
         if self.script.unreachable:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
-        return wire.model_to_proto(self.script.info)
+        return wire_model.model_to_proto(self.script.info)
 
     @rpc.reports_errors
     async def GenerateTokens(

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_verifier import Script, ScriptedVerifier, last, plain, ready
 
 from gateway.config import GatewaySettings
+from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import running
 from outrider import rpc
@@ -123,7 +124,7 @@ async def test_shutting_down_lets_a_running_request_finish_and_refuses_new_ones(
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(ScriptedVerifier(script), server.grpc)
     [port] = await server.start("127.0.0.1:0")
     settings = GatewaySettings(verifier=[f"127.0.0.1:{port}"], tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0")
-    async with running(settings) as gateway, httpx.AsyncClient(base_url=gateway.http_url) as http:
+    async with running(settings, Metrics()) as gateway, httpx.AsyncClient(base_url=gateway.http_url) as http:
         await until(lambda: gateway.router.ready)
         request = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await until(lambda: script.running == 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import messages as m
-from outrider import wire
+from outrider import wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.v1 import drafts_pb2
 
@@ -85,9 +85,9 @@ def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
     chunk = m.TokenChunk([1, 2], [m.TokenSource.ACCEPTED, m.TokenSource.BONUS], "d", m.FinishReason.LENGTH, stats, 16, 1)
     assert wire.chunk_from_proto(wire.chunk_to_proto(chunk)) == chunk
     place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
-    drafter = m.DrafterInfo("d", "ngram", place, True, 2, 0.5)
+    drafter = m.DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
     info = m.ModelInfo("model", m.Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4)
-    assert wire.model_from_proto(wire.model_to_proto(info)) == info
+    assert wire_model.model_from_proto(wire_model.model_to_proto(info)) == info
 
 
 PROPOSAL = {"sequence_id": 1, "first_node": 1, "token_ids": [5]}

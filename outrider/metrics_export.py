@@ -1,0 +1,146 @@
+"""Sends a process's Prometheus metrics where they are wanted: over HTTP to whoever scrapes, and by OTLP to a collector.
+
+One registry is the source of both, so they cannot differ. In OTLP `outrider:name` is `outrider.name`, and metrics of
+OpenTelemetry's semantic conventions for generative AI have their own names.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import cast
+
+from opentelemetry.sdk.metrics import export
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from outrider import __version__
+from outrider.config import ScrapedSettings, Settings
+from outrider.errors import invalid
+
+log = logging.getLogger(__name__)
+
+# What the conventions say with dots, Prometheus says with underscores and the unit at the end.
+SEMANTIC_NAMES = {
+    "gen_ai_server_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
+    "gen_ai_server_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
+    "gen_ai_server_request_duration_seconds": "gen_ai.server.request.duration",
+}
+SEMANTIC_LABELS = {
+    "gen_ai_operation_name": "gen_ai.operation.name",
+    "gen_ai_provider_name": "gen_ai.provider.name",
+    "gen_ai_request_model": "gen_ai.request.model",
+    "gen_ai_response_model": "gen_ai.response.model",
+    "error_type": "error.type",
+}
+_LAST_SEND_S = 3.0
+_CUMULATIVE = export.AggregationTemporality.CUMULATIVE
+
+
+def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> None:
+    """Let Prometheus scrape the registry if the settings say so; raises OutriderError(INVALID_VALUE) when it cannot be listened."""
+    if settings.metrics_port:
+        try:
+            start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
+        except OSError as cause:
+            raise invalid("metrics-port", f"cannot be bound: {settings.metrics_host}:{settings.metrics_port}: {cause}") from cause
+
+
+@contextmanager
+def sending_metrics(registry: CollectorRegistry, service: str, settings: Settings) -> Iterator[None]:
+    """Send the registry by OTLP while the block runs, if the settings say so."""
+    if not settings.otlp_endpoint or not settings.otlp_metrics_seconds:
+        yield
+        return
+    sender = MetricsSender(registry, service, settings.otlp_endpoint, settings.otlp_metrics_seconds)
+    try:
+        yield
+    finally:
+        sender.stop()
+
+
+class MetricsSender:
+    """Sends all metrics of a registry every `interval_s` seconds until `stop`, which sends them once more."""
+
+    def __init__(self, registry: CollectorRegistry, service: str, endpoint: str, interval_s: float) -> None:
+        # Loaded only here: the exporter costs start-up time that a process without it should not pay.
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+        self._registry = registry
+        self._resource = Resource.create({"service.name": service, "service.version": __version__})
+        self._exporter = OTLPMetricExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+        self._interval_s = interval_s
+        self._started_ns = time.time_ns()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="otlp-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is left and hang up; a collector that does not answer is not waited for long."""
+        self._stopping.set()
+        self._thread.join(_LAST_SEND_S)
+        self._exporter.shutdown()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self._send()
+        self._send()
+
+    def _send(self) -> None:
+        metrics = [converted for family in self._registry.collect() if (converted := convert(family, self._started_ns))]
+        scope = export.ScopeMetrics(InstrumentationScope("outrider", __version__), metrics, "")
+        data = export.MetricsData([export.ResourceMetrics(self._resource, [scope], "")])
+        if self._exporter.export(data) is not export.MetricExportResult.SUCCESS:
+            log.warning("metrics could not be sent by OTLP; they are counted on and sent again")
+
+
+def convert(family: Metric, started_ns: int) -> export.Metric | None:
+    """A Prometheus metric in OpenTelemetry's terms; None for kinds that Outrider does not use, or without samples."""
+    samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    unit = "s" if family.name.endswith("_seconds") else "1"
+    name = SEMANTIC_NAMES.get(family.name, family.name.replace(":", "."))
+    now_ns = time.time_ns()
+    data: export.Sum | export.Gauge | export.Histogram
+    if not samples:
+        return None
+    if family.type == "counter":
+        data = export.Sum(list(_numbers(samples, started_ns, now_ns)), _CUMULATIVE, is_monotonic=True)
+    elif family.type == "gauge":
+        data = export.Gauge(list(_numbers(samples, started_ns, now_ns)))
+    elif family.type == "histogram":
+        data = export.Histogram(list(_histograms(samples, started_ns, now_ns)), _CUMULATIVE)
+    else:
+        return None
+    return export.Metric(name, family.documentation, unit, data)
+
+
+def _attributes(labels: Mapping[str, str]) -> dict[str, str]:
+    return {SEMANTIC_LABELS.get(name, name): value for name, value in labels.items() if name != "le"}
+
+
+def _numbers(samples: Iterable[Sample], started_ns: int, now_ns: int) -> Iterator[export.NumberDataPoint]:
+    for sample in samples:
+        yield export.NumberDataPoint(_attributes(sample.labels), started_ns, now_ns, sample.value)
+
+
+def _histograms(samples: Iterable[Sample], started_ns: int, now_ns: int) -> Iterator[export.HistogramDataPoint]:
+    """One point for each set of labels, its cumulative buckets taken apart."""
+    groups: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
+    for sample in samples:
+        attributes = tuple(_attributes(sample.labels).items())
+        groups.setdefault(attributes, {})[sample.labels.get("le") or sample.name.rpartition("_")[2]] = sample.value
+    for attributes, values in groups.items():
+        total, count = values.pop("sum"), int(values.pop("count"))
+        cumulative = [0, *(int(value) for value in values.values())]
+        bounds = [float(bound) for bound in values if bound != "+Inf"]
+        counts = [high - low for low, high in pairwise(cumulative)]
+        # Prometheus keeps no extremes, and what is None is left out of the message.
+        unknown = cast(float, None)
+        yield export.HistogramDataPoint(dict(attributes), started_ns, now_ns, count, total, counts, bounds, unknown, unknown)

@@ -1,0 +1,96 @@
+"""Proto ⇄ domain for what a verifier says of itself and its drafters."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from outrider import messages as m
+from outrider.errors import invalid
+from outrider.v1 import common_pb2, verifier_pb2
+from outrider.wire_settings import check_name, proto_enum
+
+_MAX_CORES = 4096
+
+
+def model_to_proto(info: m.ModelInfo) -> verifier_pb2.GetModelResponse:
+    return verifier_pb2.GetModelResponse(
+        model_id=info.model_id,
+        stage=proto_enum(info.stage.value),
+        stage_detail=info.stage_detail,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        context_length=info.context_length,
+        eos_token_ids=info.eos_token_ids,
+        dtype=info.dtype,
+        device=info.device,
+        max_depth=info.max_depth,
+        drafters=[
+            verifier_pb2.DrafterInfo(
+                drafter_id=drafter.drafter_id,
+                family=drafter.family,
+                placement=placement_to_proto(drafter.placement),
+                connected=drafter.connected,
+                sequence_count=drafter.sequence_count,
+                acceptance_rate=drafter.acceptance_rate,
+                round_trip_time=_duration(drafter.round_trip_s),
+                token_time=_duration(drafter.token_s),
+            )
+            for drafter in info.drafters
+        ],
+    )
+
+
+def model_from_proto(proto: verifier_pb2.GetModelResponse) -> m.ModelInfo:
+    return m.ModelInfo(
+        model_id=proto.model_id,
+        stage=m.Stage(proto.stage),
+        stage_detail=proto.stage_detail,
+        tokenizer_fingerprint=proto.tokenizer_fingerprint,
+        vocab_size=proto.vocab_size,
+        context_length=proto.context_length,
+        eos_token_ids=tuple(proto.eos_token_ids),
+        dtype=proto.dtype,
+        device=proto.device,
+        max_depth=proto.max_depth,
+        drafters=tuple(
+            m.DrafterInfo(
+                drafter.drafter_id,
+                drafter.family,
+                placement_from_proto(drafter.placement),
+                drafter.connected,
+                drafter.sequence_count,
+                drafter.acceptance_rate if drafter.HasField("acceptance_rate") else None,
+                _seconds(drafter.round_trip_time) if drafter.HasField("round_trip_time") else None,
+                _seconds(drafter.token_time) if drafter.HasField("token_time") else None,
+            )
+            for drafter in proto.drafters
+        ),
+    )
+
+
+def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
+    return common_pb2.Placement(
+        kind=placement.kind,
+        host=placement.host,
+        device=placement.device,
+        cores=placement.cores,
+        numa_node=placement.numa_node,
+        architecture=placement.architecture,
+    )
+
+
+def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
+    for name in ("kind", "host", "device", "architecture"):
+        check_name(f"placement.{name}", getattr(proto, name), empty=True)
+    if len(proto.cores) > _MAX_CORES:
+        raise invalid("placement.cores", f"must hold at most {_MAX_CORES} cores")
+    numa_node = proto.numa_node if proto.HasField("numa_node") else None
+    return m.Placement(proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture)
+
+
+def _duration(seconds: float | None) -> Duration | None:
+    return None if seconds is None else Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
