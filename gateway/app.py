@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import api_errors, openai, system
+from gateway import api_errors, openai, page, system
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
 from gateway.metrics import Metrics
@@ -18,6 +18,7 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.routes(generation, settings.max_sequences))
     app.include_router(system.routes(generation, metrics))
+    page.install(app, generation.router, metrics)
     api_errors.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
     app.add_middleware(CountResponses, metrics=metrics)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from gateway.generate import Ending, Piece, ShownToken
+from gateway.generate import AuthoredToken, Ending, Piece, ShownToken
 
 _QUEUED_PIECES = 64
 
@@ -57,6 +57,7 @@ class Tally:
     def __init__(self, prompt_count: int, n: int) -> None:
         self.endings: list[Ending | None] = [None] * (prompt_count * n)
         self.shown: list[list[ShownToken]] = [[] for _ in self.endings]
+        self.authored: list[list[AuthoredToken]] = [[] for _ in self.endings]
         self._n = n
 
     def add(self, index: int, ending: Ending) -> None:
@@ -115,6 +116,7 @@ async def collect(events: AsyncGenerator[Event, None], tally: Tally) -> list[str
     async for index, piece in events:
         texts[index].append(piece.text)
         tally.shown[index] += piece.shown
+        tally.authored[index] += piece.authored
         if piece.ending is not None:
             tally.add(index, piece.ending)
     return ["".join(parts) for parts in texts]

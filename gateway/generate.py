@@ -11,7 +11,7 @@ import grpc
 from gateway.metrics import Metrics, SequenceClock
 from gateway.prompts import Prompts
 from gateway.routing import Replica, Router
-from gateway.text import TextStream, TokenTable
+from gateway.text import Detokenizer, TextStream, TokenTable
 from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import (
@@ -58,6 +58,10 @@ class TextRequest:
     grammar: Grammar | None = None
     grammar_field: str = "grammar"
     prediction: list[int] = field(default_factory=list)
+    operation: str = "text_completion"
+    """OpenTelemetry's name of what is asked for."""
+    authored: bool = False
+    """Whether pieces say who wrote each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +85,20 @@ class ShownToken:
 
 
 @dataclass(frozen=True, slots=True)
+class AuthoredToken:
+    """What a token adds to the text, whole characters only, and who wrote it: `drafter_id` is empty when no draft was verified."""
+
+    text: str
+    source: TokenSource
+    drafter_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Text of whole characters, and the tokens that came with it; the last piece has the ending.
 
-    `shown` and `logprobs` are empty unless log probabilities were asked for; a token that ends the text unseen is not in `shown`.
+    `shown` and `logprobs` are empty unless log probabilities were asked for, and `authored` unless authors were; a token that ends
+    the text unseen is not in `shown`.
     """
 
     text: str
@@ -94,6 +108,7 @@ class Piece:
     ending: Ending | None = None
     logprobs: Sequence[TokenLogprob] = ()
     shown: Sequence[ShownToken] = ()
+    authored: Sequence[AuthoredToken] = ()
 
 
 class Generation:
@@ -116,13 +131,15 @@ class Generation:
         """
         name, info, replica = self.router.pick(request.model)
         tokens = token_request(request, info)
-        clock = SequenceClock(self._metrics, name, len(tokens.prompt))
-        sequence = _Sequence(tokens, info, TextStream(self._table, request.stop), self._table)
+        clock = SequenceClock(self._metrics, name, request.operation, len(tokens.prompt))
+        authors = Detokenizer(self._table) if request.authored else None
+        sequence = _Sequence(tokens, info, TextStream(self._table, request.stop), self._table, authors)
         try:
             with replica.busy():
                 async with aclosing(_chunks(replica, tokens)) as chunks:
                     async for chunk in chunks:
                         clock.chunk(len(chunk.token_ids))
+                        self._count(chunk, gathered=tokens.min_chunk_tokens > 1)
                         piece = sequence.take(chunk)
                         if piece.ending is not None:
                             clock.finished(piece.ending.reason)
@@ -140,15 +157,27 @@ class Generation:
         finally:
             clock.close()
 
+    def _count(self, chunk: TokenChunk, *, gathered: bool) -> None:
+        """Count a chunk; one that gathers several steps leaves it to the last to say what became of their drafts."""
+        activity = self._metrics.activity
+        activity.add(chunk)
+        if gathered and chunk.stats is not None:
+            activity.verified(chunk.stats.histogram)
+        elif not gathered and chunk.draft_token_count:
+            activity.verified([0] * chunk.sources.count(TokenSource.ACCEPTED) + [1])
+
 
 class _Sequence:
-    """Turns the chunks of one sequence into pieces."""
+    """Turns the chunks of one sequence into pieces; `authors` decodes token by token, where each one's author is wanted."""
 
-    def __init__(self, request: TokenRequest, info: ModelInfo, text: TextStream, table: TokenTable) -> None:
+    def __init__(
+        self, request: TokenRequest, info: ModelInfo, text: TextStream, table: TokenTable, authors: Detokenizer | None
+    ) -> None:
         self._prompt_token_count = len(request.prompt)
         self._end_ids = request.stop_token_ids | frozenset(() if request.ignore_eos else info.eos_token_ids)
         self._text = text
         self._table = table
+        self._authors = authors
         # Kept for the case that a stop string ends the sequence, since then the verifier's own statistics never come.
         depth = info.max_depth if request.speculation.depth is None else request.speculation.depth
         self._stats = SpeculationStats(max_depth=depth if request.speculation.enabled else 0)
@@ -168,7 +197,17 @@ class _Sequence:
         seen = used - 1 if ended_by_token and used == len(ids) else used
         shown = [self._show(token, logprob) for token, logprob in zip(ids[:seen], logprobs, strict=False)]
         ending = self._ending(chunk, ended_by_token)
-        return Piece(text, ids[:used], sources, chunk.drafter_id, ending, logprobs, shown)
+        authored = self._authored(chunk, ids[:seen], last=ending is not None) if self._authors is not None else ()
+        return Piece(text, ids[:used], sources, chunk.drafter_id, ending, logprobs, shown, authored)
+
+    def _authored(self, chunk: TokenChunk, ids: Sequence[int], *, last: bool) -> list[AuthoredToken]:
+        """Who wrote which part of the text; what is held back of a character goes to the token that completes it."""
+        if self._authors is None:
+            return []
+        texts = [self._authors.push([token_id]) for token_id in ids]
+        if last and texts:
+            texts[-1] += self._authors.finish()
+        return [AuthoredToken(text, source, chunk.drafter_id) for text, source in zip(texts, chunk.sources, strict=False)]
 
     def _show(self, token: int, logprob: TokenLogprob) -> ShownToken:
         top = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
@@ -223,7 +262,7 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
         request_id=request.request_id,
         traceparent=request.traceparent,
         # A stop string has to be looked for as the text grows.
-        min_chunk_tokens=max_tokens if request.whole and not request.stop else 1,
+        min_chunk_tokens=max_tokens if request.whole and not request.stop and not request.authored else 1,
         top_logprobs=request.top_logprobs,
         grammar=request.grammar,
         prediction=request.prediction,

@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse, Response
 from gateway.choices import Event, Tally, collect, merge
 from gateway.generate import Generation, TextRequest
 from gateway.parameters import text_request
+from gateway.request_span import begin, describe
 from gateway.schema import ChatBody, CompletionBody, GenerationBody
-from gateway.shapes import ChatShape, CompletionShape, Shape
-from gateway.streaming import ChunkWriter, EventStream, describe, sse, until_gone
-from outrider import telemetry
+from gateway.shapes import ChatShape, CompletionShape, Shape, authors
+from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
 from outrider.errors import invalid
 from outrider.messages import ModelInfo
 from outrider.telemetry import Span
@@ -46,7 +46,7 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         n = _choice_count(body, 1, max_sequences)
         text = generation.prompts.render([message.for_template() for message in body.messages])
         prompt = await generation.prompts.encode(text, add_special_tokens=False)
-        job = replace(text_request(body, name, info), prompt=prompt, prompt_field="messages")
+        job = replace(text_request(body, name, info), prompt=prompt, prompt_field="messages", operation=ChatShape.operation)
         job = replace(job, prediction=await _prediction(generation, body, info))
         if body.max_completion_tokens is not None:
             if body.max_tokens is not None:
@@ -88,16 +88,14 @@ async def _answer(
     """Generate n choices for each prompt and answer as asked; `echoes` are texts that the choices begin with."""
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     shape = shape_of(prompts[0].model, include_usage=include_usage)
-    span = telemetry.start_root(
-        shape.operation, request.headers, gen_ai__operation__name=shape.operation, gen_ai__request__model=shape.model
-    )
+    span = begin(request.headers, prompts[0], n, stream=bool(body.stream))
     jobs = [_choice(job, shape.id, choice, span) for job in prompts for choice in range(n)]
     events = merge([generation.stream(job) for job in jobs])
     tally = Tally(len(prompts), n)
     if not body.stream:
         with span:
             texts = await until_gone(request, collect(events, tally))
-            describe(span, tally)
+            describe(span, shape.id, tally)
             echoed = [echo + text for echo, text in zip(echoes, texts, strict=True)] if echoes else texts
             return JSONResponse(_whole(body, shape, tally, echoed), headers={"X-Request-Id": shape.id})
     try:
@@ -108,7 +106,7 @@ async def _answer(
         span.end()
         raise
     writer = ChunkWriter(shape, tally, echoes, include_usage=include_usage, include_metrics=body.speculation.metrics)
-    return EventStream(sse(first, events, writer, tally, span), events, {"X-Request-Id": shape.id})
+    return EventStream(sse(first, events, writer, tally, span, shape.id), events, {"X-Request-Id": shape.id})
 
 
 def _choice(job: TextRequest, request_id: str, choice: int, span: Span) -> TextRequest:
@@ -125,4 +123,7 @@ async def _first(events: AsyncGenerator[Event, None]) -> Event:
 def _whole(body: GenerationBody, shape: Shape, tally: Tally, texts: list[str]) -> dict[str, Any]:
     reasons = [ending.reason for ending in tally.endings if ending is not None]
     metrics = {"metrics": tally.metrics()} if body.speculation.metrics else {}
-    return shape.whole(texts, reasons, tally.usage(), tally.shown) | tally.speculation() | metrics
+    answer = shape.whole(texts, reasons, tally.usage(), tally.shown)
+    for choice, tokens in zip(answer["choices"], tally.authored, strict=True):
+        choice |= authors(tokens)
+    return answer | tally.speculation() | metrics

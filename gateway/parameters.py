@@ -22,6 +22,8 @@ def text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextReque
     """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for stream: true")
+    if body.speculation.tokens and body.stop:
+        raise invalid("speculation.tokens", "does not go with stop, since tokens may hold a part of what is cut off")
     grammar, grammar_field = _grammar(body)
     return TextRequest(
         prompt=[],
@@ -36,6 +38,7 @@ def text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextReque
         top_logprobs=_top_logprobs(body),
         grammar=grammar,
         grammar_field=grammar_field,
+        authored=body.speculation.tokens,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import grpc
@@ -29,6 +30,8 @@ class Replica:
         self.info: ModelInfo | None = None
         self.problem: OutriderError | None = OutriderError(Reason.NOT_READY, f"verifier {address} has not answered yet")
         self.running = 0
+        self.round_trip_s: float | None = None
+        """Of the last question how the verifier is."""
         self._channel = rpc.dial(address)
         self.stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
 
@@ -43,11 +46,13 @@ class Replica:
 
     async def refresh(self, fingerprint: str) -> None:
         """Ask how far the verifier is."""
+        asked = time.perf_counter()
         try:
             response = await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=_POLL_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
             self.lost(rpc.error_of(failure))
             return
+        self.round_trip_s = time.perf_counter() - asked
         self.info = wire_model.model_from_proto(response)
         self.problem = _problem(self.address, self.info, fingerprint)
 

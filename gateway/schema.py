@@ -69,7 +69,8 @@ def _same(value: object, neutral: object) -> bool:
 
 
 class SpeculationBody(Body):
-    """Whether and how to speculate; `metrics` asks for vLLM's `metrics.speculative_decoding` in the answer.
+    """Whether and how to speculate; `metrics` asks for vLLM's `metrics.speculative_decoding` in the answer, `tokens` for each
+    token's text and author in each choice.
 
     `acceptance` other than exact is lossy: faster, and no longer distributed as the target alone.
     """
@@ -82,6 +83,7 @@ class SpeculationBody(Body):
     relaxed_topk: int = 10
     relaxed_delta: float = 0.6
     metrics: bool = False
+    tokens: bool = False
 
 
 class StreamOptions(Body):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
+from gateway.choices import Tally
 from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
-from outrider import rpc, telemetry, wire, wire_settings
+from gateway.request_span import begin, describe
+from outrider import rpc, wire, wire_settings
 from outrider.errors import invalid
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider.wire_settings import proto_enum
@@ -30,14 +34,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request; the caller's `traceparent` metadata is the span's parent."""
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        operation = "chat" if request.HasField("chat") else "text_completion"
-        with telemetry.start_root(operation, headers, gen_ai__operation__name=operation) as span:
-            job = await self._text_request(request, span.traceparent)
+        job = await self._text_request(request)
+        tally = Tally(1, 1)
+        with begin(headers, job, 1, stream=True) as span:
+            job = replace(job, traceparent=span.traceparent)
             async with aclosing(self._generation.stream(job)) as pieces:
                 async for piece in pieces:
+                    if piece.ending is not None:
+                        tally.add(0, piece.ending)
+                        describe(span, job.request_id, tally)
                     yield _response(piece)
 
-    async def _text_request(self, request: generation_pb2.GenerateTextRequest, traceparent: str) -> TextRequest:
+    async def _text_request(self, request: generation_pb2.GenerateTextRequest) -> TextRequest:
         """The checked request; raises OutriderError that names the field and the limit."""
         name, info, _ = self._generation.router.pick(request.model)
         prompt, field = await self._prompt(request)
@@ -52,8 +60,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             stop=check_stop(request.stop),
             speculation=wire_settings.speculation_from_proto(request.speculation),
             model=name,
-            traceparent=traceparent,
+            request_id=f"text-{secrets.token_hex(16)}",
             prompt_field=field,
+            operation="chat" if request.HasField("chat") else "text_completion",
             top_logprobs=top_logprobs,
             grammar=wire_settings.grammar_from_proto(request.grammar),
             grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from gateway.generate import ShownToken
+from gateway.generate import AuthoredToken, ShownToken
 from outrider import __version__
 from outrider.messages import FinishReason
 
@@ -20,6 +20,14 @@ _FINGERPRINT = f"outrider-{__version__}"
 
 def _named(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def authors(tokens: Sequence[AuthoredToken]) -> Json:
+    """What a choice says of who wrote it; nothing when nobody asked."""
+    if not tokens:
+        return {}
+    listed = [{"text": t.text, "source": t.source.name.lower(), "drafter": t.drafter_id or None} for t in tokens]
+    return {"speculation": {"tokens": listed}}
 
 
 class Shape(ABC):

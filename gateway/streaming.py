@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.api_errors import ClientGone, error_body, unexpected
 from gateway.choices import Event, Tally
 from gateway.generate import Piece
-from gateway.shapes import Json, Shape
+from gateway.request_span import describe
+from gateway.shapes import Json, Shape, authors
 from outrider.errors import OutriderError
 from outrider.telemetry import Span
 
@@ -92,9 +93,10 @@ class ChunkWriter:
                 out += event(self._shape.chunk(index, self._shape.delta(self._echoes[index])))
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(len(token.text) for token in piece.shown)
-        if piece.text or piece.shown:
+        if piece.text or piece.shown or piece.authored:
             logprobs = self._shape.logprobs(piece.shown, offset)
-            out += event(self._shape.chunk(index, self._shape.delta(piece.text), logprobs=logprobs))
+            content = self._shape.delta(piece.text) | authors(piece.authored)
+            out += event(self._shape.chunk(index, content, logprobs=logprobs))
         return out
 
     def close(self, index: int) -> bytes:
@@ -110,14 +112,8 @@ class ChunkWriter:
         return event(closing) + event(self._shape.usage_chunk(self._tally.usage()) | metrics) + DONE
 
 
-def describe(span: Span, tally: Tally) -> None:
-    """Put the token counts on a request's span, under OpenTelemetry's names."""
-    usage = tally.usage()
-    span.set(gen_ai__usage__input_tokens=usage["prompt_tokens"], gen_ai__usage__output_tokens=usage["completion_tokens"])
-
-
 async def sse(
-    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, tally: Tally, span: Span
+    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, tally: Tally, span: Span, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """All events of a stream; a failure is its last event, in the shape of every other error."""
     with span:
@@ -132,8 +128,9 @@ async def sse(
                 if out:
                     yield out
                 item = await anext(rest, None)
-            describe(span, tally)
+            describe(span, request_id, tally)
         except OutriderError as error:
+            span.set(error__type=error.reason.name.lower())
             span.fail(error.message)
             yield event(error_body(error))
         except Exception:  # logged, and answered with INTERNAL

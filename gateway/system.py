@@ -13,7 +13,6 @@ from gateway.generate import Generation
 from gateway.metrics import Metrics
 from gateway.routing import Replica, Router
 from gateway.schema import DetokenizeBody, TokenizeBody
-from outrider import __version__
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import DrafterInfo, ModelInfo, Stage
 
@@ -22,12 +21,6 @@ def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     """The endpoints around the generation."""
     router = APIRouter()
     started = int(time.time())
-
-    @router.get("/")
-    async def root() -> Response:
-        """What this is, and where to look next."""
-        links = {"models": "/v1/models", "ready": "/readyz", "metrics": "/metrics", "openapi": "/openapi.json"}
-        return JSONResponse({"name": "outrider", "version": __version__, "links": links})
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -132,7 +125,9 @@ def _verifier(replica: Replica) -> dict[str, Any]:
             "device": info.device,
             "drafters": [_drafter(drafter) for drafter in info.drafters],
         }
-    return {"address": replica.address, "ready": replica.problem is None, "running": replica.running, **known}
+    problem = None if replica.problem is None else replica.problem.message
+    here = {"ready": problem is None, "problem": problem, "running": replica.running, "round_trip_seconds": replica.round_trip_s}
+    return {"address": replica.address, **here, **known}
 
 
 def _drafter(drafter: DrafterInfo) -> dict[str, Any]:
@@ -140,7 +135,14 @@ def _drafter(drafter: DrafterInfo) -> dict[str, Any]:
         "id": drafter.drafter_id,
         "family": drafter.family,
         "placement": drafter.placement.kind,
+        "host": drafter.placement.host,
+        "device": drafter.placement.device,
+        "cores": len(drafter.placement.cores),
+        "numa_node": drafter.placement.numa_node,
+        "architecture": drafter.placement.architecture,
         "connected": drafter.connected,
         "sequences": drafter.sequence_count,
         "acceptance_rate": drafter.acceptance_rate,
+        "round_trip_seconds": drafter.round_trip_s,
+        "token_seconds": drafter.token_s,
     }

@@ -157,12 +157,15 @@ def _start(
 def setup_logging(level: str) -> None:
     """One line a record on stderr; within a traced request it ends with the ids of its trace and span."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(TraceFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
-class _Formatter(logging.Formatter):
-    """`extra={"traceparent": ...}` names a trace where no span is entered, as on the engine's thread."""
+class TraceFormatter(logging.Formatter):
+    """Puts the ids of trace and span behind what a traced request logs.
+
+    `extra={"traceparent": ...}` names a trace where no span is entered, as on the engine's thread.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)

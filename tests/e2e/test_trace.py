@@ -37,7 +37,7 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 async def complete(url: str) -> None:
     """One completion, as soon as the gateway takes it."""
-    body = {"model": TARGET, "prompt": "import os\nimport os\nimport os\n", "max_tokens": 24, "temperature": 0}
+    body = {"model": TARGET, "prompt": "def read_file(path, encoding=None):\n    ", "max_tokens": 64, "temperature": 0}
     deadline = time.monotonic() + 60
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
         while True:
@@ -54,8 +54,9 @@ async def complete(url: str) -> None:
 async def test_one_request_makes_one_connected_trace() -> None:
     async with collecting() as (collector, endpoint):
         tracing = ("--otlp-endpoint", endpoint)
-        stack = Stack(*tracing)
+        stack = Stack(*tracing, "--always-draft")
         stack.add_drafter("ngram-traced", "ngram", *tracing)
+        stack.add_drafter("model-traced", "model", *tracing)
         await asyncio.to_thread(stack.wait_ready)
         port = free_port()
         addresses = ["--http-port", str(port), "--grpc-listen", "127.0.0.1:0"]
@@ -69,14 +70,25 @@ async def test_one_request_makes_one_connected_trace() -> None:
     assert len(traces) == 1
     spans = [(service, span) for service, span in collector.spans if span.trace_id in traces]
     assert {service for service, _ in spans} == {"outrider-gateway", "outrider-verifier", "outrider-drafter"}
-    assert {"generate_tokens", "verify", "propose"} <= {span.name for _, span in spans}
+    names = {(service.removeprefix("outrider-"), span.name) for service, span in spans}
+    assert names == {
+        ("gateway", f"text_completion {TARGET}"),
+        ("verifier", "generate_tokens"),
+        ("verifier", "queue"),
+        ("verifier", "prefill"),
+        ("verifier", "verify"),
+        ("drafter", "propose"),
+        ("drafter", "rewind"),
+    }
     known = {span.span_id for _, span in spans}
     roots = [(service, span) for service, span in spans if span.parent_span_id not in known]
     assert [service for service, _ in roots] == ["outrider-gateway"]
     proposals = [span for _, span in spans if span.name == "propose"]
-    attributes = {attribute.key: attribute.value for attribute in proposals[0].attributes}
-    assert attributes["outrider.family"].string_value == "ngram"
-    assert attributes["outrider.draft_tokens"].int_value > 0
+    proposed = [{attribute.key: attribute.value for attribute in span.attributes} for span in proposals]
+    assert {attributes["outrider.family"].string_value for attributes in proposed} == {"ngram", "model"}
+    assert all(attributes["outrider.draft_tokens"].int_value > 0 for attributes in proposed)
+    parents = {span.span_id: span.name for _, span in spans}
+    assert {parents[span.parent_span_id] for span in proposals} == {"generate_tokens", "verify"}, "the first follows the prompt"
     steps = [{attribute.key: attribute.value for attribute in span.attributes} for _, span in spans if span.name == "verify"]
     assert all(step["outrider.wait_seconds"].double_value >= 0 for step in steps)
     assert any("wasted" in step["outrider.lookups"].string_value for step in steps if "outrider.lookups" in step)

@@ -1,0 +1,74 @@
+"""The page at `/`, and the events that keep it up to date. Static files and sums; knows no model and no request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import FileResponse, Response
+from fastapi.staticfiles import StaticFiles
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from gateway.metrics import Metrics
+from gateway.routing import Router
+from gateway.system import readiness
+from outrider import __version__
+
+_WEB = Path(__file__).with_name("web")
+_EVERY_S = 0.5
+# Scripts, styles and data from here alone; uPlot sets styles on the elements that it makes.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class _Files(StaticFiles):
+    """The page's files, revalidated each time, so that an upgraded gateway never runs with an old script."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_HEADERS)
+        return response
+
+
+def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
+    """Add the page and its events."""
+    routes = APIRouter()
+
+    @routes.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(_WEB / "index.html", headers=_HEADERS)
+
+    @routes.get("/events", include_in_schema=False)
+    async def events() -> Response:
+        """Processes and sums, twice a second, until the reader leaves or the gateway is about to."""
+        return EventSourceResponse(_events(router, metrics))
+
+    app.include_router(routes)
+    app.mount("/web", _Files(directory=_WEB))
+
+
+async def _events(router: Router, metrics: Metrics) -> AsyncGenerator[ServerSentEvent, None]:
+    while True:
+        yield ServerSentEvent(json.dumps(_state(router, metrics), separators=(",", ":")))
+        if router.draining:
+            return
+        await asyncio.sleep(_EVERY_S)
+
+
+def _state(router: Router, metrics: Metrics) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "seconds": time.monotonic(),
+        "models": list(router.models),
+        "readiness": readiness(router),
+        "activity": metrics.activity.snapshot(),
+    }

@@ -1,0 +1,125 @@
+// The live charts: rates from differences of the gateway's sums. Knows sums; not where they come from.
+/* global uPlot */
+
+const SHOWN_S = 120;
+const WINDOW_S = 5;
+const LENGTHS_S = 60;
+const MOST_LENGTHS = 9;
+
+const CHARTS = {
+  acceptance: { color: "--accepted-line", range: [0, 100] },
+  rate: { color: "--bonus-line" },
+  tpot: { color: "--recovered-line" },
+};
+
+export class Charts {
+  constructor() {
+    this.samples = [];
+    this.plots = {};
+    this.#build();
+    new ResizeObserver(() => this.#resize()).observe(document.querySelector(".charts"));
+  }
+
+  /** Take the sums of an event. */
+  push(seconds, activity) {
+    if (this.samples.length && activity.tokens.plain < this.samples.at(-1).activity.tokens.plain) this.samples = [];
+    this.samples.push({ seconds, activity, ...this.#rates(seconds, activity) });
+    while (this.samples[0].seconds < seconds - SHOWN_S) this.samples.shift();
+    this.#draw();
+  }
+
+  /** Draw anew, in the colours that hold now. */
+  recolor() {
+    for (const plot of Object.values(this.plots)) plot.destroy();
+    this.#build();
+    if (this.samples.length) this.#draw();
+  }
+
+  #since(seconds) {
+    return this.samples.find((sample) => sample.seconds >= seconds) ?? this.samples.at(-1);
+  }
+
+  #rates(seconds, now) {
+    const before = this.#since(seconds - WINDOW_S);
+    if (!before || before.seconds === seconds) return { acceptance: null, rate: null, tpot: null };
+    const grew = (read) => read(now) - read(before.activity);
+    const [drafted, accepted] = [grew((a) => a.draft_tokens), grew((a) => a.tokens.accepted)];
+    const tokens = grew((a) => Object.values(a.tokens).reduce((sum, count) => sum + count, 0));
+    const [later, laterSeconds] = [grew((a) => a.later_tokens), grew((a) => a.later_token_seconds)];
+    return {
+      acceptance: drafted ? 100 * accepted / drafted : null,
+      rate: tokens / (seconds - before.seconds),
+      tpot: later ? 1000 * laterSeconds / later : null,
+    };
+  }
+
+  #lengths() {
+    const last = this.samples.at(-1);
+    const before = this.#since(last.seconds - LENGTHS_S).activity.accepted_counts;
+    const grew = last.activity.accepted_counts.map((count, i) => count - (before[i] ?? 0));
+    const counts = Array.from({ length: MOST_LENGTHS }, (_, i) => grew[i] ?? 0);
+    for (const count of grew.slice(MOST_LENGTHS)) counts[MOST_LENGTHS - 1] += count;
+    const total = counts.reduce((sum, count) => sum + count, 0);
+    const mean = total ? counts.reduce((sum, count, i) => sum + i * count, 0) / total : null;
+    return { shares: counts.map((count) => total ? 100 * count / total : 0), mean };
+  }
+
+  #draw() {
+    const last = this.samples.at(-1);
+    const ages = this.samples.map((sample) => sample.seconds - last.seconds);
+    for (const name of Object.keys(CHARTS)) this.plots[name].setData([ages, this.samples.map((sample) => sample[name])]);
+    const lengths = this.#lengths();
+    this.plots.lengths.setData([lengths.shares.map((_, i) => i), lengths.shares]);
+    this.#say("acceptance", last.acceptance, (value) => `${value.toFixed(0)} %`);
+    this.#say("lengths", lengths.mean, (value) => `mean ${value.toFixed(2)}`);
+    this.#say("rate", last.rate, (value) => value.toFixed(0));
+    this.#say("tpot", last.tpot, (value) => value.toFixed(1));
+  }
+
+  #say(name, value, format) {
+    document.getElementById(`now-${name}`).textContent = value === null ? "–" : format(value);
+  }
+
+  #build() {
+    for (const [name, chart] of Object.entries(CHARTS)) {
+      const line = { stroke: color(chart.color), width: 2, spanGaps: false, points: { show: false } };
+      const above = chart.range ?? ((_, low, high) => [0, Math.max(high * 1.15, 1)]);
+      this.plots[name] = plot(name, line, [-SHOWN_S, 0], above, (_, ticks) => ticks.map((tick) => `${tick} s`));
+    }
+    const bars = { stroke: color("--accepted-line"), fill: color("--accepted"), paths: uPlot.paths.bars({ size: [0.7, 60] }), points: { show: false } };
+    const names = (_, ticks) => ticks.map((tick) => tick === MOST_LENGTHS - 1 ? `${tick}+` : tick);
+    this.plots.lengths = plot("lengths", bars, [-0.5, MOST_LENGTHS - 0.5], [0, 100], names, [1]);
+  }
+
+  #resize() {
+    for (const [name, plot] of Object.entries(this.plots)) plot.setSize(sizeOf(name));
+  }
+}
+
+function color(name) {
+  // A canvas knows no light-dark(), so an element has to work it out.
+  const probe = document.createElement("i");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const value = getComputedStyle(probe).color;
+  probe.remove();
+  return value;
+}
+
+function sizeOf(name) {
+  return { width: document.getElementById(`chart-${name}`).clientWidth, height: 150 };
+}
+
+function plot(name, series, x, y, labels, steps) {
+  const [ink, line] = [color("--quiet"), color("--line")];
+  const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const options = {
+    ...sizeOf(name),
+    legend: { show: false },
+    cursor: { show: false },
+    scales: { x: { time: false, range: x }, y: { range: y } },
+    axes: [{ ...axis, values: labels, incrs: steps, size: 26, grid: { show: false } }, { ...axis, size: 44 }],
+    series: [{}, series],
+  };
+  return new uPlot(options, [[], []], document.getElementById(`chart-${name}`));
+}

@@ -1,0 +1,80 @@
+// One streamed completion over the OpenAI API: its tokens with their authors, and its statistics.
+
+/**
+ * @param {object} request endpoint ("completions" or "chat/completions"), model, prompt, maxTokens, temperature, seed, speculation
+ * @param {(tokens: {text: string, source: string, drafter: string | null}[]) => void} onTokens
+ * @param {AbortSignal} signal
+ * @returns {Promise<object>} tokens, firstMs, tokenMs, tokensPerSecond, and vLLM's speculative_decoding when drafts were verified
+ */
+export async function complete(request, onTokens, signal) {
+  const started = performance.now();
+  const response = await fetch(`v1/${request.endpoint}`, {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify(bodyOf(request)),
+    signal,
+  });
+  if (!response.ok) throw new Error(await reason(response));
+  let first = 0, last = 0, final = null;
+  for await (const event of events(response.body)) {
+    if (event.error) throw new Error(event.error.message);
+    const tokens = event.choices[0]?.speculation?.tokens ?? [];
+    if (tokens.length) {
+      last = performance.now();
+      first ||= last;
+      onTokens(tokens);
+    }
+    if (event.usage) final = event;
+  }
+  if (!final) throw new Error("The stream ended before the answer did.");
+  const count = final.usage.completion_tokens;
+  const tokenMs = count > 1 ? (last - first) / (count - 1) : 0;
+  return {
+    tokens: count,
+    firstMs: first - started,
+    tokenMs,
+    tokensPerSecond: tokenMs ? 1000 / tokenMs : 0,
+    speculative: final.metrics?.speculative_decoding ?? null,
+  };
+}
+
+function bodyOf(request) {
+  const said = request.endpoint === "completions"
+    ? { prompt: request.prompt, max_tokens: request.maxTokens }
+    : { messages: [{ role: "user", content: request.prompt }], max_completion_tokens: request.maxTokens };
+  return {
+    ...said,
+    model: request.model,
+    temperature: request.temperature,
+    seed: request.seed,
+    ignore_eos: request.ignoreEnd ?? false,
+    stream: true,
+    stream_options: { include_usage: true },
+    speculation: { ...request.speculation, tokens: true, metrics: true },
+  };
+}
+
+async function reason(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The gateway answered ${response.status} ${response.statusText}.`;
+  }
+}
+
+/** The JSON of each server-sent event up to [DONE]. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const data = block.slice("data: ".length);
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}

@@ -1,0 +1,137 @@
+// The page: ties form, outputs, charts, map and examples together.
+
+import { Charts } from "./charts.js";
+import { complete } from "./completion.js";
+import { Example } from "./examples.js";
+import { Output, figures } from "./output.js";
+import { Processes } from "./processes.js";
+
+const PRESETS = {
+  code: "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n\n    def put(self, item):\n",
+  rewriting: repeat("def visit_Name(self, node):\n    if node.id in self.names:\n        return self.names[node.id]\n    self.names[node.id] = node\n    return node\n"),
+  "JSON (chat)": "List the items as JSON: Order: 3 x lamp at 12.5, 1 x desk at 80, 2 x rope at 7.25.",
+};
+const MAX_SEED = 2 ** 31;
+
+const $ = (id) => document.getElementById(id);
+const charts = new Charts();
+const examples = [new Example("join", request), new Example("leave", request)];
+const processes = new Processes((drafter, what) => examples.forEach((example) => example.heard(drafter, what)));
+let model = "";
+let running = null;
+
+function repeat(source) {
+  return `${source}\n\n${source}\n\n${source.split("\n")[0]}\n`;
+}
+
+/** What the form asks for. */
+function request() {
+  return {
+    endpoint: $("endpoint").value,
+    model,
+    prompt: $("prompt").value,
+    maxTokens: $("tokens").valueAsNumber,
+    temperature: $("temperature").valueAsNumber,
+    speculation: $("drafter").value === "none" ? { enabled: false } : { drafter: $("drafter").value },
+  };
+}
+
+async function run(titles) {
+  running?.abort();
+  const stop = running = new AbortController();
+  $("stop").disabled = false;
+  $("problem").hidden = true;
+  $("verdict").textContent = "";
+  $("outputs").replaceChildren();
+  // One seed for all, so that they draw with the same noise and their texts can be compared.
+  const seed = Math.floor(Math.random() * MAX_SEED);
+  const outputs = titles.map(([title]) => new Output($("outputs"), title));
+  try {
+    const jobs = titles.map(async ([, change], i) => {
+      const statistics = await complete({ ...request(), seed, ...change }, (tokens) => outputs[i].add(tokens), stop.signal);
+      outputs[i].show(figures(statistics));
+      return statistics;
+    });
+    const found = await Promise.all(jobs);
+    if (outputs.length > 1) $("verdict").textContent = comparison(outputs, found);
+  } catch (error) {
+    stop.abort();
+    if (error.name !== "AbortError") {
+      $("problem").textContent = error.message;
+      $("problem").hidden = false;
+    }
+  } finally {
+    if (running === stop) $("stop").disabled = true;
+  }
+}
+
+function comparison([speculative, plain], [fast, slow]) {
+  const same = speculative.text === plain.text ? "Both texts are identical." : "The texts differ.";
+  if (!slow.tokensPerSecond) return same;
+  return `${same} Speculation gave ${(fast.tokensPerSecond / slow.tokensPerSecond).toFixed(2)} times the tokens a second.`;
+}
+
+function listen() {
+  const source = new EventSource("events");
+  source.onmessage = (message) => {
+    const state = JSON.parse(message.data);
+    model = state.models[0] ?? "";
+    $("model").textContent = model;
+    say(state.readiness.status, ["ready", "degraded"].includes(state.readiness.status));
+    charts.push(state.seconds, state.activity);
+    processes.push(state.readiness, state.version);
+    offerDrafters(state.readiness);
+    for (const example of examples) example.explain(state.readiness);
+  };
+  source.onerror = () => {
+    say("the gateway does not answer", false);
+    processes.lost();
+    // After an answer other than 200 a browser does not try again by itself.
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
+  };
+}
+
+function say(text, good) {
+  $("status").className = `status ${good ? "good" : "bad"}`;
+  if ($("status").lastElementChild.textContent !== text) $("status").lastElementChild.textContent = text;
+}
+
+function offerDrafters(readiness) {
+  const drafters = readiness.verifiers.flatMap((verifier) => verifier.drafters ?? []).filter((drafter) => drafter.connected);
+  const names = [...new Set(drafters.map((drafter) => drafter.family)), ...drafters.map((drafter) => drafter.id)];
+  const options = ["", ...names, "none"];
+  const select = $("drafter");
+  if ([...select.options].map((option) => option.value).join() === options.join()) return;
+  const chosen = select.value;
+  const words = { "": "the verifier's choice", none: "none: plain decoding" };
+  select.replaceChildren(...options.map((value) => new Option(words[value] ?? value, value)));
+  select.value = options.includes(chosen) ? chosen : "";
+}
+
+for (const [name, prompt] of Object.entries(PRESETS)) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = name;
+  button.onclick = () => {
+    $("prompt").value = prompt;
+    $("endpoint").value = name.includes("chat") ? "chat/completions" : "completions";
+  };
+  document.querySelector(".presets").append(button);
+}
+$("prompt").value = PRESETS.rewriting;
+$("form").onsubmit = (event) => {
+  event.preventDefault();
+  run([["with speculation", {}]]);
+};
+$("compare").onclick = () => {
+  if ($("form").reportValidity()) run([["with speculation", {}], ["plain decoding", { speculation: { enabled: false } }]]);
+};
+$("stop").onclick = () => running?.abort();
+$("theme").onclick = () => {
+  const root = document.documentElement;
+  const dark = (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  root.dataset.theme = dark ? "light" : "dark";
+  charts.recolor();
+};
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.recolor());
+listen();

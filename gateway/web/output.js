@@ -1,0 +1,108 @@
+// A pane of tokens, each coloured by who wrote it; the pointer or the arrow keys name the drafter.
+
+const WROTE = {
+  accepted: "accepted: a guess of",
+  recovered: "recovered: the target's own, in place of a guess of",
+  bonus: "bonus: the target's own, behind a whole draft of",
+  plain: "plain: the target's own, no draft",
+};
+const tip = document.getElementById("tip");
+
+export class Output {
+  constructor(parent, title) {
+    const article = document.createElement("article");
+    article.className = "output";
+    article.innerHTML = `<h3></h3><pre tabindex="0" role="group"></pre><dl></dl>`;
+    [this.heading, this.pane, this.list] = article.children;
+    this.heading.textContent = title;
+    this.pane.setAttribute("aria-label", `${title}: text. Left and right arrow name the author of each token.`);
+    this.tokens = [];
+    this.current = -1;
+    this.pane.addEventListener("pointerover", (event) => this.#point(event.target));
+    this.pane.addEventListener("pointerleave", () => { tip.hidden = true; });
+    this.pane.addEventListener("keydown", (event) => this.#key(event));
+    this.pane.addEventListener("blur", () => this.#select(-1));
+    parent.append(article);
+  }
+
+  get text() {
+    return this.tokens.map((token) => token.text).join("");
+  }
+
+  add(tokens) {
+    const follows = this.pane.scrollTop + this.pane.clientHeight >= this.pane.scrollHeight - 4;
+    for (const token of tokens) {
+      this.tokens.push(token);
+      const span = document.createElement("span");
+      span.className = `token ${token.source}`;
+      span.textContent = token.text;
+      span.dataset.index = this.tokens.length - 1;
+      this.pane.append(span);
+    }
+    if (follows) this.pane.scrollTop = this.pane.scrollHeight;
+  }
+
+  /** Figures below the text: [name, value] each. */
+  show(figures) {
+    this.list.replaceChildren(...figures.map(([name, value]) => {
+      const item = document.createElement("div");
+      const [term, detail] = [document.createElement("dt"), document.createElement("dd")];
+      [term.textContent, detail.textContent] = [name, value];
+      item.append(term, detail);
+      return item;
+    }));
+  }
+
+  #point(target) {
+    const index = target.dataset?.index;
+    if (index === undefined) tip.hidden = true;
+    else this.#name(Number(index), target);
+  }
+
+  #key(event) {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (event.key === "Escape") this.#select(-1);
+    if (!step || !this.tokens.length) return;
+    event.preventDefault();
+    this.#select(Math.min(Math.max(this.current + step, 0), this.tokens.length - 1));
+  }
+
+  #select(index) {
+    this.pane.children[this.current]?.classList.remove("current");
+    this.current = index;
+    if (index < 0) {
+      tip.hidden = true;
+      return;
+    }
+    const span = this.pane.children[index];
+    span.classList.add("current");
+    span.scrollIntoView({ block: "nearest" });
+    this.#name(index, span);
+  }
+
+  #name(index, span) {
+    const { source, drafter } = this.tokens[index];
+    tip.textContent = drafter ? `${WROTE[source]} ${drafter}` : WROTE[source];
+    tip.hidden = false;
+    const [box, own] = [span.getBoundingClientRect(), tip.getBoundingClientRect()];
+    tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - own.width - 4))}px`;
+    tip.style.top = `${box.top > own.height + 8 ? box.top - own.height - 6 : box.bottom + 6}px`;
+  }
+}
+
+/** What a finished completion's statistics say, for `Output.show`. */
+export function figures(statistics) {
+  const known = [
+    ["tokens", statistics.tokens],
+    ["tokens/s", statistics.tokensPerSecond.toFixed(1)],
+    ["to first token", `${statistics.firstMs.toFixed(0)} ms`],
+    ["per output token", `${statistics.tokenMs.toFixed(1)} ms`],
+  ];
+  const speculative = statistics.speculative;
+  if (!speculative?.num_spec_steps) return known;
+  return [
+    ...known,
+    ["accepted", `${(100 * speculative.draft_acceptance_rate).toFixed(0)} %`],
+    ["tokens a step", speculative.mean_acceptance_length.toFixed(2)],
+  ];
+}

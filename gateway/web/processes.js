@@ -1,0 +1,121 @@
+// The map of the processes, and what happened to them since the page was opened.
+
+const NEW_MS = 6000;
+const MOST_HAPPENINGS = 12;
+
+/** Milliseconds with as many digits as mean something. */
+function ms(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const value = 1000 * seconds;
+  if (value > 0 && value < 0.01) return "< 0.01 ms";
+  return `${value < 10 ? value.toFixed(2) : value.toFixed(0)} ms`;
+}
+
+export class Processes {
+  /** `onChange(drafter, "joined" | "left" | "lost")` hears each change after the first event. */
+  constructor(onChange) {
+    this.map = document.getElementById("map");
+    this.happened = document.getElementById("happened");
+    this.onChange = onChange;
+    this.known = null;
+    this.joinedAt = new Map();
+    this.shown = "";
+  }
+
+  /** Take the gateway's view of itself and of the others. */
+  push(readiness, version) {
+    this.#compare(readiness);
+    const gateway = { name: "gateway", state: readiness.status, good: ["ready", "degraded"].includes(readiness.status), lines: [`version ${version}`] };
+    const tree = branch(gateway, readiness.verifiers.map((verifier) => this.#verifier(verifier)));
+    if (tree.outerHTML === this.shown) return;
+    this.shown = tree.outerHTML;
+    this.map.replaceChildren(tree);
+  }
+
+  /** Nobody tells any more. */
+  lost() {
+    this.shown = "";
+    this.map.replaceChildren(branch({ name: "gateway", state: "does not answer", good: false, lines: [] }, []));
+  }
+
+  #verifier(verifier) {
+    const lines = [
+      `${verifier.model ?? ""}`,
+      `${verifier.dtype ?? ""} on ${verifier.device ?? "?"}`,
+      `round trip ${ms(verifier.round_trip_seconds)}`,
+      `sequences of this gateway ${verifier.running}`,
+    ];
+    if (verifier.problem) lines.push(verifier.problem);
+    const node = { name: `verifier ${verifier.address}`, state: verifier.ready ? "ready" : verifier.stage ?? "lost", good: verifier.ready, lines };
+    return branch(node, (verifier.drafters ?? []).map((drafter) => this.#drafter(drafter)));
+  }
+
+  #drafter(drafter) {
+    const cores = drafter.cores ? `, ${drafter.cores} cores` : "";
+    const numa = drafter.numa_node === null ? "" : `, NUMA node ${drafter.numa_node}`;
+    const rate = drafter.acceptance_rate === null ? "–" : `${(100 * drafter.acceptance_rate).toFixed(0)} %`;
+    const lines = [
+      `${drafter.family} · ${drafter.placement} · ${drafter.device}${cores}${numa}`,
+      `${drafter.host} ${drafter.architecture}`,
+      `round trip ${ms(drafter.round_trip_seconds)} · token ${ms(drafter.token_seconds)}`,
+      `accepted ${rate} · sequences ${drafter.sequences}`,
+    ];
+    const fresh = performance.now() - (this.joinedAt.get(drafter.id) ?? -Infinity) < NEW_MS;
+    return box({ name: drafter.id, state: drafter.connected ? "connected" : "lost", good: drafter.connected, fresh, lines });
+  }
+
+  #compare(readiness) {
+    const now = new Map(readiness.verifiers.flatMap((verifier) => verifier.drafters ?? []).map((drafter) => [drafter.id, drafter]));
+    const before = this.known ?? now;
+    this.known = now;
+    for (const [id, drafter] of now) {
+      const was = before.get(id)?.connected ?? false;
+      if (drafter.connected && !was) this.#tell(drafter, "joined");
+      if (!drafter.connected && was) this.#tell(drafter, "lost");
+    }
+    for (const [id, drafter] of before) if (!now.has(id) && drafter.connected) this.#tell(drafter, "left");
+  }
+
+  #tell(drafter, what) {
+    if (what === "joined") this.joinedAt.set(drafter.id, performance.now());
+    const words = { joined: "joined", left: "said goodbye", lost: "was lost without a word" };
+    const item = document.createElement("li");
+    item.textContent = `${new Date().toLocaleTimeString()} ${drafter.id} ${words[what]}.`;
+    this.happened.querySelector(".quiet")?.remove();
+    this.happened.prepend(item);
+    while (this.happened.children.length > MOST_HAPPENINGS) this.happened.lastElementChild.remove();
+    this.onChange(drafter, what);
+  }
+}
+
+function box({ name, state, good, fresh, lines }) {
+  const element = document.createElement("div");
+  element.className = `process ${good ? "good" : "bad"}${fresh ? " new" : ""}`;
+  const status = document.createElement("span");
+  status.className = "state";
+  const dot = document.createElement("span");
+  dot.className = "dot";
+  status.append(dot, ` ${state}`);
+  const title = document.createElement("strong");
+  title.textContent = name;
+  element.append(status, title);
+  for (const line of lines) {
+    const row = document.createElement("div");
+    row.textContent = line;
+    element.append(row);
+  }
+  return element;
+}
+
+function branch(node, children) {
+  const element = document.createElement("div");
+  element.className = "branch";
+  element.append(box(node));
+  if (children.length) {
+    const below = document.createElement("div");
+    below.className = "below";
+    below.append(...children);
+    element.append(below);
+  }
+  return element;
+}

@@ -1,0 +1,100 @@
+"""A request's time in the verifier, as spans: queue, prompt and steps, with links to the batches that it was part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_model import Client, ScriptedDrafter, make_engine
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outrider import telemetry
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.engine import Engine
+from verifier_svc.metrics import Metrics
+from verifier_svc.step_spans import StepSpans
+
+REQUEST = TokenRequest([1, 2, 3], 5, SamplingParams(temperature=0.0), ignore_eos=True)
+
+
+@pytest.fixture
+def exporter() -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    telemetry.setup("test", SimpleSpanProcessor(exporter))
+    yield exporter
+    telemetry.shutdown()
+
+
+def generate(engine: Engine, traced: list[bool]) -> None:
+    """Requests side by side, each in a trace of its own, or in none."""
+    roots = [telemetry.start_root("request", {}) if wanted else telemetry.NO_SPAN for wanted in traced]
+    for root in roots:
+        engine.submit(REQUEST, Client(), root)
+    while engine.sequences:
+        engine.step()
+    for root in roots:
+        root.end()
+
+
+def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+    return [span for span in exporter.get_finished_spans() if span.name == name]
+
+
+def test_queue_prompt_and_steps_are_children_of_the_request_and_follow_each_other(exporter: InMemorySpanExporter) -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    generate(engine, [True])
+    [root], [queue], [prefill], steps = (named(exporter, name) for name in ("request", "queue", "prefill", "verify"))
+    assert len(steps) == 5
+    for span in (queue, prefill, *steps):
+        assert span.parent is not None
+        assert span.parent.span_id == root.context.span_id
+    assert prefill.attributes == {"outrider.prompt_tokens": 3, "outrider.cached_tokens": 0}
+    assert queue.end_time is not None
+    assert prefill.start_time is not None
+    assert abs(prefill.start_time - queue.end_time) < 5e6, "one begins where the other ends, give or take some milliseconds"
+    assert not named(exporter, "step"), "a step of one sequence says nothing that its span does not"
+
+
+def test_a_batch_is_linked_to_every_traced_sequence_and_each_of_those_to_it(exporter: InMemorySpanExporter) -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    generate(engine, [True, False, True])
+    roots = {root.context.span_id: root for root in named(exporter, "request")}
+    batches = named(exporter, "step")
+    assert len(batches) == 5
+    for batch in batches:
+        assert {link.context.span_id for link in batch.links} == set(roots)
+        assert batch.attributes is not None
+        assert batch.attributes["outrider.sequences"] == 3
+    verifications = named(exporter, "verify")
+    assert len(verifications) == 10
+    for span in verifications:
+        assert [link.context.span_id in {batch.context.span_id for batch in batches} for link in span.links] == [True]
+
+
+@pytest.mark.parametrize(("share", "spans"), [(0.0, 0), (0.25, 2), (1.0, 8)])
+def test_a_share_of_the_steps_has_spans_evenly_spread(exporter: InMemorySpanExporter, share: float, spans: int) -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    engine._spans = StepSpans(Metrics("test"), share)
+    root = telemetry.start_root("request", {})
+    engine.submit(TokenRequest([1, 2, 3], 8, SamplingParams(temperature=0.0), ignore_eos=True), Client(), root)
+    while engine.sequences:
+        engine.step()
+    assert len(named(exporter, "verify")) == spans
+    assert len(named(exporter, "queue")) == len(named(exporter, "prefill")) == 1
+
+
+def test_a_step_says_whose_draft_it_verified_and_how_much_stood(exporter: InMemorySpanExporter) -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(REQUEST, Client(), telemetry.start_root("request", {}))
+    engine.step()
+    drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
+    engine.step()
+    [_, step] = named(exporter, "verify")
+    attributes = dict(step.attributes or {})
+    told = ("drafter", "family", "placement", "draft_tokens", "accepted_tokens", "committed_tokens")
+    assert [attributes[f"outrider.{name}"] for name in told] == ["scripted", "scripted", "local", 2, 2, 3]
+    assert attributes["outrider.epoch"] == 1
+    assert attributes["outrider.wait_seconds"] == 0.0

@@ -1,0 +1,169 @@
+"""The page in a real browser: who wrote each token, what speculation brings, how it goes, and who is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Browser, Page, expect
+from site_rig import Site
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
+
+# Loops, so that an n-gram drafter has something to guess.
+REPEATING = "x = [1, 2, 3]\n" * 6
+
+
+async def write(page: Page, prompt: str, tokens: int = 64) -> None:
+    await page.get_by_label("Prompt", exact=True).fill(prompt)
+    await page.get_by_label("Tokens", exact=True).fill(str(tokens))
+
+
+async def finished(page: Page, count: int = 1) -> None:
+    """Until so many outputs show their figures."""
+    await expect(page.locator(".output dl:has(dd)")).to_have_count(count, timeout=60_000)
+
+
+async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_pointer(page: Page) -> None:
+    await write(page, REPEATING)
+    await page.get_by_role("button", name="Run", exact=True).click()
+    await finished(page)
+    accepted = page.locator(".output .token.accepted")
+    assert await accepted.count() > 10
+    assert await page.locator(".output .token.bonus, .output .token.recovered").count() > 0
+    await accepted.nth(5).hover()
+    await expect(page.get_by_role("tooltip")).to_have_text("accepted: a guess of ngram-1")
+    shown = await page.locator(".output pre").inner_text()
+    asked = {"model": await page.locator("#model").inner_text(), "prompt": REPEATING, "max_tokens": 64, "temperature": 0}
+    answer = await page.request.post(f"{page.url}v1/completions", data=asked)
+    assert shown.rstrip() == (await answer.json())["choices"][0]["text"].rstrip(), "the tokens are the text, no more and no less"
+
+
+async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_are_the_same_text(page: Page) -> None:
+    for temperature in ("0", "1"):
+        await write(page, REPEATING)
+        await page.get_by_label("Temperature").fill(temperature)
+        await page.get_by_role("button", name="Run beside plain decoding").click()
+        await expect(page.locator("#verdict")).to_contain_text("Both texts are identical.", timeout=60_000)
+        left, right = page.locator(".output").nth(0), page.locator(".output").nth(1)
+        assert await right.locator(".token.plain").count() == await right.locator(".token").count() > 0
+        boxes = [await output.bounding_box() for output in (left, right)]
+        assert boxes[0] is not None
+        assert boxes[1] is not None
+        assert boxes[0]["y"] == boxes[1]["y"]
+        assert boxes[0]["x"] < boxes[1]["x"]
+
+
+async def test_the_charts_follow_what_happens(page: Page) -> None:
+    await write(page, REPEATING, 128)
+    await page.get_by_role("button", name="Run", exact=True).click()
+    await finished(page)
+    await expect(page.locator("#now-acceptance")).to_have_text(re.compile(r"^\d+ %$"))
+    await expect(page.locator("#now-lengths")).to_have_text(re.compile(r"^mean \d+\.\d\d$"))
+    await expect(page.locator("#now-rate")).to_have_text(re.compile(r"^[1-9]\d*$"))
+    await expect(page.locator("#now-tpot")).to_have_text(re.compile(r"^\d+\.\d$"))
+    drawn = await page.evaluate(
+        """() => [...document.querySelectorAll('.charts canvas')].map((canvas) => {
+            const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+            return new Set(new Uint32Array(pixels.buffer)).size; })"""
+    )
+    assert len(drawn) == 4
+    assert all(colors > 3 for colors in drawn), "axes, and something drawn in a colour of its own"
+
+
+async def test_what_is_refused_says_why_and_the_next_run_works(page: Page) -> None:
+    await write(page, REPEATING, 4096)
+    await page.get_by_role("button", name="Run", exact=True).click()
+    await expect(page.get_by_role("alert")).to_contain_text("max_tokens asks for 4096 tokens")
+    await write(page, REPEATING, 8)
+    await page.get_by_role("button", name="Run", exact=True).click()
+    await finished(page)
+    await expect(page.get_by_role("alert")).to_be_hidden()
+
+
+async def test_stop_stops(page: Page) -> None:
+    await write(page, "def f():\n", 900)
+    await page.get_by_label("Drafter").select_option("none")
+    await page.get_by_role("button", name="Run", exact=True).click()
+    await page.locator(".output .token").nth(3).wait_for()
+    await page.get_by_role("button", name="Stop").click()
+    await expect(page.get_by_role("button", name="Stop")).to_be_disabled()
+    await expect(page.locator(".process", has_text="verifier")).to_contain_text("sequences of this gateway 0")
+    assert await page.locator(".output .token").count() < 900
+
+
+async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
+    await page.keyboard.press("Tab")
+    await page.keyboard.press("Enter")  # the link that skips to the prompt
+    await page.keyboard.press("Control+A")
+    await page.keyboard.type("x = 1\nx = 1\nx = 1\nx")
+    for _ in range(5):
+        await page.keyboard.press("Tab")
+    await expect(page.get_by_role("button", name="Run", exact=True)).to_be_focused()
+    await page.keyboard.press("Enter")
+    await finished(page)
+    await page.locator(".output pre").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(page.get_by_role("tooltip")).to_have_text(re.compile("plain|accepted|bonus|recovered"))
+    await page.keyboard.press("Escape")
+    await expect(page.get_by_role("tooltip")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_a_phone(
+    browser: Browser, site: Site, scheme: str, width: int
+) -> None:
+    context = await browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]  # one of two
+    page = await context.new_page()
+    await page.goto(site.url)
+    await page.locator(".process strong", has_text="ngram-1").wait_for()
+    await write(page, REPEATING, 32)
+    await page.get_by_role("button", name="Run", exact=True).click()
+    await finished(page)
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
+    found = await Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(int(part) for part in re.findall(r"\d+", ground)[:3]) / 3
+    assert (brightness > 128) is (scheme == "light")
+    await page.get_by_role("button", name="Switch between light and dark").click()
+    assert await page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+    await context.close()
+
+
+async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
+    example = page.locator("#example-join")
+    await expect(example.locator("code")).to_contain_text(f"--verifier {site.stack.address}")
+    await example.get_by_role("button").click()
+    await page.locator(".output .token").nth(20).wait_for()
+    site.stack.add_drafter("model-late", "model")
+    try:
+        await expect(page.locator(".process", has_text="model-late")).to_contain_text("connected", timeout=30_000)
+        await expect(page.locator("#happened")).to_contain_text("model-late joined.")
+        await expect(example.locator(".outcome")).to_contain_text("model-late joined after", timeout=60_000)
+        await expect(example.locator(".outcome")).to_contain_text("The text is the one of plain decoding.", timeout=60_000)
+    finally:
+        site.remove_drafter("model-late")
+    await expect(page.locator("#happened")).to_contain_text("model-late said goodbye.")
+
+
+async def test_lose_a_drafter_while_it_runs(page: Page, site: Site) -> None:
+    site.stack.add_drafter("model-victim", "model")
+    await expect(page.locator(".process", has_text="model-victim")).to_contain_text("connected", timeout=30_000)
+    example = page.locator("#example-leave")
+    await example.get_by_role("button").click()
+    await page.locator(".output .token").nth(20).wait_for()
+    site.remove_drafter("model-victim", kill=True)
+    await expect(page.locator(".process", has_text="model-victim")).to_contain_text("lost", timeout=10_000)
+    await expect(page.locator("#status")).to_contain_text("degraded")
+    await expect(example.locator(".outcome")).to_contain_text("model-victim was lost after", timeout=60_000)
+    await expect(example.locator(".outcome")).to_contain_text("The text is the one of plain decoding.", timeout=60_000)
+
+
+async def test_the_page_says_when_the_gateway_is_gone_and_goes_on_when_it_is_back(page: Page, site: Site) -> None:
+    site.gateway.kill()
+    await expect(page.locator("#status")).to_contain_text("does not answer", timeout=10_000)
+    site.gateway.start()
+    await expect(page.locator(".process", has_text="ngram-1")).to_contain_text("connected", timeout=60_000)
