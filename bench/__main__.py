@@ -22,7 +22,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import acceptance, delay, limits
+from bench import acceptance, delay, limits, tracing
 from bench.grow import Shape, grown_checkpoint
 from bench.prompts import DEMO_PROMPTS, KINDS
 from bench.report import Cell, Results, plot, tables, write
@@ -44,9 +44,9 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal["bundled", "grown", "acceptance", "delay", "limits", ""] = ""
+    only: Literal["bundled", "grown", "acceptance", "delay", "limits", "tracing", ""] = ""
     """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
-    much is accepted, what delay on the draft stream costs, what host, gateway and n-gram pools can do at most."""
+    much is accepted, what delay on the draft stream and tracing cost, what host, gateway and n-gram pools can do at most."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -95,6 +95,9 @@ def main(arguments: list[str]) -> int:
         console.print(acceptance.tables(settings.models, settings.tokens))
     elif settings.only == "limits":
         record["limits"] = asyncio.run(limits.measure(settings.models, settings.out, console))
+    elif settings.only == "tracing":
+        [bundled] = _pairs(settings, console)
+        record["tracing"] = asyncio.run(tracing.measure(bundled, settings.rounds, settings.tokens, console))
     elif settings.only == "delay":
         [grown] = _pairs(settings, console)
         record["delay"], images["delay"] = asyncio.run(delay.measure(grown, settings.rounds, settings.tokens, console))
@@ -114,7 +117,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     target, draft = settings.models / "target", settings.models / "draft"
     cores = len(os.sched_getaffinity(0))
     pairs = []
-    if settings.only in ("", "bundled"):
+    if settings.only in ("", "bundled", "tracing"):
         pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", settings.depth or 4, max(1, cores - 1)))
     if settings.only in ("", "grown", "delay"):
         console.print("growing the target, unless that was done before")
