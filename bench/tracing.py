@@ -79,7 +79,7 @@ class _Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 async def _receiver() -> AsyncIterator[tuple[_Receiver, str]]:
     """Takes spans and counts them, in this process, which does little else while a stack is measured."""
     server, servicer = grpc.aio.server(), _Receiver()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]  # as generated
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
