@@ -60,6 +60,7 @@ class TextRequest:
     prediction: list[int] = field(default_factory=list)
     operation: str = "text_completion"
     """OpenTelemetry's name of what is asked for."""
+    tenant: str = ""
     authored: bool = False
     """Whether pieces say who wrote each token."""
 
@@ -266,6 +267,7 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
         top_logprobs=request.top_logprobs,
         grammar=request.grammar,
         prediction=request.prediction,
+        tenant=request.tenant,
     )
 
 

@@ -16,6 +16,7 @@ from gateway.request_span import begin, describe
 from gateway.schema import ChatBody, CompletionBody, GenerationBody
 from gateway.shapes import ChatShape, CompletionShape, Shape, authors
 from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
+from gateway.tenants import tenant_of
 from outrider.errors import invalid
 from outrider.messages import ModelInfo
 from outrider.telemetry import Span
@@ -89,7 +90,8 @@ async def _answer(
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     shape = shape_of(prompts[0].model, include_usage=include_usage)
     span = begin(request.headers, prompts[0], n, stream=bool(body.stream))
-    jobs = [_choice(job, shape.id, choice, span) for job in prompts for choice in range(n)]
+    tenant = tenant_of(request.headers)
+    jobs = [replace(_choice(job, shape.id, choice, span), tenant=tenant) for job in prompts for choice in range(n)]
     events = merge([generation.stream(job) for job in jobs])
     tally = Tally(len(prompts), n)
     if not body.stream:

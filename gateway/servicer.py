@@ -13,6 +13,7 @@ import grpc
 from gateway.choices import Tally
 from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
 from gateway.request_span import begin, describe
+from gateway.tenants import tenant_of
 from outrider import rpc, wire, wire_settings
 from outrider.errors import invalid
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -37,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         job = await self._text_request(request)
         tally = Tally(1, 1)
         with begin(headers, job, 1, stream=True) as span:
-            job = replace(job, traceparent=span.traceparent)
+            job = replace(job, traceparent=span.traceparent, tenant=tenant_of(headers))
             async with aclosing(self._generation.stream(job)) as pieces:
                 async for piece in pieces:
                     if piece.ending is not None:

@@ -1,0 +1,37 @@
+"""Who shares an API key shares caches and pools; nobody else does."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from gateway_rig import Rig
+
+from gateway.tenants import tenant_of
+from outrider.v1 import generation_pb2
+
+
+async def tenants(rig: Rig, *headers: dict[str, str]) -> list[str]:
+    rig.says("x")
+    start = len(rig.script.requests)
+    for given in headers:
+        await rig.http.post("/v1/completions", json={"prompt": "x"}, headers=given)
+    return [request.tenant for request in rig.script.requests[start:]]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_each_key_is_a_tenant_of_its_own_and_requests_without_one_are_the_default_tenants(rig: Rig) -> None:
+    first, second, again, none = await tenants(
+        rig, {"authorization": "Bearer one"}, {"authorization": "Bearer two"}, {"Authorization": "bearer one"}, {}
+    )
+    assert len({first, second, none}) == 3
+    assert (again, none) == (first, "")
+    assert first == "key-" + hashlib.sha256(b"one").hexdigest()[:32]
+    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"), metadata=(("authorization", "Bearer one"),))
+    _ = [response async for response in call]
+    assert rig.script.requests[-1].tenant == first
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Basic b25l", "one"])
+def test_what_is_no_key_makes_no_tenant(value: str) -> None:
+    assert tenant_of({"authorization": value}) == ""
