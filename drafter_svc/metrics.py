@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from outrider.messages import DraftBatch
+
+if TYPE_CHECKING:
+    from drafter_svc.pools.redis import RedisCounters
 
 _SECONDS = [0.00003125 * 2**i for i in range(16)]
 
@@ -29,6 +37,8 @@ class Metrics:
         self._draft_seconds = histogram("drafter_draft_seconds", "Drafting for all sequences that have room, once.")
         self._tokens = counter("drafter_proposed_tokens", "Tokens proposed.")
         self._skips = counter("drafter_skips", "Sequences for which there was nothing to propose.")
+        self.redis_lookup_seconds = histogram("redis_lookup_seconds", "A lookup's command, until Redis answered.")
+        self._redis_labels = labels
         self.sequences = gauge("drafter_sequences", "Sequences it drafts for.")
         self.connected = gauge("drafter_connected", "1 while it is registered with a verifier.")
 
@@ -38,7 +48,40 @@ class Metrics:
         self._tokens.inc(sum(len(proposal.token_ids) for proposal in batch.proposals))
         self._skips.inc(len(batch.skips))
 
+    def watch_redis(self, counters: RedisCounters) -> None:
+        """Let what is scraped include these counters."""
+        self.registry.register(_RedisCollector(counters, self._redis_labels))
+
     def lost(self) -> None:
         """The verifier is gone, and its sequences with it."""
         self.connected.set(0)
         self.sequences.set(0)
+
+
+class _RedisCollector(Collector):
+    """Reads the pool's counters when somebody scrapes, so that counting costs the pool nothing."""
+
+    def __init__(self, counters: RedisCounters, labels: Mapping[str, str]) -> None:
+        self._counters = counters
+        self._labels = labels
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        counters = self._counters
+        yield self._family("redis_queries", "Sequences looked up.", "outcome", found=counters.found, missed=counters.missed)
+        yield self._family(
+            "redis_lookups",
+            "Commands for batches of them: sent, of those late (after 5 ms), failed or malformed; and skipped while Redis is down.",
+            "event",
+            sent=counters.lookups,
+            late=counters.late,
+            failed=counters.failed,
+            malformed=counters.malformed,
+            skipped=counters.skipped,
+        )
+        yield self._family("redis_writes", "N-grams offered.", "outcome", written=counters.written, dropped=counters.dropped)
+
+    def _family(self, name: str, text: str, label: str, **counts: int) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"outrider:{name}", text, labels=[*self._labels, label])
+        for value, count in counts.items():
+            family.add_metric([*self._labels.values(), value], count)
+        return family
