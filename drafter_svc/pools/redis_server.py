@@ -37,7 +37,7 @@ class Credentials(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same; raises AuthenticationError, since after any other error redis-py keeps the connection and uses it without AUTH."""
+        """The same; raises AuthenticationError, since after other errors redis-py goes on with the connection, without AUTH."""
         try:
             return self.get_credentials()
         except (OSError, UnicodeDecodeError) as cause:
