@@ -112,6 +112,20 @@ async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
         server.close()
 
 
+async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_is_well(redis_server: Standalone) -> None:
+    """The default user would be let in without a password; the pool must not be that user."""
+    async with pool(redis_server.server) as made:
+        await written(made, ([1], [2]))
+        redis_server.password_file.unlink()
+        with redis_server.data[0].admin() as client:
+            client.client_kill_filter(user="outrider")
+        for _ in range(3):
+            assert await found(made, [[1]]) == [[]]
+            await until(lambda: made.available)
+        redis_server.password_file.write_text(PASSWORD)
+        assert await found(made, [[1]]) == [[2]]
+
+
 async def test_a_password_that_is_changed_in_its_file_is_taken_up(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as made:
         await written(made, ([1], [2]))
