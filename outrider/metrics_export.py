@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import cast
+from socketserver import ThreadingMixIn
+from typing import Any, cast
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
@@ -26,6 +28,9 @@ from outrider.config import ScrapedSettings, Settings
 from outrider.errors import invalid
 
 log = logging.getLogger(__name__)
+
+# A time series of its own for when each counter began is of no use here.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
 # What the conventions say with dots, Prometheus says with underscores and the unit at the end.
 SEMANTIC_NAMES = {
@@ -45,12 +50,30 @@ _CUMULATIVE = export.AggregationTemporality.CUMULATIVE
 
 
 def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> None:
-    """Let Prometheus scrape the registry if the settings say so; raises OutriderError(INVALID_VALUE) when it cannot be listened."""
-    if settings.metrics_port:
-        try:
-            start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
-        except OSError as cause:
-            raise invalid("metrics-port", f"cannot be bound: {settings.metrics_host}:{settings.metrics_port}: {cause}") from cause
+    """Let Prometheus scrape the registry if the settings say so; raises OutriderError(INVALID_VALUE) when the port is taken."""
+    if not settings.metrics_port:
+        return
+    host, port = settings.metrics_host, settings.metrics_port
+
+    def answer(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        # Always Prometheus' own format: in OpenMetrics' the client library turns the colon of `outrider:name` into an underscore.
+        start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
+        return [generate_latest(registry)]
+
+    try:
+        server = make_server(host, port, answer, server_class=_ThreadingServer, handler_class=_QuietHandler)
+    except OSError as cause:
+        raise invalid("metrics-port", f"cannot be bound: {host}:{port}: {cause}") from cause
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody wants to read who scraped when."""
 
 
 @contextmanager
@@ -103,7 +126,7 @@ class MetricsSender:
 
 def convert(family: Metric, started_ns: int) -> export.Metric | None:
     """A Prometheus metric in OpenTelemetry's terms; None for kinds that Outrider does not use, or without samples."""
-    samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    samples = family.samples
     unit = "s" if family.name.endswith("_seconds") else "1"
     name = SEMANTIC_NAMES.get(family.name, family.name.replace(":", "."))
     now_ns = time.time_ns()

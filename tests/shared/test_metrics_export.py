@@ -95,6 +95,8 @@ def test_metrics_are_served_where_they_are_wanted_and_a_port_in_use_is_named(reg
     port = free_port("127.0.0.1")
     serve_metrics(registry, ScrapedSettings(metrics_port=0))
     serve_metrics(registry, ScrapedSettings(metrics_port=port))
-    assert 'outrider:tokens_total{drafter="ngram-1"} 3.0' in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    # As Prometheus asks since 2.5: it would take OpenMetrics' format, whose names know no colon.
+    accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+    assert 'outrider:tokens_total{drafter="ngram-1"} 3.0' in httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
     with pytest.raises(OutriderError, match=f"metrics-port cannot be bound: 127.0.0.1:{port}"):
         serve_metrics(registry, ScrapedSettings(metrics_port=port))

@@ -1,0 +1,152 @@
+"""Every query of the dashboard says something of a real stack that a real Prometheus scrapes by the shipped configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from stack import ROOT, TARGET, Process, Stack, free_port
+
+pytestmark = pytest.mark.slow
+
+SHIPPED = ROOT / "compose/observability"
+DASHBOARD = json.loads((SHIPPED / "grafana/dashboards/outrider.json").read_text())
+QUERIES = [
+    pytest.param(target["expr"], id=f"{panel['title']}: {target['legendFormat']}")
+    for panel in DASHBOARD["panels"]
+    for target in panel.get("targets", ())
+]
+PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sys\n")
+
+
+@contextmanager
+def redis_server(directory: Path) -> Iterator[int]:
+    port = free_port()
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
+    binary = shutil.which("redis-server")
+    assert binary is not None
+    with Popen([binary, *arguments], stdout=DEVNULL) as process:
+        try:
+            yield port
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def prometheus(directory: Path, targets: dict[str, list[int]]) -> Iterator[str]:
+    """Prometheus with the shipped configuration, but for names, which only Compose resolves, and a shorter interval."""
+    config = yaml.safe_load((SHIPPED / "prometheus.yaml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+    for job in config["scrape_configs"]:
+        del job["dns_sd_configs"]
+        job["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]}]
+    (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    binary = shutil.which("prometheus")
+    assert binary is not None, "no Prometheus on this machine; `make test` installs one"
+    flags = [f"--config.file={directory}/prometheus.yaml", f"--storage.tsdb.path={directory}/data"]
+    with Popen([binary, *flags, f"--web.listen-address=127.0.0.1:{port}"], stdout=DEVNULL, stderr=DEVNULL) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def observed_stack(directory: Path, redis_port: int) -> Iterator[tuple[str, dict[str, list[int]]]]:
+    """Verifier, drafters of two families and a gateway, its URL, and where each can be scraped."""
+    gateway_port, verifier_port, *drafter_ports = (free_port() for _ in range(4))
+    secret = directory / "secret"
+    secret.write_text("s" * 32)
+    stack = Stack("--metrics-port", str(verifier_port))
+    redis = ("--redis", f"redis://127.0.0.1:{redis_port}/0", "--pool-secret-file", str(secret))
+    stack.add_drafter("ngram-1", "ngram", "--metrics-port", str(drafter_ports[0]), *redis)
+    stack.add_drafter("model-1", "model", "--metrics-port", str(drafter_ports[1]))
+    listen = ("--http-port", str(gateway_port), "--grpc-listen", "127.0.0.1:0")
+    gateway = Process("gateway", "--verifier", stack.address, "--tokenizer", TARGET, *listen)
+    try:
+        stack.wait_ready()
+        yield f"http://127.0.0.1:{gateway_port}", {"gateway": [gateway_port], "verifier": [verifier_port], "drafter": drafter_ports}
+    finally:
+        gateway.stop()
+        gateway.log.close()
+        stack.stop()
+
+
+async def traffic(url: str) -> None:
+    """Requests of every kind that a panel tells of: streamed and whole, completions and chats, one refused, one given up."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        deadline = time.monotonic() + 30
+        while (await client.get("/readyz")).status_code != 200:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        for drafter in ("ngram", "model", ""):
+            common: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "speculation": {"drafter": drafter}}
+            await asyncio.gather(*(client.post("/v1/completions", json={**common, "prompt": prompt}) for prompt in PROMPTS))
+        chat = {"messages": [{"role": "user", "content": "Say x."}], "max_completion_tokens": 16}
+        await client.post("/v1/chat/completions", json=chat)
+        assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": -1})).status_code == 400
+        unknown = {"prompt": "x", "speculation": {"drafter": "nobody"}}
+        assert (await client.post("/v1/completions", json=unknown)).is_client_error
+        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900, "stream": True}) as response:
+            await anext(response.aiter_bytes())
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Prometheus that has scraped a stack before, during and after its traffic."""
+    directory = tmp_path_factory.mktemp("observability")
+    with (
+        redis_server(directory) as redis_port,
+        observed_stack(directory, redis_port) as (gateway, targets),
+        prometheus(directory, targets) as url,
+    ):
+        asyncio.run(all_scraped(url, sum(map(len, targets.values()))))
+        for _ in range(2):
+            asyncio.run(traffic(gateway))
+            time.sleep(1.5)
+        yield url
+
+
+async def all_scraped(url: str, count: int) -> None:
+    """Until every process was scraped, so that what follows counts as growth."""
+    async with httpx.AsyncClient() as client:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                up = (await client.get(f"{url}/api/v1/query", params={"query": "up == 1"})).json()["data"]["result"]
+            except (httpx.TransportError, KeyError):
+                up = []
+            if len(up) == count:
+                return
+            assert time.monotonic() < deadline, up
+            await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("expression", QUERIES)
+def test_each_query_has_an_answer(url: str, expression: str) -> None:
+    query = expression.replace("$__rate_interval", "1m")
+    answer = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()
+    assert answer["status"] == "success", answer
+    values = [float(series["value"][1]) for series in answer["data"]["result"]]
+    assert values, "no series"
+    assert not all(math.isnan(value) for value in values), "nothing but NaN"
+
+
+def test_every_metric_of_ours_that_a_query_names_is_exposed_and_every_panel_has_a_query(url: str) -> None:
+    exposed = set(httpx.get(f"{url}/api/v1/label/__name__/values").json()["data"])
+    named = {name for query in QUERIES for name in re.findall(r"(?:outrider:|gen_ai_)\w+", str(query.values[0]))}
+    assert {name for name in named if name.startswith("outrider:") or "_seconds" in name} <= exposed
+    assert all(panel.get("targets") for panel in DASHBOARD["panels"] if panel["type"] != "row")
