@@ -12,10 +12,10 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/outrider serve --target models/target --drafter ngram --drafter model=models/draft
 
-test: $(VENV)/installed-dev redis-server
+test: $(VENV)/installed-dev tools
 	$(BIN)/python -m pytest
 
-test-quick: $(VENV)/installed-dev redis-server
+test-quick: $(VENV)/installed-dev tools
 	$(BIN)/python -m pytest -m "not slow"
 
 bench: $(VENV)/installed-bench
@@ -29,9 +29,9 @@ lint: $(VENV)/installed-dev
 proto: $(VENV)/installed-dev
 	protos/generate.sh
 
-.PHONY: redis-server
-redis-server:
-	@tests/install-redis.sh
+.PHONY: tools
+tools:
+	@tests/install-tools.sh
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from gateway.metrics import Metrics
 from gateway.routing import Router
+from gateway.streaming import event
 from gateway.system import readiness
 from outrider import __version__
 
@@ -50,15 +49,16 @@ def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
     @routes.get("/events", include_in_schema=False)
     async def events() -> Response:
         """Processes and sums, twice a second, until the reader leaves or the gateway is about to."""
-        return EventSourceResponse(_events(router, metrics))
+        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(router, metrics), media_type="text/event-stream", headers=unbuffered)
 
     app.include_router(routes)
     app.mount("/web", _Files(directory=_WEB))
 
 
-async def _events(router: Router, metrics: Metrics) -> AsyncGenerator[ServerSentEvent, None]:
+async def _events(router: Router, metrics: Metrics) -> AsyncGenerator[bytes, None]:
     while True:
-        yield ServerSentEvent(json.dumps(_state(router, metrics), separators=(",", ":")))
+        yield event(_state(router, metrics))
         if router.draining:
             return
         await asyncio.sleep(_EVERY_S)
