@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,8 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
         try:
             yield ask
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):  # it may have died by itself
+                process.kill()
             await process.wait()
 
 
