@@ -30,7 +30,9 @@ def configuration() -> dict[str, str]:
     """pip's settings by name, as this user's environment and files give them."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
     pairs = (line.partition("=")[::2] for line in listed.splitlines())
-    settings = {key.rpartition(".")[2]: str(ast.literal_eval(value)) for key, value in pairs if key.startswith(("global.", ":env:"))}
+    settings = {
+        key.rpartition(".")[2]: str(ast.literal_eval(value)) for key, value in pairs if key.startswith(("global.", ":env:"))
+    }
     return {key: value for key, value in settings.items() if key in (*_LOCATIONS, "cert", "default-timeout")}
 
 

@@ -21,6 +21,7 @@ from drafter_svc.stream import Callbacks, DraftStream
 from outrider import rpc, telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError, invalid
+from outrider.extras import need_models
 from outrider.messages import Hello, ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer
 
@@ -81,6 +82,7 @@ async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[Make
         return _suffix_family(settings), ""
     if not settings.model:
         raise invalid("model", "must name a directory or hub id for the family model")
+    need_models()
     from drafter_svc.families.model import ModelFamily
     from outrider.grammar import GrammarCompiler
     from outrider.lm.runner import ModelRunner
