@@ -1,4 +1,4 @@
-"""`python -m drafter_svc`: takes its place on the machine, then drafts for a verifier until told to stop."""
+"""`python -m drafter_svc`: takes its place on the machine, then drafts for a verifier until told to stop; or `erase`s a tenant."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -24,6 +25,9 @@ from outrider.errors import OutriderError, invalid
 from outrider.extras import need_models
 from outrider.messages import Hello, ModelInfo
 from outrider.tokenizer import fingerprint, load_tokenizer
+
+if TYPE_CHECKING:
+    from drafter_svc.pools.redis import RedisPool
 
 SERVICE = "outrider.v1.Drafter"
 
@@ -123,21 +127,29 @@ async def _family(settings: DrafterSettings, place: PlacementPlan) -> tuple[Make
 def _ngram_family(settings: DrafterSettings) -> MakeFamily:
     from drafter_svc.families.ngram import NgramFamily
     from drafter_svc.pools.memory import MemoryPool, NgramOptions
-    from drafter_svc.pools.redis import RedisOptions, RedisPool
 
-    if settings.redis is not None and not settings.is_public_pool:
-        raise invalid("redis", "holds the public pool, so it goes with is-public-pool")
+    make_redis = _redis_pool(settings) if settings.redis is not None else None
     options = NgramOptions(settings.max_draft_len, settings.max_matching_ngram_size, settings.is_keep_all, settings.is_use_oldest)
     # Outlives the connection to a verifier, unlike all else.
     shared = MemoryPool(options, settings.pool_entries) if settings.is_public_pool else None
 
-    def make(info: ModelInfo) -> Family:
-        redis = None
-        if settings.redis is not None:
-            url, age_s = settings.redis, settings.pool_ttl_seconds
-            remote = RedisOptions(url, settings.namespace, settings.pool_entries, age_s, use_oldest=settings.is_use_oldest)
-            redis = RedisPool(remote, info.tokenizer_fingerprint, info.vocab_size)
-        return NgramFamily(options, settings.pool_entries, shared, redis)
+    return lambda info: NgramFamily(options, settings.pool_entries, shared, make_redis(info) if make_redis else None)
+
+
+def _redis_pool(settings: DrafterSettings) -> Callable[[ModelInfo], RedisPool]:
+    """How to make the pool for a connection; raises OutriderError(INVALID_VALUE) that names the setting at fault."""
+    from drafter_svc.pools.keys import PoolKeys, read_secret
+    from drafter_svc.pools.redis import RedisCounters, RedisOptions, RedisPool
+    from drafter_svc.pools.redis_server import RedisServer
+
+    server = RedisServer.parse(settings.redis or "", settings.redis_password_file, settings.redis_ca_file)
+    keys = PoolKeys(read_secret(settings.pool_secret_file), settings.namespace, public=settings.is_public_pool)
+    options = RedisOptions(settings.pool_entries, settings.pool_ttl_seconds, use_oldest=settings.is_use_oldest)
+    # Counts go on from one connection to the next.
+    counters = RedisCounters()
+
+    def make(info: ModelInfo) -> RedisPool:
+        return RedisPool(server, keys, info.tokenizer_fingerprint, info.vocab_size, options, counters=counters)
 
     return make
 
@@ -158,6 +170,10 @@ def _suffix_family(settings: DrafterSettings) -> MakeFamily:
 
 def main() -> None:
     """Entry point; exits with status 1 and a sentence when there is no use in trying on."""
+    if sys.argv[1:2] == ["erase"]:
+        from drafter_svc.erase import main as erase
+
+        return erase(sys.argv[2:])
     settings = parse(DrafterSettings, "drafter", sys.argv[1:])
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     telemetry.setup("outrider-drafter", endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)

@@ -12,7 +12,39 @@ from outrider.config import Settings
 from outrider.messages import MAX_DEPTH
 
 
-class DrafterSettings(Settings):
+class RedisSettings(Settings):
+    """Where the n-grams that replicas share are, and under which keys."""
+
+    redis: str | None = None
+    """Family ngram: URL of a Redis that holds n-grams for all replicas; without it pools are in memory. One server:
+    redis://user@host:6379/0. Sentinel: redis+sentinel://user@host:26379,host:26379/service. Cluster:
+    redis+cluster://user@host:6379,host:6379. With TLS: rediss, rediss+sentinel, rediss+cluster. After a ? may stand
+    sentinel_auth=true (the Sentinels ask for the same user and password), and with TLS ssl_certfile=PATH, ssl_keyfile=PATH,
+    ssl_check_hostname=false."""
+
+    redis_password_file: Path | None = None
+    """File with the password of the URL's user, read again for each connection."""
+
+    redis_ca_file: Path | None = None
+    """PEM file with the authorities that may have signed the servers' certificates; the system's unless set."""
+
+    pool_secret_file: Path | None = None
+    """File with the secret that keys in Redis are made with, at least 16 bytes, the same for all replicas; redis needs it."""
+
+    is_public_pool: bool = False
+    """Families ngram and suffix: share one pool among all requests, tenants included."""
+
+
+class EraseSettings(RedisSettings):
+    """What `python -m drafter_svc erase` takes."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
+
+    tenant: str | None = None
+    """Whose n-grams are erased, of all namespaces and tokenizers; with is-public-pool instead, those of the public pool."""
+
+
+class DrafterSettings(RedisSettings):
     """What `python -m drafter_svc` takes."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
@@ -83,11 +115,8 @@ class DrafterSettings(Settings):
     is_use_oldest: bool = False
     """Family ngram: propose the oldest continuation kept, not the newest."""
 
-    is_public_pool: bool = False
-    """Families ngram and suffix: share one pool among all requests, tenants included."""
-
     pool_entries: int = Field(1_000_000, ge=1)
-    """Family ngram: n-grams a pool holds at most; the least recently used go first."""
+    """Family ngram: n-grams a pool holds at most, in Redis each tenant's; the least recently used go first, in Redis the oldest."""
 
     max_tree_depth: int = Field(64, ge=2, le=128)
     """Family suffix: longest suffix matched, and longest run proposed."""
@@ -101,11 +130,8 @@ class DrafterSettings(Settings):
     min_token_probability: float = Field(0.1, ge=0, le=1)
     """Family suffix: a run ends where the product of its tokens' frequencies falls below this."""
 
-    redis: str | None = None
-    """Family ngram: URL of a Redis that holds the public pool for all replicas; without it the pool is in memory."""
-
-    namespace: str = "default"
-    """Family ngram: pools of different namespaces in one Redis are apart."""
+    namespace: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Family ngram: pools of different namespaces in one Redis are apart; letters, digits, _, . and -."""
 
     pool_ttl_seconds: int = Field(86_400, ge=1)
     """Family ngram: age at which an unused n-gram leaves Redis."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from drafter_svc.chain import Chain
 from drafter_svc.outcomes import fan_out
+from drafter_svc.pools.keys import TenantKeys
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
-from drafter_svc.pools.redis import RedisPool
+from drafter_svc.pools.redis import Query, RedisPool
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
 
 # Outcomes that a round prepares for; looking them up is almost free, but sending them is not.
@@ -21,10 +22,11 @@ _BRANCHES = 4
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence's chain and the n-grams of its own text. `shared_count` tokens have been offered to Redis."""
+    """A sequence's chain and the n-grams of its own text. `shared_count` tokens were offered to Redis under `tenant`'s keys."""
 
     chain: Chain
     pool: MemoryPool
+    tenant: TenantKeys | None = None
     prediction: Prediction | None = None
     shared_count: int = 0
     enumerated: tuple[int, int] = (-1, 0)
@@ -36,7 +38,9 @@ class _Text:
 
 
 class NgramFamily:
-    """`shared` is the pool of all requests of this process, `redis` that of all replicas; both None for private pools alone."""
+    """`shared` is the pool of all requests of this process, `redis` that of all replicas, by tenant or for all; with both None each
+    request has its own pool alone.
+    """
 
     name = "ngram"
     distributions = frozenset({Rule.ONE_HOT})
@@ -54,6 +58,8 @@ class NgramFamily:
 
     def open(self, opened: Opened) -> None:
         text = _Text(Chain(opened), MemoryPool(self._options, self._max_entries))
+        if self._redis is not None:
+            text.tenant = self._redis.tenant(opened.tenant)
         if opened.prediction:
             text.prediction = Prediction(opened.prediction, max(2, self._options.max_matching_ngram_size))
         self._texts[opened.sequence_id] = text
@@ -82,13 +88,13 @@ class NgramFamily:
 
     def _offer(self, text: _Text, end: int) -> None:
         """Have the n-grams that end at the positions up to `end` written to Redis."""
-        if self._redis is None:
+        if self._redis is None or text.tenant is None:
             return
-        tokens = text.chain.tokens
+        tokens, size = text.chain.tokens, self._options.max_matching_ngram_size
         for position in range(max(1, text.shared_count), end + 1):
             continuation = tokens[position : position + self._options.max_draft_len]
-            for ngram in _suffixes(tokens[:position], self._options.max_matching_ngram_size):
-                self._redis.offer(ngram, continuation)
+            for ngram in _suffixes(tokens[max(0, position - size) : position], size):
+                self._redis.offer(text.tenant, ngram, continuation)
         text.shared_count = max(text.shared_count, end + 1)
 
     async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
@@ -148,7 +154,8 @@ class NgramFamily:
         if self._redis is None:
             return [[] for _ in texts]
         size = self._options.max_matching_ngram_size
-        return await self._redis.lookup([_suffixes(text.context(size), size) for text in texts])
+        queries = [Query(text.tenant, _suffixes(text.context(size), size)) for text in texts if text.tenant is not None]
+        return await self._redis.lookup(queries)
 
 
 def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:

@@ -1,57 +1,57 @@
 """The n-gram pool that all replicas share, in Redis: a disposable cache, whose loss or delay costs guesses and nothing else.
 
-One string for each n-gram holds the tokens that followed it, as little-endian uint32. Keys carry namespace, tokenizer fingerprint
-and a digest of the n-gram. Age is bounded by each key's time to live; size by an index (a sorted set by time of writing), from
+One string for each n-gram holds the tokens that followed it, as little-endian uint32; drafter_svc.pools.keys names it.
+Age is bounded by each key's time to live; a tenant's size by the indexes of its buckets (sorted sets by time of writing), from
 which the script that writes drops the oldest. What comes back is checked like anything else from the network.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from drafter_svc.pools.keys import BUCKETS, PoolKeys, TenantKeys
+from drafter_svc.pools.redis_client import FAILURES, RedisClient
+from drafter_svc.pools.redis_server import RedisServer
 
 log = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.5, 10.0)
-_SOCKET_TIMEOUT_S = 2.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
-# KEYS: the index, then the n-grams. ARGV: now, seconds to live, most entries, "NX" or "", then the values.
+# Commands under way at once; each has a connection, and more than these are late only where Redis hangs.
+_MAX_RUNNING = 64
+# KEYS: a bucket's index, then n-grams, whose keys begin with the index's. ARGV: now, seconds to live, most entries, "NX" or "",
+# then the values.
 _WRITE = """
-local now, ttl, most, mode = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local index, now, ttl, most, mode = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 for i = 2, #KEYS do
   local written
   if mode == 'NX' then written = redis.call('SET', KEYS[i], ARGV[i + 3], 'EX', ttl, 'NX')
   else written = redis.call('SET', KEYS[i], ARGV[i + 3], 'EX', ttl) end
-  if written then redis.call('ZADD', KEYS[1], now, KEYS[i]) end
+  if written then redis.call('ZADD', index, now, string.sub(KEYS[i], #index + 1)) end
 end
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ttl)
-local excess = redis.call('ZCARD', KEYS[1]) - most
+redis.call('ZREMRANGEBYSCORE', index, '-inf', now - ttl)
+local excess = redis.call('ZCARD', index) - most
 if excess > 0 then
-  local oldest = redis.call('ZPOPMIN', KEYS[1], excess)
-  for i = 1, #oldest, 2 do redis.call('DEL', oldest[i]) end
+  local oldest = redis.call('ZPOPMIN', index, excess)
+  for i = 1, #oldest, 2 do redis.call('DEL', index .. oldest[i]) end
 end
-redis.call('EXPIRE', KEYS[1], ttl)
+redis.call('EXPIRE', index, ttl)
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """`budget_s` is how long a lookup may take before the drafter goes on without it."""
+    """`max_entries` bounds a tenant's n-grams; `budget_s` is how long a lookup may take before the drafter goes on without it."""
 
-    url: str
-    namespace: str = "default"
     max_entries: int = 1_000_000
     ttl_s: int = 86_400
     budget_s: float = 0.005
@@ -60,9 +60,11 @@ class RedisOptions:
 
 @dataclass(slots=True)
 class RedisCounters:
-    """What became of lookups and writes."""
+    """What became of lookups and writes. `found` and `missed` count queries, `written` and `dropped` n-grams, the rest commands."""
 
     lookups: int = 0
+    found: int = 0
+    missed: int = 0
     skipped: int = 0
     late: int = 0
     failed: int = 0
@@ -71,71 +73,121 @@ class RedisCounters:
     dropped: int = 0
 
 
-class RedisPool:
-    """Lookups of a whole batch in one round trip, writes in the background. Made and used on a running event loop."""
+class Query(NamedTuple):
+    """What may have followed these n-grams of a tenant's, given from the longest to the shortest, all ending in the same token."""
 
-    def __init__(self, options: RedisOptions, fingerprint: str, vocab_size: int) -> None:
-        self.counters = RedisCounters()
-        self._options = options
-        self._vocab_size = vocab_size
-        self._prefix = f"outrider:ngram:{options.namespace}:{fingerprint[:16]}:".encode()
-        self._redis: Redis = Redis.from_url(
-            options.url, socket_timeout=_SOCKET_TIMEOUT_S, socket_connect_timeout=_SOCKET_TIMEOUT_S, retry_on_timeout=False
-        )
-        self._script = self._redis.register_script(_WRITE)
-        self._writes: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue(_WRITE_QUEUE)
-        self._running: set[asyncio.Task[Any]] = set()
-        self._down_until = 0.0
+    tenant: TenantKeys
+    ngrams: Sequence[Sequence[int]]
+
+
+_Pair = tuple[TenantKeys, Sequence[int], Sequence[int]]
+"""An n-gram of a tenant's, and what followed it."""
+
+
+class _Standing:
+    """Whether Redis does what it is asked; after a failure it is left alone for a while that grows."""
+
+    def __init__(self) -> None:
+        self.is_down = False
+        self._until = 0.0
         self._backoff_s = _BACKOFF_S[0]
+
+    @property
+    def available(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def failed(self) -> None:
+        self.is_down = True
+        # Commands that were under way together fail together, which is one failure.
+        if self.available:
+            self._until = time.monotonic() + self._backoff_s * random.uniform(0.75, 1.0)
+            self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
+
+    def answered(self) -> None:
+        self.is_down = False
+        self._backoff_s = _BACKOFF_S[0]
+
+
+class RedisPool:
+    """Lookups of a whole batch in one round trip, writes in the background. Made and used on a running event loop.
+
+    `observe` is told the seconds that each lookup's command took to be answered, late ones included.
+    """
+
+    def __init__(
+        self,
+        server: RedisServer,
+        keys: PoolKeys,
+        fingerprint: str,
+        vocab_size: int,
+        options: RedisOptions | None = None,
+        *,
+        counters: RedisCounters | None = None,
+        observe: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.counters = counters or RedisCounters()
+        self._keys = keys
+        self._fingerprint = fingerprint
+        self._vocab_size = vocab_size
+        self._options = options or RedisOptions()
+        self._observe = observe
+        self._client = RedisClient(server)
+        self._writes: asyncio.Queue[_Pair] = asyncio.Queue(_WRITE_QUEUE)
+        self._running: set[asyncio.Task[Any]] = set()
+        # Apart, since a Redis that is full or read-only still answers lookups.
+        self._reading, self._writing = _Standing(), _Standing()
         self._writer = asyncio.create_task(self._write_forever())
 
     @property
     def available(self) -> bool:
-        """Whether Redis is believed to answer; after a failure it is left alone for a while that grows."""
-        return time.monotonic() >= self._down_until
+        """Whether Redis is believed to answer lookups."""
+        return self._reading.available
 
-    def key(self, ngram: Sequence[int]) -> bytes:
-        """The n-gram's key."""
-        return self._prefix + hashlib.sha256(array("I", ngram).tobytes()).hexdigest()[:32].encode()
+    def tenant(self, name: str) -> TenantKeys:
+        """The keys to look up and offer a tenant's n-grams with."""
+        return self._keys.tenant(name, self._fingerprint)
 
-    async def lookup(self, queries: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-        """For each query, n-grams from the longest to the shortest, the continuation of the first that is known; else empty.
+    async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
+        """For each query the continuation of the first of its n-grams that is known; else empty.
 
         Never raises and never takes much longer than the budget. A command that is late is not cancelled but left to end on its own
         connection, so that its reply cannot be taken for another's.
         """
         found: list[list[int]] = [[] for _ in queries]
-        keys = [self.key(ngram) for query in queries for ngram in query]
+        keys = [key for query in queries for key in query.tenant.keys(query.ngrams)]
         if not keys:
             return found
-        if not self.available:
+        if not self.available or len(self._running) >= _MAX_RUNNING:
             self.counters.skipped += 1
             return found
         self.counters.lookups += 1
         task: asyncio.Task[Any] = asyncio.create_task(self._fetch(keys))
-        self._keep(task)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         done, _ = await asyncio.wait({task}, timeout=self._options.budget_s)
         if not done:
             self.counters.late += 1
             return found
-        values = task.result()
-        if isinstance(values, list):
+        if (values := task.result()) is not None:
             self._spread(queries, values, found)
         return found
 
-    def _spread(self, queries: Sequence[Sequence[Sequence[int]]], values: list[Any], found: list[list[int]]) -> None:
+    def _spread(self, queries: Sequence[Query], values: list[Any], found: list[list[int]]) -> None:
         at = 0
         for row, query in enumerate(queries):
-            for value in values[at : at + len(query)]:
-                if value is not None and not found[row]:
-                    found[row] = self._decode(value)
-            at += len(query)
+            for value in values[at : at + len(query.ngrams)]:
+                if value is not None and (continuation := self._decode(value)):
+                    found[row] = continuation
+                    break
+            at += len(query.ngrams)
+        hits = sum(map(bool, found))
+        self.counters.found += hits
+        self.counters.missed += len(queries) - hits
 
-    def offer(self, ngram: Sequence[int], continuation: Sequence[int]) -> None:
+    def offer(self, tenant: TenantKeys, ngram: Sequence[int], continuation: Sequence[int]) -> None:
         """Have the pair written some time soon; when too many wait, it is dropped and counted."""
-        value = array("I", continuation[:_MAX_TOKENS]).tobytes()
         try:
-            self._writes.put_nowait((self.key(ngram), value))
+            self._writes.put_nowait((tenant, ngram, continuation))
         except asyncio.QueueFull:
             self.counters.dropped += 1
 
@@ -145,15 +197,17 @@ class RedisPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._redis.aclose()
+        await self._client.aclose()
 
-    async def _fetch(self, keys: list[bytes]) -> list[bytes | str | None] | None:
+    async def _fetch(self, keys: list[bytes]) -> list[Any] | None:
+        started = time.perf_counter()
         try:
-            values = list(await self._redis.mget(keys))
-        except (RedisError, OSError) as error:
-            self._failed(error)
+            values = await self._client.mget(keys)
+        except FAILURES as error:
+            self._failed(self._reading, error)
             return None
-        self._answered()
+        self._observe(time.perf_counter() - started)
+        self._answered(self._reading)
         return values
 
     async def _write_forever(self) -> None:
@@ -161,25 +215,37 @@ class RedisPool:
             batch = [await self._writes.get()]
             while len(batch) < _WRITE_BATCH and not self._writes.empty():
                 batch.append(self._writes.get_nowait())
-            if not self.available:
+            if self._reading.available and self._writing.available:
+                await self._write(batch)
+            else:
                 self.counters.dropped += len(batch)
-                continue
-            await self._write(batch)
 
-    async def _write(self, batch: list[tuple[bytes, bytes]]) -> None:
+    async def _write(self, batch: list[_Pair]) -> None:
+        """Each bucket's n-grams by a call of the script, since no more than a bucket need be on one server."""
+        buckets: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        for tenant, ngram, continuation in batch:
+            value = array("I", continuation[:_MAX_TOKENS]).tobytes()
+            buckets.setdefault(tenant.index(ngram), []).append((tenant.keys([ngram])[0], value))
         options = self._options
-        mode = "NX" if options.use_oldest else ""
+        most = -(-options.max_entries // BUCKETS)
+        arguments = [round(time.time(), 3), options.ttl_s, most, "NX" if options.use_oldest else ""]
+        calls = [
+            ([index, *(key for key, _ in pairs)], [*arguments, *(value for _, value in pairs)]) for index, pairs in buckets.items()
+        ]
         try:
-            await self._script(
-                keys=[self._prefix + b"index", *(key for key, _ in batch)],
-                args=[int(time.time()), options.ttl_s, options.max_entries, mode, *(value for _, value in batch)],
-            )
-        except (RedisError, OSError) as error:
-            self.counters.dropped += len(batch)
-            self._failed(error)
+            results = await self._client.run(_WRITE, calls)
+        except FAILURES as error:
+            results = [error] * len(calls)
+        failures = [result for result in results if isinstance(result, Exception)]
+        for pairs, result in zip(buckets.values(), results, strict=True):
+            if isinstance(result, Exception):
+                self.counters.dropped += len(pairs)
+            else:
+                self.counters.written += len(pairs)
+        if failures:
+            self._failed(self._writing, failures[0])
         else:
-            self.counters.written += len(batch)
-            self._answered()
+            self._answered(self._writing)
 
     def _decode(self, value: object) -> list[int]:
         """Token ids of a value; empty, and counted, when it is not what this pool would have written."""
@@ -190,18 +256,15 @@ class RedisPool:
         self.counters.malformed += 1
         return []
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, standing: _Standing, error: Exception) -> None:
         self.counters.failed += 1
-        if self.available:
-            log.warning("Redis does not answer (%s); going on with the pool in memory", error)
-        self._down_until = time.monotonic() + self._backoff_s * random.uniform(0.75, 1.0)
-        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
+        if not (self._reading.is_down or self._writing.is_down):
+            what = "lookups" if standing is self._reading else "writes"
+            log.warning("Redis fails (%s: %s); going on without its pool", what, error)
+        standing.failed()
 
-    def _answered(self) -> None:
-        if self._backoff_s != _BACKOFF_S[0]:
+    def _answered(self, standing: _Standing) -> None:
+        was_down = standing.is_down
+        standing.answered()
+        if was_down and not (self._reading.is_down or self._writing.is_down):
             log.info("Redis answers again")
-        self._backoff_s = _BACKOFF_S[0]
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)

@@ -1,51 +1,42 @@
-"""A real redis-server for each test that asks, on a port of its own."""
+"""Real redis servers: one for each test that asks, and one of every topology for tests that hold in all of them."""
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
+from redis_servers import Certificates, Cluster, Deployment, Sentinels, Standalone
 
-
-class RedisServer:
-    """May be killed and started again on the same port."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.start()
-
-    def start(self) -> None:
-        binary = shutil.which("redis-server")
-        assert binary, "redis-server is missing; `make test` installs it"
-        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
-        self._process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        with redis.Redis(port=self.port) as client:
-            while True:
-                try:
-                    client.ping()
-                    return
-                except redis.ConnectionError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+_KINDS = {"redis": Standalone, "redis+sentinel": Sentinels, "redis+cluster": Cluster}
 
 
 @pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
+def redis_server(tmp_path: Path) -> Iterator[Standalone]:
+    server = Standalone(tmp_path)
     yield server
-    server.kill()
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session", params=[f"{s}{kind}" for kind in ("", "+sentinel", "+cluster") for s in ("redis", "rediss")])
+def _deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[Deployment]:
+    scheme: str = request.param
+    made = _KINDS[scheme.replace("rediss", "redis")](
+        tmp_path_factory.mktemp("redis"), certificates if scheme.startswith("rediss") else None
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def deployment(_deployment: Deployment) -> Deployment:
+    """Of every topology, without and with TLS, and empty. Not to be killed, since tests share it."""
+    _deployment.each("FLUSHALL")
+    return _deployment

@@ -1,0 +1,48 @@
+"""`python -m drafter_svc erase`: deletes what Redis holds of one tenant, or of the public pool, and of nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+
+from drafter_svc.config import EraseSettings
+from drafter_svc.pools.keys import PoolKeys, is_index, read_secret
+from drafter_svc.pools.redis_client import FAILURES, RedisClient
+from drafter_svc.pools.redis_server import RedisServer
+from outrider.config import parse
+from outrider.errors import OutriderError, invalid
+
+
+async def erase(client: RedisClient, pattern: bytes) -> int:
+    """Delete every key that matches, on all servers; how many n-grams there were. Raises what is in FAILURES."""
+    count = 0
+    # By a scan and not by the indexes, which a Redis short of memory may have evicted before what they list.
+    async for keys in client.scan(pattern):
+        count += await client.unlink([key for key in keys if not is_index(key)])
+        await client.unlink([key for key in keys if is_index(key)])
+    return count
+
+
+async def _erase(settings: EraseSettings) -> int:
+    if settings.redis is None:
+        raise invalid("redis", "must be given")
+    if (settings.tenant is None) != settings.is_public_pool:
+        raise invalid("tenant", "must be given, or is-public-pool instead of it")
+    server = RedisServer.parse(settings.redis, settings.redis_password_file, settings.redis_ca_file)
+    keys = PoolKeys(read_secret(settings.pool_secret_file), public=settings.is_public_pool)
+    client = RedisClient(server)
+    try:
+        return await erase(client, keys.pattern(settings.tenant or ""))
+    finally:
+        await client.aclose()
+
+
+def main(arguments: list[str]) -> None:
+    """Print how many n-grams went; exits with status 1 and a sentence when not all may have gone."""
+    settings = parse(EraseSettings, "drafter erase", arguments)
+    try:
+        count = asyncio.run(_erase(settings))
+    except OutriderError as error:
+        raise SystemExit(f"drafter erase: {error}") from error
+    except FAILURES as error:
+        raise SystemExit(f"drafter erase: Redis failed, so some may be left; run it again: {error}") from error
+    print(f"{count} n-grams erased")

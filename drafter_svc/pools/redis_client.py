@@ -1,0 +1,95 @@
+"""One Redis of any topology, behind a few calls that are the same for one server, for Sentinel's and for a cluster.
+
+redis-py's clients do the work: they find a service's master and a cluster's slots, and follow when these move. Nothing here cancels
+a command, and nothing waits longer than a socket's timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
+
+from drafter_svc.pools.redis_server import RedisServer
+
+# Everything by which a lost, slow or refusing Redis makes itself felt.
+FAILURES = (RedisError, RedisClusterException, OSError)
+
+_SOCKET_TIMEOUT_S = 2.0
+_SCAN_COUNT = 1000
+
+
+class RedisClient:
+    """Connects when first asked. All calls raise what is in FAILURES; made and used on a running event loop."""
+
+    def __init__(self, server: RedisServer) -> None:
+        # RESP2 and no driver_info: a connection then begins with AUTH and SELECT alone, which need no permissions of their own.
+        common: dict[str, Any] = {
+            "protocol": 2,
+            "driver_info": None,
+            "socket_timeout": _SOCKET_TIMEOUT_S,
+            "socket_connect_timeout": _SOCKET_TIMEOUT_S,
+            # Once more on a new connection, for the one that was kept may be to a server that is gone.
+            "retry": Retry(NoBackoff(), 1),
+        }
+        self._sentinel: Sentinel | None = None
+        self._client: Redis | RedisCluster
+        if server.topology == "cluster":
+            nodes = [ClusterNode(host, port) for host, port in server.addresses]
+            # The addresses given stay those that are asked for the slots, as they may be names that move to other hosts.
+            self._client = RedisCluster(startup_nodes=nodes, dynamic_startup_nodes=False, **common, **server.options)
+        elif server.topology == "sentinel":
+            options = {
+                name: value for name, value in server.options.items() if server.sentinel_auth or name != "credential_provider"
+            }
+            self._sentinel = Sentinel(server.addresses, sentinel_kwargs=common | options)  # type: ignore[no-untyped-call]  # it has no types
+            self._client = self._sentinel.master_for(server.service, db=server.database, **common, **server.options)
+        else:
+            [(host, port)] = server.addresses
+            self._client = Redis(host=host, port=port, db=server.database, **common, **server.options)
+
+    async def mget(self, keys: list[bytes]) -> list[Any]:
+        """Values in the keys' order: one command, or one for each slot, to all servers at once."""
+        if isinstance(self._client, RedisCluster):
+            return list(await self._client.mget_nonatomic(keys))
+        return list(await self._client.mget(keys))
+
+    async def run(self, script: str, calls: Sequence[tuple[list[bytes], list[Any]]]) -> list[Any]:
+        """Run a script for each (keys, arguments), in one round trip to each server; a call that failed yields its exception."""
+        pipeline: Any = self._client.pipeline(transaction=False)
+        for keys, arguments in calls:
+            # By its text, not its digest: it is small, and there is no server that could have forgotten it.
+            pipeline.eval(script, len(keys), *keys, *arguments)
+        return list(await pipeline.execute(raise_on_error=False))
+
+    async def scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:
+        """All keys that match, in parts; some may come twice."""
+        keys = []
+        async for key in self._client.scan_iter(match=pattern, count=_SCAN_COUNT):
+            keys.append(key)
+            if len(keys) == _SCAN_COUNT:
+                yield keys
+                keys = []
+        if keys:
+            yield keys
+
+    async def unlink(self, keys: list[bytes]) -> int:
+        """Delete keys; how many there were."""
+        return int(await self._client.unlink(*keys)) if keys else 0
+
+    async def aclose(self) -> None:
+        """Hang up."""
+        await self._client.aclose()
+        if isinstance(self._client, RedisCluster):
+            # After a failure the client takes itself for closed, while its connections are not.
+            await self._client.nodes_manager.aclose()
+            await self._client.nodes_manager.aclose("startup_nodes")
+        if self._sentinel is not None:
+            for sentinel in self._sentinel.sentinels:
+                await sentinel.aclose()

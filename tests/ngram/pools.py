@@ -1,0 +1,51 @@
+"""Pools in Redis, as the tests of them make them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from drafter_svc.pools.keys import PoolKeys
+from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
+from drafter_svc.pools.redis_server import RedisServer
+
+FINGERPRINT = "0123456789abcdef0123"
+SECRET = b"a secret of some length"
+TENANT = "tenant"
+
+Ngrams = list[list[int]]
+
+
+@asynccontextmanager
+async def pool(server: RedisServer, **options: Any) -> AsyncIterator[RedisPool]:
+    """A replica's pool, with time enough for any lookup; names in `options` are those of PoolKeys, RedisPool and RedisOptions."""
+    keys = PoolKeys(options.pop("secret", SECRET), options.pop("namespace", "default"), public=options.pop("public", False))
+    fingerprint, observe = options.pop("fingerprint", FINGERPRINT), options.pop("observe", lambda seconds: None)
+    made = RedisPool(server, keys, fingerprint, 4096, RedisOptions(**{"budget_s": 2.0, **options}), observe=observe)
+    try:
+        yield made
+    finally:
+        await made.aclose()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def written(made: RedisPool, *pairs: tuple[list[int], list[int]], tenant: str = TENANT) -> None:
+    """Have the pairs written, and wait until they are."""
+    before, keys = made.counters.written, made.tenant(tenant)
+    for ngram, continuation in pairs:
+        made.offer(keys, ngram, continuation)
+    await until(lambda: made.counters.written >= before + len(pairs))
+
+
+async def found(made: RedisPool, *queries: Ngrams, tenant: str = TENANT) -> list[list[int]]:
+    """What a lookup of these n-grams finds."""
+    return await made.lookup([Query(made.tenant(tenant), ngrams) for ngrams in queries])
