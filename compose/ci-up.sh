@@ -180,16 +180,22 @@ images_hold_no_more() {
 containers() { docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" "$@"; }
 of_service() { containers --filter "label=com.docker.compose.service=$1" | head -1; }
 
+# wait_healthy COUNT: until so many containers are.
 wait_healthy() {
   local healthy
   for _ in $(seq 120); do
     healthy=$(containers --filter health=healthy | wc -l)
-    [ "$healthy" = 6 ] && { echo "note: 6 containers"; return; }
+    [ "$healthy" = "$1" ] && { echo "note: $1 containers"; return; }
     sleep 1
   done
   compose ps
   compose logs --no-color --tail 30
   return 1
+}
+
+profiles_are_valid() {
+  local profile
+  for profile in cpu gpu grace redis-cluster; do COMPOSE_PROFILES=$profile compose config --quiet; done
 }
 
 up() { compose up --detach --no-build --scale drafter-ngram=2; }
@@ -201,6 +207,35 @@ health() {
 }
 
 crash() { "$python" compose/check.py crash "$work/plain.json" "$1" "$(of_service "$2")"; }
+
+# A Redis that was lost or slow is left alone for a while, 10 s at most, and then used again.
+pool_fills() {
+  for _ in $(seq 10); do
+    "$python" compose/check.py requests
+    if pool "$1"; then return; fi
+    sleep 2
+  done
+  return 1
+}
+
+# The drafters go over to a cluster; the verifier and the gateway do not notice.
+cluster() {
+  export COMPOSE_PROFILES=cpu,redis-cluster
+  export OUTRIDER_REDIS=redis+cluster://redis-cluster-1:6379,redis-cluster-2:6379,redis-cluster-3:6379
+  up
+  docker wait "$(of_service redis-cluster-join)"
+  wait_healthy 9
+  pool_fills redis-cluster-1
+}
+
+# pool SERVICE: the drafters' n-grams are there, and nobody hears of them without the password.
+pool() {
+  local keys
+  keys=$(docker exec "$(of_service "$1")" sh -c 'REDISCLI_AUTH=$(cat /run/outrider/secrets/redis_password) redis-cli dbsize')
+  [ "$keys" -gt 0 ] || { echo "$1 holds nothing"; return 1; }
+  if docker exec "$(of_service "$1")" redis-cli dbsize | grep -q '^[0-9]'; then echo "$1 answers without a password"; return 1; fi
+  echo "note: $keys keys in $1"
+}
 
 stop() {
   local container code
@@ -215,6 +250,9 @@ stop() {
 clean_up() {
   local status=$?
   trap - EXIT
+  [ $status = 0 ] || compose logs --no-color --tail 100 >>"$log" 2>&1 || true
+  # All profiles, since `down` leaves what it does not know.
+  export COMPOSE_PROFILES=cpu,redis-cluster
   if [ -z "$keep" ] && engine_answers; then compose down --volumes --remove-orphans >>"$log" 2>&1 || true; fi
   if [ -n "$keep" ]; then echo "left running: $OUTRIDER_URL"; else stop_engine; fi
   { printf '\n%-34s %6s  %-6s  %s\n' step seconds result note; printf '%s\n' "${rows[@]}"; } | tee -a "$log"
@@ -230,6 +268,7 @@ if [ -n "$allow_missing" ] && ! (start_engine) >>"$log" 2>&1; then
   exit 0
 fi
 step "engine" start_engine
+step "compose.yaml in each profile" profiles_are_valid
 step "base image" base_image
 step "redis image" redis_image
 step "build four images" build_images
@@ -237,12 +276,15 @@ step "sizes" image_sizes
 step "no secret, compiler or root inside" images_hold_no_more
 compose down --volumes --remove-orphans >>"$log" 2>&1
 step "up, drafter-ngram twice" up
-step "healthy" wait_healthy
+step "healthy" wait_healthy 6
 step "health over gRPC" health
 step "requests" "$python" compose/check.py requests
 step "50 streams, plain" "$python" compose/check.py plain "$work/plain.json"
 step "50 streams, drafter-model killed" crash model drafter-model
 step "50 streams, drafter-ngram killed" crash ngram drafter-ngram
+step "n-grams in Redis" pool_fills redis
 step "50 streams, Redis killed" crash ngram redis
-step "healthy again" wait_healthy
+step "healthy again" wait_healthy 6
+step "n-grams in Redis again" pool_fills redis
+step "Redis Cluster instead" cluster
 [ -n "$keep" ] || step "stop" stop
