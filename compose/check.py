@@ -71,7 +71,10 @@ class Load:
 
 
 async def requests(client: httpx.AsyncClient, model: str) -> str:
-    """A completion, a chat, a stream and the metrics; a drafter asked for gives the text that plain decoding gives."""
+    """A completion, a chat and the metrics; a drafter asked for gives the text that plain decoding gives, and none is missed."""
+    state = (await client.get("/readyz")).raise_for_status().json()
+    if state["status"] != "ready":
+        raise Wrong(f"the gateway is {state['status']}: {state['detail']}")
     plain = await complete(client, model, _PROMPTS[0], _TOKENS, _PLAIN)
     for family in ("ngram", "model"):
         answer = await complete(client, model, _PROMPTS[0], _TOKENS, {"drafter": family, "metrics": True})
