@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from redis import Redis
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +39,7 @@ _BATCHES = (1, 16, 64, 256)
 _STEPS = 60
 _POOL_ENTRIES = 10_000_000
 _LOOKUPS = 5_000
+_MEMORY_TOKENS = 1_000_000
 
 
 async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
@@ -62,6 +64,14 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
         p50, p99 = (1e6 * ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
         table.add_row(name, f"{p50:.1f}", f"{p99:.1f}", remark)
         record[name] = {"p50_us": p50, "p99_us": p99}
+    console.print(table)
+    table = Table(title=f"Redis memory for {_MEMORY_TOKENS:,} tokens in which no pair repeats")
+    for name in ("n-gram size", "n-grams", "MB", "bytes an n-gram", "written, n-grams/s"):
+        table.add_column(name, justify="right")
+    for size in (3, 4):
+        count, held, seconds = await _redis_memory(size)
+        table.add_row(str(size), f"{count:,}", f"{held / 1e6:.0f}", f"{held / count:.0f}", f"{count / seconds:,.0f}")
+        record[f"redis_memory_{size}"] = {"ngrams": count, "bytes": held, "seconds": seconds}
     console.print(table)
     record["gateway"] = gateway = await gateway_load.measure(models)
     table = Table(title="a gateway on one core, 64 connections, 5,000 tokens/s offered")
@@ -186,3 +196,29 @@ async def _redis_lookups() -> tuple[str, list[float], str]:
                 raise RuntimeError("Redis did not find what was written")
         await pool.aclose()
     return "Redis on loopback, batch of 32", times, "one round trip, 96 n-grams"
+
+
+async def _redis_memory(size: int) -> tuple[int, int, float]:
+    """n-grams of up to `size` tokens of a random text, the bytes that Redis takes for them, and the seconds that writing took."""
+    generator = random.Random(0)
+    tokens = [generator.randrange(50_000) for _ in range(_MEMORY_TOKENS)]
+    with _redis() as port, Redis(port=port) as client:
+        server, keys = RedisServer.parse(f"redis://127.0.0.1:{port}/0"), PoolKeys(b"secret")
+        pool = RedisPool(server, keys, "fingerprint", 50_000, RedisOptions(max_entries=10 * _MEMORY_TOKENS))
+        before, started = client.info("memory")["used_memory"], time.monotonic()
+        tenant, counters, offered = pool.tenant("tenant"), pool.counters, 0
+        for end in range(size, _MEMORY_TOKENS - 8):
+            for length in range(1, size + 1):
+                pool.offer(tenant, tokens[end - length : end], tokens[end : end + 8])
+                offered += 1
+            while offered - counters.written - counters.dropped > 8_000:  # noqa: ASYNC110  # of writes there is no event
+                await asyncio.sleep(0.001)
+        while counters.written + counters.dropped < offered:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        seconds = time.monotonic() - started
+        held = client.info("memory")["used_memory"] - before
+        count = sum(client.zcard(key) for key in client.scan_iter(_type="ZSET"))
+        await pool.aclose()
+    if counters.dropped:
+        raise RuntimeError("Redis did not take what was offered")
+    return count, held, seconds

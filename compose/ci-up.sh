@@ -255,7 +255,7 @@ clean_up() {
   export COMPOSE_PROFILES=cpu,redis-cluster
   if [ -z "$keep" ] && engine_answers; then compose down --volumes --remove-orphans >>"$log" 2>&1 || true; fi
   if [ -n "$keep" ]; then echo "left running: $OUTRIDER_URL"; else stop_engine; fi
-  { printf '\n%-34s %6s  %-6s  %s\n' step seconds result note; printf '%s\n' "${rows[@]}"; } | tee -a "$log"
+  [ ${#rows[@]} = 0 ] || { printf '\n%-34s %6s  %-6s  %s\n' step seconds result note; printf '%s\n' "${rows[@]}"; } | tee -a "$log"
   rm -rf "$work"
   exit $status
 }

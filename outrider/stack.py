@@ -17,6 +17,8 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.supervisor import Child
 
 FAMILIES = ("ngram", "suffix", "model")
+# What n-gram drafters are told of these settings.
+_REDIS = ("redis", "redis_password_file", "redis_ca_file", "pool_secret_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,17 @@ class ServeSettings(Settings):
     """What compiles grammars and computes their masks; llguidance knows no structural tags."""
 
     redis: str | None = None
-    """URL of a Redis that holds the n-gram drafters' public pool."""
+    """URL of a Redis in which n-gram drafters share what they learn of each tenant, in any form that a drafter's `--redis` takes;
+    for all tenants in common, `--drafter ngram,is_public_pool=true`."""
+
+    redis_password_file: Path | None = None
+    """File with the password of the Redis user."""
+
+    redis_ca_file: Path | None = None
+    """PEM file with the authorities that may have signed the Redis servers' certificates."""
+
+    pool_secret_file: Path | None = None
+    """File with the secret that keys in Redis are made with; redis needs it."""
 
     @field_validator("drafter")
     @classmethod
@@ -161,7 +173,7 @@ def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, 
         if spec.family == "model":
             options |= {"model": spec.model, "dtype": settings.dtype, "threads": "1"}
         elif spec.family == "ngram" and settings.redis is not None:
-            options |= {"redis": settings.redis, "is_public_pool": "true"}
+            options |= {name: str(value) for name in _REDIS if (value := getattr(settings, name)) is not None}
         options |= spec.options
         named.append((name, [word for key, value in options.items() for word in _flag(key, value)]))
     return named

@@ -55,10 +55,20 @@ class RedisClient:
             self._client = Redis(host=host, port=port, db=server.database, **common, **server.options)
 
     async def mget(self, keys: list[bytes]) -> list[Any]:
-        """Values in the keys' order: one command, or one for each slot, to all servers at once."""
-        if isinstance(self._client, RedisCluster):
-            return list(await self._client.mget_nonatomic(keys))
-        return list(await self._client.mget(keys))
+        """Values in the keys' order, by one command, or in a cluster by one for each slot.
+
+        None stands for what is not there, and for what is in a slot that cannot be asked while others can.
+        """
+        if not isinstance(self._client, RedisCluster):
+            return list(await self._client.mget(keys))
+        parts = await self._each_slot(self._client, "MGET", keys)
+        values: dict[bytes, Any] = {}
+        for part, result in parts:
+            if not isinstance(result, Exception):
+                values.update(zip(part, result, strict=True))
+        if not values:
+            raise parts[0][1]
+        return [values.get(key) for key in keys]
 
     async def run(self, script: str, calls: Sequence[tuple[list[bytes], list[Any]]]) -> list[Any]:
         """Run a script for each (keys, arguments), in one round trip to each server; a call that failed yields its exception."""
@@ -66,7 +76,28 @@ class RedisClient:
         for keys, arguments in calls:
             # By its text, not its digest: it is small, and there is no server that could have forgotten it.
             pipeline.eval(script, len(keys), *keys, *arguments)
-        return list(await pipeline.execute(raise_on_error=False))
+        return await self._execute(pipeline)
+
+    async def _each_slot(self, cluster: RedisCluster, command: str, keys: list[bytes]) -> list[tuple[list[bytes], Any]]:
+        """A command of many keys, for each slot's by itself, to all servers at once; keys with their result, or an exception."""
+        slots: dict[int, list[bytes]] = {}
+        for key in keys:
+            slots.setdefault(cluster.keyslot(key), []).append(key)
+        await cluster.initialize()
+        pipeline: Any = cluster.pipeline()
+        for slot, part in slots.items():
+            # Told the node, it does not work the slot out once more.
+            pipeline.execute_command(command, *part, target_nodes=[cluster.nodes_manager.get_node_from_slot(slot)])
+        return list(zip(slots.values(), await self._execute(pipeline), strict=True))
+
+    async def _execute(self, pipeline: Any) -> list[Any]:
+        results = list(await pipeline.execute(raise_on_error=False))
+        if isinstance(self._client, RedisCluster) and any(isinstance(result, AttributeError) for result in results):
+            # What redis-py stumbles with over a redirection to a node that joined after it last asked who there is.
+            await self._client.nodes_manager.initialize()
+            unknown = RedisClusterException("a slot is moving to a node that was not known")
+            results = [unknown if isinstance(result, AttributeError) else result for result in results]
+        return results
 
     async def scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:
         """All keys that match, in parts; some may come twice."""
@@ -81,7 +112,15 @@ class RedisClient:
 
     async def unlink(self, keys: list[bytes]) -> int:
         """Delete keys; how many there were."""
-        return int(await self._client.unlink(*keys)) if keys else 0
+        if not keys:
+            return 0
+        if not isinstance(self._client, RedisCluster):
+            return int(await self._client.unlink(*keys))
+        results = [result for _, result in await self._each_slot(self._client, "UNLINK", keys)]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return sum(results)
 
     async def aclose(self) -> None:
         """Hang up."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError
 
 from outrider.errors import invalid
 
@@ -36,8 +37,11 @@ class Credentials(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same; a file so small is read at once."""
-        return self.get_credentials()
+        """The same; raises AuthenticationError, since after other errors redis-py goes on with the connection, without AUTH."""
+        try:
+            return self.get_credentials()
+        except (OSError, UnicodeDecodeError) as cause:
+            raise AuthenticationError(f"{self._password_file} cannot be read") from cause
 
 
 @dataclass(frozen=True, slots=True)

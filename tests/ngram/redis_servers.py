@@ -216,19 +216,41 @@ class Cluster(Deployment):
 
     def __init__(self, directory: Path, tls: Certificates | None = None) -> None:
         super().__init__(directory, tls)
-        self.buses = [free_port() for _ in range(3)]
-        for number, bus in enumerate(self.buses):
-            directives = ["cluster-enabled yes", f"cluster-port {bus}", "cluster-node-timeout 1000"]
-            self.data.append(self.run(directory / f"node{number}", *directives))
+        self._directory = directory
+        self._buses: dict[int, int] = {}
+        self.data = [self._node() for _ in range(3)]
         bounds = [0, 5461, 10923, 16384]
         for number, node in enumerate(self.data):
             with node.admin() as client:
                 client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-        with self.data[0].admin() as client:
-            for other, bus in zip(self.data[1:], self.buses[1:], strict=True):
-                client.execute_command("CLUSTER", "MEET", "127.0.0.1", other.port, bus)
+        for node in self.data[1:]:
+            self._meet(node)
         until(lambda: all(self.is_whole(node) for node in self.data))
+
+    def _node(self) -> RedisProcess:
+        number, bus = len(self.processes), free_port()
+        directives = ["cluster-enabled yes", f"cluster-port {bus}", "cluster-node-timeout 1000"]
+        node = self.run(self._directory / f"node{number}", *directives)
+        self._buses[node.port] = bus
+        return node
+
+    def _meet(self, node: RedisProcess) -> None:
+        with self.data[0].admin() as client:
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, self._buses[node.port])
+
+    def grow(self) -> RedisProcess:
+        """A new node that has no slots, once all know of it."""
+        node = self._node()
+        self._meet(node)
+        self.data.append(node)
+        until(lambda: all(self.is_whole(each) and self.knows(each) == len(self.data) for each in self.data))
+        return node
+
+    def knows(self, node: RedisProcess) -> int:
+        """How many nodes a node knows of, itself included."""
+        with node.admin() as client:
+            return int(client.cluster("info")["cluster_known_nodes"])
 
     def is_whole(self, node: RedisProcess) -> bool:
         """Whether a node knows of all slots and all nodes."""

@@ -1,10 +1,13 @@
 """The n-gram family: proposes what followed before, runs ahead within the window, says when it knows nothing."""
 
-from typing import Any
+from dataclasses import replace
+
+from pools import pool, until
+from redis_servers import Standalone
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
-from drafter_svc.pools.redis import RedisOptions, RedisPool
+from drafter_svc.pools.redis import RedisPool
 from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, Verdict, Window
 
 
@@ -79,23 +82,36 @@ async def test_private_pools_do_not_leak_between_requests_and_a_public_one_is_sh
         assert [proposal.token_ids for proposal in (await draft(family)).proposals] == expected
 
 
-async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: Any) -> None:
-    options = RedisOptions(redis_server.url, budget_s=0.5)
-    one, other = (NgramFamily(NgramOptions(), 1000, None, RedisPool(options, "f" * 20, 4096)) for _ in range(2))
-    pool = one._redis
-    assert pool is not None
-    one.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]))
-    one.close(1)
-    while pool.counters.written < 11 * 3 - 3:
-        await one.draft(lambda: False)
-        await pool.lookup([[[0]]])
-    other.open(opened(2, [20, 1, 2]))
-    assert (await draft(other)).proposals[0].token_ids == [3, 4, 5, 6, 7, 8]
-    redis_server.kill()
-    other.open(opened(3, [30, 31, 30]))
-    assert (await draft(other)).proposals[0].token_ids == [31, 30]
-    await one.aclose()
-    await other.aclose()
+async def learn(family: NgramFamily, made: RedisPool, tokens: list[int], tenant: str = "") -> None:
+    """Have the family see a text to its end, and wait until Redis has it."""
+    before = made.counters.written
+    family.open(replace(opened(1, tokens), tenant=tenant))
+    family.close(1)
+    n = len(tokens) - 1
+    await until(lambda: made.counters.written == before + 3 * n - 3)
+
+
+async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: Standalone) -> None:
+    async with pool(redis_server.server) as first, pool(redis_server.server) as second:
+        one, other = (NgramFamily(NgramOptions(), 1000, None, each) for each in (first, second))
+        await learn(one, first, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+        other.open(opened(2, [20, 1, 2]))
+        assert (await draft(other)).proposals[0].token_ids == [3, 4, 5, 6, 7, 8]
+        redis_server.kill()
+        other.open(opened(3, [30, 31, 30]))
+        assert (await draft(other)).proposals[0].token_ids == [31, 30]
+
+
+async def test_in_redis_tenants_learn_from_themselves_alone_unless_the_pool_is_public(redis_server: Standalone) -> None:
+    for public in (False, True):
+        async with pool(redis_server.server, public=public) as made:
+            family = NgramFamily(NgramOptions(), 1000, None, made)
+            await learn(family, made, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], "a")
+            family.open(replace(opened(2, [20, 1, 2]), tenant="b"))
+            family.open(replace(opened(3, [20, 1, 2]), tenant="a"))
+            said = await draft(family)
+            assert {proposal.sequence_id for proposal in said.proposals} == ({2, 3} if public else {3})
+            assert {skip.sequence_id for skip in said.skips} >= (set() if public else {2})
 
 
 async def test_unknown_sequences_are_ignored() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,18 @@ async def test_a_redis_that_was_never_there_costs_nothing() -> None:
         assert made.counters.failed == 1
         for _ in range(20):
             made.offer(made.tenant(TENANT), [1], [2])
+
+
+async def test_whatever_the_client_stumbles_over_neither_lookups_nor_writing_end(redis_server: Standalone) -> None:
+    broken = replace(redis_server.server, options={"socket_keepalive_options": {"no": "option"}})
+    async with pool(broken) as made:
+        for _ in range(2):
+            made.offer(made.tenant(TENANT), [1], [2])
+            await until(lambda: made._writes.empty())
+            assert await found(made, [[1]]) == [[]]
+            await until(lambda: made.available and made._writing.available)
+        assert made.counters.failed == 4
+        assert made.counters.dropped == 2
 
 
 async def test_more_writes_than_are_taken_are_dropped_and_counted(redis_server: Standalone) -> None:

@@ -79,6 +79,17 @@ def test_a_drafters_own_settings_become_its_flags(tmp_path: Path) -> None:
     assert words[words.index("--model") + 1] == "m"
 
 
+def test_n_gram_drafters_share_redis_by_tenant_and_others_hear_nothing_of_it(tmp_path: Path) -> None:
+    redis = ["--redis", "redis+sentinel://u@a,b/pool", "--redis-password-file", "password", "--pool-secret-file", "secret"]
+    drafters = ["--drafter", "ngram", "--drafter", "suffix", "--drafter", "ngram,is_public_pool=true"]
+    settings = parse(ServeSettings, "serve", ["--target", "t", "--http-port", "0", "--grpc-port", "0", *drafters, *redis])
+    children = {child.name: child.arguments for child in plan_stack(settings, tmp_path).children}
+    for name in ("ngram-1", "ngram-2"):
+        assert " ".join(redis) in " ".join(children[name])
+        assert ("--is-public-pool" in children[name]) == (name == "ngram-2")
+    assert "--redis" not in children["suffix-1"]
+
+
 @pytest.fixture
 def spans() -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()

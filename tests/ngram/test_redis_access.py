@@ -1,0 +1,136 @@
+"""Rights, passwords and certificates: no more than what is documented is needed, and a refusal costs guesses and one warning."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from pools import found, pool, until, written
+from redis_servers import PASSWORD, Certificates, Deployment, RedisProcess, Standalone, acl_line
+
+from drafter_svc.pools.redis_client import RedisClient
+from drafter_svc.pools.redis_server import RedisServer
+
+# For a database other than 0, and for a slot that is being moved; tests of their own need these.
+_SELDOM = {"select", "asking"}
+
+
+def allowed(line: str) -> set[str]:
+    return {word[1:] for word in line.split() if word.startswith("+")}
+
+
+async def use(server: RedisServer) -> None:
+    """Everything that the pool and `erase` do."""
+    async with pool(server, max_entries=16) as made:
+        await written(made, *(([i, i + 1], [3]) for i in range(200)))
+        assert len(await found(made, *([[i, i + 1]] for i in range(64)))) == 64
+        assert made.counters.failed == 0
+    client = RedisClient(server)
+    try:
+        async for keys in client.scan(b"outrider:*"):
+            assert await client.unlink(keys) == len(keys)
+    finally:
+        await client.aclose()
+
+
+def used(process: RedisProcess) -> set[str]:
+    """Commands that were run, by anyone."""
+    with process.admin() as client:
+        return {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
+
+
+async def test_every_right_that_is_documented_is_needed_and_no_other(deployment: Deployment) -> None:
+    deployment.each("CONFIG", "RESETSTAT")
+    deployment.each("ACL", "LOG", "RESET")
+    await use(deployment.server)
+    assert [said for said in deployment.each("ACL", "LOG") if said] == []
+    documented = allowed(acl_line("data")) - _SELDOM
+    if "cluster" not in deployment.kind:
+        documented -= {"cluster|slots", "command"}
+    assert documented <= set.union(*(used(process) for process in deployment.data))
+
+
+async def test_a_database_of_its_own_needs_select(redis_server: Standalone) -> None:
+    await use(RedisServer.parse(redis_server.url + "/3", redis_server.password_file))
+    assert "select" in used(redis_server.data[0])
+
+
+@pytest.mark.parametrize("kind", ["data", "sentinel"])
+def test_no_right_is_of_a_dangerous_kind_but_the_sentinels_one(kind: str, redis_server: Standalone) -> None:
+    line = acl_line(kind)
+    assert "-@all" in line
+    assert "+@" not in line
+    with redis_server.data[0].admin() as client:
+        forbidden = {name for category in ("admin", "dangerous") for name in client.acl_cat(category)}
+    assert allowed(line) & forbidden == set()
+    assert kind == "sentinel" or "~outrider:*" in line.split()
+    assert kind == "data" or allowed(line) == {"sentinel|masters"}
+
+
+async def test_the_user_reaches_no_other_key_and_no_other_command(redis_server: Standalone) -> None:
+    with redis_server.data[0].admin() as client:
+        for command in (["GET", "outrider:x"], ["MGET", "other"], ["FLUSHALL"], ["KEYS", "*"], ["CONFIG", "GET", "*"]):
+            assert b"permissions" in client.execute_command("ACL", "DRYRUN", "outrider", *command), command
+        assert client.execute_command("ACL", "DRYRUN", "outrider", "MGET", "outrider:x") == b"OK"
+
+
+async def refused(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Lookups and writes go on at once, for longer than the first back-off, and one warning says why."""
+    with caplog.at_level(logging.INFO, "drafter_svc.pools.redis"):
+        async with pool(server) as made:
+            for _ in range(3):
+                made.offer(made.tenant("t"), [1], [2])
+                assert await found(made, [[1]]) == [[]]
+                await until(lambda: made.available)
+            assert made.counters.failed >= 3
+            assert made.counters.written == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert PASSWORD not in caplog.text
+
+
+async def test_a_wrong_password_costs_guesses_and_one_warning(
+    deployment: Deployment, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong")
+    await refused(RedisServer.parse(deployment.url, wrong, deployment.tls.ca if deployment.tls else None), caplog)
+
+
+async def test_missing_rights_cost_guesses_and_one_warning(redis_server: Standalone, caplog: pytest.LogCaptureFixture) -> None:
+    with redis_server.data[0].admin() as client:
+        client.execute_command("ACL", "SETUSER", "outrider", "-mget", "-eval")
+    await refused(redis_server.server, caplog)
+
+
+async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
+    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Standalone(tmp_path / "redis", certificates)
+    try:
+        other = Certificates(tmp_path / "other")
+        await refused(RedisServer.parse(server.url, server.password_file, other.ca), caplog)
+    finally:
+        server.close()
+
+
+async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_is_well(redis_server: Standalone) -> None:
+    """The default user would be let in without a password; the pool must not be that user."""
+    async with pool(redis_server.server) as made:
+        await written(made, ([1], [2]))
+        redis_server.password_file.unlink()
+        with redis_server.data[0].admin() as client:
+            client.client_kill_filter(user="outrider")
+        for _ in range(3):
+            assert await found(made, [[1]]) == [[]]
+            await until(lambda: made.available)
+        redis_server.password_file.write_text(PASSWORD)
+        assert await found(made, [[1]]) == [[2]]
+
+
+async def test_a_password_that_is_changed_in_its_file_is_taken_up(redis_server: Standalone) -> None:
+    async with pool(redis_server.server) as made:
+        await written(made, ([1], [2]))
+        redis_server.password_file.write_text("new")
+        with redis_server.data[0].admin() as client:
+            client.execute_command("ACL", "SETUSER", "outrider", ">new", f"<{PASSWORD}")
+            client.client_kill_filter(user="outrider")
+        assert await found(made, [[1]]) == [[2]]

@@ -1,0 +1,131 @@
+"""The pool through a failover, through moving slots, and through the loss of a part of a cluster."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pools import TENANT, found, pool, until, written
+from redis.crc import key_slot
+from redis_servers import Cluster, Sentinels
+from redis_servers import until as wait_until
+
+from drafter_svc.pools.redis import Query
+
+
+@pytest.fixture
+def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
+    made = Sentinels(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_goes_on(sentinels: Sentinels) -> None:
+    async with pool(sentinels.server) as made:
+        await written(made, *(([i], [i + 1]) for i in range(300)))
+        with sentinels.replica.admin() as replica:
+            wait_until(lambda: replica.dbsize() >= 300)
+        sentinels.data[0].kill()
+        assert await found(made, [[5]]) == [[]]
+        with sentinels.replica.admin() as replica:
+            wait_until(lambda: replica.info("replication")["role"] == "master")
+        await until(lambda: made.available, 15)
+        for _ in range(400):
+            if await found(made, [[5]]) == [[6]]:
+                break
+            await until(lambda: made.available, 15)
+        assert await found(made, *([[i]] for i in range(300))) == [[i + 1] for i in range(300)]
+        before = made.counters.written
+        while made.counters.written == before:
+            made.offer(made.tenant(TENANT), [1000], [7])
+            await until(lambda: made.counters.written > before or made._writes.empty())
+        assert await found(made, [[1000]]) == [[7]]
+
+
+async def test_a_sequences_keys_are_one_mget_of_one_slot_and_a_batchs_are_on_all_nodes(cluster: Cluster) -> None:
+    async with pool(cluster.server) as made:
+        tenant = made.tenant(TENANT)
+        await written(made, *(([i, i + 1, i + 2], [9]) for i in range(32)))
+        queries = [Query(tenant, [[i, i + 1, i + 2], [i + 1, i + 2], [i + 2]]) for i in range(32)]
+        assert all(len({key_slot(key) for key in query.tenant.keys(query.ngrams)}) == 1 for query in queries)
+        cluster.each("CONFIG", "RESETSTAT")
+        assert await made.lookup(queries[:1]) == [[9]]
+        assert sorted(calls(cluster)) == [0, 0, 1]
+        cluster.each("CONFIG", "RESETSTAT")
+        assert await made.lookup(queries) == [[9]] * 32
+        assert min(calls(cluster)) > 0
+        # 32 sequences whose last tokens fall into 16 buckets.
+        assert sum(calls(cluster)) == 16
+        assert min(len(keys) for keys in cluster.each("KEYS", "*")) > 0
+
+
+def calls(cluster: Cluster) -> list[int]:
+    """How often each node was asked by MGET."""
+    return [stats.get("cmdstat_mget", {"calls": 0})["calls"] for stats in cluster.each("INFO", "commandstats")]
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["to-a-known-node", "to-a-new-node"])
+async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> None:
+    """All slots of the first node are moved away behind the pool's back, one of them slowly."""
+    async with pool(cluster.server) as made:
+        await written(made, *(([i], [i + 1]) for i in range(64)))
+        slots = sorted({key_slot(made.tenant(TENANT).index([i])) for i in range(16)} & set(range(5461)))
+        source, target = cluster.data[0], cluster.grow() if grown else cluster.data[1]
+        assert slots
+        with source.admin() as one, target.admin() as other:
+            ids = [client.cluster("myid").decode() for client in (one, other)]
+            for number, slot in enumerate(slots):
+                other.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+                one.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+                keys = one.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100)
+                one.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+                if number == 0:
+                    # Between the two: the source sends whoever asks to the target, for this once.
+                    token = next(i for i in range(16) if key_slot(made.tenant(TENANT).index([i])) == slot)
+                    if grown:
+                        # redis-py knows no node without a slot, so nothing is found there, and nothing worse happens.
+                        assert await found(made, [[token]], [[token + 1]]) == [[], [token + 2]]
+                        assert await found(made, [[token]]) == [[]]
+                        await until(lambda: made.available)
+                    else:
+                        assert await found(made, [[token]]) == [[token + 1]]
+                        assert other.info("commandstats")["cmdstat_asking"]["calls"] > 0
+                for client in (other, one):
+                    client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+        for _ in range(3):
+            assert await found(made, *([[i]] for i in range(64))) == [[i + 1] for i in range(64)]
+        await written(made, *(([i], [i + 2]) for i in range(64)))
+        assert await found(made, *([[i]] for i in range(64))) == [[i + 2] for i in range(64)]
+        assert made.counters.failed == grown
+        assert calls(cluster)[cluster.data.index(target)] > 0
+
+
+@pytest.mark.slow
+async def test_a_cluster_that_loses_a_node_costs_guesses_until_it_is_back(cluster: Cluster) -> None:
+    async with pool(cluster.server, budget_s=0.1) as made:
+        await written(made, *(([i], [i + 1]) for i in range(64)))
+        cluster.data[0].kill()
+        queries = [[[i]] for i in range(64)]
+        assert [] in await found(made, *queries)
+        cluster.data[0].start()
+        wait_until(lambda: all(cluster.is_whole(node) for node in cluster.data))
+        for _ in range(100):
+            await until(lambda: made.available, 15)
+            if (await found(made, *queries)).count([]) < 64:
+                break
+        # What the node held is gone with it, the rest is there.
+        answers = await found(made, *queries)
+        assert all(answer in ([], [i + 1]) for i, answer in enumerate(answers))
+        assert 0 < answers.count([]) < 64
+        await until(lambda: made.available, 15)
+        before = made.counters.written
+        while made.counters.written == before:
+            made.offer(made.tenant(TENANT), [1], [7])
+            await until(lambda: made.counters.written > before or made._writes.empty())
