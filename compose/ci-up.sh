@@ -19,7 +19,7 @@ base=${OUTRIDER_BASE:-python:3.11-slim-bookworm}
 redis=${OUTRIDER_REDIS_IMAGE:-redis:7-bookworm}
 log=$PWD/compose/ci-up.log
 work=$(mktemp -d)
-python=${PYTHON:-$PWD/.venv/bin/python}
+python=${OUTRIDER_CHECK_PYTHON:-$PWD/.venv/bin/python}
 targets="gateway drafter-ngram drafter-model verifier"
 rows=()
 : >"$log"
