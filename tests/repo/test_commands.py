@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "DECISIONS.md", "models/README.md")] + sorted(
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "DECISIONS.md", "compose/README.md", "models/README.md")] + sorted(
     (ROOT / "docs").glob("*.md")
 )
 FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "volumes"}
+"""Flags of `docker compose` that the pages name."""
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -42,7 +45,8 @@ def test_every_flag_named_is_some_commands(path: Path) -> None:
         )
     }
     named = {flag.removeprefix("no-") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())} - {"help"}
-    assert named <= fields | {"models", "max-tokens"}
+    others = {"models", "max-tokens", "service", "timeout"} | DOCKERS
+    assert named <= fields | others
 
 
 def test_the_readme_opens_with_the_three_commands() -> None:

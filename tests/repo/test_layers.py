@@ -69,11 +69,31 @@ def test_the_trie_and_the_scheduler_know_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["gateway.server", "gateway.openai", "drafter_svc.__main__", "drafter_svc.families.ngram", "outrider.cli"]
+    "module",
+    [
+        "gateway.server",
+        "gateway.openai",
+        "drafter_svc.__main__",
+        "verifier_svc.__main__",
+        "drafter_svc.families.ngram",
+        "outrider.cli",
+    ],
 )
 def test_what_needs_no_model_starts_without_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["verifier_svc --target x", "drafter_svc --family model --model x"])
+def test_what_runs_a_model_names_the_extra_that_is_missing(command: str) -> None:
+    """As after `pip install outrider` alone: None in sys.modules is how Python marks a module that cannot be found."""
+    module, *arguments = command.split()
+    without = f"import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = {arguments}"
+    program = f"{without}; runpy.run_module({module!r}, run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "needs torch; install outrider[models]" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_nothing_unpickles_or_evaluates() -> None:

@@ -1,0 +1,290 @@
+#!/usr/bin/env bash
+# Builds the images, brings the stack up, crashes parts of it under load and stops it; a table says what held. For Linux.
+#   --keep                  leave the stack (and an engine that was started for it) running
+#   --allow-missing-engine  exit with 0 where no container engine can run
+# Images and volumes of a stack of yours are not touched: all is done under the project and the tag "outrider-ci".
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+keep='' allow_missing=''
+for argument; do
+  case $argument in
+    --keep) keep=1 ;;
+    --allow-missing-engine) allow_missing=1 ;;
+    *) echo "ci-up.sh: unknown argument $argument; it takes --keep and --allow-missing-engine" >&2; exit 2 ;;
+  esac
+done
+
+base=${OUTRIDER_BASE:-python:3.11-slim-bookworm}
+redis=${OUTRIDER_REDIS_IMAGE:-redis:7-bookworm}
+log=$PWD/compose/ci-up.log
+work=$(mktemp -d)
+python=${OUTRIDER_CHECK_PYTHON:-$PWD/.venv/bin/python}
+targets="gateway drafter-ngram drafter-model verifier"
+rows=()
+: >"$log"
+
+# What compose.yaml reads. Texts are compared, so numbers must not depend on the batch: float32.
+export COMPOSE_PROJECT_NAME=outrider-ci COMPOSE_PROFILES=cpu OUTRIDER_TAG=outrider-ci OUTRIDER_DTYPE=float32
+export OUTRIDER_HTTP_PORT=${OUTRIDER_HTTP_PORT:-18000} OUTRIDER_GRPC_PORT=${OUTRIDER_GRPC_PORT:-18001}
+export OUTRIDER_VERIFIER_PORT=${OUTRIDER_VERIFIER_PORT:-18051} OUTRIDER_URL=http://127.0.0.1:${OUTRIDER_HTTP_PORT:-18000}
+export OUTRIDER_BASE=$base OUTRIDER_REDIS_IMAGE=$redis PYTHONPATH=$PWD
+# Two models whose threads meet at barriers on the same cores hold each other up.
+cores=$(nproc)
+if [ "$cores" -gt 1 ]; then
+  export OUTRIDER_VERIFIER_CPUSET=0-$((cores - 2)) OUTRIDER_DRAFTER_CPUSET=$((cores - 1))
+fi
+
+say() { echo "$*" | tee -a "$log"; }
+
+# step NAME COMMAND...: runs it with its output in the log, and adds a row to the table; ends everything when it fails.
+step() {
+  local name=$1 began=$EPOCHREALTIME status=0 note
+  shift
+  printf '== %s\n' "$name" >>"$log"
+  set +e
+  (set -e; "$@") >"$work/out" 2>&1
+  status=$?
+  set -e
+  cat "$work/out" >>"$log"
+  note=$(sed -n 's/^note: //p' "$work/out" | tail -1)
+  rows+=("$(printf '%-34s %6.1f  %-6s  %s' "$name" "$(since "$began")" "$([ $status = 0 ] && echo ok || echo FAILED)" "$note")")
+  echo "${rows[-1]}"
+  [ $status = 0 ] || { tail -40 "$work/out" >&2; exit 1; }
+}
+
+since() { awk -v began="$1" -v now="$EPOCHREALTIME" 'BEGIN { printf "%.1f", now - began }'; }
+
+# --- the engine
+
+engine_answers() { docker info >/dev/null 2>&1; }
+
+start_engine() {
+  local options
+  engine_answers && { echo "note: was running"; return; }
+  [ "$(id -u)" = 0 ] || { echo "no container engine answers, and starting one needs root"; return 1; }
+  command -v dockerd >/dev/null || { echo "no container engine answers, and dockerd is not installed"; return 1; }
+  # Kernels of small machines lack overlayfs or netfilter.
+  for options in "" "--storage-driver=vfs" "--storage-driver=vfs --iptables=false"; do
+    # shellcheck disable=SC2086  # a word each
+    setsid dockerd $options >"$work/dockerd.log" 2>&1 &
+    echo $! >"$work/dockerd.pid"
+    for _ in $(seq 30); do
+      engine_answers && { echo "note: started dockerd $options"; return; }
+      kill -0 "$(cat "$work/dockerd.pid")" 2>/dev/null || break
+      sleep 1
+    done
+    stop_engine
+  done
+  tail -20 "$work/dockerd.log"
+  return 1
+}
+
+stop_engine() {
+  [ -e "$work/dockerd.pid" ] || return 0
+  local pid
+  pid=$(cat "$work/dockerd.pid")
+  kill "$pid" 2>/dev/null || true
+  for _ in $(seq 30); do kill -0 "$pid" 2>/dev/null || break; sleep 1; done
+  rm "$work/dockerd.pid"
+}
+
+if docker compose version >/dev/null 2>&1; then
+  compose() { docker compose -f compose/compose.yaml "$@"; }
+else
+  compose() { docker-compose -f compose/compose.yaml "$@"; }
+fi
+
+# --- images
+
+# The docker command that can hand secrets to a build; a newer one needs a plugin for that, where an older one does not.
+builder() {
+  local candidate
+  for candidate in $(which -a docker); do
+    case $(DOCKER_BUILDKIT=1 "$candidate" build --help 2>/dev/null) in *--secret*) echo "$candidate"; return ;; esac
+  done
+  echo "no docker command here can build with secrets" >&2
+  return 1
+}
+
+have_image() { docker image inspect "$1" >/dev/null 2>&1 || timeout 300 docker pull --quiet "$1"; }
+
+# Where the official image cannot be had: the same release of Debian with its own Python, which has the same version.
+base_image() {
+  have_image "$base" && return
+  local root=$work/root
+  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root"
+  rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
+  ln -sf python3 "$root/usr/bin/python"
+  tar -C "$root" -c . | docker import --change 'CMD ["python3"]' - "$base"
+  rm -rf "$root"
+  echo "note: by debootstrap"
+}
+
+redis_image() {
+  have_image "$redis" && return
+  docker_build=$(builder)
+  DOCKER_BUILDKIT=1 "$docker_build" build --network host --tag "$redis" - <<EOF
+FROM $base
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/* \
+ && install -d -o 999 -g 999 /data
+CMD ["redis-server"]
+EOF
+  echo "note: by apt-get"
+}
+
+build_images() {
+  local target docker_build serving
+  docker_build=$(builder)
+  mkdir -p "$work/secrets"
+  "$python" compose/pip_secrets.py "$work/secrets" &
+  serving=$!
+  # shellcheck disable=SC2064  # now, since it is local
+  trap "kill $serving" EXIT
+  for _ in $(seq 20); do [ -e "$work/secrets/pip" ] && break; sleep 0.5; done
+  for target in $targets; do
+    DOCKER_BUILDKIT=1 timeout 900 "$docker_build" build --progress plain --network host --build-arg "BASE=$base" \
+      --secret "id=pip,src=$work/secrets/pip" --secret "id=ca,src=$work/secrets/ca" \
+      --file compose/Dockerfile --target "$target" --tag "outrider-$target:$OUTRIDER_TAG" .
+  done
+}
+
+bytes() { docker image inspect --format '{{.Size}}' "$1"; }
+
+image_sizes() {
+  local target above note=''
+  for target in $targets; do
+    above=$((($(bytes "outrider-$target:$OUTRIDER_TAG") - $(bytes "$base")) / 1000000))
+    note="$note $target $above MB,"
+    case $target in gateway | drafter-ngram) [ $above -lt 250 ] || { echo "$target: $above MB are too many"; return 1; } ;; esac
+  done
+  echo "note: above the base:${note%,}"
+}
+
+in_image() { docker run --rm --network none --entrypoint "$2" "outrider-$1:$OUTRIDER_TAG" "${@:3}"; }
+
+images_hold_no_more() {
+  local target
+  for target in $targets; do
+    in_image "$target" sh -ec 'for no in /run/secrets/* /opt/outrider/bin/pip /usr/bin/gcc; do test ! -e $no; done; test $(id -u) = 10001'
+  done
+  in_image gateway outrider --help >/dev/null
+  case $(in_image gateway python -m verifier_svc --target x 2>&1) in
+    *"install outrider[models]"*) ;;
+    *) echo "a verifier without torch does not name the extra"; return 1 ;;
+  esac
+}
+
+# --- the stack
+
+containers() { docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" "$@"; }
+of_service() { containers --filter "label=com.docker.compose.service=$1" | head -1; }
+
+# wait_healthy COUNT: until so many containers are.
+wait_healthy() {
+  local healthy
+  for _ in $(seq 120); do
+    healthy=$(containers --filter health=healthy | wc -l)
+    [ "$healthy" = "$1" ] && { echo "note: $1 containers"; return; }
+    sleep 1
+  done
+  compose ps
+  compose logs --no-color --tail 30
+  return 1
+}
+
+profiles_are_valid() {
+  local profile
+  for profile in cpu gpu grace redis-cluster; do COMPOSE_PROFILES=$profile compose config --quiet; done
+}
+
+up() { compose up --detach --no-build --scale drafter-ngram=2; }
+
+health() {
+  "$python" -m outrider.cli health "127.0.0.1:$OUTRIDER_GRPC_PORT" --service outrider.v1.GenerationService
+  "$python" -m outrider.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.VerifierService
+  if "$python" -m outrider.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.Nothing; then return 1; fi
+}
+
+crash() { "$python" compose/check.py crash "$work/plain.json" "$1" "$(of_service "$2")"; }
+
+# A Redis that was lost or slow is left alone for a while, 10 s at most, and then used again.
+pool_fills() {
+  for _ in $(seq 10); do
+    "$python" compose/check.py requests
+    if pool "$1"; then return; fi
+    sleep 2
+  done
+  return 1
+}
+
+# The drafters go over to a cluster; the verifier and the gateway do not notice.
+cluster() {
+  export COMPOSE_PROFILES=cpu,redis-cluster
+  export OUTRIDER_REDIS=redis+cluster://redis-cluster-1:6379,redis-cluster-2:6379,redis-cluster-3:6379
+  up
+  docker wait "$(of_service redis-cluster-join)"
+  wait_healthy 9
+  pool_fills redis-cluster-1
+}
+
+# pool SERVICE: the drafters' n-grams are there, and nobody hears of them without the password.
+pool() {
+  local keys
+  keys=$(docker exec "$(of_service "$1")" sh -c 'REDISCLI_AUTH=$(cat /run/outrider/secrets/redis_password) redis-cli dbsize')
+  [ "$keys" -gt 0 ] || { echo "$1 holds nothing"; return 1; }
+  if docker exec "$(of_service "$1")" redis-cli dbsize | grep -q '^[0-9]'; then echo "$1 answers without a password"; return 1; fi
+  echo "note: $keys keys in $1"
+}
+
+stop() {
+  local container code
+  compose stop
+  for container in $(containers); do
+    code=$(docker inspect --format '{{.State.ExitCode}}' "$container")
+    [ "$code" = 0 ] || { docker inspect --format "{{.Name}} exited with $code" "$container"; docker logs --tail 20 "$container"; return 1; }
+  done
+  echo "note: $(containers | wc -l) containers exited with 0"
+}
+
+clean_up() {
+  local status=$?
+  trap - EXIT
+  [ $status = 0 ] || compose logs --no-color --tail 100 >>"$log" 2>&1 || true
+  # All profiles, since `down` leaves what it does not know.
+  export COMPOSE_PROFILES=cpu,redis-cluster
+  if [ -z "$keep" ] && engine_answers; then compose down --volumes --remove-orphans >>"$log" 2>&1 || true; fi
+  if [ -n "$keep" ]; then echo "left running: $OUTRIDER_URL"; else stop_engine; fi
+  [ ${#rows[@]} = 0 ] || { printf '\n%-34s %6s  %-6s  %s\n' step seconds result note; printf '%s\n' "${rows[@]}"; } | tee -a "$log"
+  rm -rf "$work"
+  exit $status
+}
+
+trap clean_up EXIT
+trap 'exit 130' INT TERM
+[ -x "$python" ] || make --no-print-directory .venv/installed
+if [ -n "$allow_missing" ] && ! (start_engine) >>"$log" 2>&1; then
+  say "no container engine can run here ($log says why); nothing was checked"
+  exit 0
+fi
+step "engine" start_engine
+step "compose.yaml in each profile" profiles_are_valid
+step "base image" base_image
+step "redis image" redis_image
+step "build four images" build_images
+step "sizes" image_sizes
+step "no secret, compiler or root inside" images_hold_no_more
+compose down --volumes --remove-orphans >>"$log" 2>&1
+step "up, drafter-ngram twice" up
+step "healthy" wait_healthy 6
+step "health over gRPC" health
+step "requests" "$python" compose/check.py requests
+step "50 streams, plain" "$python" compose/check.py plain "$work/plain.json"
+step "50 streams, drafter-model killed" crash model drafter-model
+step "50 streams, drafter-ngram killed" crash ngram drafter-ngram
+step "n-grams in Redis" pool_fills redis
+step "50 streams, Redis killed" crash ngram redis
+step "healthy again" wait_healthy 6
+step "n-grams in Redis again" pool_fills redis
+step "Redis Cluster instead" cluster
+[ -n "$keep" ] || step "stop" stop

@@ -1,0 +1,66 @@
+"""What compose.yaml promises for every service, and that its settings are ones that the processes have."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drafter_svc.config import DrafterSettings
+from gateway.config import GatewaySettings
+from outrider.config import Settings
+from verifier_svc.config import VerifierSettings
+
+COMPOSE = Path(__file__).parents[2] / "compose"
+TEXT = (COMPOSE / "compose.yaml").read_text()
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
+SETTINGS: dict[str, type[Settings]] = {"VERIFIER": VerifierSettings, "DRAFTER": DrafterSettings, "GATEWAY": GatewaySettings}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_service_can_write_gain_rights_or_take_all_there_is(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service.get("cap_add", []) == (["SYS_NICE"] if name == "drafter-grace" else [])
+    assert service["pids_limit"] > 0
+    assert not service.get("privileged")
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"secrets", "redis-cluster-join"}))
+def test_every_service_that_stays_is_limited_and_restarted(name: str) -> None:
+    assert SERVICES[name]["mem_limit"]
+    assert SERVICES[name]["restart"] == "unless-stopped"
+
+
+def test_compose_waits_longer_than_any_process_drains() -> None:
+    drains = [schema.model_fields["drain_seconds"].default for schema in (VerifierSettings, GatewaySettings)]
+    assert {float(service["stop_grace_period"].removesuffix("s")) > max(drains) for service in SERVICES.values()} == {True}
+
+
+def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> None:
+    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert len(ports) >= 3
+    assert [port for port in ports if not re.match(r"\$\{OUTRIDER_(VERIFIER_)?BIND:-127\.0\.0\.1\}:", port)] == []
+
+
+def test_only_redis_and_ngram_drafters_see_secrets_and_each_other() -> None:
+    with_secrets = {
+        name for name, service in SERVICES.items() if any("/run/outrider/secrets" in v for v in service.get("volumes", []))
+    }
+    assert all(name.startswith(("redis", "secrets", "drafter-ngram")) for name in with_secrets)
+    assert {name for name, service in SERVICES.items() if "pool" in service.get("networks", [])} == with_secrets - {"secrets"}
+
+
+def test_every_setting_is_one_of_its_process() -> None:
+    files = TEXT + (COMPOSE / "Dockerfile").read_text()
+    named = set(re.findall(r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]", files, re.MULTILINE))
+    assert len(named) > 20
+    assert [name for process, name in named if name.lower() not in SETTINGS[process].model_fields] == []
+
+
+def test_every_variable_is_in_the_readme() -> None:
+    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT)) | set(re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE))
+    assert [name for name in variables if f"`{name}`" not in (COMPOSE / "README.md").read_text()] == []
