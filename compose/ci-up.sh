@@ -17,6 +17,7 @@ done
 
 base=${OUTRIDER_BASE:-python:3.11-slim-bookworm}
 redis=${OUTRIDER_REDIS_IMAGE:-redis:7-bookworm}
+prometheus=${OUTRIDER_PROMETHEUS_IMAGE:-prom/prometheus:v3.1.0}
 log=$PWD/compose/ci-up.log
 work=$(mktemp -d)
 python=${OUTRIDER_CHECK_PYTHON:-$PWD/.venv/bin/python}
@@ -28,7 +29,8 @@ rows=()
 export COMPOSE_PROJECT_NAME=outrider-ci COMPOSE_PROFILES=cpu OUTRIDER_TAG=outrider-ci OUTRIDER_DTYPE=float32
 export OUTRIDER_HTTP_PORT=${OUTRIDER_HTTP_PORT:-18000} OUTRIDER_GRPC_PORT=${OUTRIDER_GRPC_PORT:-18001}
 export OUTRIDER_VERIFIER_PORT=${OUTRIDER_VERIFIER_PORT:-18051} OUTRIDER_URL=http://127.0.0.1:${OUTRIDER_HTTP_PORT:-18000}
-export OUTRIDER_BASE=$base OUTRIDER_REDIS_IMAGE=$redis PYTHONPATH=$PWD
+export OUTRIDER_BASE=$base OUTRIDER_REDIS_IMAGE=$redis OUTRIDER_PROMETHEUS_IMAGE=$prometheus PYTHONPATH=$PWD
+export OUTRIDER_PROMETHEUS_PORT=${OUTRIDER_PROMETHEUS_PORT:-18090}
 # Two models whose threads meet at barriers on the same cores hold each other up.
 cores=$(nproc)
 if [ "$cores" -gt 1 ]; then
@@ -133,6 +135,18 @@ EOF
   echo "note: by apt-get"
 }
 
+# Debian's Prometheus is older than the one that is pinned, but finds and scrapes by the same configuration.
+prometheus_image() {
+  have_image "$prometheus" && return
+  docker_build=$(builder)
+  DOCKER_BUILDKIT=1 "$docker_build" build --network host --tag "$prometheus" - <<EOF
+FROM $base
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus wget && rm -rf /var/lib/apt/lists/* \
+ && install -d -o 65534 -g 65534 /prometheus
+EOF
+  echo "note: by apt-get"
+}
+
 build_images() {
   local target docker_build serving
   docker_build=$(builder)
@@ -195,7 +209,7 @@ wait_healthy() {
 
 profiles_are_valid() {
   local profile
-  for profile in cpu gpu grace redis-cluster; do COMPOSE_PROFILES=$profile compose config --quiet; done
+  for profile in cpu gpu grace redis-cluster observability; do COMPOSE_PROFILES=$profile compose config --quiet; done
 }
 
 up() { compose up --detach --no-build --scale drafter-ngram=2; }
@@ -224,8 +238,21 @@ cluster() {
   export OUTRIDER_REDIS=redis+cluster://redis-cluster-1:6379,redis-cluster-2:6379,redis-cluster-3:6379
   up
   docker wait "$(of_service redis-cluster-join)"
-  wait_healthy 9
+  wait_healthy 10
   pool_fills redis-cluster-1
+}
+
+# Prometheus finds gateway, verifier and three drafters by the names of their services alone.
+scraped() {
+  local up
+  compose up --detach --no-build prometheus
+  for _ in $(seq 60); do
+    up=$(curl --silent "http://127.0.0.1:$OUTRIDER_PROMETHEUS_PORT/api/v1/query?query=count(up==1)" | grep -o '"[0-9]*"\]' || true)
+    [ "$up" = '"5"]' ] && { echo "note: 5 processes are scraped"; return; }
+    sleep 1
+  done
+  curl --silent "http://127.0.0.1:$OUTRIDER_PROMETHEUS_PORT/api/v1/targets"
+  return 1
 }
 
 # pool SERVICE: the drafters' n-grams are there, and nobody hears of them without the password.
@@ -252,7 +279,7 @@ clean_up() {
   trap - EXIT
   [ $status = 0 ] || compose logs --no-color --tail 100 >>"$log" 2>&1 || true
   # All profiles, since `down` leaves what it does not know.
-  export COMPOSE_PROFILES=cpu,redis-cluster
+  export COMPOSE_PROFILES=cpu,redis-cluster,observability
   if [ -z "$keep" ] && engine_answers; then compose down --volumes --remove-orphans >>"$log" 2>&1 || true; fi
   if [ -n "$keep" ]; then echo "left running: $OUTRIDER_URL"; else stop_engine; fi
   [ ${#rows[@]} = 0 ] || { printf '\n%-34s %6s  %-6s  %s\n' step seconds result note; printf '%s\n' "${rows[@]}"; } | tee -a "$log"
@@ -271,6 +298,7 @@ step "engine" start_engine
 step "compose.yaml in each profile" profiles_are_valid
 step "base image" base_image
 step "redis image" redis_image
+step "prometheus image" prometheus_image
 step "build four images" build_images
 step "sizes" image_sizes
 step "no secret, compiler or root inside" images_hold_no_more
@@ -278,13 +306,14 @@ compose down --volumes --remove-orphans >>"$log" 2>&1
 step "up, drafter-ngram twice" up
 step "healthy" wait_healthy 6
 step "health over gRPC" health
+step "Prometheus" scraped
 step "requests" "$python" compose/check.py requests
 step "50 streams, plain" "$python" compose/check.py plain "$work/plain.json"
 step "50 streams, drafter-model killed" crash model drafter-model
 step "50 streams, drafter-ngram killed" crash ngram drafter-ngram
 step "n-grams in Redis" pool_fills redis
 step "50 streams, Redis killed" crash ngram redis
-step "healthy again" wait_healthy 6
+step "healthy again" wait_healthy 7
 step "n-grams in Redis again" pool_fills redis
 step "Redis Cluster instead" cluster
 [ -n "$keep" ] || step "stop" stop
