@@ -1,13 +1,14 @@
-"""`outrider bench --only tracing`: what OpenTelemetry costs, off against a sampled share and against everything.
+"""`outrider bench --only tracing`: what OpenTelemetry costs.
 
-Stacks that differ in nothing else are measured in turn, in an order that alternates, and compared round by round: what the machine
-does beside them then troubles both alike. The spans go to an OTLP receiver that counts them.
+Two stacks have tracing off, so that their difference shows what a comparison of stacks cannot tell; in a third, callers say
+which requests are sampled. All are measured in turn, in an order drawn anew each round, and compared round by round: what the
+machine does beside them then troubles all alike. The spans go to an OTLP receiver that counts them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import median
 from typing import Any
@@ -19,44 +20,66 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.prompts import DEMO_PROMPTS
-from bench.ways import Measure, Pair, Task, outrider_stack
+from bench.ways import MakeWay, Measure, Pair, Task, outrider_stack
 from outrider.tokenizer import load_tokenizer
 
 _BATCH = 8
-_RATIOS = {"off": 0.0, "1 % of the requests": 0.01, "every request": 1.0}
+_OFF, _NOTHING = "off", "on, no request"
+_COMPARED = {
+    _OFF: _OFF,
+    "off, another stack": _OFF,
+    _NOTHING: _OFF,
+    "on, 1 % of the requests": _NOTHING,
+    "on, every request": _NOTHING,
+}
 _RESAMPLES = 2_000
 
 
 async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dict[str, Any]:
-    """Throughput in tokens/s by share of traced requests, and its ratio to tracing off with a 95 % interval."""
+    """Throughput in tokens/s by share of traced requests, and ratios within rounds with 95 % intervals."""
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     task = Task([prompts[i % len(prompts)] for i in range(4 * _BATCH)], _BATCH, tokens, 0.0)
-    found: dict[str, list[float]] = {name: [] for name in _RATIOS}
+    generator = random.Random(0)
     async with _receiver() as (servicer, endpoint), AsyncExitStack() as stack:
-        ways: dict[str, Measure] = {}
-        for name, ratio in _RATIOS.items():
-            tracing: dict[str, Any] = {"otlp_endpoint": endpoint, "trace_sample_ratio": ratio} if ratio else {}
-            way = await stack.enter_async_context(outrider_stack(pair, ["ngram"], pair.shared_threads, **tracing))
-            ways[name] = way({})
+        ways = await _ways(stack, pair, endpoint, generator)
+        found: dict[str, list[float]] = {name: [] for name in ways}
         for round_number in track(range(1 + rounds), "tracing", console=console):
-            for name in sorted(ways, reverse=round_number % 2 == 0):
+            for name in generator.sample(list(ways), len(ways)):
                 sample = await ways[name](task)
                 if round_number:
                     found[name].append(sample.tokens_per_s)
-    table = Table(
-        title=f"{pair.name}: throughput with tracing, batch {_BATCH}, {rounds} rounds; {servicer.spans} spans were received"
-    )
-    for title in ("traced", "tokens/s, median", "to tracing off, paired", "95 % interval"):
-        table.add_column(title, justify="left" if title == "traced" else "right")
+    console.print(f"{pair.name}, batch {_BATCH}, {rounds} rounds; {servicer.spans} spans were received")
+    table = Table(title="throughput with tracing")
+    for title in ("traced", "tokens/s, median", "compared with", "ratio, paired", "95 % interval"):
+        table.add_column(title, justify="left" if title in ("traced", "compared with") else "right")
     record: dict[str, Any] = {}
     for name, rates in found.items():
-        ratios = [rate / off for rate, off in zip(rates, found["off"], strict=True)]
+        base = _COMPARED[name]
+        ratios = [rate / other for rate, other in zip(rates, found[base], strict=True)]
         low, high = _interval(ratios)
-        table.add_row(name, f"{median(rates):.1f}", f"{median(ratios):.4f}", f"{low:.4f} to {high:.4f}")
-        record[name] = {"tokens_per_s": rates, "ratio": median(ratios), "interval": [low, high]}
+        table.add_row(name, f"{median(rates):.1f}", base, f"{median(ratios):.4f}", f"{low:.4f} to {high:.4f}")
+        record[name] = {"tokens_per_s": rates, "compared_with": base, "ratio": median(ratios), "interval": [low, high]}
     console.print(table)
     return record
+
+
+async def _ways(stack: AsyncExitStack, pair: Pair, endpoint: str, generator: random.Random) -> dict[str, Measure]:
+    """What is compared. The depth is fixed, since what is learned on the way would differ from stack to stack."""
+
+    async def start(**tracing: str) -> MakeWay:
+        return await stack.enter_async_context(outrider_stack(pair, ["ngram"], pair.shared_threads, depth="fixed:4", **tracing))
+
+    def sampled(share: float) -> Callable[[], dict[str, str]]:
+        def headers() -> dict[str, str]:
+            flag = "01" if generator.random() < share else "00"
+            return {"traceparent": f"00-{generator.getrandbits(128):032x}-{generator.getrandbits(64):016x}-{flag}"}
+
+        return headers
+
+    off, again, on = await start(), await start(), await start(otlp_endpoint=endpoint)
+    shares = {_NOTHING: 0.0, "on, 1 % of the requests": 0.01, "on, every request": 1.0}
+    return {_OFF: off({}), "off, another stack": again({}), **{name: on({}, sampled(share)) for name, share in shares.items()}}
 
 
 def _interval(values: list[float]) -> tuple[float, float]:

@@ -52,6 +52,7 @@ class Sample:
 
 
 Measure = Callable[[Task], Awaitable[Sample]]
+MakeWay = Callable[..., Measure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +142,22 @@ async def serving(target: Path, drafters: list[str], **settings: Any) -> AsyncIt
 
 
 @asynccontextmanager
-async def outrider_stack(
-    pair: Pair, drafters: list[str], threads: int, **settings: Any
-) -> AsyncIterator[Callable[[dict[str, Any]], Measure]]:
-    """A whole stack; call the result with a request's `speculation` for a way of decoding."""
+async def outrider_stack(pair: Pair, drafters: list[str], threads: int, **settings: Any) -> AsyncIterator[MakeWay]:
+    """A whole stack; call the result with a request's `speculation`, and what gives its headers, for a way of decoding."""
     # Every round repeats the prompts, and the peers compute them anew each time.
     settings |= {"dtype": pair.dtype, "threads": threads, "prefix_caching": False}
     async with serving(pair.target, drafters, **settings) as (client, metrics_port):
 
-        def way(speculation: dict[str, Any]) -> Measure:
+        def way(speculation: dict[str, Any], headers: Callable[[], dict[str, str]] = dict) -> Measure:
             stem = {"model": str(pair.target), "speculation": speculation}
-            return lambda task: _over_http(client, metrics_port, stem, task)
+            return lambda task: _over_http(client, metrics_port, stem, headers, task)
 
         yield way
 
 
-async def _over_http(client: httpx.AsyncClient, metrics_port: int, stem: dict[str, Any], task: Task) -> Sample:
+async def _over_http(
+    client: httpx.AsyncClient, metrics_port: int, stem: dict[str, Any], headers: Callable[[], dict[str, str]], task: Task
+) -> Sample:
     """As many requests under way as the batch is large, a new one for each that ends."""
     sample = Sample(0, 0.0)
     waiting = list(reversed(task.prompts))
@@ -165,7 +166,7 @@ async def _over_http(client: httpx.AsyncClient, metrics_port: int, stem: dict[st
     async def worker() -> None:
         while waiting:
             body = {**stem, "prompt": waiting.pop(), "max_tokens": task.max_tokens, "temperature": task.temperature}
-            await _stream(client, body, sample)
+            await _stream(client, body, headers(), sample)
 
     started = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(task.batch)))
@@ -175,11 +176,11 @@ async def _over_http(client: httpx.AsyncClient, metrics_port: int, stem: dict[st
     return sample
 
 
-async def _stream(client: httpx.AsyncClient, body: dict[str, Any], sample: Sample) -> None:
+async def _stream(client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str], sample: Sample) -> None:
     """One streamed completion, its times counted in tokens, of which a chunk can hold several."""
     options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     started, first, last = time.perf_counter(), 0.0, b""
-    async with client.stream("POST", "/v1/completions", json={**body, **options}) as response:
+    async with client.stream("POST", "/v1/completions", json={**body, **options}, headers=headers) as response:
         if response.status_code != httpx.codes.OK:
             raise RuntimeError((await response.aread()).decode())
         async for block in response.aiter_bytes():

@@ -22,7 +22,8 @@ export class Charts {
 
   /** Take the sums of an event. */
   push(seconds, activity) {
-    if (this.samples.length && activity.tokens.plain < this.samples.at(-1).activity.tokens.plain) this.samples = [];
+    // Sums never fall, so this is another gateway, or the same one started anew.
+    if (this.samples.length && total(activity) < total(this.samples.at(-1).activity)) this.samples = [];
     this.samples.push({ seconds, activity, ...this.#rates(seconds, activity) });
     while (this.samples[0].seconds < seconds - SHOWN_S) this.samples.shift();
     this.#draw();
@@ -44,7 +45,7 @@ export class Charts {
     if (!before || before.seconds === seconds) return { acceptance: null, rate: null, tpot: null };
     const grew = (read) => read(now) - read(before.activity);
     const [drafted, accepted] = [grew((a) => a.draft_tokens), grew((a) => a.tokens.accepted)];
-    const tokens = grew((a) => Object.values(a.tokens).reduce((sum, count) => sum + count, 0));
+    const tokens = grew(total);
     const [later, laterSeconds] = [grew((a) => a.later_tokens), grew((a) => a.later_token_seconds)];
     return {
       acceptance: drafted ? 100 * accepted / drafted : null,
@@ -94,6 +95,10 @@ export class Charts {
   #resize() {
     for (const [name, plot] of Object.entries(this.plots)) plot.setSize(sizeOf(name));
   }
+}
+
+function total(activity) {
+  return Object.values(activity.tokens).reduce((sum, count) => sum + count, 0);
 }
 
 function color(name) {

@@ -15,7 +15,8 @@ export class Example {
     [this.code, this.button, this.outcome] = ["code", "button", ".outcome"].map((part) => card.querySelector(part));
     this.output = null;
     this.happening = null;
-    this.button.onclick = () => this.#start();
+    this.stop = null;
+    this.button.onclick = () => this.stop ? this.stop.abort() : this.#start();
   }
 
   /** Put the addresses of this very stack into the commands. */
@@ -37,7 +38,8 @@ export class Example {
   }
 
   async #start() {
-    this.button.disabled = true;
+    this.stop = new AbortController();
+    this.button.textContent = "Stop";
     this.happening = null;
     document.getElementById("outputs").replaceChildren();
     document.getElementById("verdict").textContent = "";
@@ -50,22 +52,23 @@ export class Example {
         this.output.tokens.length = 0;
         this.output.pane.replaceChildren();
         this.outcome.textContent = this.kind === "join" ? "Writing; waiting for a drafter to join." : "Writing; waiting for a drafter to be lost.";
-        const statistics = await complete({ ...common, speculation: {} }, (tokens) => this.output.add(tokens), new AbortController().signal);
+        const statistics = await complete({ ...common, speculation: {} }, (tokens) => this.output.add(tokens), this.stop.signal);
         this.output.show(figures(statistics));
         text = this.output.text;
       } while (!this.happening);
       await this.#conclude(common, text);
     } catch (error) {
-      this.outcome.textContent = error.message;
+      this.outcome.textContent = error.name === "AbortError" ? "Stopped." : error.message;
     } finally {
-      this.button.disabled = false;
+      this.button.textContent = "Start the text";
+      this.stop = null;
       this.output = null;
     }
   }
 
   async #conclude(common, text) {
     let plain = "";
-    await complete({ ...common, speculation: { enabled: false } }, (tokens) => tokens.forEach((token) => { plain += token.text; }), new AbortController().signal);
+    await complete({ ...common, speculation: { enabled: false } }, (tokens) => tokens.forEach((token) => { plain += token.text; }), this.stop.signal);
     const { id, what, at } = this.happening;
     const after = this.output.tokens.slice(at);
     const own = after.filter((token) => token.source === "accepted" && token.drafter === id).length;

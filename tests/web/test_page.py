@@ -93,6 +93,16 @@ async def test_stop_stops(page: Page) -> None:
     assert await page.locator(".output .token").count() < 900
 
 
+async def test_an_example_waits_until_something_happens_or_is_stopped(page: Page) -> None:
+    example = page.locator("#example-join")
+    await example.get_by_role("button", name="Start the text").click()
+    await expect(example.locator(".outcome")).to_have_text("Writing; waiting for a drafter to join.")
+    await page.locator(".output .token").nth(3).wait_for()
+    await example.get_by_role("button", name="Stop").click()
+    await expect(example.locator(".outcome")).to_have_text("Stopped.")
+    await expect(example.get_by_role("button", name="Start the text")).to_be_visible()
+
+
 async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
     await page.keyboard.press("Tab")
     await page.keyboard.press("Enter")  # the link that skips to the prompt
