@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from gateway.generate import TextRequest, check_stop
-from gateway.schema import ChatBody, CompletionBody, GenerationBody, SpeculationBody
+from gateway.schema import ChatBody, CompletionBody, GenerationBody, JsonValue, SpeculationBody, StructuredOutputs
 from outrider import wire, wire_settings
 from outrider.errors import invalid
 from outrider.messages import MAX_STOP_TOKENS, Acceptance, Grammar, GrammarKind, ModelInfo, SamplingParams, SpeculationOptions
@@ -111,17 +111,7 @@ def _top_logprobs(body: GenerationBody) -> int | None:
 
 def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
     """What the answer must be, and which field says so."""
-    found: dict[str, Grammar] = {}
-    if (formatted := _response_format(body)) is not None:
-        found["response_format"] = formatted
-    if body.regex is not None:
-        found["regex"] = Grammar(GrammarKind.REGEX, body.regex)
-    if body.grammar is not None:
-        found["grammar"] = Grammar(GrammarKind.EBNF, body.grammar)
-    if body.choice is not None:
-        found["choice"] = Grammar(GrammarKind.CHOICE, choices=tuple(body.choice))
-    if body.structural_tag is not None:
-        found["structural_tag"] = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(body.structural_tag))
+    found = _grammars(body)
     if not found:
         return None, ""
     (field, grammar), *more = found.items()
@@ -129,6 +119,40 @@ def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
         raise invalid(more[0][0], f"contradicts {field}: only one of them can say what the answer must be")
     wire_settings.check_grammar(grammar, field)
     return grammar, field
+
+
+def _grammars(body: GenerationBody) -> dict[str, Grammar]:
+    """By field: OpenAI's response_format, our own names, and vLLM's, present and past."""
+    structured = body.structured_outputs or StructuredOutputs()
+    texts = {
+        "regex": (GrammarKind.REGEX, body.regex),
+        "guided_regex": (GrammarKind.REGEX, body.guided_regex),
+        "structured_outputs.regex": (GrammarKind.REGEX, structured.regex),
+        "grammar": (GrammarKind.EBNF, body.grammar),
+        "guided_grammar": (GrammarKind.EBNF, body.guided_grammar),
+        "structured_outputs.grammar": (GrammarKind.EBNF, structured.grammar),
+        "guided_json": (GrammarKind.JSON_SCHEMA, _json(body.guided_json)),
+        "structured_outputs.json": (GrammarKind.JSON_SCHEMA, _json(structured.json_)),
+        "structural_tag": (GrammarKind.STRUCTURAL_TAG, _json(body.structural_tag)),
+        "structured_outputs.structural_tag": (GrammarKind.STRUCTURAL_TAG, _json(structured.structural_tag)),
+    }
+    choices = {
+        "choice": body.choice,
+        "guided_choice": body.guided_choice,
+        "structured_outputs.choice": structured.choice,
+    }
+    formatted = _response_format(body)
+    found = {} if formatted is None else {"response_format": formatted}
+    found |= {field: Grammar(kind, text) for field, (kind, text) in texts.items() if text is not None}
+    found |= {field: Grammar(GrammarKind.CHOICE, choices=tuple(given)) for field, given in choices.items() if given is not None}
+    if structured.json_object:
+        found["structured_outputs.json_object"] = Grammar(GrammarKind.JSON_OBJECT)
+    return found
+
+
+def _json(value: JsonValue | None) -> str | None:
+    """As JSON; a string is taken for JSON already."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _response_format(body: GenerationBody) -> Grammar | None:

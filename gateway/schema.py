@@ -16,7 +16,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_json": (),
     "modalities": (["text"],),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
@@ -141,6 +140,20 @@ def _stops(value: object) -> object:
     return [value] if isinstance(value, str) else ([] if value is None else value)
 
 
+JsonValue = dict[str, Any] | bool | str
+
+
+class StructuredOutputs(Body):
+    """vLLM's ways to say what the answer must be; one of them. A schema or a structural tag may be written as JSON in a string."""
+
+    json_: JsonValue | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+
 class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
@@ -170,6 +183,11 @@ class GenerationBody(Body):
     grammar: str | None = Field(default=None, description="What the answer must be, in GBNF.")
     choice: list[str] | None = Field(default=None, description="Texts of which the answer must be one.")
     structural_tag: dict[str, Any] | None = Field(default=None, description="XGrammar's structural tag.")
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's extension.")
+    guided_json: JsonValue | None = Field(default=None, description="vLLM's older name of structured_outputs.json.")
+    guided_regex: str | None = Field(default=None, description="vLLM's older name of structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
     prediction: Prediction | None = None
     # Labels for OpenAI's own records and caches; they have no meaning for the answer.
     user: str | None = None

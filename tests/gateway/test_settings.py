@@ -104,6 +104,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choice": ["a", ""]}, "choice"),
     ({"regex": "a", "choice": ["a"]}, "choice"),
     ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
+    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"prediction": {"type": "content"}}, "prediction.content"),
     ({"prediction": {"type": "diff", "content": "x"}}, "prediction.type"),
 ]
@@ -133,6 +137,17 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
     ({"grammar": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
     ({"choice": ["yes", "no"]}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
     ({"structural_tag": {"type": "structural_tag"}}, Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}')),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))),
+    ({"structured_outputs": {"json": '{"type": "null"}'}}, Grammar(GrammarKind.JSON_SCHEMA, '{"type": "null"}')),
+    ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_OBJECT)),
+    ({"structured_outputs": {"regex": "[0-9]+"}}, Grammar(GrammarKind.REGEX, "[0-9]+")),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
+    ({"structured_outputs": {"structural_tag": "{}"}}, Grammar(GrammarKind.STRUCTURAL_TAG, "{}")),
+    ({"guided_json": SCHEMA}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))),
+    ({"guided_regex": "[0-9]+"}, Grammar(GrammarKind.REGEX, "[0-9]+")),
+    ({"guided_choice": ["yes", "no"]}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
 ]
 
 
