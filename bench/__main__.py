@@ -22,7 +22,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import acceptance, delay, limits, tracing
+from bench import acceptance, adversary, delay, limits, tracing
 from bench.grow import Shape, grown_checkpoint
 from bench.prompts import DEMO_PROMPTS, KINDS
 from bench.report import Cell, Results, plot, tables, write
@@ -44,9 +44,10 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal["bundled", "grown", "acceptance", "delay", "limits", "tracing", ""] = ""
+    only: Literal["bundled", "grown", "acceptance", "adversary", "delay", "limits", "tracing", ""] = ""
     """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
-    much is accepted, what delay on the draft stream and tracing cost, what host, gateway and n-gram pools can do at most."""
+    much is accepted, what a drafter that is always wrong, delay on the draft stream and tracing cost, what host, gateway and n-gram
+    pools can do at most."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -98,6 +99,9 @@ def main(arguments: list[str]) -> int:
     elif settings.only == "tracing":
         [bundled] = _pairs(settings, console)
         record["tracing"] = asyncio.run(tracing.measure(bundled, settings.rounds, settings.tokens, console))
+    elif settings.only == "adversary":
+        [grown] = _pairs(settings, console)
+        record["adversary"] = asyncio.run(adversary.measure(grown, settings.rounds, settings.tokens, console))
     elif settings.only == "delay":
         [grown] = _pairs(settings, console)
         record["delay"], images["delay"] = asyncio.run(delay.measure(grown, settings.rounds, settings.tokens, console))
@@ -119,7 +123,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     pairs = []
     if settings.only in ("", "bundled", "tracing"):
         pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", settings.depth or 4, max(1, cores - 1)))
-    if settings.only in ("", "grown", "delay"):
+    if settings.only in ("", "grown", "adversary", "delay"):
         console.print("growing the target, unless that was done before")
         grown = grown_checkpoint(target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype)
         # A forward of the large target outlasts the draft model's many times over, so it may have all cores.
