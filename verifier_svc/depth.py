@@ -23,10 +23,14 @@ _NEAR, _FAR = 0.2, 0.05
 class AcceptanceRate:
     """Probability that a draft token is accepted, given that those before it were: decayed counts over a prior, by position."""
 
-    __slots__ = ("_accepted", "_judged", "_prior", "_survival")
+    __slots__ = ("_accepted", "_decay", "_judged", "_prior", "_survival")
 
-    def __init__(self, prior: AcceptanceRate | float, depth: int = MAX_DEPTH) -> None:
-        """The prior is one rate for all positions, or what is known of the drafter elsewhere; no more than `depth` are kept."""
+    def __init__(self, prior: AcceptanceRate | float, depth: int = MAX_DEPTH, *, decay: float = _DECAY) -> None:
+        """The prior is one rate for all positions, or what is known of the drafter elsewhere; no more than `depth` are kept.
+
+        With `decay` d at most 1 / (1 - d) drafts count, against a prior that counts as much as 4.
+        """
+        self._decay = decay
         self._prior = [prior] * depth if isinstance(prior, float) else prior._rates(depth)
         self._accepted = [0.0] * depth
         self._judged = [0.0] * depth
@@ -35,8 +39,8 @@ class AcceptanceRate:
     def observe(self, drafted: int, accepted: int) -> None:
         """One verified path; what follows the first miss was not judged."""
         for i in range(min(accepted + 1, drafted, len(self._judged))):
-            self._judged[i] = self._judged[i] * _DECAY + 1.0
-            self._accepted[i] = self._accepted[i] * _DECAY + (i < accepted)
+            self._judged[i] = self._judged[i] * self._decay + 1.0
+            self._accepted[i] = self._accepted[i] * self._decay + (i < accepted)
         self._survival = None
 
     @property

@@ -184,6 +184,20 @@ def test_the_drafter_is_told_when_the_depth_changes() -> None:
     assert told[-1] < first
 
 
+def test_a_drafter_that_is_always_wrong_is_not_asked_on_a_new_sequence_but_for_probes() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    client = Client()
+    ScriptedDrafter(engine)
+    for depth, seconds in ((0, 0.052), (4, 0.057), (8, 0.065)):
+        engine.cost.calibrate(1, 1 + depth, seconds)
+    first = engine.submit(TokenRequest([1, 2], 40, GREEDY), client)
+    for _ in range(100):
+        engine.drafting.judge(first, first.assignments["scripted"], 8, 0)
+    engine.cancel(first)
+    second = engine.submit(TokenRequest([1, 2], 40, GREEDY), client)
+    assert second.assignments["scripted"].pause.steps_left > 0
+
+
 def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_where_the_way_to_it_is_long() -> None:
     engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 4)))
     engine.drafting._own_cores = frozenset({0, 1})
