@@ -16,21 +16,25 @@ from outrider.messages import MAX_DEPTH
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0
 _SAMPLES = 7
-# How much one step moves the price of forwards of its own size, and of all others.
-_NEAR, _FAR = 0.2, 0.05
+# How much one step moves the price of forwards of its own size, of those with as many sequences, and of all others. What slows a
+# step down slows those down that are like it; were they left behind, further tokens would seem to cost nothing.
+_OWN, _NEAR, _FAR = 0.2, 0.15, 0.05
 
 
 class AcceptanceRate:
     """Probability that a draft token is accepted, given that those before it were: decayed counts over a prior, by position."""
 
-    __slots__ = ("_accepted", "_decay", "_judged", "_prior", "_survival")
+    __slots__ = ("_accepted", "_decay", "_judged", "_learned", "_prior", "_survival")
 
     def __init__(self, prior: AcceptanceRate | float, depth: int = MAX_DEPTH, *, decay: float = _DECAY) -> None:
-        """The prior is one rate for all positions, or what is known of the drafter elsewhere; no more than `depth` are kept.
+        """The prior is one rate, or what is known of the drafter elsewhere by position; no more than `depth` are kept.
 
+        With one rate, a position is taken to be like the one before it until more is known: what never comes to be judged, since
+        the guesses before it fail, must not be believed in.
         With `decay` d at most 1 / (1 - d) drafts count, against a prior that counts as much as 4.
         """
         self._decay = decay
+        self._learned = not isinstance(prior, float)
         self._prior = [prior] * depth if isinstance(prior, float) else prior._rates(depth)
         self._accepted = [0.0] * depth
         self._judged = [0.0] * depth
@@ -49,7 +53,11 @@ class AcceptanceRate:
 
     def _rates(self, depth: int) -> list[float]:
         counts = zip(self._accepted[:depth], self._judged, self._prior, strict=False)
-        return [(accepted + prior * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT) for accepted, judged, prior in counts]
+        rates: list[float] = []
+        for accepted, judged, prior in counts:
+            expected = prior if self._learned or not rates else rates[-1]
+            rates.append((accepted + expected * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT))
+        return rates
 
     @property
     def survival(self) -> list[float]:
@@ -112,14 +120,14 @@ class ForwardCost:
             self.calibrate(sequence_count, token_count, seconds)
             return
         ratio = seconds / max(self.estimate(sequence_count, token_count), 1e-9)
-        row = self._grid[min(self._grid, key=lambda count: abs(count - sequence_count))]
-        point = min(row, key=lambda depth: abs(depth - token_count / sequence_count))
+        nearest = self._grid[min(self._grid, key=lambda count: abs(count - sequence_count))]
+        own = min(nearest, key=lambda depth: abs(depth - token_count / sequence_count))
         # One step that was held up says little, so no step counts for more than a factor of two.
         ratio = min(max(ratio, 0.5), 2.0)
-        row[point] *= ratio ** (_NEAR - _FAR)
         for row in self._grid.values():
             for depth in row:
-                row[depth] *= ratio**_FAR
+                share = _FAR if row is not nearest else _OWN if depth == own else _NEAR
+                row[depth] *= ratio**share
         self._known.clear()
 
     def estimate(self, sequence_count: int, token_count: int) -> float:

@@ -19,6 +19,10 @@ _PRICED_DEPTH = 4
 # Share of the time that may be spent waiting for probes, and how much of it, in plain steps, can be saved up.
 _PROBE_SHARE = 0.01
 _PROBE_STEPS = 2.0
+# What a further token of a sequence costs at least, in forwards: a large model's few tokens seem free within what can be measured.
+_LEAST_PRICE = 0.005
+# By how much speculation must be the faster way: neither prices nor acceptance are known better than that.
+_MARGIN = 1.02
 # For a draft that is waited for whether it pays or not; its drafter may be gone without a word.
 _LONGEST_WAIT_S = 1.0
 
@@ -63,7 +67,8 @@ class Planner:
     def _set_prices(self) -> None:
         batch, cost = self._batch, self._cost
         tokens = batch * (1 + _PRICED_DEPTH)
-        self._token_s = max(cost.estimate(batch, tokens) - cost.estimate(batch, batch), 0.0) / (tokens - batch)
+        plain_s = cost.estimate(batch, batch)
+        self._token_s = max((cost.estimate(batch, tokens) - plain_s) / (tokens - batch), _LEAST_PRICE * plain_s / batch)
         step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
         self._rate = batch * self._yield / step_s if step_s > 0 else 0.0
 
@@ -98,7 +103,7 @@ class Planner:
             return True
         depth = self.depth_for(sequence, assignment)
         tokens, seconds = self._outlook(assignment, depth)
-        if depth == 0 or tokens * plain_s <= seconds:
+        if depth == 0 or tokens * plain_s <= _MARGIN * seconds:
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
         outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)
