@@ -90,7 +90,7 @@ async def _ratios(pair: Pair, policy: str, prompts: list[list[int]], rounds: int
                         ratios.setdefault(batch, []).append(wrong.tokens_per_s / plain.tokens_per_s)
         finally:
             process.kill()
-            await process.wait()
+            await process.communicate()
     return ratios
 
 

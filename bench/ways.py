@@ -89,7 +89,8 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
         finally:
             with suppress(ProcessLookupError):  # it may have died by itself
                 process.kill()
-            await process.wait()
+            # Not `wait`: what it still said is read, so that its pipes are closed.
+            await process.communicate()
 
 
 @asynccontextmanager

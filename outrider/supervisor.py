@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 _BACKOFF_S = (0.5, 10.0)
 _STABLE_S = 30.0
 _STOP_S = 12.0
+_SEE_OFF_S = 1.0
 
 
 @dataclass(eq=False)
@@ -77,9 +78,17 @@ class Supervisor:
         finally:
             for child in self.children:
                 _signal(child, signal.SIGKILL)
+            await self._see_off()
+
+    async def _see_off(self) -> None:
+        """Let the tasks see their children end, so that nothing of these is left open; then end the tasks as well."""
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_SEE_OFF_S)
+        finally:
             for task in self._tasks:
                 task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep_running(self, child: Child) -> None:
         backoff_s = _BACKOFF_S[0]
