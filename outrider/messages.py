@@ -152,7 +152,11 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """One sequence to generate."""
+    """One sequence to generate.
+
+    `top_logprobs` and `prompt_logprobs` say how many of the likeliest tokens are wanted with each generated token and with each
+    token of the prompt; None for no log probabilities.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -167,6 +171,7 @@ class TokenRequest:
     top_logprobs: int | None = None
     grammar: Grammar | None = None
     prediction: list[int] = field(default_factory=list)
+    prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -200,18 +205,23 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms of the target's unprocessed softmax: of the token, and of the likeliest ones, best first."""
+    """Natural logarithms of the target's unprocessed softmax: of the token, and of the likeliest ones, best first.
+
+    `rank` is how many tokens are at least as likely as this one, itself included.
+    """
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """What one engine step committed for one sequence, and how many draft tokens it verified.
 
-    The last chunk has a finish reason and statistics.
+    The last chunk has a finish reason and statistics. `prompt_logprobs` go on where the chunk before left off, beginning with the
+    prompt's second token.
     """
 
     token_ids: list[int]
@@ -222,6 +232,7 @@ class TokenChunk:
     cached_token_count: int = 0
     draft_token_count: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def joined(self, after: TokenChunk) -> TokenChunk:
         """This chunk and the one after it as one."""
@@ -231,6 +242,7 @@ class TokenChunk:
             sources=[*self.sources, *after.sources],
             draft_token_count=self.draft_token_count + after.draft_token_count,
             logprobs=[*self.logprobs, *after.logprobs],
+            prompt_logprobs=[*self.prompt_logprobs, *after.prompt_logprobs],
         )
 
 

@@ -40,8 +40,11 @@ def request_from_proto(
         raise invalid("prompt_token_ids", "must hold at least 1 token")
     if proto.min_chunk_token_count < 0:
         raise invalid("min_chunk_token_count", f"must not be negative, not {proto.min_chunk_token_count}")
-    if proto.max_tokens < 1:
-        raise invalid("max_tokens", f"must be at least 1, not {proto.max_tokens}")
+    prompt_logprobs = proto.prompt_logprob_count if proto.HasField("prompt_logprob_count") else None
+    check_logprobs("prompt_logprob_count", prompt_logprobs)
+    least = 1 if prompt_logprobs is None else 0
+    if proto.max_tokens < least:
+        raise invalid("max_tokens", f"must be at least {least}, not {proto.max_tokens}")
     check_context(len(proto.prompt_token_ids), proto.max_tokens, context_length)
     _check_ids("prompt_token_ids", proto.prompt_token_ids, vocab_size)
     if len(proto.stop_token_ids) > m.MAX_STOP_TOKENS:
@@ -71,6 +74,7 @@ def request_from_proto(
         top_logprobs=top_logprobs,
         grammar=grammar_from_proto(proto.grammar),
         prediction=list(proto.prediction_token_ids),
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -104,6 +108,7 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
         top_logprob_count=request.top_logprobs,
         grammar=grammar_to_proto(request.grammar),
         prediction_token_ids=request.prediction,
+        prompt_logprob_count=request.prompt_logprobs,
     )
 
 
@@ -115,6 +120,7 @@ def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
         cached_token_count=chunk.cached_token_count,
         draft_token_count=chunk.draft_token_count,
         logprobs=[logprob_to_proto(logprob) for logprob in chunk.logprobs],
+        prompt_logprobs=[logprob_to_proto(logprob) for logprob in chunk.prompt_logprobs],
     )
     if chunk.finish_reason is not None:
         response.finish_reason = proto_enum(chunk.finish_reason)
@@ -132,12 +138,19 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
         stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
         cached_token_count=proto.cached_token_count,
         draft_token_count=proto.draft_token_count,
-        logprobs=[m.TokenLogprob(p.logprob, tuple(p.top_token_ids), tuple(p.top_logprobs)) for p in proto.logprobs],
+        logprobs=[logprob_from_proto(logprob) for logprob in proto.logprobs],
+        prompt_logprobs=[logprob_from_proto(logprob) for logprob in proto.prompt_logprobs],
     )
 
 
 def logprob_to_proto(logprob: m.TokenLogprob) -> common_pb2.TokenLogprob:
-    return common_pb2.TokenLogprob(logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs)
+    return common_pb2.TokenLogprob(
+        logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs, rank=logprob.rank
+    )
+
+
+def logprob_from_proto(proto: common_pb2.TokenLogprob) -> m.TokenLogprob:
+    return m.TokenLogprob(proto.logprob, tuple(proto.top_token_ids), tuple(proto.top_logprobs), proto.rank)
 
 
 def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:

@@ -23,13 +23,23 @@ from outrider.errors import OutriderError, Reason
 from outrider.grammar import Compiled
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Slice
-from outrider.messages import Acceptance, FinishReason, SpeculationStats, StepBatch, TokenChunk, TokenRequest, TokenSource
+from outrider.messages import (
+    Acceptance,
+    FinishReason,
+    SpeculationStats,
+    StepBatch,
+    TokenChunk,
+    TokenLogprob,
+    TokenRequest,
+)
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.acceptance import NO_TOKEN
+from verifier_svc.chunks import chunk_of, end
 from verifier_svc.depth import ForwardCost
 from verifier_svc.drafting import Drafting
 from verifier_svc.guidance import Guidance
 from verifier_svc.judging import Judge, Judgement
+from verifier_svc.logprobs import split_scored
 from verifier_svc.metrics import Metrics, Phases
 from verifier_svc.planning import Planner
 from verifier_svc.scheduler import Item, Scheduler
@@ -59,12 +69,16 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`depth`: draft tokens of a sequence verified in one step, unless its request says otherwise; the rest are counts."""
+    """`depth`: draft tokens of a sequence verified in one step, unless its request says otherwise; the rest are counts.
+
+    `scored_logits_bytes` bounds the logits that a step computes for prompts whose log probabilities are wanted.
+    """
 
     depth: DepthPolicy = field(default_factory=lambda: DepthPolicy("fixed", 4))
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024
+    scored_logits_bytes: int = 2**28
 
 
 class Engine:
@@ -90,7 +104,12 @@ class Engine:
         self.judge = judge
         self.pool = pool
         self.sequences: dict[int, Sequence] = {}
-        self.scheduler = Scheduler(pool, max_batch_tokens=limits.max_batch_tokens, max_sequences=limits.max_sequences)
+        self.scheduler = Scheduler(
+            pool,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_sequences=limits.max_sequences,
+            max_scored_tokens=max(1, limits.scored_logits_bytes // (4 * model.vocab_size)),
+        )
         self.cost = ForwardCost()
         self.bare_cost = ForwardCost()
         """As `cost`, but as trial forwards left it: what a forward takes that nothing disturbs."""
@@ -178,17 +197,17 @@ class Engine:
             return
         spans = self._spans.begin(items, clock.last["wait"])
         try:
-            judgements = self._forward(items)
+            judgements, scores = self._forward(items)
         except (RuntimeError, OutriderError) as error:
             traced = next((span.traceparent for span in spans if span.traceparent), "")
             log.exception("a forward failed", extra={"traceparent": traced})
             self._fail(items, error)
         else:
-            for item, judgement, span in zip(items, judgements, spans, strict=True):
+            for item, judgement, scored, span in zip(items, judgements, scores, spans, strict=True):
                 if judgement is not None and judgement.outcome.next_token == NO_TOKEN:
                     self._fail([item], _nothing_allowed())
                 else:
-                    self._commit(item, judgement, span)
+                    self._commit(item, judgement, scored, span)
             clock.end("commit")
         self._spans.end(spans)
         self._measure_occupancy()
@@ -196,14 +215,15 @@ class Engine:
         clock.end("send")
         self._metrics.step(clock, self.scheduler.preemption_count - preempted, len(items))
 
-    def _forward(self, items: list[Item]) -> list[Judgement | None]:
-        """Score a batch; None for a part of a prompt."""
+    def _forward(self, items: list[Item]) -> tuple[list[Judgement | None], list[list[TokenLogprob]]]:
+        """Score a batch: a judgement for each item, None for a part of a prompt, and the log probabilities of `Item.scored`."""
         clock = self._phases
         slices = [_slice(item) for item in items]
         masked = self._guidance.masks(items)
         clock.end("pack")
         logits_RV = self.model.forward(slices)
         clock.end("forward")
+        logits_RV, scores = split_scored(logits_RV, items)
         judgements = self.judge.judge(logits_RV, masked())
         clock.end("accept")
         if all(len(item.token_ids) == 1 for item in items):
@@ -211,7 +231,7 @@ class Engine:
             seconds, token_count = clock.last["forward"] + clock.last["accept"], sum(len(part.token_ids) for part in slices)
             self.cost.observe(len(items), token_count, seconds)
             clock.bare_s = self.bare_cost.estimate(len(items), token_count)
-        return judgements
+        return judgements, scores
 
     def _await_drafts(self) -> None:
         """Wait for drafts that are under way as long as that pays; they may come, or turn out not to pay, in the meantime."""
@@ -273,7 +293,8 @@ class Engine:
     def _new_sequence(self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span) -> Sequence:
         self._last_id += 1
         depth = self.limits.depth.depth if request.speculation.depth is None else request.speculation.depth
-        depth = depth if request.speculation.enabled else 0
+        # Of a single token none can be drafted, since the last one is always the target's own.
+        depth = depth if request.speculation.enabled and request.max_tokens > 1 else 0
         return Sequence(
             id=self._last_id,
             request=request,
@@ -285,6 +306,8 @@ class Engine:
             sink=sink,
             tokens=list(request.prompt),
             stats=SpeculationStats(max_depth=depth),
+            # Nothing precedes the first token that could tell how likely it is.
+            unscored=range(0) if request.prompt_logprobs is None else range(1, len(request.prompt)),
             span=span,
         )
 
@@ -314,16 +337,19 @@ class Engine:
 
     # --- committing ---
 
-    def _commit(self, item: Item, judgement: Judgement | None, span: Span) -> None:
+    def _commit(self, item: Item, judgement: Judgement | None, scored: list[TokenLogprob], span: Span) -> None:
         """Take over what a forward said about one sequence."""
         sequence = item.sequence
         sequence.kv.length = item.start + len(item.token_ids)
+        sequence.unscored = sequence.unscored[len(scored) :]
         if judgement is None:
             self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+            if scored:
+                self._deliveries.append((sequence.sink, TokenChunk([], [], prompt_logprobs=scored)))
             return
         outcome, drafted = judgement.outcome, item.path.token_ids
         new = [*drafted[: outcome.accepted_count], outcome.next_token]
-        finish_reason = _end(sequence, new)
+        finish_reason = end(sequence, new)
         accepted = min(outcome.accepted_count, len(new))
         if sequence.matcher is not None:
             if not all(sequence.matcher.accept(token) for token in new):
@@ -343,7 +369,7 @@ class Engine:
         span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if item.assignment is not None:
             self.drafting.judge(sequence, item.assignment, len(drafted), outcome.accepted_count)
-        self._emit(sequence, _chunk(item, new, accepted, judgement, finish_reason))
+        self._emit(sequence, chunk_of(item, new, accepted, judgement, finish_reason, scored))
         if finish_reason is not None:
             self._close(sequence)
         else:
@@ -382,32 +408,3 @@ def _slice(item: Item) -> Slice:
 def _nothing_allowed() -> OutriderError:
     message = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
     return OutriderError(Reason.INVALID_VALUE, message, "banned_token_ids")
-
-
-def _end(sequence: Sequence, new: list[int]) -> FinishReason | None:
-    """Cut `new` behind the token that ends the sequence, and say why it ends; None when it goes on."""
-    for i, token in enumerate(new):
-        if token in sequence.end_ids:
-            del new[i + 1 :]
-            return FinishReason.STOP
-    generated = len(sequence.tokens) - len(sequence.request.prompt) + len(new)
-    return FinishReason.LENGTH if generated >= sequence.request.max_tokens else None
-
-
-def _chunk(item: Item, new: list[int], accepted: int, judgement: Judgement, finish_reason: FinishReason | None) -> TokenChunk:
-    """What the step committed, each token with its author."""
-    sources = [TokenSource.ACCEPTED] * accepted
-    if len(new) > accepted:
-        drafted = len(item.path.token_ids)
-        own = TokenSource.BONUS if accepted == drafted else TokenSource.RECOVERED
-        sources.append(own if drafted else TokenSource.PLAIN)
-    return TokenChunk(
-        token_ids=new,
-        sources=sources,
-        drafter_id=item.assignment.drafter.id if item.assignment is not None else "",
-        finish_reason=finish_reason,
-        stats=item.sequence.stats if finish_reason is not None else None,
-        cached_token_count=item.sequence.cached_token_count,
-        draft_token_count=len(item.path.token_ids),
-        logprobs=list(judgement.logprobs[: len(new)]),
-    )

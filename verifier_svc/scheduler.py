@@ -22,8 +22,9 @@ NO_PATH = Path([], [])
 class Item:
     """One sequence's part of a batch: committed tokens the model has not seen, then a draft behind the last of them.
 
-    `samples` is False for a chunk of a prompt that is not its last: it yields no logits. `mask` is what the grammar allows, as in
-    `outrider.logits.Context`.
+    `samples` is False for a chunk of a prompt that is not its last: no token is drawn behind it. `scored` are the prompt's tokens,
+    by position, whose log probabilities this part yields; the logits rows for them come before those to draw from. `mask` is what
+    the grammar allows, as in `outrider.logits.Context`.
     """
 
     sequence: Sequence
@@ -32,17 +33,19 @@ class Item:
     path: Path
     assignment: Assignment | None
     samples: bool
+    scored: range = range(0)
     mask: npt.NDArray[np.int32] | None = None
 
     @property
     def logit_count(self) -> int:
-        return len(self.path.token_ids) + 1 if self.samples else 0
+        return len(self.scored) + (len(self.path.token_ids) + 1 if self.samples else 0)
 
 
 class Scheduler:
     """First come, first served; decoding goes before prefill, and the youngest sequence is preempted when pages run out."""
 
-    def __init__(self, pool: PagePool, *, max_batch_tokens: int, max_sequences: int) -> None:
+    def __init__(self, pool: PagePool, *, max_batch_tokens: int, max_sequences: int, max_scored_tokens: int) -> None:
+        """`max_scored_tokens` bounds the prompts' tokens that a step scores, since each takes a row of logits."""
         self.pool = pool
         self.running: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
@@ -52,6 +55,7 @@ class Scheduler:
         self.cached_token_count = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
+        self._max_scored_tokens = max_scored_tokens
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -70,15 +74,17 @@ class Scheduler:
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
         decoding = [sequence for sequence in self.running.values() if sequence.pending_count == 1]
         prefilling = [sequence for sequence in self.running.values() if sequence.pending_count > 1]
-        spare = max(0, budget - len(decoding))
+        spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
         for sequence in (*decoding, *prefilling):
-            count = min(sequence.pending_count, max(spare, sequence.pending_count == 1))
+            count = min(_takes(sequence, rows), max(spare, sequence.pending_count == 1))
             if count == 0:
                 continue
             last_chunk = count == sequence.pending_count
             spare -= count if count > 1 else 0
             item = self._schedule(sequence, count, spare if last_chunk else 0, items)
-            spare -= len(item.path.token_ids) if item is not None else 0
+            if item is not None:
+                spare -= len(item.path.token_ids)
+                rows -= len(item.scored)
         return list(items.values())
 
     def _schedule(self, sequence: Sequence, count: int, spare: int, items: dict[int, Item]) -> Item | None:
@@ -95,7 +101,8 @@ class Scheduler:
             if victim is sequence:
                 return None
         samples = count == sequence.pending_count
-        item = Item(sequence, start, sequence.tokens[start : start + count], path, assignment, samples)
+        scored = _scored(sequence, start, count)
+        item = Item(sequence, start, sequence.tokens[start : start + count], path, assignment, samples, scored)
         items[sequence.id] = item
         return item
 
@@ -103,7 +110,9 @@ class Scheduler:
         """Move waiting sequences in while their whole text fits, so that admitting one never preempts another at once."""
         while self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
-            cached = self.pool.attach_prefix(sequence.kv, sequence.tokens, sequence.request.tenant)
+            # The logits before a token that is to be scored are not in the cache.
+            limit = sequence.unscored.start - 1 if sequence.unscored else None
+            cached = self.pool.attach_prefix(sequence.kv, sequence.tokens, sequence.request.tenant, limit)
             if not self.pool.reserve(sequence.kv, len(sequence.tokens)):
                 self.pool.free(sequence.kv)
                 return
@@ -119,6 +128,18 @@ class Scheduler:
         del self.running[victim.id]
         self.waiting.appendleft(victim)
         self.preemption_count += 1
+
+
+def _takes(sequence: Sequence, rows: int) -> int:
+    """How many of its pending tokens a step can take that has `rows` rows of logits for scoring prompts."""
+    unscored = sequence.unscored
+    return sequence.pending_count if len(unscored) <= rows else unscored.start - 1 + rows - sequence.kv.length
+
+
+def _scored(sequence: Sequence, start: int, count: int) -> range:
+    """The unscored tokens of its prompt that follow one of the `count` tokens from position `start` on."""
+    unscored = sequence.unscored
+    return range(unscored.start, min(unscored.stop, start + count + 1)) if unscored else unscored
 
 
 def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:

@@ -121,6 +121,8 @@ class Sequence:
     matcher: Matcher | None = None
     """Where the committed output stands in its grammar."""
     mask_width: int = 0
+    unscored: range = range(0)
+    """The prompt's tokens, by position, whose log probabilities are wanted and not yet told."""
     span: Span = NO_SPAN
     submitted_at: float = field(default_factory=time.monotonic)
     scheduled_at: float = 0.0

@@ -87,17 +87,18 @@ class PagePool:
         """Give back everything."""
         self.truncate(sequence, 0)
 
-    def attach_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> int:
+    def attach_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str, limit: int | None = None) -> int:
         """Start an empty sequence on the cached pages of its longest known beginning; the number of tokens covered.
 
-        At least one token is left to compute, since its logits are what the caller is after. Raises ValueError when the sequence
-        has pages already.
+        At least one token is left to compute, since its logits are what the caller is after; all from `limit` on, where more are
+        wanted. Raises ValueError when the sequence has pages already.
         """
         if sequence.pages:
             raise ValueError("only an empty sequence can start on a cached prefix")
         if not self._prefix_caching:
             return 0
-        for i in range((len(token_ids) - 1) // self.page_size):
+        most = len(token_ids) - 1 if limit is None else min(len(token_ids) - 1, limit)
+        for i in range(most // self.page_size):
             digest = self._digest(sequence.digests, token_ids, i, salt)
             page = self._by_digest.get(digest)
             if page is None:

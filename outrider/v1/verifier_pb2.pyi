@@ -76,10 +76,11 @@ class GenerateTokensRequest(_message.Message):
     TOP_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces; at most 128 characters, empty lets the verifier choose."""
     max_tokens: _builtins.int
-    """Tokens to generate at most; at least 1."""
+    """Tokens to generate at most; at least 1, or with prompt_logprob_count at least 0, which only scores the prompt."""
     ignore_eos: _builtins.bool
     """Go on after an end-of-sequence token."""
     tenant: _builtins.str
@@ -90,6 +91,10 @@ class GenerateTokensRequest(_message.Message):
     """
     top_logprob_count: _builtins.int
     """Unset: no log probabilities. Otherwise each token comes with its own and with those of this many of the likeliest. Range [0, 20]."""
+    prompt_logprob_count: _builtins.int
+    """Unset: nothing about the prompt. Otherwise each of its tokens but the first, which nothing precedes, comes with its log
+    probability and with those of this many of the likeliest. Range [0, 20]. Such a prompt is computed, not taken from the prefix cache.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """1 or more ids in [0, vocabulary size); with max_tokens within the context length."""
@@ -129,13 +134,19 @@ class GenerateTokensRequest(_message.Message):
         top_logprob_count: _builtins.int | None = ...,
         grammar: _common_pb2.Grammar | None = ...,
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprob_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "sampling", b"sampling", "speculation", b"speculation", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling", "speculation", b"speculation", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "prediction_token_ids", b"prediction_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_chunk_token_count", b"min_chunk_token_count", "prediction_token_ids", b"prediction_token_ids", "prompt_logprob_count", b"prompt_logprob_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprob_count: _TypeAlias = _typing.Literal["prompt_logprob_count"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprob_count: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count"]  # noqa: Y015
     _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprob_count) -> _WhichOneofReturnType__prompt_logprob_count | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprob_count) -> _WhichOneofReturnType__top_logprob_count | None: ...
 
 Global___GenerateTokensRequest: _TypeAlias = GenerateTokensRequest  # noqa: Y015
@@ -154,6 +165,7 @@ class GenerateTokensResponse(_message.Message):
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """The drafter whose path was verified; empty after a plain step."""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -178,6 +190,12 @@ class GenerateTokensResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
         """One for each token when they were asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """One for each further token of the prompt, from its second on, when they were asked for; all of them come before the first of
+        token_ids or with it, in as many responses as the prompt took steps.
+        """
+
     def __init__(
         self,
         *,
@@ -189,10 +207,11 @@ class GenerateTokensResponse(_message.Message):
         cached_token_count: _builtins.int = ...,
         draft_token_count: _builtins.int = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "draft_token_count", b"draft_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "draft_token_count", b"draft_token_count", "drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sources", b"sources", "stats", b"stats", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,16 @@ NAN = float("nan")
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty prompt": ({"prompt": []}, "prompt_token_ids", "must hold at least 1 token"),
     "no tokens to generate": ({"max_tokens": 0}, "max_tokens", "must be at least 1, not 0"),
+    "less than no tokens, with a scored prompt": (
+        {"max_tokens": -1, "prompt_logprobs": 0},
+        "max_tokens",
+        "must be at least 0, not -1",
+    ),
+    "too many alternatives to a prompt's tokens": (
+        {"prompt_logprobs": 21},
+        "prompt_logprob_count",
+        r"must be in \[0, 20\], not 21",
+    ),
     "more than the context holds": ({"max_tokens": 2046}, "max_tokens", "the model's context holds 2048"),
     "an id out of range": ({"prompt": [4096]}, "prompt_token_ids", r"must be in \[0, 4096\), not 4096"),
     "a stop id out of range": ({"stop_token_ids": frozenset({5000})}, "stop_token_ids", r"must be in \[0, 4096\), not 5000"),

@@ -308,14 +308,16 @@ def _collect(chunk: object, tokens: list[int], finish: Callable[[], None]) -> No
         finish()
 
 
-def make_engine(sampled_rule: AcceptanceRule, trust: bool) -> Engine:
+_MANY = Limits(DepthPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+
+
+def make_engine(sampled_rule: AcceptanceRule, trust: bool, limits: Limits = _MANY, page_count: int = 8 * CONCURRENT) -> Engine:
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
             sink(argument)
 
     # A copy, since a runner takes its model over.
-    runner = ModelRunner(copy.deepcopy(tiny_model()), page_size=4, page_count=8 * CONCURRENT)
-    limits = Limits(DepthPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+    runner = ModelRunner(copy.deepcopy(tiny_model()), page_size=4, page_count=page_count)
     pool = PagePool(runner.page_count, runner.page_size)
     judge = Judge(sampled_rule)
     # No draft is left out because it would not pay.

@@ -1,6 +1,7 @@
 """What goes over the wire comes back as it was; what must not come in does not."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
     speculation=st.builds(m.SpeculationOptions, st.booleans(), names, st.none() | st.integers(0, 64)),
     tenant=names,
     chunk=st.integers(1, 100),
+    likeliest=st.none() | st.integers(0, 20),
 )
 def test_a_request_comes_back_as_it_was(
     prompt: list[int],
@@ -45,10 +47,19 @@ def test_a_request_comes_back_as_it_was(
     speculation: m.SpeculationOptions,
     tenant: str,
     chunk: int,
+    likeliest: int | None,
 ) -> None:
     request = m.TokenRequest(prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk)
+    request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens if likeliest is None else max_tokens - 1)
     proto = wire.request_to_proto(request)
     assert wire.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
+
+
+def test_a_chunk_comes_back_as_it_was() -> None:
+    likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
+    sources = [m.TokenSource.PLAIN]
+    chunk = m.TokenChunk([4], sources, "d", m.FinishReason.STOP, m.SpeculationStats(1), 7, 2, [likely], [likely, likely])
+    assert wire.chunk_from_proto(wire.chunk_to_proto(chunk)) == chunk
 
 
 @given(

@@ -1,0 +1,107 @@
+"""Log probabilities of a prompt are those of one forward of transformers over it, however the engine came to compute them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from exact import VOCAB, LawDrafter, equal_to_target, make_engine, tiny_model
+
+from outrider.depth_policy import DepthPolicy
+from outrider.messages import AcceptanceRule, FinishReason, Rule, SamplingParams, TokenChunk, TokenRequest
+from verifier_svc.engine import Engine, Limits
+
+TOP = 5
+POLICY = DepthPolicy("fixed", 5)
+TEXT = np.random.default_rng(7).integers(0, VOCAB, 64).tolist()
+SCORED = TokenRequest(TEXT[:40], 3, SamplingParams(0.0), prompt_logprobs=TOP)
+
+
+def few_rows(count: int) -> Limits:
+    """So many rows of logits for prompts in a step."""
+    return Limits(POLICY, scored_logits_bytes=count * 4 * VOCAB)
+
+
+def submit(engine: Engine, request: TokenRequest) -> list[TokenChunk]:
+    """Where the request's chunks will be."""
+    found: list[TokenChunk] = []
+    engine.submit(request, found.append)  # type: ignore[arg-type]  # an error would fail the test in `check`
+    return found
+
+
+def run(engine: Engine, drafter: LawDrafter | None = None) -> None:
+    while engine.sequences:
+        engine.drain_inbox()
+        if drafter is not None:
+            drafter.send()
+        engine.step()
+    assert engine.pool.used_count == 0
+
+
+def check(chunks: list[TokenChunk], request: TokenRequest) -> None:
+    """Every token of the prompt but the first is told once, in order, before the first generated one, as transformers has it."""
+    told = [logprob for chunk in chunks for logprob in chunk.prompt_logprobs]
+    with torch.inference_mode():
+        expected = tiny_model()(torch.tensor([request.prompt])).logits[0].log_softmax(-1)
+    assert len(told) == len(request.prompt) - 1
+    for token, row, got in zip(request.prompt[1:], expected, told, strict=False):
+        assert got.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        assert got.rank == 1 + (row > row[token]).sum().item()
+        top = row.topk(TOP)
+        assert list(got.top_token_ids) == top.indices.tolist()
+        assert got.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
+    first = next(i for i, chunk in enumerate(chunks) if chunk.token_ids or chunk.finish_reason is not None)
+    assert not any(chunk.prompt_logprobs for chunk in chunks[first + 1 :])
+    assert sum(len(chunk.token_ids) for chunk in chunks) == request.max_tokens
+
+
+LIMITS = {"at once": Limits(POLICY), "in chunks": Limits(POLICY, max_batch_tokens=7), "a few rows a step": few_rows(3)}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are_verified(limits: Limits) -> None:
+    engine = make_engine(AcceptanceRule.BLOCK, True, limits)
+    drafter = LawDrafter(engine, equal_to_target(SamplingParams()), frozenset({Rule.SPARSE}), np.random.default_rng(0))
+    requests = [replace(SCORED, prompt=TEXT[at : at + length]) for at, length in enumerate((1, 2, 3, 8, 9, 21, 40))]
+    found = [submit(engine, request) for request in requests]
+    run(engine, drafter)
+    for chunks, request in zip(found, requests, strict=True):
+        check(chunks, request)
+
+
+def test_a_prompt_is_scored_though_the_cache_has_it_and_its_pages_serve_others() -> None:
+    engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(8))
+    plain = replace(SCORED, prompt_logprobs=None)
+    cached = []
+    for request in (SCORED, plain, SCORED, plain):
+        chunks = submit(engine, request)
+        run(engine)
+        cached.append(chunks[-1].cached_token_count)
+        if request is SCORED:
+            check(chunks, request)
+    assert cached == [0, 36, 0, 36]
+
+
+def test_a_prompt_that_is_preempted_half_way_goes_on_where_it_was() -> None:
+    engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(1), page_count=14)
+    older = submit(engine, replace(SCORED, prompt=TEXT[:4], max_tokens=40))
+    engine.step()
+    engine.step()
+    chunks = submit(engine, SCORED)
+    interrupted = False
+    while engine.sequences:
+        engine.step()
+        interrupted |= any(1 < sequence.unscored.start < 40 for sequence in engine.scheduler.waiting)
+    assert interrupted
+    check(chunks, SCORED)
+    check(older, replace(SCORED, prompt=TEXT[:4], max_tokens=40))
+
+
+def test_without_tokens_to_generate_a_prompt_as_long_as_the_context_is_only_scored() -> None:
+    engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(16))
+    for length in (1, 2, 64):
+        request = replace(SCORED, prompt=TEXT[:length], max_tokens=0)
+        chunks = submit(engine, request)
+        run(engine)
+        check(chunks, request)
+        assert chunks[-1].finish_reason is FinishReason.LENGTH

@@ -1,0 +1,48 @@
+"""What a step brings one request: where its sequence ends, and the chunk that is sent. Knows no pages and no drafters' state."""
+
+from __future__ import annotations
+
+from outrider.messages import FinishReason, TokenChunk, TokenLogprob, TokenSource
+from verifier_svc.judging import Judgement
+from verifier_svc.scheduler import Item
+from verifier_svc.sequence import Sequence
+
+
+def end(sequence: Sequence, new: list[int]) -> FinishReason | None:
+    """Cut `new` behind the token that ends the sequence, and say why it ends; None when it goes on."""
+    if sequence.request.max_tokens == 0:
+        new.clear()  # only the prompt's log probabilities were wanted
+        return FinishReason.LENGTH
+    for i, token in enumerate(new):
+        if token in sequence.end_ids:
+            del new[i + 1 :]
+            return FinishReason.STOP
+    generated = len(sequence.tokens) - len(sequence.request.prompt) + len(new)
+    return FinishReason.LENGTH if generated >= sequence.request.max_tokens else None
+
+
+def chunk_of(
+    item: Item,
+    new: list[int],
+    accepted: int,
+    judgement: Judgement,
+    finish_reason: FinishReason | None,
+    scored: list[TokenLogprob],
+) -> TokenChunk:
+    """What the step committed, each token with its author."""
+    sources = [TokenSource.ACCEPTED] * accepted
+    if len(new) > accepted:
+        drafted = len(item.path.token_ids)
+        own = TokenSource.BONUS if accepted == drafted else TokenSource.RECOVERED
+        sources.append(own if drafted else TokenSource.PLAIN)
+    return TokenChunk(
+        token_ids=new,
+        sources=sources,
+        drafter_id=item.assignment.drafter.id if item.assignment is not None else "",
+        finish_reason=finish_reason,
+        stats=item.sequence.stats if finish_reason is not None else None,
+        cached_token_count=item.sequence.cached_token_count,
+        draft_token_count=len(item.path.token_ids),
+        logprobs=list(judgement.logprobs[: len(new)]),
+        prompt_logprobs=scored,
+    )
