@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from gateway.generate import AuthoredToken, Ending, Piece, ShownToken
@@ -51,11 +52,39 @@ async def _forward(index: int, stream: AsyncGenerator[Piece, None], queue: async
         await queue.put(failure)
 
 
+def scored_once(streams: Sequence[AsyncGenerator[Piece, None]]) -> list[AsyncGenerator[Piece, None]]:
+    """The choices of one prompt, which the first of them scores: the others begin when it has, and tell what it told."""
+    scored: asyncio.Future[list[ShownToken]] = asyncio.get_running_loop().create_future()
+    first, *others = streams
+    return [_scoring(first, scored), *(_after_scoring(other, scored) for other in others)]
+
+
+async def _scoring(stream: AsyncGenerator[Piece, None], scored: asyncio.Future[list[ShownToken]]) -> AsyncGenerator[Piece, None]:
+    prompt: list[ShownToken] = []
+    async with aclosing(stream) as pieces:
+        async for piece in pieces:
+            prompt += piece.prompt
+            if (piece.token_ids or piece.ending is not None) and not scored.done():
+                scored.set_result(prompt)
+            yield piece
+
+
+async def _after_scoring(
+    stream: AsyncGenerator[Piece, None], scored: asyncio.Future[list[ShownToken]]
+) -> AsyncGenerator[Piece, None]:
+    prompt = await scored
+    async with aclosing(stream) as pieces:
+        async for piece in pieces:
+            yield replace(piece, prompt=prompt)
+            prompt = []
+
+
 class Tally:
     """Adds up the endings of a request's choices; choice i belongs to prompt i // n."""
 
     def __init__(self, prompt_count: int, n: int) -> None:
         self.endings: list[Ending | None] = [None] * (prompt_count * n)
+        self.prompts: list[list[ShownToken]] = [[] for _ in self.endings]
         self.shown: list[list[ShownToken]] = [[] for _ in self.endings]
         self.authored: list[list[AuthoredToken]] = [[] for _ in self.endings]
         self._n = n
@@ -115,6 +144,7 @@ async def collect(events: AsyncGenerator[Event, None], tally: Tally) -> list[str
     texts: list[list[str]] = [[] for _ in tally.endings]
     async for index, piece in events:
         texts[index].append(piece.text)
+        tally.prompts[index] += piece.prompt
         tally.shown[index] += piece.shown
         tally.authored[index] += piece.authored
         if piece.ending is not None:

@@ -11,7 +11,7 @@ import grpc
 from gateway.metrics import Metrics, SequenceClock
 from gateway.prompts import Prompts
 from gateway.routing import Replica, Router
-from gateway.text import Detokenizer, TextStream, TokenTable
+from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
 from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import (
@@ -29,6 +29,8 @@ from outrider.messages import (
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+# OpenAI's number for a token that cannot come, since JSON has no infinity.
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class TextRequest:
     max_tokens and its grammar.
 
     `whole` says that nobody sees the text before it is complete, which spares both sides the messages in between.
-    `max_tokens` None takes what the context leaves, and `default_max_tokens` at most that much.
+    `max_tokens` None takes what the context leaves, and `default_max_tokens` at most that much. `echo` is the prompt's text when
+    the answer is to begin with it. `top_logprobs` and `prompt_logprobs` are as in `TokenRequest`.
     """
 
     prompt: list[int]
@@ -54,7 +57,9 @@ class TextRequest:
     prompt_field: str = "prompt"
     limit_field: str = "max_tokens"
     whole: bool = False
+    echo: str | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     grammar_field: str = "grammar"
     prediction: list[int] = field(default_factory=list)
@@ -78,11 +83,18 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token as log probabilities show it, with the likeliest alternatives, best first."""
+    """A token as log probabilities show it, with the likeliest alternatives, best first.
 
+    `logprob` is None for the first token of a prompt, which nothing precedes. `offset` is where in the answer's text it begins, in
+    characters; alternatives have none.
+    """
+
+    token_id: int
     text: str
-    logprob: float
-    top: Sequence[tuple[str, float]] = ()
+    logprob: float | None
+    rank: int = 0
+    offset: int = 0
+    top: Sequence[ShownToken] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,8 @@ class Piece:
     """Text of whole characters, and the tokens that came with it; the last piece has the ending.
 
     `shown` and `logprobs` are empty unless log probabilities were asked for, and `authored` unless authors were; a token that ends
-    the text unseen is not in `shown`.
+    the text unseen is in `shown` only with an echo. `prompt` and `prompt_logprobs` are the next tokens of the prompt, if those were
+    asked for: the whole prompt comes before the first generated token or with it. The prompt's first token is in `prompt` alone.
     """
 
     text: str
@@ -110,6 +123,8 @@ class Piece:
     logprobs: Sequence[TokenLogprob] = ()
     shown: Sequence[ShownToken] = ()
     authored: Sequence[AuthoredToken] = ()
+    prompt: Sequence[ShownToken] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
 
 class Generation:
@@ -133,13 +148,13 @@ class Generation:
         name, info, replica = self.router.pick(request.model)
         tokens = token_request(request, info)
         clock = SequenceClock(self._metrics, name, request.operation, len(tokens.prompt))
-        authors = Detokenizer(self._table) if request.authored else None
-        sequence = _Sequence(tokens, info, TextStream(self._table, request.stop), self._table, authors)
+        sequence = _Sequence(request, tokens, info, self._table)
         try:
             with replica.busy():
                 async with aclosing(_chunks(replica, tokens)) as chunks:
                     async for chunk in chunks:
-                        clock.chunk(len(chunk.token_ids))
+                        if chunk.token_ids:
+                            clock.chunk(len(chunk.token_ids))
                         self._count(chunk, gathered=tokens.min_chunk_tokens > 1)
                         piece = sequence.take(chunk)
                         if piece.ending is not None:
@@ -169,16 +184,19 @@ class Generation:
 
 
 class _Sequence:
-    """Turns the chunks of one sequence into pieces; `authors` decodes token by token, where each one's author is wanted."""
+    """Turns the chunks of one sequence into pieces."""
 
-    def __init__(
-        self, request: TokenRequest, info: ModelInfo, text: TextStream, table: TokenTable, authors: Detokenizer | None
-    ) -> None:
-        self._prompt_token_count = len(request.prompt)
-        self._end_ids = request.stop_token_ids | frozenset(() if request.ignore_eos else info.eos_token_ids)
-        self._text = text
+    def __init__(self, request: TextRequest, tokens: TokenRequest, info: ModelInfo, table: TokenTable) -> None:
+        self._request = request
+        self._end_ids = tokens.stop_token_ids | frozenset(() if tokens.ignore_eos else info.eos_token_ids)
+        self._text = TextStream(table, request.stop)
         self._table = table
-        self._authors = authors
+        # Decodes token by token, where each one's author is wanted.
+        self._authors = Detokenizer(table) if request.authored else None
+        self._echo = request.echo or ""
+        self._prompt_shown = 0
+        self._prompt_offsets = TokenOffsets(table, text=self._echo)
+        self._offsets = TokenOffsets(table, at=len(self._echo))
         # Kept for the case that a stop string ends the sequence, since then the verifier's own statistics never come.
         depth = info.max_depth if request.speculation.depth is None else request.speculation.depth
         self._stats = SpeculationStats(max_depth=depth if request.speculation.enabled else 0)
@@ -193,13 +211,26 @@ class _Sequence:
             text += self._text.finish()
         used = self._text.token_count - before if self._text.stopped else len(ids)
         sources = chunk.sources[:used]
-        self._stats.record(chunk.draft_token_count, sources.count(TokenSource.ACCEPTED))
+        if ids:
+            self._stats.record(chunk.draft_token_count, sources.count(TokenSource.ACCEPTED))
         logprobs = chunk.logprobs[:used]
         seen = used - 1 if ended_by_token and used == len(ids) else used
-        shown = [self._show(token, logprob) for token, logprob in zip(ids[:seen], logprobs, strict=False)]
+        # Who scores texts by their echo counts tokens from its end, whichever the last one is.
+        listed = seen if self._request.echo is None else used
+        shown = [self._show(*pair, self._offsets) for pair in zip(ids[:listed], logprobs, strict=False)]
         ending = self._ending(chunk, ended_by_token)
         authored = self._authored(chunk, ids[:seen], last=ending is not None) if self._authors is not None else ()
-        return Piece(text, ids[:used], sources, chunk.drafter_id, ending, logprobs, shown, authored)
+        prompt, text, self._echo = self._show_prompt(chunk), self._echo + text, ""
+        return Piece(text, ids[:used], sources, chunk.drafter_id, ending, logprobs, shown, authored, prompt, chunk.prompt_logprobs)
+
+    def _show_prompt(self, chunk: TokenChunk) -> list[ShownToken]:
+        """The next tokens of the prompt, if they are wanted: the first, of which nothing is known, comes with the first chunk."""
+        if self._request.prompt_logprobs is None:
+            return []
+        known: list[TokenLogprob | None] = [None, *chunk.prompt_logprobs] if self._prompt_shown == 0 else [*chunk.prompt_logprobs]
+        begin, self._prompt_shown = self._prompt_shown, self._prompt_shown + len(known)
+        ids = self._request.prompt[begin : self._prompt_shown]
+        return [self._show(*pair, self._prompt_offsets) for pair in zip(ids, known, strict=False)]
 
     def _authored(self, chunk: TokenChunk, ids: Sequence[int], *, last: bool) -> list[AuthoredToken]:
         """Who wrote which part of the text; what is held back of a character goes to the token that completes it."""
@@ -210,9 +241,13 @@ class _Sequence:
             texts[-1] += self._authors.finish()
         return [AuthoredToken(text, source, chunk.drafter_id) for text, source in zip(texts, chunk.sources, strict=False)]
 
-    def _show(self, token: int, logprob: TokenLogprob) -> ShownToken:
-        top = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
-        return ShownToken(self._table.piece(token), logprob.logprob, [(self._table.piece(other), value) for other, value in top])
+    def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> ShownToken:
+        text, offset = self._table.piece(token), offsets.push(token)
+        if known is None:
+            return ShownToken(token, text, None, offset=offset)
+        likeliest = enumerate(zip(known.top_token_ids, known.top_logprobs, strict=True), 1)
+        top = [ShownToken(other, self._table.piece(other), _finite(value), rank) for rank, (other, value) in likeliest]
+        return ShownToken(token, text, _finite(known.logprob), known.rank, offset, top)
 
     def _ending(self, chunk: TokenChunk, ended_by_token: bool) -> Ending | None:
         stopped = self._text.stopped
@@ -221,7 +256,11 @@ class _Sequence:
             return None
         stats = self._stats if stopped or chunk.stats is None else chunk.stats
         count = self._text.token_count + (ended_by_token and not stopped)
-        return Ending(reason, self._prompt_token_count, count, chunk.cached_token_count, stats)
+        return Ending(reason, len(self._request.prompt), count, chunk.cached_token_count, stats)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
 
 
 async def _chunks(replica: Replica, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -265,6 +304,8 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
         # A stop string has to be looked for as the text grows.
         min_chunk_tokens=max_tokens if request.whole and not request.stop and not request.authored else 1,
         top_logprobs=request.top_logprobs,
+        # A verifier generates nothing only for who wants the prompt scored.
+        prompt_logprobs=0 if max_tokens == 0 and request.prompt_logprobs is None else request.prompt_logprobs,
         grammar=request.grammar,
         prediction=request.prediction,
         tenant=request.tenant,
@@ -273,13 +314,15 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
 
 def _max_tokens(request: TextRequest, context_length: int) -> int:
     left, length = context_length - len(request.prompt), len(request.prompt)
-    if left < 1:
+    # An answer of no tokens still tells something of the prompt where that was asked for.
+    least = 1 if request.echo is None and request.prompt_logprobs is None else 0
+    if left < (least if request.max_tokens == 0 else 1):
         message = f"{request.prompt_field} has {length} tokens, but the model's context holds {context_length}, its answer included"
         raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field)
     if request.max_tokens is None:
         return left if request.default_max_tokens is None else min(left, request.default_max_tokens)
-    if request.max_tokens < 1:
-        raise invalid(request.limit_field, f"must be at least 1, not {request.max_tokens}")
+    if request.max_tokens < least:
+        raise invalid(request.limit_field, f"must be at least {least}, not {request.max_tokens}")
     if request.max_tokens > left:
         message = (
             f"{request.limit_field} asks for {request.max_tokens} tokens after a prompt of {length}, "

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.choices import Event, Tally, collect, merge
-from gateway.generate import Generation, TextRequest
+from gateway.choices import Event, Tally, collect, merge, scored_once
+from gateway.generate import Generation, Piece, TextRequest
 from gateway.parameters import text_request
 from gateway.request_span import begin, describe
 from gateway.schema import ChatBody, CompletionBody, GenerationBody
@@ -19,7 +19,6 @@ from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
 from gateway.tenants import tenant_of
 from outrider.errors import invalid
 from outrider.messages import ModelInfo
-from outrider.telemetry import Span
 
 _COMPLETION_MAX_TOKENS = 16
 
@@ -36,9 +35,9 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         template = replace(text_request(body, name, info), default_max_tokens=_COMPLETION_MAX_TOKENS)
         template = replace(template, prediction=await _prediction(generation, body, info))
         prompts = [p if isinstance(p, list) else await generation.prompts.encode(p) for p in body.prompt]
-        echoes = [generation.echo(p) for p in body.prompt for _ in range(n)] if body.echo else []
-        jobs = [replace(template, prompt=ids) for ids in prompts]
-        return await _answer(generation, request, body, jobs, n, CompletionShape, echoes)
+        echoes = [generation.echo(p) if body.echo else None for p in body.prompt]
+        jobs = [replace(template, prompt=ids, echo=echo) for ids, echo in zip(prompts, echoes, strict=True)]
+        return await _answer(generation, request, body, jobs, n, CompletionShape)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -84,22 +83,20 @@ async def _answer(
     prompts: list[TextRequest],
     n: int,
     shape_of: Callable[..., Shape],
-    echoes: Sequence[str] = (),
 ) -> Response:
-    """Generate n choices for each prompt and answer as asked; `echoes` are texts that the choices begin with."""
+    """Generate n choices for each prompt and answer as asked."""
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     shape = shape_of(prompts[0].model, include_usage=include_usage)
     span = begin(request.headers, prompts[0], n, stream=bool(body.stream))
     tenant = tenant_of(request.headers)
-    jobs = [replace(_choice(job, shape.id, choice, span), tenant=tenant) for job in prompts for choice in range(n)]
-    events = merge([generation.stream(job) for job in jobs])
+    jobs = [replace(job, request_id=shape.id, traceparent=span.traceparent, tenant=tenant) for job in prompts]
+    events = merge([stream for job in jobs for stream in _streams(generation, job, n)])
     tally = Tally(len(prompts), n)
     if not body.stream:
         with span:
             texts = await until_gone(request, collect(events, tally))
             describe(span, shape.id, tally)
-            echoed = [echo + text for echo, text in zip(echoes, texts, strict=True)] if echoes else texts
-            return JSONResponse(_whole(body, shape, tally, echoed), headers={"X-Request-Id": shape.id})
+            return JSONResponse(_whole(body, shape, tally, texts), headers={"X-Request-Id": shape.id})
     try:
         # The first piece is awaited before the status line goes out, so that what is refused is refused with its own status.
         first = await until_gone(request, _first(events))
@@ -107,15 +104,23 @@ async def _answer(
         span.fail(str(error))
         span.end()
         raise
-    writer = ChunkWriter(shape, tally, echoes, include_usage=include_usage, include_metrics=body.speculation.metrics)
+    writer = ChunkWriter(shape, tally, include_usage=include_usage, include_metrics=body.speculation.metrics)
     return EventStream(sse(first, events, writer, tally, span, shape.id), events, {"X-Request-Id": shape.id})
 
 
-def _choice(job: TextRequest, request_id: str, choice: int, span: Span) -> TextRequest:
+def _streams(generation: Generation, job: TextRequest, n: int) -> list[AsyncGenerator[Piece, None]]:
+    """The choices of one prompt."""
+    choices = [_choice(job, choice) for choice in range(n)]
+    if job.prompt_logprobs is None:
+        return [generation.stream(choice) for choice in choices]
+    first, *others = choices
+    return scored_once([generation.stream(first), *(generation.stream(replace(c, prompt_logprobs=None)) for c in others)])
+
+
+def _choice(job: TextRequest, choice: int) -> TextRequest:
     """The sequence of one choice. With a seed s, choice i is what a request for one choice with seed s + i would give."""
     seed = job.sampling.seed
-    sampling = job.sampling if seed is None else replace(job.sampling, seed=(seed + choice) % 2**64)
-    return replace(job, sampling=sampling, request_id=request_id, traceparent=span.traceparent)
+    return job if seed is None else replace(job, sampling=replace(job.sampling, seed=(seed + choice) % 2**64))
 
 
 async def _first(events: AsyncGenerator[Event, None]) -> Event:
@@ -125,7 +130,11 @@ async def _first(events: AsyncGenerator[Event, None]) -> Event:
 def _whole(body: GenerationBody, shape: Shape, tally: Tally, texts: list[str]) -> dict[str, Any]:
     reasons = [ending.reason for ending in tally.endings if ending is not None]
     metrics = {"metrics": tally.metrics()} if body.speculation.metrics else {}
-    answer = shape.whole(texts, reasons, tally.usage(), tally.shown)
+    echoed = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
+    shown = [[*prompt, *tokens] for prompt, tokens in zip(tally.prompts, tally.shown, strict=True)] if echoed else tally.shown
+    answer = shape.whole(texts, reasons, tally.usage(), shown)
+    if body.prompt_logprobs is not None:
+        shape.tell_prompts(answer, tally.prompts)
     for choice, tokens in zip(answer["choices"], tally.authored, strict=True):
         choice |= authors(tokens)
     return answer | tally.speculation() | metrics

@@ -36,6 +36,7 @@ def text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextReque
         model=model,
         whole=not body.stream,
         top_logprobs=_top_logprobs(body),
+        prompt_logprobs=_prompt_logprobs(body),
         grammar=grammar,
         grammar_field=grammar_field,
         authored=body.speculation.tokens,
@@ -96,8 +97,6 @@ def _top_logprobs(body: GenerationBody) -> int | None:
     """How many of the likeliest tokens are wanted with each; None for no log probabilities at all."""
     if isinstance(body, CompletionBody):
         wire.check_logprobs("logprobs", body.logprobs)
-        if body.echo and body.logprobs is not None:
-            raise invalid("echo", "does not go with logprobs, since a prompt's tokens have none here")
         return body.logprobs
     if not isinstance(body, ChatBody):
         return None
@@ -107,6 +106,16 @@ def _top_logprobs(body: GenerationBody) -> int | None:
             raise invalid("top_logprobs", "is only for logprobs: true")
         return None
     return body.top_logprobs or 0
+
+
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    """The same for the prompt's tokens, which an echo shows as it shows the others unless told otherwise."""
+    wire.check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "is not for stream: true; a completion's echo and logprobs stream a prompt's")
+    if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:
+        return body.logprobs
+    return body.prompt_logprobs
 
 
 def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:

@@ -189,6 +189,7 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
     guided_grammar: str | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
     prediction: Prediction | None = None
+    prompt_logprobs: int | None = Field(default=None, description="vLLM's extension; the likeliest tokens at each of the prompt's.")
     # Labels for OpenAI's own records and caches; they have no meaning for the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None

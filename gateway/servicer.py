@@ -52,6 +52,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prompt, field = await self._prompt(request)
         top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
         wire.check_logprobs("top_logprob_count", top_logprobs)
+        prompt_logprobs = request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
+        wire.check_logprobs("prompt_logprob_count", prompt_logprobs)
         prompts = self._generation.prompts
         expected = await prompts.encode(request.prediction, add_special_tokens=False) if request.prediction else []
         return TextRequest(
@@ -65,6 +67,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt_field=field,
             operation="chat" if request.HasField("chat") else "text_completion",
             top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
             grammar=wire_settings.grammar_from_proto(request.grammar),
             grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}",
             prediction=expected[: info.context_length],
@@ -97,6 +100,7 @@ def _response(piece: Piece) -> generation_pb2.GenerateTextResponse:
         drafter_id=piece.drafter_id,
     )
     response.logprobs.extend(wire.logprob_to_proto(logprob) for logprob in piece.logprobs)
+    response.prompt_logprobs.extend(wire.logprob_to_proto(logprob) for logprob in piece.prompt_logprobs)
     if piece.ending is not None:
         _end(response, piece.ending)
     return response

@@ -6,7 +6,6 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from gateway.generate import AuthoredToken, ShownToken
@@ -18,8 +17,27 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _FINGERPRINT = f"outrider-{__version__}"
 
 
-def _named(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _named(token: ShownToken) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
+
+
+def _top_logprobs(token: ShownToken) -> dict[str, float | None] | None:
+    """By text, the likeliest first; as in OpenAI's own answers the token itself is always among them."""
+    if token.logprob is None:
+        return None
+    found: dict[str, float | None] = {}
+    for likely in (*token.top, token):
+        found.setdefault(likely.text, likely.logprob)  # of several tokens with one text, such as parts of characters, the likeliest
+    return found
+
+
+def _prompt_logprobs(prompt: Sequence[ShownToken]) -> list[Json | None]:
+    """vLLM's list: for each token of the prompt, itself and the likeliest ones by id; None for the first."""
+    return [None if token.logprob is None else {str(t.token_id): _ranked(t) for t in (token, *token.top)} for token in prompt]
+
+
+def _ranked(token: ShownToken) -> Json:
+    return {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
 
 
 def authors(tokens: Sequence[AuthoredToken]) -> Json:
@@ -56,17 +74,11 @@ class Shape(ABC):
             "choices": choices,
         }
 
-    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json, shown: Sequence[Sequence[ShownToken]] = ()) -> Json:
+    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json, shown: Sequence[Sequence[ShownToken]]) -> Json:
         """The answer to a request that does not stream; one text, one reason and the tokens shown for each choice."""
-        tokens = shown or [()] * len(texts)
         choices = [
-            {
-                "index": index,
-                **self._whole_choice(text),
-                "logprobs": self.logprobs(tokens[index], 0),
-                "finish_reason": _FINISH[reason],
-            }
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            {"index": index, **self._whole_choice(text), "logprobs": self.logprobs(tokens), "finish_reason": _FINISH[reason]}
+            for index, (text, reason, tokens) in enumerate(zip(texts, reasons, shown, strict=True))
         ]
         return self._answer(self.whole_object, choices) | {"usage": usage}
 
@@ -85,8 +97,12 @@ class Shape(ABC):
         """What a choice of a whole answer holds."""
 
     @abstractmethod
-    def logprobs(self, shown: Sequence[ShownToken], offset: int) -> Json | None:
-        """Tokens with their log probabilities, None when there are none; `offset` characters of tokens came before."""
+    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[ShownToken]]) -> None:
+        """Put vLLM's `prompt_logprobs` into a whole answer; `prompts` has one for each choice."""
+
+    @abstractmethod
+    def logprobs(self, shown: Sequence[ShownToken]) -> Json | None:
+        """Tokens with their log probabilities, None when there are none."""
 
     @abstractmethod
     def opening(self) -> Json | None:
@@ -111,16 +127,18 @@ class CompletionShape(Shape):
     def _whole_choice(self, text: str) -> Json:
         return {"text": text}
 
-    def logprobs(self, shown: Sequence[ShownToken], offset: int) -> Json | None:
+    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[ShownToken]]) -> None:
+        for choice, prompt in zip(answer["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = _prompt_logprobs(prompt)
+
+    def logprobs(self, shown: Sequence[ShownToken]) -> Json | None:
         if not shown:
             return None
-        ends = list(accumulate((len(token.text) for token in shown), initial=offset))
         return {
             "tokens": [token.text for token in shown],
             "token_logprobs": [token.logprob for token in shown],
-            # As in OpenAI's own answers, the token itself is always among them.
-            "top_logprobs": [{**dict(token.top), token.text: token.logprob} for token in shown],
-            "text_offset": ends[:-1],
+            "top_logprobs": [_top_logprobs(token) for token in shown],
+            "text_offset": [token.offset for token in shown],
         }
 
     def opening(self) -> Json | None:
@@ -141,13 +159,14 @@ class ChatShape(Shape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def logprobs(self, shown: Sequence[ShownToken], offset: int) -> Json | None:
+    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[ShownToken]]) -> None:
+        # All choices answer the same conversation.
+        answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
+
+    def logprobs(self, shown: Sequence[ShownToken]) -> Json | None:
         if not shown:
             return None
-        content = [
-            {**_named(token.text, token.logprob), "top_logprobs": [_named(text, value) for text, value in token.top]}
-            for token in shown
-        ]
+        content = [{**_named(token), "top_logprobs": [_named(likely) for likely in token.top]} for token in shown]
         return {"content": content, "refusal": None}
 
     def _whole_choice(self, text: str) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -69,14 +69,9 @@ class EventStream(StreamingResponse):
 class ChunkWriter:
     """Writes a request's events as the chunks of its endpoint."""
 
-    def __init__(
-        self, shape: Shape, tally: Tally, echoes: Sequence[str] = (), *, include_usage: bool, include_metrics: bool
-    ) -> None:
-        """`echoes` are the texts that the choices begin with, if any."""
+    def __init__(self, shape: Shape, tally: Tally, *, include_usage: bool, include_metrics: bool) -> None:
         self._shape = shape
         self._tally = tally
-        self._echoes = echoes
-        self._offsets: dict[int, int] = {}
         self._include_usage = include_usage
         self._include_metrics = include_metrics
         self._opened: set[int] = set()
@@ -89,12 +84,10 @@ class ChunkWriter:
             self._opened.add(index)
             opening = self._shape.opening()
             out = event(self._shape.chunk(index, opening)) if opening is not None else b""
-            if self._echoes:
-                out += event(self._shape.chunk(index, self._shape.delta(self._echoes[index])))
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(token.text) for token in piece.shown)
-        if piece.text or piece.shown or piece.authored:
-            logprobs = self._shape.logprobs(piece.shown, offset)
+        # Where an answer streams, prompts are scored for their echo alone.
+        shown = [*piece.prompt, *piece.shown]
+        if piece.text or shown or piece.authored:
+            logprobs = self._shape.logprobs(shown)
             content = self._shape.delta(piece.text) | authors(piece.authored)
             out += event(self._shape.chunk(index, content, logprobs=logprobs))
         return out

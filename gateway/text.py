@@ -26,6 +26,9 @@ class TokenTable:
         """The ids that stand for text."""
         return [index for index in token_ids if index not in self._special]
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
     def piece(self, token_id: int) -> str:
         """One token alone, special ones by their names; part of a character shows as a replacement character."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -86,6 +89,26 @@ class Detokenizer:
                 self._context, self._sent = 0, certain - len(head)
                 break
         return piece
+
+
+class TokenOffsets:
+    """Where in a text its tokens begin, in characters; those that form a character together all begin where it does."""
+
+    def __init__(self, table: TokenTable, at: int = 0, text: str = "") -> None:
+        """`at` is where the first begins. Special tokens take no room, but where `text`, if it is known, has their names."""
+        self._table = table
+        self._at = at
+        self._text = text
+        self._detokenizer = Detokenizer(table)
+
+    def push(self, token_id: int) -> int:
+        """Where the next token begins."""
+        begin = self._at
+        if not self._table.is_special(token_id):
+            self._at += len(self._detokenizer.push([token_id]))
+        elif self._text.startswith(name := self._table.piece(token_id), begin):
+            self._at += len(name)
+        return begin
 
 
 class StopScanner:

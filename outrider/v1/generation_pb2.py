@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x9a\x03\n\x13GenerateTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x34\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x1e\n\x11top_logprob_count\x18\t \x01(\x05H\x02\x88\x01\x01\x12%\n\x07grammar\x18\n \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x12\n\nprediction\x18\x0b \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x14\n\x12_top_logprob_count\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\"\xa6\x02\n\x14GenerateTextResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x07sources\x18\x03 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x12\n\ndrafter_id\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12,\n\x05stats\x18\x07 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob2j\n\x11GenerationService\x12U\n\x0cGenerateText\x12 .outrider.v1.GenerateTextRequest\x1a!.outrider.v1.GenerateTextResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd6\x03\n\x13GenerateTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x34\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x1e\n\x11top_logprob_count\x18\t \x01(\x05H\x02\x88\x01\x01\x12%\n\x07grammar\x18\n \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\x12\n\nprediction\x18\x0b \x01(\t\x12!\n\x14prompt_logprob_count\x18\x0c \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x14\n\x12_top_logprob_countB\x17\n\x15_prompt_logprob_count\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\"\xda\x02\n\x14GenerateTextResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x07sources\x18\x03 \x03(\x0e\x32\x18.outrider.v1.TokenSource\x12\x12\n\ndrafter_id\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12,\n\x05stats\x18\x07 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.outrider.v1.TokenLogprob2j\n\x11GenerationService\x12U\n\x0cGenerateText\x12 .outrider.v1.GenerateTextRequest\x1a!.outrider.v1.GenerateTextResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,11 +39,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENPROMPT']._serialized_start=169
   _globals['_TOKENPROMPT']._serialized_end=201
   _globals['_GENERATETEXTREQUEST']._serialized_start=204
-  _globals['_GENERATETEXTREQUEST']._serialized_end=614
-  _globals['_USAGE']._serialized_start=616
-  _globals['_USAGE']._serialized_end=711
-  _globals['_GENERATETEXTRESPONSE']._serialized_start=714
-  _globals['_GENERATETEXTRESPONSE']._serialized_end=1008
-  _globals['_GENERATIONSERVICE']._serialized_start=1010
-  _globals['_GENERATIONSERVICE']._serialized_end=1116
+  _globals['_GENERATETEXTREQUEST']._serialized_end=674
+  _globals['_USAGE']._serialized_start=676
+  _globals['_USAGE']._serialized_end=771
+  _globals['_GENERATETEXTRESPONSE']._serialized_start=774
+  _globals['_GENERATETEXTRESPONSE']._serialized_end=1120
+  _globals['_GENERATIONSERVICE']._serialized_start=1122
+  _globals['_GENERATIONSERVICE']._serialized_end=1228
 # @@protoc_insertion_point(module_scope)

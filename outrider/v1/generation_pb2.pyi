@@ -110,16 +110,24 @@ class GenerateTextRequest(_message.Message):
     TOP_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty takes the one that is served."""
     prompt: _builtins.str
     """Text to continue."""
     max_tokens: _builtins.int
-    """Tokens to generate at most, at least 1; unset takes what the context leaves."""
+    """Tokens to generate at most; at least 1, or with prompt_logprob_count at least 0, which only scores the prompt; unset takes what
+    the context leaves.
+    """
     top_logprob_count: _builtins.int
     """Unset: no log probabilities. Otherwise each token comes with its own and with those of this many of the likeliest. Range [0, 20]."""
     prediction: _builtins.str
     """What the caller expects the text to be; drafters may guess from it."""
+    prompt_logprob_count: _builtins.int
+    """Unset: nothing about the prompt. Otherwise each of its tokens but the first, which nothing precedes, comes with its log
+    probability and with those of this many of the likeliest. Range [0, 20]. Such a prompt is computed from its beginning, since the
+    prefix cache has no logits.
+    """
     @_builtins.property
     def chat(self) -> Global___Chat:
         """A conversation to answer."""
@@ -158,19 +166,24 @@ class GenerateTextRequest(_message.Message):
         top_logprob_count: _builtins.int | None = ...,
         grammar: _common_pb2.Grammar | None = ...,
         prediction: _builtins.str = ...,
+        prompt_logprob_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_top_logprob_count", b"_top_logprob_count", "chat", b"chat", "grammar", b"grammar", "input", b"input", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "tokens", b"tokens", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "chat", b"chat", "grammar", b"grammar", "input", b"input", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling", "speculation", b"speculation", "tokens", b"tokens", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_top_logprob_count", b"_top_logprob_count", "chat", b"chat", "grammar", b"grammar", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prediction", b"prediction", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tokens", b"tokens", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_prompt_logprob_count", b"_prompt_logprob_count", "_top_logprob_count", b"_top_logprob_count", "chat", b"chat", "grammar", b"grammar", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tokens", b"tokens", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprob_count: _TypeAlias = _typing.Literal["prompt_logprob_count"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprob_count: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count"]  # noqa: Y015
     _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprob_count) -> _WhichOneofReturnType__prompt_logprob_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprob_count) -> _WhichOneofReturnType__top_logprob_count | None: ...
     @_typing.overload
@@ -222,6 +235,7 @@ class GenerateTextResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only; may be empty."""
     drafter_id: _builtins.str
@@ -248,6 +262,12 @@ class GenerateTextResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
         """One for each id when they were asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """One for each further token of the prompt, from its second on, when they were asked for; all of them come before the first of
+        token_ids or with it, in as many messages as the prompt took steps.
+        """
+
     def __init__(
         self,
         *,
@@ -259,10 +279,11 @@ class GenerateTextResponse(_message.Message):
         usage: Global___Usage | None = ...,
         stats: _common_pb2.SpeculationStats | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sources", b"sources", "stats", b"stats", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

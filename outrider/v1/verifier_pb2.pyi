@@ -93,7 +93,8 @@ class GenerateTokensRequest(_message.Message):
     """Unset: no log probabilities. Otherwise each token comes with its own and with those of this many of the likeliest. Range [0, 20]."""
     prompt_logprob_count: _builtins.int
     """Unset: nothing about the prompt. Otherwise each of its tokens but the first, which nothing precedes, comes with its log
-    probability and with those of this many of the likeliest. Range [0, 20]. Such a prompt is computed, not taken from the prefix cache.
+    probability and with those of this many of the likeliest. Range [0, 20]. Such a prompt is computed from its beginning, since the
+    prefix cache has no logits.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -92,6 +92,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "max_tokens": -1}, "max_tokens"),
     ({"speculation": {"acceptance": "sloppy"}}, "speculation.acceptance"),
     ({"speculation": {"typical_epsilon": 0}}, "speculation.typical_epsilon"),
     ({"speculation": {"relaxed_topk": 65}}, "speculation.relaxed_topk"),
@@ -120,11 +124,6 @@ async def test_a_bad_setting_is_refused_by_its_own_name(rig: Rig, body: dict[str
     assert (response.status_code, error["param"]) == (400, param)
     assert set(error) == {"message", "type", "param", "code"}
     assert rig.script.requests == []
-
-
-async def test_echo_does_not_go_with_logprobs(rig: Rig) -> None:
-    response = await rig.http.post("/v1/completions", json={"prompt": "x", "echo": True, "logprobs": 1})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
 
 
 GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [

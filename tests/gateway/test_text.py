@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from gateway.prompts import Prompts
-from gateway.text import Detokenizer, StopScanner, TextStream, TokenTable
+from gateway.text import Detokenizer, StopScanner, TextStream, TokenOffsets, TokenTable
 
 VOCAB_SIZE = 4096
 TEXTS = st.text(max_size=40) | st.sampled_from(["naïve 😀 family 👨‍👩‍👧 ok", "日本語テキスト", "a\u2028b\x00c", "é" * 20])
@@ -58,15 +58,34 @@ def test_a_character_of_several_tokens_comes_whole_with_its_last(prompts: Prompt
     assert [detokenizer.push([token]) for token in ids] == [""] * (len(ids) - 1) + ["😀"]
 
 
-def test_byte_fallback_tokenizers_keep_spaces_and_characters() -> None:
-    words = ["<unk>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in "😀é".encode())]
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's: "<unk>", "<s>", "▁Hello", "▁world", and the bytes of 😀 and é."""
+    words = ["<unk>", "<s>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in "😀é".encode())]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>"])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    detokenizer = Detokenizer(TokenTable(tokenizer))
-    pieces = [detokenizer.push([index]) for index in range(1, len(words))]
+    return tokenizer
+
+
+def test_byte_fallback_tokenizers_keep_spaces_and_characters() -> None:
+    detokenizer = Detokenizer(TokenTable(byte_fallback()))
+    pieces = [detokenizer.push([index]) for index in range(2, 10)]
     assert pieces == ["Hello", " world", "", "", "", "😀", "", "é"]
+
+
+@pytest.mark.parametrize(
+    ("at", "text", "begin"),
+    [
+        (0, "Hello world😀é", [0, 0, 5, 11, 11, 11, 11, 12, 12]),
+        (0, "<s>Hello world😀é", [0, 3, 8, 14, 14, 14, 14, 15, 15]),
+        (7, "", [7, 7, 12, 18, 18, 18, 18, 19, 19]),
+    ],
+)
+def test_tokens_begin_where_the_text_has_them(at: int, text: str, begin: list[int]) -> None:
+    offsets = TokenOffsets(TokenTable(byte_fallback()), at, text)
+    assert [offsets.push(index) for index in range(1, 10)] == begin
 
 
 def test_special_tokens_are_no_text(table: TokenTable, prompts: Prompts) -> None:
