@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from outrider.lm.cpu_attention import PagedAttention
 from outrider.lm.layout import BatchLayout, Group
 
 NAME = "outrider_paged"
@@ -55,6 +56,7 @@ class LayerCache:
         self.layout: BatchLayout | None = None
         self._store: _Store | None = None
         self._use_varlen = False
+        self._paged: PagedAttention | None = None
 
     def allocate(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the cache; raises RuntimeError when the trial forward never came here."""
@@ -66,9 +68,11 @@ class LayerCache:
         values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
         self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
         self._use_varlen = self.takes_varlen(dtype, device)
+        if not self._use_varlen and not self._soft_capped and PagedAttention.takes(keys, values):
+            self._paged = PagedAttention(keys, values)
 
     def takes_varlen(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """The one choice of attention: the variable-length CUDA kernel where it can do this layer, else gathered pages."""
+        """Whether the variable-length CUDA kernel can do this layer."""
         if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or self.shape is None or self._soft_capped:
             return False
         size = self.shape.key_size
@@ -87,20 +91,18 @@ class LayerCache:
         layout, store = self.layout, self._store
         if store is None or layout is None:
             return self._trial(query, key, value, scaling, window, softcap)
-        store.flat_keys.index_copy_(0, layout.slots, key[0].transpose(0, 1))
-        store.flat_values.index_copy_(0, layout.slots, value[0].transpose(0, 1))
-        if query.shape[2] == 1 and softcap is None and not self._use_varlen:
-            group = layout.groups[0]
-            if group.run is not None and group.mask(window, 1, query.dtype) is None:
-                keys, values = _run_view(store.flat_keys, group.run), _run_view(store.flat_values, group.run)
-                return _decode_one(query, keys, values, scaling)
         query_THD = query[0].transpose(0, 1)
-        if self._use_varlen:
-            return _varlen(store, layout, query_THD, scaling, window).unsqueeze(0)
-        if len(layout.groups) == 1:
-            return _attend_group(store, query_THD, layout.groups[0], scaling, window, softcap).unsqueeze(0)
-        out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
-        for group in layout.groups:
+        if self._paged is not None:
+            out = self._paged.attend(layout.paged, query, key, value, scaling, window)
+            groups = layout.long_groups
+        else:
+            store.flat_keys.index_copy_(0, layout.slots, key[0].transpose(0, 1))
+            store.flat_values.index_copy_(0, layout.slots, value[0].transpose(0, 1))
+            if self._use_varlen:
+                return _varlen(store, layout, query_THD, scaling, window).unsqueeze(0)
+            out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
+            groups = layout.groups
+        for group in groups:
             rows = group.rows_BQ[group.real_BQ] if group.padded else group.rows_BQ.flatten()
             out[rows] = _attend_group(store, query_THD, group, scaling, window, softcap)
         return out.unsqueeze(0)
@@ -171,13 +173,6 @@ def _attend_group(
     if group.padded:
         return out.reshape(batch, queries, heads, -1)[group.real_BQ]
     return out.reshape(batch * queries, heads, -1)
-
-
-def _decode_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """`_attend_group` for one token that sees all keys, in as few calls as can be: each costs more than its arithmetic."""
-    folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
-    out = scaled_dot_product_attention(folded, key, value, scale=scaling)
-    return out.reshape(1, 1, query.shape[1], -1)
 
 
 def _run_view(cache: torch.Tensor, run: slice) -> torch.Tensor:

@@ -12,6 +12,8 @@ from itertools import accumulate
 
 import torch
 
+from outrider.lm.cpu_attention import PagedBatch
+
 # Slices up to this length (decoding and verification) share one padded attention call; longer ones (prefill) go one by one.
 SHORT_SLICE = 32
 
@@ -119,21 +121,43 @@ class BatchLayout:
         self.first_rows = [0, *self._row_ends[:-1]]
         self.token_ids = self.tensor([token for part in slices for token in part.token_ids])
         self.positions = self.tensor([position for part in slices for position in range(part.start, part.end)])
-        self.slots = self.tensor([slot for part in slices for slot in self._slots(part)])
         rows = [range(end - part.logit_count, end) for part, end in zip(slices, self._row_ends, strict=True)]
         self.logit_rows = self.tensor([row for part_rows in rows for row in part_rows])
 
-    def _slots(self, part: Slice) -> list[int]:
-        """Where in the flattened cache each token goes."""
-        size, pages = self.page_size, part.pages
-        return [pages[position // size] * size + position % size for position in range(part.start, part.end)]
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """Where in the flattened cache each token goes, [T]."""
+        return self.tensor(self._slots())
+
+    def _slots(self) -> list[int]:
+        size = self.page_size
+        return [
+            part.pages[position // size] * size + position % size
+            for part in self.slices
+            for position in range(part.start, part.end)
+        ]
+
+    @cached_property
+    def _short(self) -> list[int]:
+        """The slices that one call can take together, by number."""
+        return [i for i, part in enumerate(self.slices) if len(part.token_ids) <= SHORT_SLICE]
+
+    @cached_property
+    def paged(self) -> PagedBatch:
+        """How the attention that reads pages on a CPU takes the batch: the short slices."""
+        slices, rows = [self.slices[i] for i in self._short], [self.first_rows[i] for i in self._short]
+        lengths, starts = [len(part.token_ids) for part in slices], [part.start for part in slices]
+        return PagedBatch(self._slots(), rows, lengths, starts, [part.pages for part in slices])
+
+    @cached_property
+    def long_groups(self) -> list[Group]:
+        """Each long slice alone."""
+        return [Group(self, [i]) for i, part in enumerate(self.slices) if len(part.token_ids) > SHORT_SLICE]
 
     @cached_property
     def groups(self) -> list[Group]:
         """How the gathering attention takes the batch: all short slices together, each long one alone."""
-        short = [i for i, part in enumerate(self.slices) if len(part.token_ids) <= SHORT_SLICE]
-        alone = [[i] for i, part in enumerate(self.slices) if len(part.token_ids) > SHORT_SLICE]
-        return [Group(self, indices) for indices in ([short] if short else []) + alone]
+        return ([Group(self, self._short)] if self._short else []) + self.long_groups
 
     def block_table(self, slices: Sequence[Slice]) -> torch.Tensor:
         """Page numbers [B, P] of the slices' keys, padded with page 0."""

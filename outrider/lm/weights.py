@@ -1,27 +1,32 @@
 """A model's linear layers on a CPU, where what surrounds a product can cost more than the product.
 
 safetensors maps the file, whose pages were measured to be read a third slower than ordinary memory; so weights are copied out of
-it. oneDNN puts a bfloat16 weight in its own order anew for every product, unless that was done once before. And a module's call
-looks for hooks, 40 times and more in a forward of a few milliseconds. None of this changes a result.
+it. oneDNN puts a bfloat16 weight in its own order anew for every product, unless that was done once before. Layers that are given
+the same input make one product, since each costs some 30 microseconds before it reads at full speed. And a module's call looks for
+hooks, 40 times and more in a forward of a few milliseconds. None of this changes a result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch.nn.functional import linear
 
+# Children of one module that models call one after the other with the same input.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
 
 class LeanLinear(torch.nn.Module):
     """A `torch.nn.Linear` that is called without looking for hooks; x [..., in] to [..., out]."""
 
-    def __init__(self, layer: torch.nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.out_features, self.in_features = weight.shape
         # Tensors rather than parameters, since those are looked up the slow way.
-        self.weight = layer.weight.detach()
-        self.bias = None if layer.bias is None else layer.bias.detach()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same as the layer it was made from."""
@@ -33,15 +38,47 @@ class LeanLinear(torch.nn.Module):
 class PackedLinear(torch.nn.Module):
     """A `torch.nn.Linear` whose weight was put in oneDNN's order beforehand; x [..., in] to [..., out]."""
 
-    def __init__(self, layer: torch.nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.bias = None if layer.bias is None else layer.bias.detach().clone()
-        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else bias.detach().clone()
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same as the layer it was made from."""
         return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], ""))
+
+    __call__ = forward
+
+
+class _Joint:
+    """Several layers as one: whichever is called first with an input computes them all, and the last one lets go of it."""
+
+    def __init__(self, layer: LeanLinear | PackedLinear, sizes: Sequence[int]) -> None:
+        self._layer = layer
+        self._sizes = list(sizes)
+        self._input: torch.Tensor | None = None
+        self._outputs: Sequence[torch.Tensor] = ()
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if x is not self._input:
+            self._input, self._outputs = x, torch.split(self._layer(x), self._sizes, -1)
+        out = self._outputs[index]
+        if index == len(self._sizes) - 1:
+            self._input, self._outputs = None, ()
+        return out
+
+
+class JointLinear(torch.nn.Module):
+    """One `torch.nn.Linear` of several that share their input; x [..., in] to [..., out]."""
+
+    def __init__(self, joint: _Joint, index: int) -> None:
+        super().__init__()
+        self._joint, self._index = joint, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as the layer it was made from."""
+        return self._joint.part(self._index, x)
 
     __call__ = forward
 
@@ -52,9 +89,11 @@ def settle_on_cpu(model: torch.nn.Module) -> None:
     Subclasses of `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
     """
     packs_bfloat16 = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    # Packing copies a weight out of the file by itself; copied before as well, the model would for a while, and its heap for ever,
-    # be twice as large.
-    copied = {id(p) for m in model.modules() if not _packable(m, packs_bfloat16) for p in m.parameters(recurse=False)}
+    joined = {layer for module in model.modules() for layers in _joinable(module) for layer in layers}
+    # Joining and packing copy a weight out of the file by themselves; copied before as well, the model would for a while, and its
+    # heap for ever, be twice as large.
+    taken = [module for module in model.modules() if module not in joined and not _packable(module, packs_bfloat16)]
+    copied = {id(parameter) for module in taken for parameter in module.parameters(recurse=False)}
     with torch.no_grad():
         for parameter in model.parameters():
             if id(parameter) in copied:
@@ -62,13 +101,37 @@ def settle_on_cpu(model: torch.nn.Module) -> None:
         _replace(model, packs_bfloat16)
 
 
+def _joinable(module: torch.nn.Module) -> list[list[torch.nn.Linear]]:
+    """The children that share their input, in the order of their calls."""
+    found = []
+    for names in _SIBLINGS:
+        layers = [getattr(module, name, None) for name in names]
+        linears = [layer for layer in layers if type(layer) is torch.nn.Linear]
+        alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linears}
+        if len(linears) == len(names) and len(alike) == 1:
+            found.append(linears)
+    return found
+
+
 def _packable(module: torch.nn.Module, packs_bfloat16: bool) -> bool:
     return type(module) is torch.nn.Linear and packs_bfloat16 and module.weight.dtype is torch.bfloat16
 
 
 def _replace(module: torch.nn.Module, packs_bfloat16: bool) -> None:
+    def settled(like: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> LeanLinear | PackedLinear:
+        return PackedLinear(weight, bias) if _packable(like, packs_bfloat16) else LeanLinear(weight, bias)
+
+    parts: dict[torch.nn.Module, JointLinear] = {}
+    for layers in _joinable(module):
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        bias = torch.cat(biases) if biases else None
+        joint = _Joint(settled(layers[0], weight, bias), [layer.out_features for layer in layers])
+        parts |= {layer: JointLinear(joint, i) for i, layer in enumerate(layers)}
     for name, child in module.named_children():
-        if type(child) is torch.nn.Linear:
-            setattr(module, name, PackedLinear(child) if _packable(child, packs_bfloat16) else LeanLinear(child))
+        if child in parts:
+            setattr(module, name, parts[child])
+        elif type(child) is torch.nn.Linear:
+            setattr(module, name, settled(child, child.weight, child.bias))
         else:
             _replace(child, packs_bfloat16)

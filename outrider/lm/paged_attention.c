@@ -1,0 +1,283 @@
+// Attention of a few tokens a sequence over a paged cache on a CPU: what verification and decoding do between two matrix products.
+//
+// Keys and values are read where they lie, once for all query heads that share them, and the softmax is kept up while they go by
+// (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et al., arXiv 2205.14135). As many
+// keys as a vector has lanes make a block: a block's keys are turned so that a lane sums its own key's score, and no sum goes across lanes.
+//
+// Plain C with GCC's vectors and no header but the standard's, called through ctypes; see outrider/lm/cpu_attention.py, which says
+// the same of the structures. It shares OpenMP's runtime, and so its threads, with torch.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+// Built once for each kind of processor, so that these are known to the compiler.
+#if defined(__AVX512F__)
+#define LANES 16
+#define NUMBERED {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif defined(__AVX2__)
+#define LANES 8
+#define NUMBERED {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define LANES 4
+#define NUMBERED {0, 1, 2, 3}
+#endif
+#define MOST_HEAD_SIZE 256
+#define MOST_ROWS 32
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+
+static const ivec lanes = NUMBERED;
+
+// Of one layer. Elements are float, or bfloat16 when `is_bfloat16`; the caches are [pages, page_size, kv_heads, head_size].
+struct layer {
+  void *keys, *values;
+  int64_t heads, kv_heads, head_size, page_size, is_bfloat16;
+};
+
+// Of one batch: `count` tokens, of which number i goes to place `slots[i]` of the flattened cache; and `slice_count` slices to attend
+// for, each of `lengths` tokens from row `rows` on, the first at position `starts`, its page numbers from `page_at` on in `pages`.
+struct batch {
+  int64_t count, slice_count;
+  const int64_t *slots, *rows, *lengths, *starts, *page_at, *pages;
+};
+
+// A tensor [heads, tokens, head_size] whose last dimension is contiguous; strides in elements.
+struct rows {
+  const void *data;
+  int64_t head_stride, token_stride;
+};
+
+INLINE vec load_float(const float *from) {
+  vec out;
+  memcpy(&out, from, sizeof out);
+  return out;
+}
+
+INLINE vec load(const void *from, int64_t at, int is_bfloat16) {
+  if (!is_bfloat16) return load_float((const float *)from + at);
+  hvec half;
+  memcpy(&half, (const uint16_t *)from + at, sizeof half);
+  return (vec)(__builtin_convertvector(half, uvec) << 16);
+}
+
+INLINE void store(vec value, void *to, int64_t at, int is_bfloat16) {
+  if (!is_bfloat16) {
+    memcpy((float *)to + at, &value, sizeof value);
+    return;
+  }
+  // To the nearest, ties to even; a NaN stays one.
+  uvec bits = (uvec)value, nan = (uvec)(value != value);
+  uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  hvec half = __builtin_convertvector((rounded & ~nan) | (0x7fc0 & nan), hvec);
+  memcpy((uint16_t *)to + at, &half, sizeof half);
+}
+
+INLINE vec splat(float value) { return value - (vec){0}; }
+
+INLINE vec largest(vec a, vec b) {
+  ivec first = a > b;
+  return (vec)(((ivec)a & first) | ((ivec)b & ~first));
+}
+
+// exp of numbers up to 0, to some 2 units in the last place: Cephes' polynomial on [-log(2)/2, log(2)/2].
+INLINE vec exponential(vec x) {
+  x = largest(x, splat(-87.0f));
+  const vec magic = splat(12582912.0f);  // adding it rounds to an integer
+  vec n = (x * 1.44269504f + magic) - magic;
+  x = x - n * 0.693359375f - n * -2.12194440e-4f;
+  vec y = splat(1.9875691500e-4f);
+  y = y * x + 1.3981999507e-3f;
+  y = y * x + 8.3334519073e-3f;
+  y = y * x + 4.1665795894e-2f;
+  y = y * x + 1.6666665459e-1f;
+  y = y * x + 5.0000001201e-1f;
+  y = y * x * x + x + 1.0f;
+  return y * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+}
+
+INLINE float largest_lane(vec x) {
+#pragma GCC unroll 4
+  for (int apart = LANES / 2; apart > 0; apart /= 2) x = largest(x, __builtin_shuffle(x, lanes ^ apart));
+  return x[0];
+}
+
+// The transpose of a block of LANES rows, by exchanges between rows 1, 2, 4, … apart.
+INLINE void transpose(vec block[LANES]) {
+#pragma GCC unroll 4
+  for (int apart = 1; apart < LANES; apart *= 2) {
+    ivec upper = (lanes & apart) != 0;
+    ivec low = (lanes & ~upper) | ((lanes - apart + LANES) & upper), high = ((lanes + apart) & ~upper) | ((lanes + LANES) & upper);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+      if (i & apart) continue;
+      vec a = block[i], b = block[i + apart];
+      block[i] = __builtin_shuffle(a, b, low);
+      block[i + apart] = __builtin_shuffle(a, b, high);
+    }
+  }
+}
+
+// Up to MOST_ROWS queries of one key/value head, and how far their softmax has come.
+struct work {
+  vec keys[MOST_HEAD_SIZE], values[LANES][MOST_HEAD_SIZE / LANES];
+  vec sums[MOST_ROWS][MOST_HEAD_SIZE / LANES], weights[MOST_ROWS], total[MOST_ROWS];
+  float queries[MOST_ROWS][MOST_HEAD_SIZE], most[MOST_ROWS];
+  int64_t first[MOST_ROWS], last[MOST_ROWS];
+};
+
+// Scores of `n` rows against the block. Each has `parts` sums, since eight in all keep a processor's multipliers busy.
+INLINE void score(struct work *work, int row, int n, int head_size) {
+  int parts = 8 / n;
+  vec sums[8] = {0};
+  for (int d = 0; d < head_size; d += parts)
+    for (int part = 0; part < parts; part++)
+      for (int i = 0; i < n; i++) sums[i * parts + part] += work->queries[row + i][d + part] * work->keys[d + part];
+  for (int i = 0; i < n; i++) {
+    for (int part = 1; part < parts; part++) sums[i * parts] += sums[i * parts + part];
+    work->weights[row + i] = sums[i * parts];
+  }
+}
+
+// From scores to weights exp(score - most), what was summed before scaled to the new maximum.
+INLINE void weigh(struct work *work, int row, ivec position, int head_size) {
+  ivec seen = (position >= (int32_t)work->first[row]) & (position <= (int32_t)work->last[row]);
+  vec scores = (vec)(((ivec)work->weights[row] & seen) | ((ivec)splat(-INFINITY) & ~seen));
+  float most = largest_lane(scores);
+  if (most > work->most[row]) {
+    float scale = expf(work->most[row] - most);
+    work->most[row] = most;
+    work->total[row] *= scale;
+    for (int c = 0; c < head_size / LANES; c++) work->sums[row][c] *= scale;
+  }
+  // Behind nothing that is seen `most` is still -inf, and the difference would be a NaN.
+  vec weights = work->most[row] > -INFINITY ? exponential(scores - work->most[row]) : splat(0);
+  work->weights[row] = (vec)((ivec)weights & seen);
+  work->total[row] += work->weights[row];
+}
+
+// Adds the block's values, by weight, to the sums of `n` rows.
+INLINE void gather(struct work *work, int row, int n, int count, int head_size) {
+  for (int c = 0; c < head_size / LANES; c++) {
+    vec sums[8];
+    for (int i = 0; i < n; i++) sums[i] = work->sums[row + i][c];
+    for (int j = 0; j < count; j++)
+      for (int i = 0; i < n; i++) sums[i] += work->weights[row + i][j] * work->values[j][c];
+    for (int i = 0; i < n; i++) work->sums[row + i][c] = sums[i];
+  }
+}
+
+// Rows by eights, fours and ones, each with loops of a length the compiler knows.
+#define BY_ROWS(rows, call)                      \
+  for (int row = 0; row < (rows);) {             \
+    if ((rows) - row >= 8) {                     \
+      const int n = 8;                           \
+      call;                                      \
+      row += n;                                  \
+    } else if ((rows) - row >= 4) {              \
+      const int n = 4;                           \
+      call;                                      \
+      row += n;                                  \
+    } else {                                     \
+      const int n = 1;                           \
+      call;                                      \
+      row += n;                                  \
+    }                                            \
+  }
+
+INLINE void take_block(struct work *work, const struct layer *layer, int64_t slot, int64_t kv_head, int count, int is_bfloat16) {
+  int head_size = (int)layer->head_size;
+  int64_t stride = layer->kv_heads * layer->head_size, at = slot * stride + kv_head * layer->head_size;
+  for (int c = 0; c < head_size / LANES; c++) {
+    vec *block = work->keys + c * LANES;
+    for (int j = 0; j < LANES; j++) block[j] = j < count ? load(layer->keys, at + j * stride + c * LANES, is_bfloat16) : splat(0);
+    transpose(block);
+    for (int j = 0; j < count; j++) work->values[j][c] = load(layer->values, at + j * stride + c * LANES, is_bfloat16);
+  }
+}
+
+INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct work *work, int rows, int64_t kv_head,
+                        int64_t first_key, int64_t last_key, int is_bfloat16) {
+  int head_size = (int)layer->head_size;
+  for (int64_t key = first_key, count; key <= last_key; key += count) {
+    int64_t within = key % layer->page_size;
+    count = layer->page_size - within;
+    if (count > LANES) count = LANES;
+    if (count > last_key - key + 1) count = last_key - key + 1;
+    take_block(work, layer, pages[key / layer->page_size] * layer->page_size + within, kv_head, (int)count, is_bfloat16);
+    // Lanes behind the block are positions that no row sees.
+    ivec position = lanes + (int32_t)key;
+    position |= (lanes >= (int32_t)count) & INT32_MAX;
+    BY_ROWS(rows, score(work, row, n, head_size))
+    for (int row = 0; row < rows; row++) weigh(work, row, position, head_size);
+    BY_ROWS(rows, gather(work, row, n, (int)count, head_size))
+  }
+}
+
+// Some of the rows of one slice and one key/value head: row r is query head r % group of token r / group.
+INLINE void attend_some(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
+                        int64_t window, int64_t slice, int64_t kv_head, int64_t first_row, int rows, int is_bfloat16) {
+  struct work work;
+  int64_t group = layer->heads / layer->kv_heads, size = layer->head_size, start = batch->starts[slice];
+  int64_t first_key = INT32_MAX, last_key = 0;
+  for (int i = 0; i < rows; i++) {
+    int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
+    int64_t at = head * query->head_stride + (batch->rows[slice] + token) * query->token_stride;
+    for (int64_t d = 0; d < size; d += LANES) {
+      vec part = load(query->data, at + d, is_bfloat16) * scale;
+      memcpy(&work.queries[i][d], &part, sizeof part);
+      work.sums[i][d / LANES] = splat(0);
+    }
+    work.total[i] = splat(0);
+    work.most[i] = -INFINITY;
+    work.last[i] = start + token;
+    work.first[i] = window > 0 && start + token >= window ? start + token - window + 1 : 0;
+    if (work.first[i] < first_key) first_key = work.first[i];
+    if (work.last[i] > last_key) last_key = work.last[i];
+  }
+  attend_rows(layer, batch->pages + batch->page_at[slice], &work, rows, kv_head, first_key, last_key, is_bfloat16);
+  for (int i = 0; i < rows; i++) {
+    int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
+    int64_t at = ((batch->rows[slice] + token) * layer->heads + head) * size;
+    float total = 0;
+    for (int j = 0; j < LANES; j++) total += work.total[i][j];
+    for (int64_t c = 0; c < size / LANES; c++) store(work.sums[i][c] / total, out, at + c * LANES, is_bfloat16);
+  }
+}
+
+static void attend_one(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
+                       int64_t window, int64_t slice, int64_t kv_head) {
+  int64_t rows = batch->lengths[slice] * (layer->heads / layer->kv_heads);
+  for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+    int some = (int)(rows - row < MOST_ROWS ? rows - row : MOST_ROWS);
+    if (layer->is_bfloat16)
+      attend_some(layer, batch, query, out, scale, window, slice, kv_head, row, some, 1);
+    else
+      attend_some(layer, batch, query, out, scale, window, slice, kv_head, row, some, 0);
+  }
+}
+
+static void put(const struct layer *layer, const struct batch *batch, const struct rows *from, void *cache) {
+  int64_t width = layer->is_bfloat16 ? 2 : 4, bytes = layer->head_size * width;
+  for (int64_t i = 0; i < batch->count; i++)
+    for (int64_t head = 0; head < layer->kv_heads; head++)
+      memcpy((char *)cache + (batch->slots[i] * layer->kv_heads + head) * bytes,
+             (const char *)from->data + (head * from->head_stride + i * from->token_stride) * width, (size_t)bytes);
+}
+
+// Puts the batch's keys and values into the cache, then attends: `out` is [tokens, heads, head_size], of which only the slices' rows
+// are written. A query sees the keys up to its own position, with a `window` above 0 the last so many of them.
+void outrider_paged_attention(const struct layer *layer, const struct batch *batch, struct rows query, struct rows key,
+                              struct rows value, void *out, float scale, int64_t window) {
+  put(layer, batch, &key, layer->keys);
+  put(layer, batch, &value, layer->values);
+  int64_t items = batch->slice_count * layer->kv_heads;
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t item = 0; item < items; item++)
+    attend_one(layer, batch, &query, out, scale, window, item / layer->kv_heads, item % layer->kv_heads);
+}
