@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from outrider.errors import OutriderError
 from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
@@ -151,7 +152,7 @@ class Drafting:
                 self._metrics.walked(assignment.drafter, walk)
                 found.append(f"{assignment.drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
             if pause.steps_left > 0:
-                if not pause.step(new_token_ids):
+                if not pause.step(new_token_ids, partial(self.planner.affords_probe, assignment)):
                     continue
             elif trie.epoch != epoch:
                 if not self.planner.pays(sequence, assignment):

@@ -16,7 +16,7 @@ from verifier_svc.sequence import Assignment, Sequence
 
 # The price of a draft token is taken over so many of them, since forwards grow in steps.
 _PRICED_DEPTH = 4
-# Share of the time that may be spent waiting for probes, and how much of it, in plain steps, can be saved up.
+# Share of the time that may be spent on probes, and how much of it, in plain steps, can be saved up.
 _PROBE_SHARE = 0.01
 _PROBE_STEPS = 2.0
 # What a further token of a sequence costs at least, in forwards: a large model's few tokens seem free within what can be measured.
@@ -138,6 +138,17 @@ class Planner:
         if any(slow.pause.probing for slow in worth):
             budget_s = max(budget_s, credit_s)
         return worth, budget_s
+
+    def affords_probe(self, assignment: Assignment) -> bool:
+        """Whether enough was saved for one more probe; if so, its token's place in a forward is paid.
+
+        There has to be enough to wait for its answer as well, since what comes late teaches nothing.
+        """
+        wait_s = min(assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s - self._token_s)
+        if self._probe_credit_s < self._token_s + wait_s:
+            return False
+        self._probe_credit_s -= self._token_s
+        return True
 
     def waited(self, seconds: float, step_s: float, probes: Iterable[Assignment]) -> None:
         """A wait ended, before a step like the last one, of `step_s`; waits for probes are paid from what was saved for them."""

@@ -36,10 +36,11 @@ class Pause:
         self.steps_left, self.withheld, self.probing = self.length, list(new_token_ids), False
         self.length = min(2 * self.length, _LONGEST_PAUSE)
 
-    def step(self, new_token_ids: list[int]) -> bool:
-        """Withhold another step's tokens; whether it is time for the probe."""
+    def step(self, new_token_ids: list[int], affords_probe: Callable[[], bool]) -> bool:
+        """Withhold another step's tokens; whether it is time for the probe, which waits until it can be afforded."""
         self.withheld += new_token_ids
-        self.steps_left -= 1
+        if self.steps_left > 1 or affords_probe():
+            self.steps_left -= 1
         self.probing = self.steps_left == 0
         return self.probing
 

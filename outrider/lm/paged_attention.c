@@ -131,10 +131,10 @@ struct work {
   int64_t first[MOST_ROWS], last[MOST_ROWS];
 };
 
-// Scores of `n` rows against the block. Each has `parts` sums, since eight in all keep a processor's multipliers busy.
+// Scores of `n` rows against the block, each in `parts` sums: a processor has some eight additions under way at once.
 INLINE void score(struct work *work, int row, int n, int head_size) {
-  int parts = 8 / n;
-  vec sums[8] = {0};
+  const int parts = n > 6 ? 1 : n > 3 ? 2 : n > 1 ? 4 : 8;
+  vec sums[16] = {0};
   for (int d = 0; d < head_size; d += parts)
     for (int part = 0; part < parts; part++)
       for (int i = 0; i < n; i++) sums[i * parts + part] += work->queries[row + i][d + part] * work->keys[d + part];
@@ -172,33 +172,46 @@ INLINE void gather(struct work *work, int row, int n, int count, int head_size) 
   }
 }
 
-// Rows by eights, fours and ones, each with loops of a length the compiler knows.
-#define BY_ROWS(rows, call)                      \
-  for (int row = 0; row < (rows);) {             \
-    if ((rows) - row >= 8) {                     \
-      const int n = 8;                           \
-      call;                                      \
-      row += n;                                  \
-    } else if ((rows) - row >= 4) {              \
-      const int n = 4;                           \
-      call;                                      \
-      row += n;                                  \
-    } else {                                     \
-      const int n = 1;                           \
-      call;                                      \
-      row += n;                                  \
-    }                                            \
+// Up to eight rows at a time, with loops of a length that the compiler knows.
+#define BY_ROWS(rows, call)                    \
+  for (int row = 0; row < (rows); row += 8) {  \
+    switch ((rows) - row) {                    \
+      case 1: { const int n = 1; call; } break; \
+      case 2: { const int n = 2; call; } break; \
+      case 3: { const int n = 3; call; } break; \
+      case 4: { const int n = 4; call; } break; \
+      case 5: { const int n = 5; call; } break; \
+      case 6: { const int n = 6; call; } break; \
+      case 7: { const int n = 7; call; } break; \
+      default: { const int n = 8; call; }       \
+    }                                          \
   }
 
+// The block's keys, turned, and its values, as floats.
 INLINE void take_block(struct work *work, const struct layer *layer, int64_t slot, int64_t kv_head, int count, int is_bfloat16) {
   int head_size = (int)layer->head_size;
   int64_t stride = layer->kv_heads * layer->head_size, at = slot * stride + kv_head * layer->head_size;
-  for (int c = 0; c < head_size / LANES; c++) {
-    vec *block = work->keys + c * LANES;
-    for (int j = 0; j < LANES; j++) block[j] = j < count ? load(layer->keys, at + j * stride + c * LANES, is_bfloat16) : splat(0);
+  // Two bfloat16 numbers are turned as one, where a head has room for that.
+  int paired = is_bfloat16 && head_size % (2 * LANES) == 0, step = paired ? 2 * LANES : LANES;
+  for (int d = 0; d < head_size; d += step) {
+    vec block[LANES];
+    for (int j = 0; j < LANES; j++) {
+      if (j >= count) block[j] = splat(0);
+      else if (paired) memcpy(&block[j], (const uint16_t *)layer->keys + at + j * stride + d, sizeof block[j]);
+      else block[j] = load(layer->keys, at + j * stride + d, is_bfloat16);
+    }
     transpose(block);
-    for (int j = 0; j < count; j++) work->values[j][c] = load(layer->values, at + j * stride + c * LANES, is_bfloat16);
+    for (int i = 0; i < LANES; i++) {
+      if (paired) {
+        work->keys[d + 2 * i] = (vec)((uvec)block[i] << 16);
+        work->keys[d + 2 * i + 1] = (vec)((uvec)block[i] & 0xffff0000);
+      } else {
+        work->keys[d + i] = block[i];
+      }
+    }
   }
+  for (int j = 0; j < count; j++)
+    for (int c = 0; c < head_size / LANES; c++) work->values[j][c] = load(layer->values, at + j * stride + c * LANES, is_bfloat16);
 }
 
 INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct work *work, int rows, int64_t kv_head,

@@ -224,3 +224,35 @@ def test_time_spent_on_probes_is_bounded() -> None:
     started = time.monotonic()
     assert planner.worth_waiting_for([]) == ([], 0.0)
     assert time.monotonic() - started < 1
+
+
+def test_probes_of_many_sequences_take_no_more_than_their_share_of_the_time() -> None:
+    engine, _ = make_engine(limits=Limits(DepthPolicy(), max_sequences=64), page_count=512)
+    for tokens in (1, 5):
+        engine.cost.calibrate(1, tokens, 0.01 + 0.001 * tokens)
+        engine.cost.calibrate(32, 32 * tokens, 0.01 + 0.001 * 32 * tokens)
+    drafter, planner = ScriptedDrafter(engine), engine.planner
+    sequences = [engine.submit(TokenRequest([1, 2], 40, GREEDY), Client()) for _ in range(32)]
+    engine.drain_inbox()
+    engine.step()
+    planner.plan(sequences)
+    assignments = [sequence.assignments[drafter.handle.id] for sequence in sequences]
+    asked, step_s = 0, engine.cost.estimate(32, 32)
+    for _ in range(1000):
+        planner.waited(0.0, step_s, [])
+        asked += sum(planner.affords_probe(assignment) for assignment in assignments)
+    assert 0.9 < asked * 0.001 / (0.01 * 1000 * step_s) <= 1.0
+
+
+def test_a_probe_is_not_asked_for_before_its_answer_can_be_waited_for() -> None:
+    engine, _ = make_engine(limits=Limits(DepthPolicy()))
+    engine.cost.calibrate(1, 1, 0.05)
+    drafter, planner = ScriptedDrafter(engine), engine.planner
+    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+    engine.drain_inbox()
+    drafter.handle.reply.observe(0.02)
+    assignment, steps = sequence.assignments[drafter.handle.id], 0
+    while not planner.affords_probe(assignment):
+        planner.waited(0.0, 0.05, [])
+        steps += 1
+    assert 0.9 <= steps * 0.01 * 0.05 / 0.02 <= 1.2

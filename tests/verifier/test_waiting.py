@@ -133,6 +133,7 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed() 
             wrong = [(token + 1) % 7 for token in model.greedy(sequence.tokens, 1)] * 3
             drafter.propose(sequence.id, wrong)
             asked += 1
+        engine._await_drafts()
         engine.step()
     assert client.tokens == model.greedy([1, 2], 200)
     assert asked < 30
