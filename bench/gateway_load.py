@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from statistics import median
 import httpx
 import torch
 
+from bench.raw_client import stream
 from outrider import rpc
 from outrider.depth_policy import DepthPolicy
 from outrider.lm.pages import PagePool
@@ -142,21 +142,11 @@ async def _load(port: int, model: _PacedModel, connections: int, tokens: int) ->
 
 
 async def _stream(port: int, tokens: int) -> list[float]:
-    """When each event of one streamed completion came; raw, since a client library would take more time than what is measured."""
+    """When each event of one streamed completion came."""
     limits = {"max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, "speculation": {"enabled": False}}
-    body = json.dumps({"model": "null", "prompt": [5, 6, 7], **limits}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
     times: list[float] = []
-    last = b""
-    while b"[DONE]" not in last:
-        block = await reader.read(65_536)
-        if not block:
-            raise RuntimeError(f"the gateway hung up: {last[-300:].decode(errors='replace')}")
+    async for block in stream(port, {"model": "null", "prompt": [5, 6, 7], **limits}, {}):
         times += [time.perf_counter()] * block.count(b"data: ")
-        last = last[-16:] + block
-    writer.close()
     return times
 
 

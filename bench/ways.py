@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.raw_client import stream
 from outrider.local import until_ready
 from outrider.stack import ServeSettings, free_port, plan_stack
 from outrider.supervisor import Supervisor
@@ -167,7 +168,7 @@ async def _over_http(
     async def worker() -> None:
         while waiting:
             body = {**stem, "prompt": waiting.pop(), "max_tokens": task.max_tokens, "temperature": task.temperature}
-            await _stream(client, body, headers(), sample)
+            await _stream(client.base_url.port or 0, body, headers(), sample)
 
     started = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(task.batch)))
@@ -177,16 +178,14 @@ async def _over_http(
     return sample
 
 
-async def _stream(client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str], sample: Sample) -> None:
+async def _stream(port: int, body: dict[str, Any], headers: dict[str, str], sample: Sample) -> None:
     """One streamed completion, its times counted in tokens, of which a chunk can hold several."""
     options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     started, first, last = time.perf_counter(), 0.0, b""
-    async with client.stream("POST", "/v1/completions", json={**body, **options}, headers=headers) as response:
-        if response.status_code != httpx.codes.OK:
-            raise RuntimeError((await response.aread()).decode())
-        async for block in response.aiter_bytes():
-            first = first or time.perf_counter()
-            last = (last + block)[-4096:]
+    async for block in stream(port, {**body, **options}, headers):
+        # Before its first event an answer is but a header.
+        first = first or (time.perf_counter() if b"data: " in block else 0.0)
+        last = (last + block)[-4096:]
     ended = time.perf_counter()
     usage = next(line for line in reversed(last.splitlines()) if b'"usage":{' in line)
     count = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]

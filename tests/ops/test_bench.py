@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from bench.delay import Proxy
+from bench.raw_client import stream
 from bench.report import Cell, Results, plot, tables, write
 from bench.ways import Sample, line_peer
 from outrider.stack import free_port
@@ -47,6 +48,38 @@ async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_d
         assert (await ask({})).tokens_per_s == 3.0
         with pytest.raises(RuntimeError, match="out of cake"):
             await ask({})
+
+
+@pytest.mark.parametrize(
+    "blocks", [[b"data: 1\n\n", b"data: [DO", b"NE]\n\n"], [b'HTTP/1.1 400 \r\n\r\n{"error": "no such model"}']]
+)
+async def test_a_stream_is_read_to_its_end_and_an_error_is_raised(blocks: list[bytes]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"}"))
+        for block in blocks:
+            await asyncio.sleep(0.05)
+            writer.write(block)
+        writer.close()
+        await writer.wait_closed()
+        answered.set()
+
+    answered = asyncio.Event()
+    asked: list[bytes] = []
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        if b"400" in blocks[0]:
+            with pytest.raises(RuntimeError, match="no such model"):
+                [block async for block in stream(port, {"model": "m"}, {"X-Way": "far"})]
+        else:
+            got = [block async for block in stream(port, {"model": "m"}, {"X-Way": "far"})]
+            assert b"".join(got) == b"".join(blocks)
+        await answered.wait()
+    finally:
+        server.close()
+        await server.wait_closed()
+    assert b"X-Way: far\r\n" in asked[0]
+    assert asked[0].endswith(b'\r\n\r\n{"model": "m"}')
 
 
 def results() -> Results:
