@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
-from stack import TARGET, Client, Stack, running
+from stack import TARGET, Client, Stack, free_port, running
 
+from bench.ways import counters
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
 from outrider.tokenizer import load_tokenizer
 
@@ -82,11 +83,15 @@ async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) ->
 
 
 async def test_when_sequences_are_preempted() -> None:
-    small = Stack("--always-draft", "--page-count", "30")  # of 16 tokens: three of the eight texts fit at once
+    metrics_port = free_port()
+    # Of 16 tokens: three of the eight texts fit at once.
+    small = Stack("--always-draft", "--page-count", "30", "--metrics-port", str(metrics_port))
     small.add_drafter("ngram-1", "ngram")
     large = Stack("--always-draft")
     with running(small), running(large):
         async with Client(small.address) as one, Client(large.address) as other:
             expected = await texts(other, PLAIN)
             together = await asyncio.gather(*(one.tokens(request(i, SpeculationOptions())) for i in range(len(PROMPTS))))
+        counted = await counters(metrics_port)
     assert together == expected
+    assert next(count for name, count in counted.items() if name.endswith("num_preemptions")) > 0
