@@ -1,8 +1,8 @@
 // Attention of a few tokens a sequence over a paged cache on a CPU: what verification and decoding do between two matrix products.
 //
 // Keys and values are read where they lie, once for all query heads that share them, and the softmax is kept up while they go by
-// (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et al., arXiv 2205.14135). As many
-// keys as a vector has lanes make a block: a block's keys are turned so that a lane sums its own key's score, and no sum goes across lanes.
+// (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et al., arXiv 2205.14135). As many keys as a vector has lanes make a
+// block. Its keys are turned, so that each lane sums the score of a key of its own and no sum goes across lanes.
 //
 // Plain C with GCC's vectors and no header but the standard's, called through ctypes; see outrider/lm/cpu_attention.py, which says
 // the same of the structures. It shares OpenMP's runtime, and so its threads, with torch.
@@ -162,7 +162,7 @@ INLINE void weigh(struct work *work, int row, ivec position, int head_size) {
 }
 
 // Adds the block's values, by weight, to the sums of `n` rows.
-INLINE void gather(struct work *work, int row, int n, int count, int head_size) {
+INLINE void add_values(struct work *work, int row, int n, int count, int head_size) {
   for (int c = 0; c < head_size / LANES; c++) {
     vec sums[8];
     for (int i = 0; i < n; i++) sums[i] = work->sums[row + i][c];
@@ -228,7 +228,7 @@ INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct 
     position |= (lanes >= (int32_t)count) & INT32_MAX;
     BY_ROWS(rows, score(work, row, n, head_size))
     for (int row = 0; row < rows; row++) weigh(work, row, position, head_size);
-    BY_ROWS(rows, gather(work, row, n, (int)count, head_size))
+    BY_ROWS(rows, add_values(work, row, n, (int)count, head_size))
   }
 }
 
