@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,10 @@ Mask = npt.NDArray[np.int32]
 _MOST_WHITESPACE = 16
 _CACHED = 256
 _COMPILING = 2
+# Before a grammar is taken its masks are computed along a text of so many tokens, for no longer than this (CPU seconds). What can
+# be read in many ways compiles at once, and then takes seconds a mask, for which all sequences of a batch would have to wait.
+_TRIAL_TOKENS = 16
+_TRIAL_SECONDS = 0.8
 
 
 class Matcher(Protocol):
@@ -76,6 +81,7 @@ class GrammarCompiler:
         self.mask_width = -(-vocab_size // 32)
         make = _XGrammar if backend == "xgrammar" else _LLGuidance
         self._backend = make(tokenizer, vocab_size, stop_token_ids)
+        self._stops = list(stop_token_ids)
         self._seconds = compile_seconds
         self._pool = ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammar")
         self._known: OrderedDict[Grammar, Compiled] = OrderedDict()
@@ -112,16 +118,33 @@ class GrammarCompiler:
         try:
             _check(grammar, field)
             compiled = self._backend.compile(grammar)
-            mask = np.zeros((1, self.mask_width), np.int32)
-            compiled.matcher().fill(mask, 0)
+            self._try_out(compiled.matcher(), field)
         except OutriderError:
             raise
         # Each library has its own exceptions, all of them about the grammar it was given.
         except Exception as cause:
             raise invalid(field, f"cannot be compiled: {_readable(cause)}") from cause
-        if not mask.any():
-            raise invalid(field, "allows no text at all")
         return compiled
+
+    def _try_out(self, matcher: Matcher, field: str) -> None:
+        """Write a short text at random; raises OutriderError(INVALID_VALUE) if there is none, or its masks take too long."""
+        mask, choose = np.zeros((1, self.mask_width), np.int32), np.random.default_rng(0)
+        seconds = 0.0
+        for position in range(_TRIAL_TOKENS):
+            # Of this thread alone, so that a busy machine makes no difference.
+            started = time.thread_time()
+            matcher.fill(mask, 0)
+            seconds += time.thread_time() - started
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if position == 0 and not len(allowed):
+                raise invalid(field, "allows no text at all")
+            if seconds > _TRIAL_SECONDS:
+                limit = 1000 * _TRIAL_SECONDS / _TRIAL_TOKENS
+                message = f"can be read in too many ways: masks for its tokens take longer than {limit:.0f} ms each"
+                raise invalid(field, message)
+            allowed = allowed[~np.isin(allowed, self._stops)]
+            if not len(allowed) or not matcher.accept(int(choose.choice(allowed))):
+                return
 
 
 def _field(grammar: Grammar) -> str:

@@ -192,6 +192,22 @@ def test_repetition_is_bounded_where_it_nests_and_not_where_it_follows_itself() 
         compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, fine))
 
 
+def test_a_grammar_that_can_be_read_in_too_many_ways_is_refused_before_a_batch_has_to_wait_for_its_masks() -> None:
+    # Up to 1024 letters, and for each half of each part a choice whether it is there.
+    rules = [f"r{i} ::= r{i + 1}? r{i + 1}" for i in range(10)]
+    grammar = Grammar(GrammarKind.EBNF, "\n".join(["root ::= r0", *rules, "r10 ::= [a-z]"]))
+    with pytest.raises(OutriderError, match=r"grammar\.ebnf can be read in too many ways: masks .* longer than 50 ms each"):
+        compiler("xgrammar").compile(grammar)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_grammars_whose_masks_are_quick_are_taken(backend: Backend) -> None:
+    record = {"type": "object", "properties": {"id": {"type": "integer"}, "name": {"type": "string", "maxLength": 100}}}
+    compiler(backend).compile(schema({"type": "array", "maxItems": 1000, "items": record}))
+    compiler(backend).compile(schema({"type": "string", "maxLength": 10_000}))
+    compiler(backend).compile(Grammar(GrammarKind.REGEX, "[a-z]{1,1000}"))
+
+
 def test_what_was_compiled_is_remembered_within_bounds() -> None:
     own = GrammarCompiler(TARGET, VOCAB, ENDS)
     first = Grammar(GrammarKind.REGEX, "first")
