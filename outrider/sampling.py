@@ -35,6 +35,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 # Numbers of noise computed at once; bounds the memory that a large vocabulary takes.
 _NOISE_BLOCK = 2**24
+# Tokens of a row that are looked at before all are sorted. Nuclei of peaked rows have a few dozen.
+_CANDIDATES = 1024
 
 
 def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -117,7 +119,9 @@ def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -
     temperatures = [s.temperature or 1.0 for s in samplings]
     if any(t != 1.0 for t in temperatures):
         logits_RV = logits_RV / torch.tensor(temperatures, dtype=logits_RV.dtype).to(logits_RV.device).unsqueeze(-1)
-    logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_k > 0 or s.top_p < 1 or s.min_p > 0, _truncate)
+    logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_k > 0, _top_k)
+    logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_p < 1, _top_p)
+    logits_RV = _replaced(logits_RV, samplings, lambda s: s.min_p > 0, _min_p)
     logits_RV = _replaced(logits_RV, samplings, lambda s: s.typical_p < 1, _typical)
     return logits_RV.softmax(-1)
 
@@ -132,40 +136,88 @@ def _replaced(
     rows = [i for i, s in enumerate(samplings) if not s.greedy and wants(s)]
     if not rows:
         return logits_RV
+    if len(rows) == len(samplings):
+        return truncate(logits_RV, samplings)
     index = torch.tensor(rows).to(logits_RV.device)
     return logits_RV.index_copy(0, index, truncate(logits_RV[index], [samplings[i] for i in rows]))
 
 
-def _truncate(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Set to -inf what top-k, then top-p, then min-p removes."""
-    size, device = logits_RV.shape[-1], logits_RV.device
-    top_k_R = torch.tensor([min(s.top_k, size) or size for s in samplings]).to(device).unsqueeze(-1)
-    top_p_R = torch.tensor([s.top_p for s in samplings]).to(device).unsqueeze(-1)
-    min_p_R = torch.tensor([s.min_p for s in samplings]).to(device).unsqueeze(-1)
-    ordered, index = logits_RV.sort(dim=-1, descending=True)
-    # As transformers: whatever ties with the k-th likeliest stays.
-    kth = ordered.gather(-1, top_k_R - 1)
-    ordered = ordered.masked_fill((torch.arange(size, device=device) >= top_k_R) & (ordered < kth), -torch.inf)
-    probs = ordered.softmax(-1)
-    drop = (probs.cumsum(-1) - probs >= top_p_R) & (top_p_R < 1)
-    drop[:, 0] = False
-    ordered = ordered.masked_fill(drop, -torch.inf)
-    # A ratio to the likeliest, which no renormalisation changes.
-    ordered = ordered.masked_fill(probs < min_p_R * probs[:, :1], -torch.inf)
-    return torch.empty_like(ordered).scatter_(-1, index, ordered)
+def _top_k(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Keep the k likeliest, and whatever ties with the last of them."""
+    counts = [min(s.top_k, logits_RV.shape[-1]) for s in samplings]
+    kth = logits_RV.topk(max(counts)).values.gather(-1, _column(logits_RV, counts) - 1)
+    return logits_RV.masked_fill(logits_RV < kth, -torch.inf)
+
+
+def _top_p(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Nucleus sampling (Holtzman et al., arXiv 1904.09751): keep the likeliest up to a mass, the lowest ids of ties at its edge."""
+    return _from_candidates(_nucleus, logits_RV, _column(logits_RV, [s.top_p for s in samplings]))
+
+
+def _min_p(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Keep what has at least this share of the likeliest token's probability."""
+    probs = logits_RV.softmax(-1)
+    least = _column(logits_RV, [s.min_p for s in samplings]) * probs.amax(-1, keepdim=True)
+    return logits_RV.masked_fill(probs < least, -torch.inf)
 
 
 def _typical(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
     """Locally typical sampling (Meister et al., arXiv 2202.00666): keep what is about as surprising as expected, up to a mass."""
-    mass_R = torch.tensor([s.typical_p for s in samplings]).to(logits_RV.device).unsqueeze(-1)
+    return _from_candidates(_typical_set, logits_RV, _column(logits_RV, [s.typical_p for s in samplings]))
+
+
+def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values).to(like.device).unsqueeze(-1)
+
+
+def _from_candidates(
+    keep: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
+    logits_RV: torch.Tensor,
+    mass_R1: torch.Tensor,
+) -> torch.Tensor:
+    """What `keep` leaves of each row, from its first candidates where they are enough, else from all of its tokens."""
+    size = logits_RV.shape[-1]
+    if size <= _CANDIDATES:
+        return keep(logits_RV, mass_R1, size)[0]
+    kept_RV, enough_R = keep(logits_RV, mass_R1, _CANDIDATES)
+    # On a GPU this waits for the device, once a batch, so as not to sort whole rows of which hardly any needs it.
+    rows = (~enough_R).nonzero().squeeze(-1)
+    if len(rows):
+        kept_RV[rows], _ = keep(logits_RV[rows], mass_R1[rows], size)
+    return kept_RV
+
+
+def _nucleus(logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens' logits up to a mass, else -inf, seen from the first `count`; whether these were enough, bool [R]."""
+    ordered, ids = _likeliest(logits_RV, count)
+    probs = logits_RV.softmax(-1).gather(-1, ids)
+    drop = probs.cumsum(-1) - probs >= mass_R1
+    drop[:, 0] = False
+    edge_R = ordered.masked_fill(drop, torch.inf).amin(-1)
+    kept_RV = torch.full_like(logits_RV, -torch.inf).scatter_(-1, ids, ordered.masked_fill(drop, -torch.inf))
+    # What ties with the last candidate may be no candidate, and yet the one to keep.
+    return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])
+
+
+def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and ids of the `count` likeliest tokens in order, those with the lowest ids first among ties."""
+    if count == logits_RV.shape[-1]:
+        return logits_RV.sort(dim=-1, descending=True, stable=True)
+    ids = logits_RV.topk(count, sorted=False).indices.sort(-1).values
+    ordered, order = logits_RV.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return ordered, ids.gather(-1, order)
+
+
+def _typical_set(logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_nucleus`, of the tokens whose surprise is nearest to the expected one; whatever ties at the edge stays."""
     log_probs = logits_RV.log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(log_probs * probs).nansum(-1, keepdim=True)
-    distance, index = (-log_probs - entropy).abs().sort(dim=-1)
-    cumulative = probs.gather(-1, index).cumsum(-1)
-    last = (cumulative < mass_R).sum(-1, keepdim=True).clamp(max=logits_RV.shape[-1] - 1)
-    drop = (distance > distance.gather(-1, last)) & (mass_R < 1)
-    return logits_RV.masked_fill(torch.empty_like(drop).scatter_(-1, index, drop), -torch.inf)
+    distance = (-log_probs - entropy).abs()
+    nearest, ids = distance.topk(count, largest=False)
+    cumulative = probs.gather(-1, ids).cumsum(-1)
+    last = (cumulative < mass_R1).sum(-1, keepdim=True).clamp(max=count - 1)
+    return logits_RV.masked_fill(distance > nearest.gather(-1, last), -torch.inf), cumulative[:, -1] >= mass_R1[:, 0]
 
 
 def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:

@@ -61,10 +61,15 @@ def test_two_purposes_share_no_noise() -> None:
         (1.0, 0, 1.0, 1.0, 0.01),
     ],
 )
+@pytest.mark.parametrize(
+    ("vocab_size", "scale"),
+    [(200, 3.0), (5000, 6.0), (5000, 0.1)],
+    ids=["few tokens", "many, the candidates are enough", "many, the candidates are not enough"],
+)
 def test_target_probabilities_are_those_of_transformers_processors(
-    temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
+    temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float, vocab_size: int, scale: float
 ) -> None:
-    logits = torch.randn(16, 200, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0)) * scale
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
@@ -77,6 +82,19 @@ def test_target_probabilities_are_those_of_transformers_processors(
     expected = processors(torch.zeros(16, 1, dtype=torch.long), logits.clone()).softmax(-1)
     got = target_probs(logits, [SamplingParams(temperature, top_k, top_p, min_p=min_p, typical_p=typical_p)] * 16)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.9), SamplingParams(typical_p=0.9)], ids=["top-p", "typical-p"])
+def test_candidates_keep_what_all_tokens_would_whatever_ties(sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    peaked, flat = torch.randn(4, 3000, generator=generator) * 8, torch.randn(4, 3000, generator=generator) * 0.1
+    coarse = (torch.randn(4, 3000, generator=generator) * 2).round()  # thousands of ties, at the last candidate as well
+    equal, banned = torch.zeros(1, 3000), torch.full((1, 3000), -torch.inf)
+    banned[:, 2000:2010] = 1.0
+    logits = torch.cat([peaked, flat, coarse, equal, banned])
+    few = target_probs(logits, [sampling] * len(logits))
+    monkeypatch.setattr("outrider.sampling._CANDIDATES", 3000)
+    torch.testing.assert_close(few, target_probs(logits, [sampling] * len(logits)), atol=1e-9, rtol=1e-6)
 
 
 def test_each_row_has_its_own_settings() -> None:
