@@ -53,7 +53,7 @@ def test_queue_prompt_and_steps_are_children_of_the_request_and_follow_each_othe
     assert prefill.attributes == {"outrider.prompt_tokens": 3, "outrider.cached_tokens": 0}
     assert queue.end_time is not None
     assert prefill.start_time is not None
-    assert abs(prefill.start_time - queue.end_time) < 5e6, "one begins where the other ends, give or take some milliseconds"
+    assert abs(prefill.start_time - queue.end_time) < 1e8, "one begins where the other ends, but for what a busy machine does"
     assert not named(exporter, "step"), "a step of one sequence says nothing that its span does not"
 
 
