@@ -144,8 +144,9 @@ class Planner:
 
         There has to be enough to wait for its answer as well, since what comes late teaches nothing.
         """
-        wait_s = min(assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s - self._token_s)
-        if self._probe_credit_s < self._token_s + wait_s:
+        # No more than can be saved up at all.
+        needed_s = min(self._token_s + assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s)
+        if self._probe_credit_s < needed_s:
             return False
         self._probe_credit_s -= self._token_s
         return True

@@ -100,8 +100,10 @@ class LayerCache:
             store.flat_values.index_copy_(0, layout.slots, value[0].transpose(0, 1))
             if self._use_varlen:
                 return _varlen(store, layout, query_THD, scaling, window).unsqueeze(0)
-            out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
             groups = layout.groups
+            if len(groups) == 1:
+                return _attend_group(store, query_THD, groups[0], scaling, window, softcap).unsqueeze(0)
+            out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
         for group in groups:
             rows = group.rows_BQ[group.real_BQ] if group.padded else group.rows_BQ.flatten()
             out[rows] = _attend_group(store, query_THD, group, scaling, window, softcap)

@@ -253,7 +253,7 @@ def generate(
     """The first three tokens of `draws` requests, [draws, 3], many at a time through one engine."""
     rng = np.random.default_rng(seed)
     engine = make_engine(sampled_rule, trust)
-    laws = LawDrafter(engine, law, offers, rng, **drafter) if law is not None else None  # type: ignore[arg-type]
+    laws = LawDrafter(engine, law, offers, rng, **drafter) if law is not None else None  # type: ignore[arg-type]  # any of its settings
     done: list[list[int]] = []
     # The engine would draw a seed from the system; here the test has to come out the same each time.
     own = np.random.default_rng(seed + 1)

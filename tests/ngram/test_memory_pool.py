@@ -9,7 +9,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def pool_of(text: list[int], **options: object) -> MemoryPool:
-    pool = MemoryPool(NgramOptions(**options), 10_000)  # type: ignore[arg-type]
+    pool = MemoryPool(NgramOptions(**options), 10_000)  # type: ignore[arg-type]  # of the right types, by the tests below
     pool.index(text, 0)
     return pool
 

@@ -256,3 +256,18 @@ def test_a_probe_is_not_asked_for_before_its_answer_can_be_waited_for() -> None:
         planner.waited(0.0, 0.05, [])
         steps += 1
     assert 0.9 <= steps * 0.01 * 0.05 / 0.02 <= 1.2
+
+
+def test_a_drafter_slower_than_can_be_saved_for_is_probed_once_the_savings_are_full() -> None:
+    engine, _ = make_engine(limits=Limits(DepthPolicy()))
+    engine.cost.calibrate(1, 1, 0.0531)
+    engine.cost.calibrate(1, 5, 0.0571)
+    drafter, planner = ScriptedDrafter(engine), engine.planner
+    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+    engine.drain_inbox()
+    engine.step()
+    planner.plan([sequence])
+    drafter.handle.reply.observe(10.0)
+    for _ in range(1000):
+        planner.waited(0.0, 0.0531, [])
+    assert planner.affords_probe(sequence.assignments[drafter.handle.id])
