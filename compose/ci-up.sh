@@ -183,7 +183,7 @@ images_hold_no_more() {
     in_image "$target" sh -ec 'for no in /run/secrets/* /opt/outrider/bin/pip /usr/bin/gcc; do test ! -e $no; done; test $(id -u) = 10001'
   done
   in_image gateway outrider --help >/dev/null
-  in_image verifier python -c 'from outrider.lm.cpu_attention import *; assert load_build(runnable_builds()[0])'
+  in_image verifier python -c 'from outrider.lm.cpu_library import *; assert load_build(runnable_builds()[0])'
   case $(in_image gateway python -m verifier_svc --target x 2>&1) in
     *"install outrider[models]"*) ;;
     *) echo "a verifier without torch does not name the extra"; return 1 ;;

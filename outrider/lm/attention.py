@@ -56,7 +56,7 @@ class LayerCache:
         self.layout: BatchLayout | None = None
         self._store: _Store | None = None
         self._use_varlen = False
-        self._paged: PagedAttention | None = None
+        self.paged: PagedAttention | None = None
 
     def allocate(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the cache; raises RuntimeError when the trial forward never came here."""
@@ -69,7 +69,12 @@ class LayerCache:
         self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
         self._use_varlen = self.takes_varlen(dtype, device)
         if not self._use_varlen and not self._soft_capped and PagedAttention.takes(keys, values):
-            self._paged = PagedAttention(keys, values)
+            self.paged = PagedAttention(keys, values)
+
+    @property
+    def page_count(self) -> int:
+        """Of the allocated cache."""
+        return 0 if self._store is None else len(self._store.keys)
 
     def takes_varlen(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the variable-length CUDA kernel can do this layer."""
@@ -92,8 +97,8 @@ class LayerCache:
         if store is None or layout is None:
             return self._trial(query, key, value, scaling, window, softcap)
         query_THD = query[0].transpose(0, 1)
-        if self._paged is not None:
-            out = self._paged.attend(layout.paged, query, key, value, scaling, window)
+        if self.paged is not None:
+            out = self.paged.attend(layout.paged, query, key, value, scaling, window)
             groups = layout.long_groups
         else:
             store.flat_keys.index_copy_(0, layout.slots, key[0].transpose(0, 1))

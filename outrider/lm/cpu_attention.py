@@ -1,28 +1,20 @@
-"""Attention over the paged cache on a CPU by `paged_attention.c`, which reads pages where they lie.
-
-The library is built when the package is installed, where there is a C compiler; without it pages are gathered, which is slower.
-"""
+"""Attention over the paged cache on a CPU by `paged_attention.c`, which reads pages where they lie; else they are gathered."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from array import array
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-log = logging.getLogger(__name__)
+from outrider.lm.cpu_library import library
 
 _HEAD_SIZES = range(16, 257, 16)
-# What torch calls the processor, and the library that was built for it; each can do what those before it can.
-_BUILDS = {"DEFAULT": "_attention", "AVX2": "_attention_avx2", "AVX512": "_attention_avx512"}
 
 
-class _Layer(ctypes.Structure):
+class Layer(ctypes.Structure):
     """`struct layer` in C."""
 
     _fields_ = (
@@ -32,7 +24,7 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Batch(ctypes.Structure):
+class Batch(ctypes.Structure):
     """`struct batch` in C."""
 
     _fields_ = (
@@ -41,7 +33,7 @@ class _Batch(ctypes.Structure):
     )
 
 
-class _Rows(ctypes.Structure):
+class Rows(ctypes.Structure):
     """`struct rows` in C."""
 
     _fields_ = (("data", ctypes.c_void_p), ("head_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64))
@@ -67,7 +59,7 @@ class PagedBatch:
             page_at.append(len(flat))
             flat.extend(numbers)
         self._arrays = [*(array("q", numbers) for numbers in (slots, rows, lengths, starts, page_at)), flat]
-        self._batch = _Batch(len(slots), len(rows), *(numbers.buffer_info()[0] for numbers in self._arrays))
+        self._batch = Batch(len(slots), len(rows), *(numbers.buffer_info()[0] for numbers in self._arrays))
         self.pointer = ctypes.byref(self._batch)
 
 
@@ -78,18 +70,18 @@ class PagedAttention:
         _, page_size, kv_heads, head_size = keys.shape
         # Kept, since the library has their addresses only.
         self._caches = keys, values
-        self._layer = _Layer(
+        self.struct = Layer(
             keys.data_ptr(), values.data_ptr(), 0, kv_heads, head_size, page_size, int(keys.dtype is torch.bfloat16)
         )
-        self._pointer = ctypes.byref(self._layer)
-        self._call = _library()
+        self._pointer = ctypes.byref(self.struct)
+        self._call = _function()
 
     @staticmethod
     def takes(keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the library is there and can do such a layer."""
         if keys.device.type != "cpu" or keys.dtype not in (torch.float32, torch.bfloat16) or keys.shape != values.shape:
             return False
-        return keys.shape[-1] in _HEAD_SIZES and _library() is not None
+        return keys.shape[-1] in _HEAD_SIZES and library() is not None
 
     def attend(
         self, batch: PagedBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
@@ -99,7 +91,7 @@ class PagedAttention:
         Rows of tokens that are in none of the slices are left as they are in fresh memory.
         """
         _, heads, tokens, size = query.shape
-        self._layer.heads = heads
+        self.struct.heads = heads
         out = query.new_empty(tokens, heads, size)
         # Names keep what is made contiguous here until the call is over.
         query, key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (query, key, value))
@@ -107,40 +99,19 @@ class PagedAttention:
         return out
 
 
-def _rows(tensor: torch.Tensor) -> _Rows:
-    return _Rows(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
+def _rows(tensor: torch.Tensor) -> Rows:
+    return Rows(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
 
 
-@cache
-def _library() -> Any:
-    """The C function in the best build that this processor can run; None when none was built."""
-    for name in runnable_builds():
-        function = load_build(name)
-        if function is not None:
-            return function
-    log.warning("the attention for CPUs was not built, for want of a C compiler at installation; decoding in batches is slower")
-    return None
-
-
-def runnable_builds() -> list[str]:
-    """Names of the builds that this processor can run, best first."""
-    capabilities = list(_BUILDS)
-    mine = torch.backends.cpu.get_cpu_capability()
-    last = capabilities.index(mine) if mine in capabilities else 0
-    return [_BUILDS[capability] for capability in reversed(capabilities[: last + 1])]
-
-
-def load_build(name: str) -> Any:
-    """The C function of one build; None when it was not built."""
-    found = find_spec(f"outrider.lm.{name}")
-    if found is None or found.origin is None:
-        return None
-    # Torch is there already, and so the library gets the OpenMP that torch has, and its threads.
-    function = ctypes.CDLL(found.origin).outrider_paged_attention
+def _function() -> Any:
+    found = library()
+    if found is None:
+        raise RuntimeError("PagedAttention without its library; ask `takes` first")
+    function = found.outrider_paged_attention
     function.argtypes = (
-        ctypes.POINTER(_Layer),
-        ctypes.POINTER(_Batch),
-        *(_Rows,) * 3,
+        ctypes.POINTER(Layer),
+        ctypes.POINTER(Batch),
+        *(Rows,) * 3,
         ctypes.c_void_p,
         ctypes.c_float,
         ctypes.c_int64,

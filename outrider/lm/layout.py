@@ -145,7 +145,14 @@ class BatchLayout:
     @cached_property
     def paged(self) -> PagedBatch:
         """How the attention that reads pages on a CPU takes the batch: the short slices."""
-        slices, rows = [self.slices[i] for i in self._short], [self.first_rows[i] for i in self._short]
+        return self._paged([self.slices[i] for i in self._short], [self.first_rows[i] for i in self._short])
+
+    @cached_property
+    def paged_whole(self) -> PagedBatch:
+        """The same of all slices, long ones too."""
+        return self._paged(self.slices, self.first_rows)
+
+    def _paged(self, slices: Sequence[Slice], rows: Sequence[int]) -> PagedBatch:
         lengths, starts = [len(part.token_ids) for part in slices], [part.start for part in slices]
         return PagedBatch(self._slots(), rows, lengths, starts, [part.pages for part in slices])
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.lm import attention, support
+from outrider.lm.cpu_decoder import CpuDecoder
 from outrider.lm.layout import BatchLayout, Slice
 from outrider.lm.weights import settle_on_cpu
 
@@ -49,6 +50,8 @@ class ModelRunner:
         self.page_count = page_count or self._default_page_count()
         for layer in self._layers.values():
             layer.allocate(self.page_count, self.page_size, self.dtype, self.device)
+        self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size) if self.device.type == "cpu" else None
+        """What runs in place of the model's own forward, where there is such a thing."""
 
     @classmethod
     def load(
@@ -96,6 +99,8 @@ class ModelRunner:
     def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
         """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache."""
         layout = BatchLayout(slices, self.page_size, self.device)
+        if self.decoder is not None and self.decoder.pays(slices):
+            return self.decoder.forward(layout)
         for layer in self._layers.values():
             layer.layout = layout
         output = self._model(

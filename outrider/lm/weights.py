@@ -8,11 +8,14 @@ hooks, 40 times and more in a forward of a few milliseconds. None of this change
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
+
+from outrider.lm.cpu_library import library
 
 # Children of one module that models call one after the other with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -51,18 +54,72 @@ class PackedLinear(torch.nn.Module):
     __call__ = forward
 
 
-class _Joint:
+class LinearStruct(ctypes.Structure):
+    """`struct linear` in C."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tiles", "bias")),
+        *((name, ctypes.c_int64) for name in ("in_features", "out_features")),
+    )
+
+
+class TiledLinear(torch.nn.Module):
+    """A `torch.nn.Linear` in bfloat16 by `decoder.c`, its weight in the tiles of AMX; x [..., in] to [..., out]."""
+
+    BLOCK = 32
+    """Inputs are a multiple of this; outputs are filled up to one."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if bias is None else bias.detach().clone()
+        self._tiles = _tiles(weight.detach(), self.BLOCK)
+        bias_address = None if self._bias is None else self._bias.data_ptr()
+        self.struct = LinearStruct(self._tiles.data_ptr(), bias_address, self.in_features, self.out_features)
+        self._product = _product_function()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as the layer it was made from."""
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        rows = x.numel() // self.in_features
+        self._product(self.struct, x.data_ptr(), self.in_features, rows, out.data_ptr())
+        return out
+
+    __call__ = forward
+
+
+def _tiles(weight: torch.Tensor, block: int) -> torch.Tensor:
+    """[out, in] as [blocks of out, blocks of in, 2, 16 pairs of in, 16 out, pair], filled up with zeros."""
+    outs, ins = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -outs % block))
+    return padded.view(-1, 2, 16, ins // block, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def _product_function() -> Any:
+    """None where the processor has no AMX."""
+    function = getattr(library(), "outrider_product", None)
+    if function is not None:
+        integers = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        function.argtypes, function.restype = (ctypes.POINTER(LinearStruct), *integers), None
+    return function
+
+
+Settled = LeanLinear | PackedLinear | TiledLinear
+
+
+class Joint:
     """Several layers as one: whichever is called first with an input computes them all, and the last one lets go of it."""
 
-    def __init__(self, layer: LeanLinear | PackedLinear, sizes: Sequence[int]) -> None:
-        self._layer = layer
+    def __init__(self, layer: Settled, sizes: Sequence[int]) -> None:
+        self.layer = layer
         self._sizes = list(sizes)
         self._input: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
-            self._input, self._outputs = x, torch.split(self._layer(x), self._sizes, -1)
+            self._input, self._outputs = x, torch.split(self.layer(x), self._sizes, -1)
         out = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()
@@ -72,13 +129,13 @@ class _Joint:
 class JointLinear(torch.nn.Module):
     """One `torch.nn.Linear` of several that share their input; x [..., in] to [..., out]."""
 
-    def __init__(self, joint: _Joint, index: int) -> None:
+    def __init__(self, joint: Joint, index: int) -> None:
         super().__init__()
-        self._joint, self._index = joint, index
+        self.joint, self._index = joint, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same as the layer it was made from."""
-        return self._joint.part(self._index, x)
+        return self.joint.part(self._index, x)
 
     __call__ = forward
 
@@ -118,15 +175,18 @@ def _packable(module: torch.nn.Module, packs_bfloat16: bool) -> bool:
 
 
 def _replace(module: torch.nn.Module, packs_bfloat16: bool) -> None:
-    def settled(like: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> LeanLinear | PackedLinear:
-        return PackedLinear(weight, bias) if _packable(like, packs_bfloat16) else LeanLinear(weight, bias)
+    def settled(like: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> Settled:
+        if not _packable(like, packs_bfloat16):
+            return LeanLinear(weight, bias)
+        tiles = like.in_features % TiledLinear.BLOCK == 0 and _product_function() is not None
+        return TiledLinear(weight, bias) if tiles else PackedLinear(weight, bias)
 
     parts: dict[torch.nn.Module, JointLinear] = {}
     for layers in _joinable(module):
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         weight = torch.cat([layer.weight.detach() for layer in layers])
         bias = torch.cat(biases) if biases else None
-        joint = _Joint(settled(layers[0], weight, bias), [layer.out_features for layer in layers])
+        joint = Joint(settled(layers[0], weight, bias), [layer.out_features for layer in layers])
         parts |= {layer: JointLinear(joint, i) for i, layer in enumerate(layers)}
     for name, child in module.named_children():
         if child in parts:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from outrider.lm import cpu_attention
-from outrider.lm.cpu_attention import PagedAttention, PagedBatch, load_build, runnable_builds
+from outrider.lm.cpu_attention import PagedAttention, PagedBatch
+from outrider.lm.cpu_library import load_build, runnable_builds
 
 PAGE_COUNT = 64
 SCALE = 0.2
@@ -63,13 +64,13 @@ class Case:
         return torch.cat(out)
 
 
-@pytest.fixture(params=["_attention", "_attention_avx2", "_attention_avx512"], autouse=True)
+@pytest.fixture(params=["_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_amx"], autouse=True)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param not in runnable_builds():
         pytest.skip("this processor cannot run that build")
-    function = load_build(request.param)
-    assert function is not None, "tests need a C compiler when the package is installed"
-    monkeypatch.setattr(cpu_attention, "_library", lambda: function)
+    found = load_build(request.param)
+    assert found is not None, "tests need a C compiler when the package is installed"
+    monkeypatch.setattr(cpu_attention, "library", lambda: found)
 
 
 SHAPES = {

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.lm.weights import JointLinear, PackedLinear, settle_on_cpu
+from outrider.lm import weights
+from outrider.lm.cpu_library import library
+from outrider.lm.weights import JointLinear, PackedLinear, TiledLinear, settle_on_cpu
 
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor multiplies no bfloat16, so nothing is packed on it"
@@ -37,12 +39,17 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
 
 
 @needs_bfloat16
-def test_packed_bfloat16_weights_give_the_same_logits() -> None:
+@pytest.mark.parametrize("packed", [PackedLinear, TiledLinear])
+def test_packed_bfloat16_weights_give_the_same_logits(packed: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    if packed is PackedLinear:
+        monkeypatch.setattr(weights, "library", lambda: None)
+    elif not hasattr(library(), "outrider_product"):
+        pytest.skip("this processor has no AMX")
     model = tiny(torch.bfloat16)
     expected = logits(model)
     settle_on_cpu(model)
-    assert [type(module) for module in model.model.layers[0].mlp.children()][:3] == [JointLinear, JointLinear, PackedLinear]
-    assert type(model.lm_head) is PackedLinear
+    assert [type(module) for module in model.model.layers[0].mlp.children()][:3] == [JointLinear, JointLinear, packed]
+    assert type(model.lm_head) is packed
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=2**-7)
 
 

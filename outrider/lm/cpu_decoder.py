@@ -1,0 +1,216 @@
+"""A whole forward of Llama and its like in one call of `decoder.c`: bfloat16, on a processor with AMX.
+
+The model of transformers stays: its modules say what the weights are, and a trial forward must agree with it. Models that are built
+otherwise, and other processors, run as they did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from outrider.lm.attention import LayerCache
+from outrider.lm.cpu_attention import Batch, Layer
+from outrider.lm.cpu_library import library
+from outrider.lm.layout import SHORT_SLICE, BatchLayout, Slice
+from outrider.lm.weights import JointLinear, LinearStruct, TiledLinear
+
+log = logging.getLogger(__name__)
+
+# Kinds of rotary embedding whose frequencies are the same at every length.
+_STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_ATTENTION_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_LANES = 16
+# Of a query and a key, in slices that are longer than drafts: from here on torch's attention gains what the rest loses.
+_MOST_PAIRS = 300_000
+_TRIAL_TOKENS = 24
+# Of the logits' standard deviation. Rounding makes 0.01 of it; another scale, norm or rotation makes more than 0.3.
+_TRIAL_TOLERANCE = 0.1
+
+
+class _DecoderLayer(ctypes.Structure):
+    """`struct decoder_layer` in C."""
+
+    _fields_ = (
+        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        ("cache", Layer),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    """`struct decoder` in C."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "norm")),
+        ("head", LinearStruct),
+        ("frequencies", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("layer_count", "hidden", "intermediate", "pairs")),
+        *((name, ctypes.c_float) for name in ("epsilon", "rotation_scale", "attention_scale")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`struct step` in C."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "wanted")),
+        ("wanted_count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("scratch", "logits")),
+    )
+
+
+class CpuDecoder:
+    """Runs forwards in place of a model's own. Not thread-safe."""
+
+    def __init__(self, model: Any, caches: Mapping[int, LayerCache]) -> None:
+        """Raises LookupError that says why it cannot do this model."""
+        found = library()
+        if found is None or not hasattr(found, "outrider_decode"):
+            raise LookupError("the processor has no AMX")
+        base = _child(model, "model")
+        # The library has but their addresses.
+        self._kept: list[object] = [model]
+        self._layers = (_DecoderLayer * len(base.layers))(*(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers)))
+        self._decoder = self._whole(model, base)
+        self._vocab_size: int = self._decoder.head.out_features
+        self._run, self._room = found.outrider_decode, found.outrider_scratch
+        self._run.argtypes = (ctypes.POINTER(_Decoder), ctypes.POINTER(Batch), ctypes.POINTER(_Step))
+        self._run.restype = None
+        self._room.argtypes, self._room.restype = (ctypes.POINTER(_Decoder),), ctypes.c_int64
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, model: Any, caches: Mapping[int, LayerCache], page_size: int) -> CpuDecoder | None:
+        """For a model whose weights have settled, if this can do what it does; pages 0 on are overwritten."""
+        try:
+            decoder = cls(model, caches)
+        except LookupError as reason:
+            log.debug("%s runs as transformers runs it: %s", type(model).__name__, reason)
+            return None
+        difference = decoder._difference(model, caches, page_size)
+        if difference > _TRIAL_TOLERANCE:
+            log.warning("%s runs as transformers runs it: a trial differed by %.2f", type(model).__name__, difference)
+            return None
+        return decoder
+
+    @staticmethod
+    def pays(slices: Sequence[Slice]) -> bool:
+        """Whether it is faster than the model's own forward, whose attention is better at long prompts."""
+        return sum(len(part.token_ids) * part.end for part in slices if len(part.token_ids) > SHORT_SLICE) < _MOST_PAIRS
+
+    def forward(self, layout: BatchLayout) -> torch.Tensor:
+        """Float32 logits [R, V] of the layout's logit rows; keys and values go into the caches."""
+        needed = layout.token_ids.numel() * self._room(self._decoder)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8)
+        wanted = layout.logit_rows.numel()
+        logits = torch.empty(wanted, self._vocab_size)
+        tensors = layout.token_ids, layout.positions, layout.logit_rows
+        step = _Step(*(tensor.data_ptr() for tensor in tensors), wanted, self._scratch.data_ptr(), logits.data_ptr())
+        self._run(self._decoder, layout.paged_whole.pointer, step)
+        return logits
+
+    @torch.inference_mode()
+    def _difference(self, model: Any, caches: Mapping[int, LayerCache], page_size: int) -> float:
+        """Between the two forwards' logits of some tokens, in standard deviations."""
+        count = min(_TRIAL_TOKENS, page_size * next(iter(caches.values())).page_count)
+        ids = [(i * i * 31 + 7) % self._vocab_size for i in range(count)]
+        layout = BatchLayout([Slice(ids, 0, list(range(-(-count // page_size))), count)], page_size, torch.device("cpu"))
+        for cache in caches.values():
+            cache.layout = layout
+        arguments = {"input_ids": layout.token_ids.unsqueeze(0), "position_ids": layout.positions.unsqueeze(0)}
+        theirs = model(**arguments, use_cache=False).logits[0].float()
+        return float((self.forward(layout) - theirs).abs().max() / theirs.std().clamp(min=1e-6))
+
+    def _layer(self, layer: Any, cache: LayerCache) -> _DecoderLayer:
+        attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
+        _check_children(layer, _LAYER)
+        _check_children(attention, _ATTENTION, _ATTENTION_NORMS)
+        _check_children(mlp, _MLP)
+        if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            raise LookupError(f"its activation is {type(mlp.act_fn).__name__}")
+        if cache.windowed or cache.paged is None:
+            raise LookupError("a layer's attention is more than that of the paged kernel")
+        whole = Layer.from_buffer_copy(cache.paged.struct)
+        whole.heads = attention.o_proj.in_features // whole.head_size
+        norms = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            *(getattr(attention, name, None) for name in ("q_norm", "k_norm")),
+        )
+        return _DecoderLayer(
+            _joint(attention.q_proj),
+            _tiled(attention.o_proj),
+            _joint(mlp.gate_proj),
+            _tiled(mlp.down_proj),
+            *(self._norm(norm) for norm in norms),
+            whole,
+        )
+
+    def _norm(self, norm: Any) -> int | None:
+        if norm is None:
+            return None
+        weight = norm.weight
+        if getattr(norm, "bias", None) is not None or weight.dtype is not torch.bfloat16:
+            raise LookupError("a norm is more than a scale")
+        return self._address(weight)
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor := tensor.detach().contiguous())
+        return tensor.data_ptr()
+
+    def _whole(self, model: Any, base: Any) -> _Decoder:
+        rotation, attention = _child(base, "rotary_emb"), base.layers[0].self_attn
+        if getattr(rotation, "rope_type", "default") not in _STEADY_ROTATIONS:
+            raise LookupError(f"its rotary embedding is of the kind {rotation.rope_type}")
+        frequencies = rotation.inv_freq.float()
+        layer = self._layers[0]
+        if frequencies.numel() % _LANES:
+            raise LookupError(f"its rotary embedding has {frequencies.numel()} frequencies, no multiple of {_LANES}")
+        return _Decoder(
+            ctypes.addressof(self._layers),
+            self._address(base.embed_tokens.weight),
+            self._norm(base.norm),
+            _tiled(model.lm_head),
+            self._address(frequencies),
+            len(self._layers),
+            base.embed_tokens.weight.shape[1],
+            layer.down.in_features,
+            frequencies.numel(),
+            base.norm.variance_epsilon,
+            getattr(rotation, "attention_scaling", 1.0),
+            attention.scaling,
+        )
+
+
+def _child(module: Any, name: str) -> Any:
+    child = getattr(module, name, None)
+    if child is None:
+        raise LookupError(f"{type(module).__name__} has no {name}")
+    return child
+
+
+def _check_children(module: torch.nn.Module, expected: Iterable[str], optional: Iterable[str] = ()) -> None:
+    names = {name for name, _ in module.named_children()}
+    if not set(expected) <= names or names - set(expected) - set(optional):
+        raise LookupError(f"{type(module).__name__} has the parts {', '.join(sorted(names))}")
+
+
+def _tiled(layer: Any) -> LinearStruct:
+    if not isinstance(layer, TiledLinear):
+        raise LookupError("a layer's weight is not in tiles")
+    return layer.struct
+
+
+def _joint(first: Any) -> LinearStruct:
+    if not isinstance(first, JointLinear):
+        raise LookupError("layers with the same input are not one")
+    return _tiled(first.joint.layer)

@@ -1,0 +1,358 @@
+// A whole forward of Llama, and of what is built like it, in one call, in bfloat16 on a processor with AMX; and its matrix products.
+//
+// A forward of few tokens reads every weight once and computes little with it. What it takes is set by how steadily weights come from
+// memory, and by what happens between two products: so weights lie in the order in which they are read, and nothing between the
+// products leaves C. Sums are float; what is rounded to bfloat16 is what transformers rounds, but for the inside of attention and the
+// rotation. A row's sums are taken in the same order whatever other rows there are.
+
+#include "cpu_kernels.h"
+
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <omp.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Columns of a block of weights, rows of activations that are multiplied by it at once, and elements of a row in a tile.
+#define BLOCK 32
+#define ROWS 32
+#define DEPTH 32
+// How far ahead weights are asked for, in bytes: two steps of a block.
+#define AHEAD 4096
+
+// A product's weights [out, in] as [blocks of 32 out][blocks of 32 in][2][16 pairs of in][16 out][pair], zeros behind the last out.
+struct linear {
+  const uint16_t *tiles, *bias;
+  int64_t in, out;
+};
+
+struct decoder_layer {
+  struct linear qkv, o, gate_up, down;
+  const uint16_t *input_norm, *post_norm, *query_norm, *key_norm;  // the norms of queries and keys may be null
+  struct layer cache;
+};
+
+struct decoder {
+  const struct decoder_layer *layers;
+  const uint16_t *embedding, *norm;
+  struct linear head;
+  const float *frequencies;  // of the rotation, one for each of `pairs` pairs
+  int64_t layer_count, hidden, intermediate, pairs;
+  float epsilon, rotation_scale, attention_scale;
+};
+
+// Of one batch, beside `struct batch`: the tokens and their positions, the rows whose logits are wanted, and room to work in.
+struct step {
+  const int64_t *token_ids, *positions, *wanted;
+  int64_t wanted_count;
+  void *scratch;
+  float *logits;
+};
+
+struct tile_config {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+} __attribute__((packed));
+
+// Tiles 0 to 3 are sums, of the first 16 rows and of the others; 4 and 5 activations; 6 and 7 weights.
+static void configure(int rows) {
+  struct tile_config config = {.palette = 1};
+  uint8_t first = (uint8_t)(rows < 16 ? rows : 16), second = (uint8_t)(rows > 16 ? rows - 16 : 1);
+  const uint8_t counts[8] = {first, first, second, second, first, second, 16, 16};
+  for (int i = 0; i < 8; i++) {
+    config.row_bytes[i] = 64;
+    config.rows[i] = counts[i];
+  }
+  _tile_loadconfig(&config);
+}
+
+INLINE void sum_tiles(const uint16_t *x, int64_t stride, const char *weights, int64_t steps, float sums[ROWS][BLOCK], int two) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < steps; k++) {
+    const char *at = weights + k * 2 * 1024;
+    for (int i = 0; i < 2048; i += 64) _mm_prefetch(at + AHEAD + i, _MM_HINT_T0);
+    _tile_loadd(4, x + k * DEPTH, stride * 2);
+    _tile_loadd(6, at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, at + 1024, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if (two) {
+      _tile_loadd(5, x + 16 * stride + k * DEPTH, stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums[0], sizeof sums[0]);
+  _tile_stored(1, sums[0] + 16, sizeof sums[0]);
+  if (two) {
+    _tile_stored(2, sums[16], sizeof sums[0]);
+    _tile_stored(3, sums[16] + 16, sizeof sums[0]);
+  }
+}
+
+INLINE __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
+
+// Threads that wait for each other, some 200 times a forward. OpenMP's own barriers spin for 16 ms before they sleep: where a third
+// process wants one of two cores, the thread that spins keeps it from running while the other thread waits for its turn, which made
+// a forward four times as long. Spinning less everywhere (GOMP_SPINCOUNT) would slow down torch, whose loops are short.
+struct team {
+  _Atomic unsigned arrived, turn, sleeping;
+  unsigned size;
+};
+#define SPINS 1000
+
+static void meet(struct team *team) {
+  unsigned turn = atomic_load(&team->turn);
+  if (atomic_fetch_add(&team->arrived, 1) + 1 == team->size) {
+    atomic_store(&team->arrived, 0);
+    atomic_fetch_add(&team->turn, 1);
+    if (atomic_load(&team->sleeping)) syscall(SYS_futex, &team->turn, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+    return;
+  }
+  for (int i = 0; i < SPINS; i++) {
+    if (atomic_load_explicit(&team->turn, memory_order_acquire) != turn) return;
+    _mm_pause();
+  }
+  atomic_fetch_add(&team->sleeping, 1);
+  while (atomic_load(&team->turn) == turn) syscall(SYS_futex, &team->turn, FUTEX_WAIT_PRIVATE, turn, NULL, NULL, 0);
+  atomic_fetch_sub(&team->sleeping, 1);
+}
+
+// What becomes of a product: it is stored, or added to what is there, as bfloat16; or stored as float, rounded all the same.
+enum purpose { STORE, ADD, LOGITS };
+
+INLINE void finish(const float *sums, const struct linear *linear, int64_t column, void *out, enum purpose purpose) {
+  int64_t left = linear->out - column;
+  __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);
+  __m512 sum = _mm512_loadu_ps(sums);
+  if (linear->bias) sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(mask, linear->bias + column)));
+  __m256i rounded = (__m256i)_mm512_cvtneps_pbh(sum);
+  if (purpose == LOGITS) {
+    _mm512_mask_storeu_ps((float *)out + column, mask, widen(rounded));
+    return;
+  }
+  uint16_t *to = (uint16_t *)out + column;
+  if (purpose == ADD) rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(widen(rounded), widen(_mm256_maskz_loadu_epi16(mask, to))));
+  _mm256_mask_storeu_epi16(to, mask, rounded);
+}
+
+// Shared by the team that calls it: out [rows, out] of x [rows, in] with rows `stride` apart.
+static void product(struct team *team, const uint16_t *x, int64_t stride, int64_t rows, const struct linear *linear, void *out,
+                    enum purpose purpose) {
+  int64_t blocks = (linear->out + BLOCK - 1) / BLOCK, steps = linear->in / DEPTH, width = purpose == LOGITS ? 4 : 2;
+  int configured = 0;
+  float sums[ROWS][BLOCK];
+#pragma omp for schedule(dynamic, 2) nowait
+  for (int64_t block = 0; block < blocks; block++) {
+    const char *weights = (const char *)linear->tiles + block * steps * 2 * 1024;
+    for (int64_t row = 0; row < rows; row += ROWS) {
+      int count = (int)(rows - row < ROWS ? rows - row : ROWS);
+      if (count != configured) configure(configured = count);
+      if (count > 16)
+        sum_tiles(x + row * stride, stride, weights, steps, sums, 1);
+      else
+        sum_tiles(x + row * stride, stride, weights, steps, sums, 0);
+      for (int i = 0; i < count; i++) {
+        char *to = (char *)out + (row + i) * linear->out * width;
+        finish(sums[i], linear, block * BLOCK, to, purpose);
+        if (linear->out - block * BLOCK > 16) finish(sums[i] + 16, linear, block * BLOCK + 16, to, purpose);
+      }
+    }
+  }
+  meet(team);
+}
+
+// oneDNN remembers in the processor itself which tiles it uses, and so it must find them as it left them.
+struct kept {
+  struct tile_config config;
+};
+
+// Every thread of a team begins so: how large it is, only they know.
+INLINE struct kept join(struct team *team) {
+  struct kept kept;
+  _tile_storeconfig(&kept.config);
+#pragma omp single
+  team->size = (unsigned)omp_get_num_threads();
+  return kept;
+}
+
+INLINE void give_tiles_back(struct kept kept) {
+  if (kept.config.palette)
+    _tile_loadconfig(&kept.config);
+  else
+    _tile_release();
+}
+
+// out [rows, out] of x [rows, in], whose rows lie `stride` elements apart.
+void outrider_product(const struct linear *linear, const uint16_t *x, int64_t stride, int64_t rows, uint16_t *out) {
+  struct team team = {0};
+#pragma omp parallel
+  {
+    struct kept kept = join(&team);
+    product(&team, x, stride, rows, linear, out, STORE);
+    give_tiles_back(kept);
+  }
+}
+
+// Root mean square norm (Zhang and Sennrich, arXiv 1910.07467) of `size` elements, a multiple of 16.
+INLINE void normalize(const uint16_t *x, const uint16_t *weight, int64_t size, float epsilon, uint16_t *out) {
+  vec squares = splat(0);
+  float sum = 0;
+  for (int64_t i = 0; i < size; i += LANES) {
+    vec part = load(x, i, 1);
+    squares += part * part;
+  }
+  for (int i = 0; i < LANES; i++) sum += squares[i];
+  float scale = 1.0f / sqrtf(sum / (float)size + epsilon);
+  for (int64_t i = 0; i < size; i += LANES) {
+    uint16_t rounded[LANES];
+    store(load(x, i, 1) * scale, rounded, 0, 1);
+    store(load(rounded, 0, 1) * load(weight, i, 1), out, i, 1);
+  }
+}
+
+// Rotary embedding (Su et al., arXiv 2104.09864) of one head, element i paired with i + pairs; `turns` are cosines, then sines.
+INLINE void rotate(uint16_t *head, const float *turns, int64_t pairs) {
+  for (int64_t i = 0; i < pairs; i += LANES) {
+    vec a = load(head, i, 1), b = load(head, i + pairs, 1), cosine = load_float(turns + i), sine = load_float(turns + pairs + i);
+    store(a * cosine - b * sine, head, i, 1);
+    store(b * cosine + a * sine, head, i + pairs, 1);
+  }
+}
+
+static void find_turns(const struct decoder *decoder, int64_t position, float *turns) {
+  for (int64_t i = 0; i < decoder->pairs; i++) {
+    float angle = (float)position * decoder->frequencies[i], pair[2] = {cosf(angle), sinf(angle)};
+    for (int part = 0; part < 2; part++) {
+      uint16_t rounded;
+      __m128bh half = _mm_cvtneps_pbh(_mm_set_ss(pair[part] * decoder->rotation_scale));
+      memcpy(&rounded, &half, sizeof rounded);
+      uint32_t bits = (uint32_t)rounded << 16;
+      memcpy(turns + part * decoder->pairs + i, &bits, sizeof bits);
+    }
+  }
+}
+
+// The queries, keys and values of one token: norms, rotation, and into the cache.
+static void place_token(const struct decoder *decoder, const struct decoder_layer *layer, uint16_t *qkv, const float *turns,
+                        int64_t slot) {
+  const struct layer *cache = &layer->cache;
+  int64_t size = cache->head_size;
+  for (int64_t head = 0; head < cache->heads + cache->kv_heads; head++) {
+    const uint16_t *weight = head < cache->heads ? layer->query_norm : layer->key_norm;
+    if (weight) normalize(qkv + head * size, weight, size, decoder->epsilon, qkv + head * size);
+    rotate(qkv + head * size, turns, decoder->pairs);
+  }
+  int64_t width = cache->kv_heads * size, bytes = width * 2;
+  memcpy((char *)cache->keys + slot * bytes, qkv + cache->heads * size, (size_t)bytes);
+  memcpy((char *)cache->values + slot * bytes, qkv + cache->heads * size + width, (size_t)bytes);
+}
+
+// silu(gate) * up (Shazeer, arXiv 2002.05202), from [gate, up] of one token.
+static void gate(const uint16_t *gate_up, int64_t size, uint16_t *out) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    vec x = load(gate_up, i, 1), magnitude = largest(x, -x), e = exponential(-magnitude);
+    ivec positive = x >= splat(0);
+    vec top = (vec)(((ivec)splat(1) & positive) | ((ivec)e & ~positive));
+    uint16_t rounded[LANES];
+    store(x * top / (e + 1.0f), rounded, 0, 1);
+    store(load(rounded, 0, 1) * load(gate_up, size + i, 1), out, i, 1);
+  }
+}
+
+// Where the parts of the scratch memory lie: all [tokens, …], `width` elements a token in all, see `outrider_scratch`.
+struct room {
+  uint16_t *stream, *normed, *qkv, *attended, *gate_up, *gated;
+  float *turns;
+};
+
+static int64_t qkv_width(const struct layer *cache) { return (cache->heads + 2 * cache->kv_heads) * cache->head_size; }
+
+static struct room divide(const struct decoder *decoder, const struct step *step, int64_t count) {
+  const struct layer *cache = &decoder->layers->cache;
+  struct room room = {.turns = step->scratch};
+  room.stream = (uint16_t *)(room.turns + count * 2 * decoder->pairs);
+  room.normed = room.stream + count * decoder->hidden;
+  room.qkv = room.normed + count * decoder->hidden;
+  room.attended = room.qkv + count * qkv_width(cache);
+  room.gate_up = room.attended + count * cache->heads * cache->head_size;
+  room.gated = room.gate_up + count * 2 * decoder->intermediate;
+  return room;
+}
+
+// Bytes of scratch memory that a token takes.
+int64_t outrider_scratch(const struct decoder *decoder) {
+  const struct layer *cache = &decoder->layers->cache;
+  int64_t elements = 2 * decoder->hidden + qkv_width(cache) + cache->heads * cache->head_size + 3 * decoder->intermediate;
+  return 2 * elements + 4 * 2 * decoder->pairs;
+}
+
+static void run_attention(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
+                          const struct room *room, struct team *team) {
+  const struct layer *cache = &layer->cache;
+  int64_t width = qkv_width(cache), items = batch->slice_count * cache->kv_heads;
+#pragma omp for nowait
+  for (int64_t i = 0; i < batch->count; i++)
+    place_token(decoder, layer, room->qkv + i * width, room->turns + i * 2 * decoder->pairs, batch->slots[i]);
+  meet(team);
+  struct rows query = {room->qkv, cache->head_size, width};
+#pragma omp for schedule(dynamic, 1) nowait
+  for (int64_t item = 0; item < items; item++)
+    outrider_attend(cache, batch, &query, room->attended, decoder->attention_scale, 0, item / cache->kv_heads, item % cache->kv_heads);
+  meet(team);
+}
+
+static void run_layer(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
+                      const struct room *room, struct team *team) {
+  int64_t count = batch->count, hidden = decoder->hidden, inner = decoder->intermediate;
+#pragma omp for nowait
+  for (int64_t i = 0; i < count; i++)
+    normalize(room->stream + i * hidden, layer->input_norm, hidden, decoder->epsilon, room->normed + i * hidden);
+  meet(team);
+  product(team, room->normed, hidden, count, &layer->qkv, room->qkv, STORE);
+  run_attention(decoder, layer, batch, room, team);
+  product(team, room->attended, layer->o.in, count, &layer->o, room->stream, ADD);
+#pragma omp for nowait
+  for (int64_t i = 0; i < count; i++)
+    normalize(room->stream + i * hidden, layer->post_norm, hidden, decoder->epsilon, room->normed + i * hidden);
+  meet(team);
+  product(team, room->normed, hidden, count, &layer->gate_up, room->gate_up, STORE);
+#pragma omp for nowait
+  for (int64_t i = 0; i < count; i++) gate(room->gate_up + i * 2 * inner, inner, room->gated + i * inner);
+  meet(team);
+  product(team, room->gated, inner, count, &layer->down, room->stream, ADD);
+}
+
+// Logits [wanted, vocabulary] of a batch whose slices hold all its tokens; keys and values go into the caches.
+void outrider_decode(const struct decoder *decoder, const struct batch *batch, const struct step *step) {
+  int64_t hidden = decoder->hidden;
+  struct room room = divide(decoder, step, batch->count);
+  struct team team = {0};
+#pragma omp parallel
+  {
+    struct kept kept = join(&team);
+#pragma omp for nowait
+    for (int64_t i = 0; i < batch->count; i++) {
+      memcpy(room.stream + i * hidden, decoder->embedding + step->token_ids[i] * hidden, (size_t)hidden * 2);
+      find_turns(decoder, step->positions[i], room.turns + i * 2 * decoder->pairs);
+    }
+    meet(&team);
+    for (int64_t i = 0; i < decoder->layer_count; i++) run_layer(decoder, decoder->layers + i, batch, &room, &team);
+#pragma omp for nowait
+    for (int64_t i = 0; i < step->wanted_count; i++)
+      normalize(room.stream + step->wanted[i] * hidden, decoder->norm, hidden, decoder->epsilon, room.normed + i * hidden);
+    meet(&team);
+    product(&team, room.normed, hidden, step->wanted_count, &decoder->head, step->logits, LOGITS);
+    give_tiles_back(kept);
+  }
+}
+
+#endif

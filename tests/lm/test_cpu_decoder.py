@@ -1,0 +1,158 @@
+"""The forward that is one call of C gives what the model's own forward gives, and keeps away from models that it cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, build
+from transformers import (
+    CohereConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from outrider.lm import weights
+from outrider.lm.cpu_library import library
+from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.weights import TiledLinear, settle_on_cpu
+
+pytestmark = pytest.mark.skipif(not hasattr(library(), "outrider_decode"), reason="this processor has no AMX")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TAKEN: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama with biases and tied embeddings": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama 3's rotation": LlamaConfig(
+        **SIZES, rope_parameters={**LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 64}
+    ),
+    "llama, large heads, one for all": LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=128),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=64),
+}
+LEFT: dict[str, PreTrainedConfig] = {
+    "a sliding window": MistralConfig(**SIZES, sliding_window=16),
+    "attention and feed-forward side by side": CohereConfig(**SIZES),
+    "scales of its own": GraniteConfig(**SIZES, residual_multiplier=0.5),
+    "another activation": LlamaConfig(**SIZES, hidden_act="gelu"),
+    "a rotation that changes with the length": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    ),
+    "sizes that fill no tile": LlamaConfig(**SIZES | {"hidden_size": 72}, head_dim=32),
+    "heads that fill no vector": LlamaConfig(**SIZES, head_dim=16),
+}
+
+
+def settled(config: PreTrainedConfig) -> ModelRunner:
+    model = build(config).to(torch.bfloat16)
+    settle_on_cpu(model)
+    return ModelRunner(model, page_size=16, page_count=64)
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("config", TAKEN.values(), ids=TAKEN.keys())
+def test_it_is_as_near_to_exact_numbers_as_the_models_own_forward(config: PreTrainedConfig) -> None:
+    runner, tokens = settled(config), ids(90)
+    assert runner.decoder is not None
+    exact_model = build(config).to(torch.bfloat16).float()
+    with torch.inference_mode():
+        exact = exact_model(torch.tensor([tokens])).logits[0]
+        own = build(config).to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float()
+    pages = [40, 3, 17, 5, 60, 21]
+    parts = [slice(0, 50), slice(50, 51), slice(51, 56), slice(56, 90)]
+    mine = torch.cat([runner.forward([Slice(tokens[s], s.start, pages, s.stop - s.start)]) for s in parts])
+    assert (mine - exact).abs().mean() < 1.2 * (own - exact).abs().mean()
+    assert (mine - exact).abs().max() < 2 * (own - exact).abs().max()
+
+
+def test_a_sequence_gets_the_same_logits_to_the_bit_whatever_runs_beside_it() -> None:
+    runner = settled(TAKEN["llama"])
+    assert runner.decoder is not None
+    others = [Slice(ids(1 + i % 7, i), 0, [2 + i], 1 + i % 7) for i in range(40)]
+    mine = Slice(ids(5), 0, [0], 5)
+    alone = runner.forward([mine])
+    beside = runner.forward([*others[:20], mine, *others[20:]])
+    first = sum(part.logit_count for part in others[:20])
+    assert torch.equal(alone, beside[first : first + 5])
+
+
+def test_only_the_wanted_logits_are_computed() -> None:
+    runner = settled(TAKEN["llama"])
+    tokens = ids(12)
+    every = runner.forward([Slice(tokens, 0, [0], 12)])
+    assert torch.equal(runner.forward([Slice(tokens, 0, [0], 2)]), every[-2:])
+    assert runner.forward([Slice(tokens, 0, [0], 0)]).shape == (0, VOCAB_SIZE)
+
+
+def test_long_prompts_are_left_to_the_models_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = settled(TAKEN["llama"])
+    tokens, pages = ids(60), [9, 8, 7, 6]
+    here = runner.forward([Slice(tokens, 0, pages, 60)])
+    monkeypatch.setattr("outrider.lm.cpu_decoder._MOST_PAIRS", 60 * 60)
+    there = runner.forward([Slice(tokens, 0, pages, 60)])
+    assert not torch.equal(here, there)
+    torch.testing.assert_close(here, there, rtol=0, atol=0.1 * float(there.std()))
+    # What either has cached, the other can read.
+    monkeypatch.undo()
+    torch.testing.assert_close(runner.forward([Slice(ids(1), 60, pages, 1)]), runner.forward([Slice(ids(1), 60, pages, 1)]))
+
+
+@pytest.mark.parametrize("config", LEFT.values(), ids=LEFT.keys())
+def test_what_it_cannot_do_runs_as_before(config: PreTrainedConfig) -> None:
+    runner, tokens = settled(config), ids(30)
+    assert runner.decoder is None
+    with torch.inference_mode():
+        own = build(config).to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float()
+    mine = runner.forward([Slice(tokens, 0, [4, 2], 30)])
+    torch.testing.assert_close(mine, own, rtol=0, atol=0.15 * float(own.std()))
+
+
+def test_float32_models_are_not_touched() -> None:
+    model = build(TAKEN["llama"])
+    settle_on_cpu(model)
+    assert ModelRunner(model, page_size=16, page_count=8).decoder is None
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("outs", [32, 40, 97, 8])
+def test_tiles_multiply_like_a_linear_layer(outs: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, outs, bias=has_bias).to(torch.bfloat16)
+    tiled = TiledLinear(layer.weight, layer.bias)
+    for rows in (0, 1, 15, 16, 17, 32, 33, 100):
+        x = torch.randn(2, rows, 96).to(torch.bfloat16)
+        exact = torch.nn.functional.linear(x.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
+        torch.testing.assert_close(tiled(x).float(), exact, rtol=2**-8, atol=2**-8)
+        # Of a transposed input the rows do not lie one behind the other.
+        assert torch.equal(tiled(x.transpose(0, 1)), tiled(x).transpose(0, 1))
+
+
+def test_onednn_finds_its_tiles_as_it_left_them() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    tiled, packed = TiledLinear(layer.weight, None), weights.PackedLinear(layer.weight, None)
+    inputs = [torch.randn(rows, 64).to(torch.bfloat16) for rows in (1, 40, 7, 16, 64, 3)]
+    before = [packed(x) for x in inputs]
+    between = [(tiled(x), packed(x))[1] for x in inputs]
+    assert all(torch.equal(*pair) for pair in zip(before, between, strict=True))
