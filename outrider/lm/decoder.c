@@ -146,30 +146,39 @@ INLINE void finish(const float *sums, const struct linear *linear, int64_t colum
   _mm256_mask_storeu_epi16(to, mask, rounded);
 }
 
-// Shared by the team that calls it: out [rows, out] of x [rows, in] with rows `stride` apart.
+// One block of columns for up to ROWS rows, to where the first of them ends.
+INLINE void multiply(const uint16_t *x, int64_t stride, int rows, const struct linear *linear, int64_t block, void *out,
+                     enum purpose purpose, int first) {
+  int64_t steps = linear->in / DEPTH, width = purpose == LOGITS ? 4 : 2, column = block * BLOCK;
+  const char *weights = (const char *)linear->tiles + block * steps * 2 * 1024;
+  float sums[ROWS][BLOCK];
+  switch (first * 2 + (rows > 16)) {
+    case 0: sum_tiles(x, stride, weights, steps, sums, 0, 0); break;
+    case 1: sum_tiles(x, stride, weights, steps, sums, 1, 0); break;
+    case 2: sum_tiles(x, stride, weights, steps, sums, 0, 1); break;
+    default: sum_tiles(x, stride, weights, steps, sums, 1, 1);
+  }
+  for (int i = 0; i < rows; i++) {
+    char *to = (char *)out + i * linear->out * width;
+    finish(sums[i], linear, column, to, purpose);
+    if (linear->out - column > 16) finish(sums[i] + 16, linear, column + 16, to, purpose);
+  }
+}
+
+// Shared by the team that calls it: out [rows, out] of x [rows, in] with rows `stride` apart. Some blocks at a time, so that long
+// prompts' rows are read half as often.
 static void product(struct team *team, const uint16_t *x, int64_t stride, int64_t rows, const struct linear *linear, void *out,
                     enum purpose purpose) {
-  int64_t blocks = (linear->out + BLOCK - 1) / BLOCK, steps = linear->in / DEPTH, width = purpose == LOGITS ? 4 : 2;
+  const int64_t some = 2, blocks = (linear->out + BLOCK - 1) / BLOCK, row_bytes = linear->out * (purpose == LOGITS ? 4 : 2);
   int configured = 0;
-  float sums[ROWS][BLOCK];
-#pragma omp for schedule(dynamic, 2) nowait
-  for (int64_t block = 0; block < blocks; block++) {
-    const char *weights = (const char *)linear->tiles + block * steps * 2 * 1024;
+#pragma omp for schedule(dynamic, 1) nowait
+  for (int64_t begin = 0; begin < blocks; begin += some) {
+    int64_t end = begin + some < blocks ? begin + some : blocks;
     for (int64_t row = 0; row < rows; row += ROWS) {
       int count = (int)(rows - row < ROWS ? rows - row : ROWS);
       if (count != configured) configure(configured = count);
-      const uint16_t *from = x + row * stride;
-      switch ((row == 0) * 2 + (count > 16)) {
-        case 0: sum_tiles(from, stride, weights, steps, sums, 0, 0); break;
-        case 1: sum_tiles(from, stride, weights, steps, sums, 1, 0); break;
-        case 2: sum_tiles(from, stride, weights, steps, sums, 0, 1); break;
-        default: sum_tiles(from, stride, weights, steps, sums, 1, 1);
-      }
-      for (int i = 0; i < count; i++) {
-        char *to = (char *)out + (row + i) * linear->out * width;
-        finish(sums[i], linear, block * BLOCK, to, purpose);
-        if (linear->out - block * BLOCK > 16) finish(sums[i] + 16, linear, block * BLOCK + 16, to, purpose);
-      }
+      for (int64_t block = begin; block < end; block++)
+        multiply(x + row * stride, stride, count, linear, block, (char *)out + row * row_bytes, purpose, row == 0);
     }
   }
   meet(team);
