@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 from json_schemas import schemas
 
+from outrider import grammar as grammar_module
 from outrider.errors import OutriderError
-from outrider.grammar import Backend, Compiled, GrammarCompiler
-from outrider.messages import Grammar, GrammarKind
+from outrider.grammar import GrammarCompiler
+from outrider.grammar_backends import Backend, Compiled, Matcher
+from outrider.grammar_cache import GrammarCache
+from outrider.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")
@@ -208,15 +211,83 @@ def test_large_grammars_whose_masks_are_quick_are_taken(backend: Backend) -> Non
     compiler(backend).compile(Grammar(GrammarKind.REGEX, "[a-z]{1,1000}"))
 
 
-def test_what_was_compiled_is_remembered_within_bounds() -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS)
-    first = Grammar(GrammarKind.REGEX, "first")
+def references(links: int) -> Grammar:
+    parts = {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
+    whole = {"$ref": "#/$defs/0", "$defs": {**parts, str(links): {}}}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(whole, separators=(",", ":")))
+
+
+def aliases(links: int) -> Grammar:
+    return Grammar(GrammarKind.EBNF, "root::=a0\n" + "\n".join(f"a{i}::=a{i + 1}" for i in range(links)) + f'\na{links}::="["')
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", [references(1200), aliases(4700)], ids=["references", "aliases"])
+def test_a_chain_as_long_as_a_grammar_may_be_does_not_end_the_process(grammar: Grammar, backend: Backend) -> None:
+    """On a thread with a stack of its own; the masks then need no more than any thread has."""
+    assert 0.95 * MAX_GRAMMAR_CHARACTERS < len(grammar.text) <= MAX_GRAMMAR_CHARACTERS
+    matcher, mask = compiler(backend).compile(grammar).matcher(), np.zeros((1, -(-VOCAB // 32)), np.int32)
+    matcher.fill(mask, 0)
+    bracket = TOKENIZER.token_to_id("[")
+    assert bracket in allowed(mask)
+    assert matcher.accept(bracket)
+    matcher.fill(mask, 0)
+
+
+def test_only_the_threads_that_compile_have_the_large_stack() -> None:
+    before = threading.stack_size()
+    GrammarCompiler(TARGET, VOCAB, ENDS)
+    assert threading.stack_size() == before
+
+
+def test_what_was_compiled_is_remembered_within_a_number_of_bytes() -> None:
+    own = GrammarCompiler(TARGET, VOCAB, ENDS, cache_bytes=100_000)
+    first, second = (Grammar(GrammarKind.REGEX, text) for text in ("first", "second"))
     compiled = own.compile(first)
-    assert own.compile(Grammar(GrammarKind.REGEX, "first")) is compiled
-    for i in range(300):
+    own.compile(second)
+    for i in range(50):
         own.compile(Grammar(GrammarKind.REGEX, f"a{i}"))
-    assert len(own._known) == 256
-    assert own.compile(first) is not compiled
+        assert own.compile(first) is compiled  # asked for again and again, unlike the second
+        assert 0 < own.cache.size_bytes <= 100_000
+    assert own.cache.get(second) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_larger_grammar_counts_for_more(backend: Backend) -> None:
+    sizes = [compiler(backend).compile(Grammar(GrammarKind.REGEX, "ab[c-e]" * n)).size_bytes for n in (1, 100, 1000)]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert sizes[2] > 100_000
+
+
+def test_a_grammar_beyond_the_cache_leaves_the_others_in_it() -> None:
+    class Large:
+        size_bytes = 2_000_000
+
+        def matcher(self) -> Matcher:
+            raise NotImplementedError
+
+    cache, small = GrammarCache(1_000_000), compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, "small"))
+    cache.add(Grammar(GrammarKind.REGEX, "small"), small)
+    assert cache.add(Grammar(GrammarKind.REGEX, "large"), large := Large()) is large
+    assert cache.get(Grammar(GrammarKind.REGEX, "large")) is None
+    assert cache.get(Grammar(GrammarKind.REGEX, "small")) is small
+
+
+async def test_what_waits_for_the_same_grammar_gets_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, times = GrammarCompiler(TARGET, VOCAB, ENDS), 0
+    monkeypatch.setattr(grammar_module, "_COMPILING", 1)
+    own._pool, real = grammar_module._threads(), own._backend.compile
+
+    def count(grammar: Grammar) -> Compiled:
+        nonlocal times
+        times += 1
+        return real(grammar)
+
+    monkeypatch.setattr(own._backend, "compile", count)
+    same = Grammar(GrammarKind.REGEX, "same")
+    found = await asyncio.gather(*(own.compile_async(same) for _ in range(4)))
+    assert [*found, await own.compile_async(same), own.compile(same)] == [found[0]] * 6
+    assert times == 1
 
 
 async def test_a_slow_grammar_is_cut_off_while_others_compile(monkeypatch: pytest.MonkeyPatch) -> None:
