@@ -10,7 +10,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +18,8 @@ import numpy as np
 from outrider.errors import OutriderError, invalid
 from outrider.grammar_backends import Backend, Compiled, LLGuidance, Matcher, XGrammar
 from outrider.grammar_cache import GrammarCache
-from outrider.grammar_schema import check_repetition, check_schema
+from outrider.grammar_repetition import check_ebnf, check_pattern, check_times
+from outrider.grammar_schema import check_schema
 from outrider.messages import Grammar, GrammarKind
 
 _COMPILING = 2
@@ -143,22 +143,32 @@ def _check(grammar: Grammar, field: str) -> None:
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         check_schema(_json(grammar.text, field), field)
     elif grammar.kind is GrammarKind.STRUCTURAL_TAG:
-        for schema in _embedded_schemas(_json(grammar.text, field)):
-            check_schema(schema, field)
+        _check_tag(_json(grammar.text, field), field)
     elif grammar.kind is GrammarKind.REGEX:
-        check_repetition(grammar.text, field)
+        check_pattern(grammar.text, field)
+    elif grammar.kind is GrammarKind.EBNF:
+        check_ebnf(grammar.text, field)
 
 
-def _embedded_schemas(tag: Any) -> Iterator[Any]:
-    if isinstance(tag, dict):
-        for key, value in tag.items():
-            if key == "json_schema":
-                yield value
-            else:
-                yield from _embedded_schemas(value)
-    elif isinstance(tag, list):
-        for value in tag:
-            yield from _embedded_schemas(value)
+def _check_tag(tag: Any, field: str, repeated: int = 1) -> None:
+    """Every schema, pattern and grammar within a structural tag, and how often its parts are repeated."""
+    if isinstance(tag, list):
+        for part in tag:
+            _check_tag(part, field, repeated)
+    if not isinstance(tag, dict):
+        return
+    if tag.get("type") == "repeat":
+        repeated *= max([1, *(tag[name] for name in ("min", "max") if isinstance(tag.get(name), int))])
+        check_times(repeated, field)
+    for key, value in tag.items():
+        if key == "json_schema":
+            check_schema(value, field)
+        elif key == "pattern" and isinstance(value, str):
+            check_pattern(value, field)
+        elif key == "grammar" and isinstance(value, str):
+            check_ebnf(value, field)
+        else:
+            _check_tag(value, field, repeated)
 
 
 def _json(text: str, field: str) -> Any:

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from outrider.errors import OutriderError
 from outrider.grammar import GrammarCompiler
 from outrider.grammar_backends import Backend, Compiled, Matcher
 from outrider.grammar_cache import GrammarCache
+from outrider.grammar_repetition import check_ebnf, check_pattern
 from outrider.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 
@@ -165,7 +167,15 @@ BAD: list[Grammar] = [
     schema({"type": "string", "pattern": "^(?!b).*$"}),
     schema({"type": "string", "pattern": '^"$'}),
     schema({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}),
-    Grammar(GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    schema({"type": "integer", "multipleOf": 1025}),
+    schema({"type": "integer", "multipleOf": 2.5}),
+    schema({"type": "integer", "multipleOf": 7, "minimum": 0}),
+    schema({"type": "integer", "multipleOf": 7, "maximum": 0}),
+    schema({"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 10_000}),
+    schema({"type": "integer", "multipleOf": 7, "exclusiveMinimum": 0, "exclusiveMaximum": 10_002}),
+    schema({"type": "array", "items": {"type": "string", "maxLength": 2**33 + 1}}),
+    schema({"type": "array", "minItems": -1}),
+    schema({"type": "array", "maxItems": 2.5}),
     Grammar(GrammarKind.EBNF, "root ::= root"),
     Grammar(GrammarKind.REGEX, "(["),
     Grammar(GrammarKind.EBNF, "root ::= missing"),
@@ -190,9 +200,95 @@ def test_structural_tags_are_refused_where_they_are_unknown_or_broken() -> None:
                 compiler(backend).compile(Grammar(GrammarKind.STRUCTURAL_TAG, text))
 
 
-def test_repetition_is_bounded_where_it_nests_and_not_where_it_follows_itself() -> None:
-    for fine in ("[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}", "(ab{2}){3}"):
-        compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, fine))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "bounds", [{}, {"minimum": 1, "maximum": 10_000}, {"exclusiveMinimum": 0, "exclusiveMaximum": 10_001}], ids=str
+)
+def test_a_multiple_that_is_taken_is_kept_to(bounds: dict[str, int], backend: Backend) -> None:
+    for multiple in (7, 1024):
+        compiled = compiler(backend).compile(schema({"type": "integer", "multipleOf": multiple, **bounds}))
+        for number in range(multiple, 3000, 331):
+            assert takes(compiled, str(number)) == (number % multiple == 0), number
+
+
+def takes(compiled: Compiled, text: str) -> bool:
+    """Whether this is a whole text of the grammar."""
+    matcher = compiled.matcher()
+    return all(matcher.accept(token) for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, ENDS[0]])
+
+
+def named(count: int, **counts: int) -> Grammar:
+    properties = {f"p{i}": {"type": "integer"} for i in range(count)}
+    return schema({"type": "object", "properties": properties, **counts})
+
+
+TOO_OFTEN = [
+    Grammar(GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    Grammar(GrammarKind.REGEX, r"([\]{1}(]{200}){100}"),
+    Grammar(GrammarKind.REGEX, "a{10001,}"),
+    Grammar(GrammarKind.EBNF, 'root ::= "x"{1,100000}'),
+    Grammar(GrammarKind.EBNF, 'root ::= "x"{1,4294967297}'),  # one, as XGrammar reads it
+    Grammar(GrammarKind.EBNF, 'root ::= "x" {4294967299 # }\n}'),
+    Grammar(GrammarKind.EBNF, 'root ::= (["(] "x"{1, 200} # )\n "}"){100}'),
+    Grammar(GrammarKind.EBNF, r'root ::= Regex("(\\w{100}){1000}")'),
+    Grammar(GrammarKind.EBNF, 'root ::= (Regex("x") "y"{200}){100}'),
+    Grammar(GrammarKind.EBNF, 'root[capture="]"] ::= "x"{20000} "x"'),
+    schema({"type": "array", "items": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}}),
+    schema({"type": "object", "patternProperties": {"^(a{200}){200}$": {}}}),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", TOO_OFTEN, ids=lambda grammar: grammar.text[:40])
+def test_what_repeats_too_often_is_refused_with_the_limit(grammar: Grammar, backend: Backend) -> None:
+    with pytest.raises(OutriderError, match=f"grammar.{grammar.kind.value} repeats more than 10000 times"):
+        compiler(backend).compile(grammar)
+
+
+def test_what_repeats_too_often_within_a_structural_tag_is_refused() -> None:
+    often: Any = {"type": "const_string", "value": "a"}
+    for _ in range(3):
+        often = {"type": "sequence", "elements": [{"type": "repeat", "min": 1, "max": 100, "content": often}]}
+    for part in ({"type": "regex", "pattern": "(a{900}){90}"}, {"type": "grammar", "grammar": "root ::= [a]{99999}"}, often):
+        tag = json.dumps({"type": "structural_tag", "format": part})
+        with pytest.raises(OutriderError, match="structural_tag repeats more than 10000 times"):
+            compiler("xgrammar").compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
+
+
+@pytest.mark.parametrize("grammar", [named(101, maxProperties=20_000), named(200, maxProperties=51), named(101, minProperties=1)])
+def test_more_properties_than_can_be_counted_are_refused(grammar: Grammar) -> None:
+    for backend in BACKENDS:
+        with pytest.raises(OutriderError, match="properties beside minProperties or maxProperties"):
+            compiler(backend).compile(grammar)
+
+
+FINE = [
+    Grammar(GrammarKind.REGEX, "[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}"),
+    Grammar(GrammarKind.REGEX, "(ab{2}){3}"),
+    Grammar(GrammarKind.REGEX, r"[{20000}]\{20000}"),
+    Grammar(GrammarKind.EBNF, 'root ::= line{1,100}\nline ::= ("{99999}" | [{9] | x) "\\n" # {99999}\nx ::= "x"{1,100}'),
+    schema(
+        {
+            "type": "array",
+            "maxItems": 1000,
+            "items": {"type": "array", "maxItems": 1000, "items": {"type": "string", "maxLength": 99}},
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", FINE, ids=lambda grammar: grammar.text[:40])
+def test_what_repeats_but_bearably_is_taken(grammar: Grammar, backend: Backend) -> None:
+    compiler(backend).compile(grammar)
+
+
+@pytest.mark.parametrize("text", ["[", "{", '"', "(", "\\p{", "a[a", 'a["', "Regex(", "{#", "a[a\n"])
+def test_reading_counts_takes_time_in_proportion_to_the_text(text: str) -> None:
+    started = time.thread_time()
+    for check in (check_pattern, check_ebnf):
+        check((text * 65_536)[:65_536], "field")
+    assert time.thread_time() - started < 2
 
 
 def test_a_grammar_that_can_be_read_in_too_many_ways_is_refused_before_a_batch_has_to_wait_for_its_masks() -> None:
