@@ -1,6 +1,6 @@
-"""What may come next under a grammar: compiled once, followed token by token, undone when a draft is rejected.
+"""Grammars, compiled once and remembered; refused by name where they have no meaning, cannot be kept to or would take too long.
 
-Knows token ids and grammars; not sequences, streams or logits. Two libraries do the work, behind one small interface.
+Knows token ids and grammars; not sequences, streams or logits.
 """
 
 from __future__ import annotations
@@ -10,59 +10,34 @@ import json
 import re
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar_schema import check_repetition, check_schema
+from outrider.grammar_backends import Backend, Compiled, LLGuidance, Matcher, XGrammar
+from outrider.grammar_cache import GrammarCache
+from outrider.grammar_repetition import check_ebnf, check_pattern, check_times
+from outrider.grammar_schema import check_schema
 from outrider.messages import Grammar, GrammarKind
 
-Backend = Literal["xgrammar", "llguidance"]
-Mask = npt.NDArray[np.int32]
-# Of a text's whitespace no more than this stands between two JSON tokens: without a bound a model can go on indenting for ever.
-_MOST_WHITESPACE = 16
-_CACHED = 256
 _COMPILING = 2
+# LLGuidance recurses along rules and references, and a stack that overflows ends the process. Chains as long as a grammar's 65,536
+# characters allow overflow 32 MiB and fit into 128. Only compiling goes so deep. What is not touched costs nothing.
+_STACK_BYTES = 256 * 2**20
 # Before a grammar is taken its masks are computed along a text of so many tokens, for no longer than this (CPU seconds). What can
 # be read in many ways compiles at once, and then takes seconds a mask, for which all sequences of a batch would have to wait.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
 
 
-class Matcher(Protocol):
-    """Where one text stands in its grammar."""
-
-    def accept(self, token_id: int) -> bool:
-        """Go on behind a token; False, and nothing has changed, when the grammar forbids it."""
-
-    def rollback(self, count: int) -> None:
-        """Take back the last accepted tokens."""
-
-    def fill(self, mask_RW: Mask, row: int) -> None:
-        """Write which tokens may come next, a bit for each, the lowest first."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the text is complete and closed by an end token, so that nothing can follow."""
-
-
-class Compiled(Protocol):
-    """A grammar that was understood."""
-
-    def matcher(self) -> Matcher:
-        """At its beginning."""
-
-
 class GrammarCompiler:
     """Compiles for one tokenizer, and remembers. `vocab_size` is the logits' width; ids without a token are never allowed.
 
     `compile_seconds` bounds how long a request waits for its grammar. The work itself cannot be cut off: it goes on, on one of
-    two threads, and what it finds is remembered; no other request waits for it unless both are busy with such work.
+    two threads, and what it finds is remembered; no other request waits for it unless both are busy with such work. `cache_bytes`
+    bounds what is remembered.
     """
 
     def __init__(
@@ -73,45 +48,38 @@ class GrammarCompiler:
         *,
         backend: Backend = "xgrammar",
         compile_seconds: float = 5.0,
+        cache_bytes: int = 512 * 2**20,
     ) -> None:
         """Raises ImportError when the backend is not installed."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         self.mask_width = -(-vocab_size // 32)
-        make = _XGrammar if backend == "xgrammar" else _LLGuidance
+        self.cache = GrammarCache(cache_bytes)
+        make = XGrammar if backend == "xgrammar" else LLGuidance
         self._backend = make(tokenizer, vocab_size, stop_token_ids)
         self._stops = list(stop_token_ids)
         self._seconds = compile_seconds
-        self._pool = ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammar")
-        self._known: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._lock = threading.Lock()
+        self._pool = _threads()
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Raises OutriderError(INVALID_VALUE) that names the field for what has no meaning, or what no text could satisfy."""
-        with self._lock:
-            if (known := self._known.get(grammar)) is not None:
-                self._known.move_to_end(grammar)
-                return known
-        compiled = self._compile(grammar)
-        with self._lock:
-            known = self._known.setdefault(grammar, compiled)
-            while len(self._known) > _CACHED:
-                self._known.popitem(last=False)
-        return known
+        return self.cache.get(grammar) or self._pool.submit(self._remembered, grammar).result()
 
     async def compile_async(self, grammar: Grammar) -> Compiled:
         """As `compile`, off the event loop and within the time allowed."""
-        with self._lock:
-            known = self._known.get(grammar)
-        if known is not None:
+        if (known := self.cache.get(grammar)) is not None:
             return known
-        work = asyncio.get_running_loop().run_in_executor(self._pool, self.compile, grammar)
+        work = asyncio.get_running_loop().run_in_executor(self._pool, self._remembered, grammar)
         try:
             return await asyncio.wait_for(asyncio.shield(work), self._seconds)
         except TimeoutError as cause:
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise invalid(_field(grammar), f"takes longer than {self._seconds:g} s to compile") from cause
+
+    def _remembered(self, grammar: Grammar) -> Compiled:
+        """On a thread of the pool; the same may have been compiled while this waited."""
+        return self.cache.get(grammar) or self.cache.add(grammar, self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> Compiled:
         field = _field(grammar)
@@ -147,6 +115,19 @@ class GrammarCompiler:
                 return
 
 
+def _threads() -> ThreadPoolExecutor:
+    """Those that compile, all of them started here, since the size of a stack is set for the threads to come."""
+    pool, started = ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammar"), threading.Barrier(_COMPILING + 1)
+    usual = threading.stack_size(_STACK_BYTES)
+    try:
+        for _ in range(_COMPILING):
+            pool.submit(started.wait)
+        started.wait()
+    finally:
+        threading.stack_size(usual)
+    return pool
+
+
 def _field(grammar: Grammar) -> str:
     return f"grammar.{grammar.kind.value}"
 
@@ -162,22 +143,32 @@ def _check(grammar: Grammar, field: str) -> None:
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         check_schema(_json(grammar.text, field), field)
     elif grammar.kind is GrammarKind.STRUCTURAL_TAG:
-        for schema in _embedded_schemas(_json(grammar.text, field)):
-            check_schema(schema, field)
+        _check_tag(_json(grammar.text, field), field)
     elif grammar.kind is GrammarKind.REGEX:
-        check_repetition(grammar.text, field)
+        check_pattern(grammar.text, field)
+    elif grammar.kind is GrammarKind.EBNF:
+        check_ebnf(grammar.text, field)
 
 
-def _embedded_schemas(tag: Any) -> Iterator[Any]:
-    if isinstance(tag, dict):
-        for key, value in tag.items():
-            if key == "json_schema":
-                yield value
-            else:
-                yield from _embedded_schemas(value)
-    elif isinstance(tag, list):
-        for value in tag:
-            yield from _embedded_schemas(value)
+def _check_tag(tag: Any, field: str, repeated: int = 1) -> None:
+    """Every schema, pattern and grammar within a structural tag, and how often its parts are repeated."""
+    if isinstance(tag, list):
+        for part in tag:
+            _check_tag(part, field, repeated)
+    if not isinstance(tag, dict):
+        return
+    if tag.get("type") == "repeat":
+        repeated *= max([1, *(tag[name] for name in ("min", "max") if isinstance(tag.get(name), int))])
+        check_times(repeated, field)
+    for key, value in tag.items():
+        if key == "json_schema":
+            check_schema(value, field)
+        elif key == "pattern" and isinstance(value, str):
+            check_pattern(value, field)
+        elif key == "grammar" and isinstance(value, str):
+            check_ebnf(value, field)
+        else:
+            _check_tag(value, field, repeated)
 
 
 def _json(text: str, field: str) -> Any:
@@ -185,161 +176,3 @@ def _json(text: str, field: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as cause:
         raise invalid(field, f"is not JSON: {cause}") from cause
-
-
-def _alternatives(choices: tuple[str, ...]) -> str:
-    """A grammar of one of these texts; JSON's escapes are the grammar's."""
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-
-
-class _XGrammar:
-    """XGrammar (Dong et al., arXiv 2411.15100)."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
-        import xgrammar
-
-        self._library = xgrammar
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids))
-        # In JSON a control character has to be escaped, which the library forgets for strings of bounded length and for patterns.
-        raw = [i for i, text in enumerate(info.decoded_vocab) if any(byte < 0x20 and byte not in b"\r\n" for byte in text)]
-        self._raw = frozenset(raw)
-        # What was compiled is remembered by our own compiler.
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        compiler = self._compiler
-        match grammar.kind:
-            case GrammarKind.JSON_SCHEMA:
-                compiled = compiler.compile_json_schema(grammar.text, max_whitespace_cnt=_MOST_WHITESPACE)
-            case GrammarKind.JSON_OBJECT:
-                compiled = compiler.compile_json_schema(
-                    '{"type": "object"}', max_whitespace_cnt=_MOST_WHITESPACE, strict_mode=False
-                )
-            case GrammarKind.REGEX:
-                compiled = compiler.compile_regex(grammar.text)
-            case GrammarKind.EBNF:
-                compiled = compiler.compile_grammar(grammar.text)
-            case GrammarKind.CHOICE:
-                compiled = compiler.compile_grammar(_alternatives(grammar.choices))
-            case GrammarKind.STRUCTURAL_TAG:
-                compiled = compiler.compile_structural_tag(grammar.text)
-        is_json = grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
-        return _XCompiled(self._library, compiled, self._raw if is_json else frozenset())
-
-
-class _XCompiled:
-    def __init__(self, library: Any, compiled: Any, forbidden: frozenset[int]) -> None:
-        self._library, self._compiled, self._forbidden = library, compiled, forbidden
-
-    def matcher(self) -> Matcher:
-        return _XMatcher(self._library.GrammarMatcher(self._compiled), self._forbidden)
-
-
-class _XMatcher:
-    def __init__(self, matcher: Any, forbidden: frozenset[int]) -> None:
-        self._matcher, self._forbidden = matcher, forbidden
-
-    def accept(self, token_id: int) -> bool:
-        return token_id not in self._forbidden and not self.ended and bool(self._matcher.accept_token(token_id))
-
-    def rollback(self, count: int) -> None:
-        if count:
-            self._matcher.rollback(count)
-
-    def fill(self, mask_RW: Mask, row: int) -> None:
-        if self.ended:
-            mask_RW[row] = 0
-        else:
-            self._matcher.fill_next_token_bitmask(mask_RW, row)
-            words = mask_RW[row].view(np.uint32)
-            for token in self._forbidden:
-                words[token // 32] &= ~np.uint32(1 << token % 32)
-
-    @property
-    def ended(self) -> bool:
-        return bool(self._matcher.is_terminated())
-
-
-class _LLGuidance:
-    """LLGuidance, which derives masks as it goes and so compiles in next to no time."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
-        import llguidance.hf
-        import llguidance.numpy
-
-        self._library, self._stops = llguidance, stop_token_ids
-        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None)
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        matcher = self._library.LLMatcher
-        match grammar.kind:
-            case GrammarKind.JSON_SCHEMA:
-                text = matcher.grammar_from_json_schema(grammar.text)
-            case GrammarKind.JSON_OBJECT:
-                text = matcher.grammar_from_json_schema('{"type": "object"}')
-            case GrammarKind.REGEX:
-                text = matcher.grammar_from_regex(grammar.text)
-            case GrammarKind.EBNF:
-                text = matcher.grammar_from_lark(self._library.gbnf_to_lark.gbnf_to_lark(grammar.text))
-            case GrammarKind.CHOICE:
-                text = matcher.grammar_from_lark(
-                    "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in grammar.choices)
-                )
-            case GrammarKind.STRUCTURAL_TAG:
-                raise invalid(_field(grammar), "is not known to the backend llguidance")
-        return _LLCompiled(self._library, self._tokenizer, text, self._stops)
-
-
-class _LLCompiled:
-    def __init__(self, library: Any, tokenizer: Any, text: str, stop_token_ids: tuple[int, ...]) -> None:
-        self._library, self._stops = library, stop_token_ids
-        self._first = library.LLMatcher(tokenizer, text)
-        if self._first.is_error():
-            raise ValueError(self._first.get_error())
-
-    def matcher(self) -> Matcher:
-        return _LLMatcher(self._library, self._first.deep_copy(), self._stops)
-
-
-class _LLMatcher:
-    """The library stops by itself where nothing can follow; here an end token has to come, as after any other text."""
-
-    def __init__(self, library: Any, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
-        self._library, self._matcher, self._stops = library, matcher, stop_token_ids
-        self.ended = False
-
-    @property
-    def _complete(self) -> bool:
-        # It also stops when it gives up; that is no end of a text.
-        return not self._matcher.is_error() and bool(self._matcher.is_stopped() or self._matcher.is_accepting())
-
-    def accept(self, token_id: int) -> bool:
-        if self.ended:
-            return False
-        if token_id in self._stops:
-            self.ended = self._complete
-            return self.ended
-        # `consume_token` alone would leave the matcher in an error state.
-        if self._matcher.is_stopped() or self._matcher.validate_tokens([token_id]) != 1:
-            return False
-        return bool(self._matcher.consume_token(token_id))
-
-    def rollback(self, count: int) -> None:
-        if self.ended and count:
-            self.ended, count = False, count - 1
-        if count:
-            self._matcher.rollback(count)
-
-    def fill(self, mask_RW: Mask, row: int) -> None:
-        mask_RW[row] = 0
-        if self.ended:
-            return
-        if not self._matcher.is_stopped():
-            self._library.numpy.fill_next_token_bitmask(self._matcher, mask_RW, row)
-        if self._matcher.is_error():
-            mask_RW[row] = 0
-            return
-        words = mask_RW[row].view(np.uint32)
-        for token in self._stops:
-            bit = np.uint32(1 << token % 32)
-            words[token // 32] = words[token // 32] | bit if self._complete else words[token // 32] & ~bit

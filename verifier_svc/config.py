@@ -84,6 +84,9 @@ class VerifierSettings(ScrapedSettings):
     grammar_compile_seconds: float = Field(5.0, gt=0)
     """How long a request's grammar may take to compile."""
 
+    grammar_cache_bytes: int = Field(512 * 2**20, ge=0)
+    """How much memory compiled grammars may take that are kept for the next request."""
+
     trace_step_share: float = Field(1.0, ge=0, le=1)
     """Share of a traced request's steps that have spans, with the drafts that answer them."""
 

@@ -20,7 +20,7 @@ import torch
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
-from outrider.grammar import Compiled
+from outrider.grammar_backends import Compiled
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import (

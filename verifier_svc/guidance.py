@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outrider.grammar import Mask, Matcher
+from outrider.grammar_backends import Mask, Matcher
 from verifier_svc.scheduler import Item
 from verifier_svc.trie import Path
 

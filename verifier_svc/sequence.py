@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outrider.errors import OutriderError
-from outrider.grammar import Matcher
+from outrider.grammar_backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Verdict, Window
 from outrider.telemetry import NO_SPAN, Span

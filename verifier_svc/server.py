@@ -130,6 +130,7 @@ class Loader:
             runner.eos_token_ids,
             backend=settings.grammar_backend,
             compile_seconds=settings.grammar_compile_seconds,
+            cache_bytes=settings.grammar_cache_bytes,
         )
         self._report(Stage.WARMING_UP, "running trial forwards")
         engine.warm_up()

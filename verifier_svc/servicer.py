@@ -11,7 +11,8 @@ import grpc
 
 from outrider import telemetry, wire, wire_model
 from outrider.errors import OutriderError, Reason
-from outrider.grammar import Compiled, GrammarCompiler
+from outrider.grammar import GrammarCompiler
+from outrider.grammar_backends import Compiled
 from outrider.messages import FinishReason, Grammar, ModelInfo, Stage, TokenChunk
 from outrider.rpc import reports_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc

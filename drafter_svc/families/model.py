@@ -17,7 +17,8 @@ from drafter_svc.chain import Chain
 from drafter_svc.outcomes import fan_out
 from outrider import telemetry
 from outrider.errors import OutriderError
-from outrider.grammar import GrammarCompiler, Mask, Matcher
+from outrider.grammar import GrammarCompiler
+from outrider.grammar_backends import Mask, Matcher
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.logits import Context, adjust

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ import numpy as np
 import pytest
 from json_schemas import schemas
 
+from outrider import grammar as grammar_module
 from outrider.errors import OutriderError
-from outrider.grammar import Backend, Compiled, GrammarCompiler
-from outrider.messages import Grammar, GrammarKind
+from outrider.grammar import GrammarCompiler
+from outrider.grammar_backends import Backend, Compiled, Matcher
+from outrider.grammar_cache import GrammarCache
+from outrider.grammar_repetition import check_ebnf, check_pattern
+from outrider.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")
@@ -162,7 +167,15 @@ BAD: list[Grammar] = [
     schema({"type": "string", "pattern": "^(?!b).*$"}),
     schema({"type": "string", "pattern": '^"$'}),
     schema({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}),
-    Grammar(GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    schema({"type": "integer", "multipleOf": 1025}),
+    schema({"type": "integer", "multipleOf": 2.5}),
+    schema({"type": "integer", "multipleOf": 7, "minimum": 0}),
+    schema({"type": "integer", "multipleOf": 7, "maximum": 0}),
+    schema({"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 10_000}),
+    schema({"type": "integer", "multipleOf": 7, "exclusiveMinimum": 0, "exclusiveMaximum": 10_002}),
+    schema({"type": "array", "items": {"type": "string", "maxLength": 2**33 + 1}}),
+    schema({"type": "array", "minItems": -1}),
+    schema({"type": "array", "maxItems": 2.5}),
     Grammar(GrammarKind.EBNF, "root ::= root"),
     Grammar(GrammarKind.REGEX, "(["),
     Grammar(GrammarKind.EBNF, "root ::= missing"),
@@ -187,9 +200,95 @@ def test_structural_tags_are_refused_where_they_are_unknown_or_broken() -> None:
                 compiler(backend).compile(Grammar(GrammarKind.STRUCTURAL_TAG, text))
 
 
-def test_repetition_is_bounded_where_it_nests_and_not_where_it_follows_itself() -> None:
-    for fine in ("[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}", "(ab{2}){3}"):
-        compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, fine))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "bounds", [{}, {"minimum": 1, "maximum": 10_000}, {"exclusiveMinimum": 0, "exclusiveMaximum": 10_001}], ids=str
+)
+def test_a_multiple_that_is_taken_is_kept_to(bounds: dict[str, int], backend: Backend) -> None:
+    for multiple in (7, 1024):
+        compiled = compiler(backend).compile(schema({"type": "integer", "multipleOf": multiple, **bounds}))
+        for number in range(multiple, 3000, 331):
+            assert takes(compiled, str(number)) == (number % multiple == 0), number
+
+
+def takes(compiled: Compiled, text: str) -> bool:
+    """Whether this is a whole text of the grammar."""
+    matcher = compiled.matcher()
+    return all(matcher.accept(token) for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, ENDS[0]])
+
+
+def named(count: int, **counts: int) -> Grammar:
+    properties = {f"p{i}": {"type": "integer"} for i in range(count)}
+    return schema({"type": "object", "properties": properties, **counts})
+
+
+TOO_OFTEN = [
+    Grammar(GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    Grammar(GrammarKind.REGEX, r"([\]{1}(]{200}){100}"),
+    Grammar(GrammarKind.REGEX, "a{10001,}"),
+    Grammar(GrammarKind.EBNF, 'root ::= "x"{1,100000}'),
+    Grammar(GrammarKind.EBNF, 'root ::= "x"{1,4294967297}'),  # one, as XGrammar reads it
+    Grammar(GrammarKind.EBNF, 'root ::= "x" {4294967299 # }\n}'),
+    Grammar(GrammarKind.EBNF, 'root ::= (["(] "x"{1, 200} # )\n "}"){100}'),
+    Grammar(GrammarKind.EBNF, r'root ::= Regex("(\\w{100}){1000}")'),
+    Grammar(GrammarKind.EBNF, 'root ::= (Regex("x") "y"{200}){100}'),
+    Grammar(GrammarKind.EBNF, 'root[capture="]"] ::= "x"{20000} "x"'),
+    schema({"type": "array", "items": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}}),
+    schema({"type": "object", "patternProperties": {"^(a{200}){200}$": {}}}),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", TOO_OFTEN, ids=lambda grammar: grammar.text[:40])
+def test_what_repeats_too_often_is_refused_with_the_limit(grammar: Grammar, backend: Backend) -> None:
+    with pytest.raises(OutriderError, match=f"grammar.{grammar.kind.value} repeats more than 10000 times"):
+        compiler(backend).compile(grammar)
+
+
+def test_what_repeats_too_often_within_a_structural_tag_is_refused() -> None:
+    often: Any = {"type": "const_string", "value": "a"}
+    for _ in range(3):
+        often = {"type": "sequence", "elements": [{"type": "repeat", "min": 1, "max": 100, "content": often}]}
+    for part in ({"type": "regex", "pattern": "(a{900}){90}"}, {"type": "grammar", "grammar": "root ::= [a]{99999}"}, often):
+        tag = json.dumps({"type": "structural_tag", "format": part})
+        with pytest.raises(OutriderError, match="structural_tag repeats more than 10000 times"):
+            compiler("xgrammar").compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
+
+
+@pytest.mark.parametrize("grammar", [named(101, maxProperties=20_000), named(200, maxProperties=51), named(101, minProperties=1)])
+def test_more_properties_than_can_be_counted_are_refused(grammar: Grammar) -> None:
+    for backend in BACKENDS:
+        with pytest.raises(OutriderError, match="properties beside minProperties or maxProperties"):
+            compiler(backend).compile(grammar)
+
+
+FINE = [
+    Grammar(GrammarKind.REGEX, "[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}"),
+    Grammar(GrammarKind.REGEX, "(ab{2}){3}"),
+    Grammar(GrammarKind.REGEX, r"[{20000}]\{20000}"),
+    Grammar(GrammarKind.EBNF, 'root ::= line{1,100}\nline ::= ("{99999}" | [{9] | x) "\\n" # {99999}\nx ::= "x"{1,100}'),
+    schema(
+        {
+            "type": "array",
+            "maxItems": 1000,
+            "items": {"type": "array", "maxItems": 1000, "items": {"type": "string", "maxLength": 99}},
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", FINE, ids=lambda grammar: grammar.text[:40])
+def test_what_repeats_but_bearably_is_taken(grammar: Grammar, backend: Backend) -> None:
+    compiler(backend).compile(grammar)
+
+
+@pytest.mark.parametrize("text", ["[", "{", '"', "(", "\\p{", "a[a", 'a["', "Regex(", "{#", "a[a\n"])
+def test_reading_counts_takes_time_in_proportion_to_the_text(text: str) -> None:
+    started = time.thread_time()
+    for check in (check_pattern, check_ebnf):
+        check((text * 65_536)[:65_536], "field")
+    assert time.thread_time() - started < 2
 
 
 def test_a_grammar_that_can_be_read_in_too_many_ways_is_refused_before_a_batch_has_to_wait_for_its_masks() -> None:
@@ -208,15 +307,83 @@ def test_large_grammars_whose_masks_are_quick_are_taken(backend: Backend) -> Non
     compiler(backend).compile(Grammar(GrammarKind.REGEX, "[a-z]{1,1000}"))
 
 
-def test_what_was_compiled_is_remembered_within_bounds() -> None:
-    own = GrammarCompiler(TARGET, VOCAB, ENDS)
-    first = Grammar(GrammarKind.REGEX, "first")
+def references(links: int) -> Grammar:
+    parts = {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
+    whole = {"$ref": "#/$defs/0", "$defs": {**parts, str(links): {}}}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(whole, separators=(",", ":")))
+
+
+def aliases(links: int) -> Grammar:
+    return Grammar(GrammarKind.EBNF, "root::=a0\n" + "\n".join(f"a{i}::=a{i + 1}" for i in range(links)) + f'\na{links}::="["')
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", [references(1200), aliases(4700)], ids=["references", "aliases"])
+def test_a_chain_as_long_as_a_grammar_may_be_does_not_end_the_process(grammar: Grammar, backend: Backend) -> None:
+    """On a thread with a stack of its own; the masks then need no more than any thread has."""
+    assert 0.95 * MAX_GRAMMAR_CHARACTERS < len(grammar.text) <= MAX_GRAMMAR_CHARACTERS
+    matcher, mask = compiler(backend).compile(grammar).matcher(), np.zeros((1, -(-VOCAB // 32)), np.int32)
+    matcher.fill(mask, 0)
+    bracket = TOKENIZER.token_to_id("[")
+    assert bracket in allowed(mask)
+    assert matcher.accept(bracket)
+    matcher.fill(mask, 0)
+
+
+def test_only_the_threads_that_compile_have_the_large_stack() -> None:
+    before = threading.stack_size()
+    GrammarCompiler(TARGET, VOCAB, ENDS)
+    assert threading.stack_size() == before
+
+
+def test_what_was_compiled_is_remembered_within_a_number_of_bytes() -> None:
+    own = GrammarCompiler(TARGET, VOCAB, ENDS, cache_bytes=100_000)
+    first, second = (Grammar(GrammarKind.REGEX, text) for text in ("first", "second"))
     compiled = own.compile(first)
-    assert own.compile(Grammar(GrammarKind.REGEX, "first")) is compiled
-    for i in range(300):
+    own.compile(second)
+    for i in range(50):
         own.compile(Grammar(GrammarKind.REGEX, f"a{i}"))
-    assert len(own._known) == 256
-    assert own.compile(first) is not compiled
+        assert own.compile(first) is compiled  # asked for again and again, unlike the second
+        assert 0 < own.cache.size_bytes <= 100_000
+    assert own.cache.get(second) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_larger_grammar_counts_for_more(backend: Backend) -> None:
+    sizes = [compiler(backend).compile(Grammar(GrammarKind.REGEX, "ab[c-e]" * n)).size_bytes for n in (1, 100, 1000)]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert sizes[2] > 100_000
+
+
+def test_a_grammar_beyond_the_cache_leaves_the_others_in_it() -> None:
+    class Large:
+        size_bytes = 2_000_000
+
+        def matcher(self) -> Matcher:
+            raise NotImplementedError
+
+    cache, small = GrammarCache(1_000_000), compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, "small"))
+    cache.add(Grammar(GrammarKind.REGEX, "small"), small)
+    assert cache.add(Grammar(GrammarKind.REGEX, "large"), large := Large()) is large
+    assert cache.get(Grammar(GrammarKind.REGEX, "large")) is None
+    assert cache.get(Grammar(GrammarKind.REGEX, "small")) is small
+
+
+async def test_what_waits_for_the_same_grammar_gets_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, times = GrammarCompiler(TARGET, VOCAB, ENDS), 0
+    monkeypatch.setattr(grammar_module, "_COMPILING", 1)
+    own._pool, real = grammar_module._threads(), own._backend.compile
+
+    def count(grammar: Grammar) -> Compiled:
+        nonlocal times
+        times += 1
+        return real(grammar)
+
+    monkeypatch.setattr(own._backend, "compile", count)
+    same = Grammar(GrammarKind.REGEX, "same")
+    found = await asyncio.gather(*(own.compile_async(same) for _ in range(4)))
+    assert [*found, await own.compile_async(same), own.compile(same)] == [found[0]] * 6
+    assert times == 1
 
 
 async def test_a_slow_grammar_is_cut_off_while_others_compile(monkeypatch: pytest.MonkeyPatch) -> None:
