@@ -140,10 +140,10 @@ class Engine:
         """Let `run` return after the step in progress."""
         self.post(lambda: setattr(self, "_stopping", True))
 
-    def warm_up(self) -> None:
+    def warm_up(self, context: int = 0) -> None:
         """Run forwards of many sizes: the first request does not pay for choosing kernels, and costs are known from the start.
 
-        Only before the first request, since pages are overwritten.
+        They are those of sequences of `context` tokens, as far as there are pages for as many. Only before the first request, since pages are overwritten.
         """
         limits, pool = self.limits, self.pool
         started = time.monotonic()
@@ -152,16 +152,18 @@ class Engine:
             for count in sorted({1, 1 + deepest // 2, 1 + deepest}):
                 pages = batch * -(-count // pool.page_size)
                 if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
-                    seconds = self._trial_s(batch, count)
+                    seconds = self._trial_s(batch, count, context)
                     for cost in (self.cost, self.bare_cost):
                         cost.calibrate(batch, batch * count, seconds)
             if time.monotonic() - started > _WARM_UP_S:
                 break
 
-    def _trial_s(self, batch: int, count: int) -> float:
-        """Seconds of a forward of so many sequences with so many tokens each, the better of two."""
-        each = -(-count // self.pool.page_size)
-        slices = [Slice([0] * count, 0, list(range(i * each, (i + 1) * each)), count) for i in range(batch)]
+    def _trial_s(self, batch: int, count: int, context: int) -> float:
+        """Seconds of a forward of so many sequences with so many tokens each, the better of two; zeros are before them."""
+        size = self.pool.page_size
+        length = max(min(context, self.pool.page_count // batch * size), count)
+        each = -(-length // size)
+        slices = [Slice([0] * count, length - count, list(range(i * each, (i + 1) * each)), count) for i in range(batch)]
         times = []
         for _ in range(2):
             started = time.monotonic()

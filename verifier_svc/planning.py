@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from outrider.depth_policy import DepthPolicy
 from verifier_svc.depth import ForwardCost, wait_budget_s
+from verifier_svc.drafters import Drafter
 from verifier_svc.sequence import Assignment, Sequence
 
 # The price of a draft token is taken over so many of them, since forwards grow in steps.
@@ -42,6 +43,7 @@ class Planner:
         self._mean_depth = 0.0
         self._token_s = 0.0
         self._rate = 0.0
+        self._pays_together = False
         self._probe_credit_s = 0.0
 
     @property
@@ -57,12 +59,15 @@ class Planner:
         self._batch = len(decoding)
         self._limit = self.policy.limit(self._batch)
         self._set_prices()
-        expected = depths = 0.0
+        expected = depths = wait_s = 0.0
         for sequence in decoding:
-            sequence.depth, value = self._choose(sequence)
+            sequence.depth, value, drafter = self._choose(sequence)
             expected += value
             depths += sequence.depth
+            wait_s = max(wait_s, drafter.latency(sequence.depth) if drafter is not None else 0.0)
         self._yield, self._mean_depth = expected / self._batch, depths / self._batch
+        step_s = self._cost.estimate(self._batch, self._batch + round(depths)) + wait_s
+        self._pays_together = depths > 0 and self._yield * self.plain_s > _MARGIN * step_s
 
     def _set_prices(self) -> None:
         batch, cost = self._batch, self._cost
@@ -72,9 +77,9 @@ class Planner:
         step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
         self._rate = batch * self._yield / step_s if step_s > 0 else 0.0
 
-    def _choose(self, sequence: Sequence) -> tuple[int, float]:
-        """The depth of the drafter from which the most is expected, and that expectation."""
-        depth, value = 0, 1.0
+    def _choose(self, sequence: Sequence) -> tuple[int, float, Drafter | None]:
+        """The depth of the drafter from which the most is expected, that expectation, and which drafter that is."""
+        depth, value, drafter = 0, 1.0, None
         for assignment in sequence.assignments.values():
             pause = assignment.pause
             if pause.steps_left > 0:
@@ -82,8 +87,8 @@ class Planner:
             worth = max(self.depth_for(sequence, assignment), int(pause.probing))
             expected = assignment.rate.expected_tokens(worth)
             if expected > value:
-                depth, value = worth, expected
-        return depth, value
+                depth, value, drafter = worth, expected, assignment.drafter
+        return depth, value, drafter
 
     def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
         """Draft tokens of this drafter that are worth their place in a step."""
@@ -97,13 +102,16 @@ class Planner:
         return assignment.rate.depth_worth(self._rate * (self._token_s + drafting_s), min(self._limit, most))
 
     def pays(self, sequence: Sequence, assignment: Assignment) -> bool:
-        """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do."""
+        """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do.
+
+        Beside sequences that are drafted anyway a draft costs its place in the forward alone; else it costs the wait as well.
+        """
         plain_s = self.plain_s
         if self._always or plain_s == 0.0:
             return True
         depth = self.depth_for(sequence, assignment)
         tokens, seconds = self._outlook(assignment, depth)
-        if depth == 0 or tokens * plain_s <= _MARGIN * seconds:
+        if depth == 0 or (not self._pays_together and tokens * plain_s <= _MARGIN * seconds):
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
         outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)

@@ -29,6 +29,9 @@ from verifier_svc.judging import Judge
 from verifier_svc.metrics import Metrics
 from verifier_svc.servicer import VerifierServicer
 
+# Length of the sequences in trial forwards: few are shorter for long, and how much longer others get is learned as they do.
+_TRIAL_CONTEXT = 256
+
 
 async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     """Run until SIGTERM or SIGINT; raises OutriderError when the target cannot be served."""
@@ -133,7 +136,7 @@ class Loader:
             cache_bytes=settings.grammar_cache_bytes,
         )
         self._report(Stage.WARMING_UP, "running trial forwards")
-        engine.warm_up()
+        engine.warm_up(min(_TRIAL_CONTEXT, self.info.context_length))
         # What loading left behind lives as long as the process; without this a collection now and then takes 100 ms to see that.
         gc.collect()
         gc.freeze()

@@ -271,3 +271,34 @@ def test_a_drafter_slower_than_can_be_saved_for_is_probed_once_the_savings_are_f
     for _ in range(1000):
         planner.waited(0.0, 0.0531, [])
     assert planner.affords_probe(sequence.assignments[drafter.handle.id])
+
+
+def mixed(good: int, poor: int) -> Engine:
+    """A drafter that takes 60 ms to answer, a forward of 50 ms; drafts of 8 have 5 tokens accepted, or every fourth time one."""
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    drafter = ScriptedDrafter(engine)
+    for size in (1, 8):
+        for depth in (0, 8):
+            engine.cost.calibrate(size, size * (1 + depth), 0.05 + 0.0001 * size * depth)
+    for _ in range(good + poor):
+        engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
+    for i, sequence in enumerate(engine.sequences.values()):
+        for assignment in sequence.assignments.values():
+            assignment.pause.steps_left = 0
+            for turn in range(60):
+                assignment.rate.observe(8, 5 if i < good else int(turn % 4 == 1))
+    engine.step()
+    drafter.handle.reply.observe(0.06)
+    for _ in range(5):
+        engine.planner.plan(engine.scheduler.running.values())
+    return engine
+
+
+def test_a_sequence_that_would_not_pay_for_the_wait_alone_is_drafted_where_others_are_waited_for_anyway() -> None:
+    def last_pays(engine: Engine) -> bool:
+        sequence = list(engine.sequences.values())[-1]
+        return engine.planner.pays(sequence, sequence.assignments["scripted"])
+
+    assert not last_pays(mixed(good=0, poor=1))
+    assert not last_pays(mixed(good=0, poor=8))
+    assert last_pays(mixed(good=7, poor=1))
