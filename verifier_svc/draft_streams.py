@@ -6,6 +6,7 @@ What a message means is for `drafting`; here it is parsed, bounded and handed to
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -98,7 +99,7 @@ class DraftStream:
             try:
                 if kind == "drafts":
                     batch = wire.drafts_from_proto(request.drafts, self._model.vocab_size)
-                    engine.post(partial(drafting.take, drafter, batch, request.ByteSize()))
+                    engine.post(partial(drafting.take, drafter, batch, request.ByteSize(), time.monotonic()))
                 elif kind == "draining":
                     engine.post(partial(drafting.drain, drafter))
                 else:

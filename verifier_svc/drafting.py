@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -115,8 +116,13 @@ class Drafting:
 
     # --- drafts and verdicts ---
 
-    def take(self, drafter: Drafter, batch: DraftBatch, byte_count: int = 0) -> None:
-        """Hang proposals into the tries; a drafter that breaks the protocol loses its stream, and no one else notices."""
+    def take(self, drafter: Drafter, batch: DraftBatch, byte_count: int = 0, arrived_at: float | None = None) -> None:
+        """Hang proposals into the tries; a drafter that breaks the protocol loses its stream, and no one else notices.
+
+        `arrived_at` is when they came (monotonic seconds; None is now), which may be a forward ago. Were that forward counted as the
+        drafter's time, one answer that came just too late would make it seem too slow to be waited for, and so all after it.
+        """
+        at = time.monotonic() if arrived_at is None else arrived_at
         self._metrics.received(drafter, byte_count)
         if self.roster.connected.get(drafter.id) is not drafter:
             return
@@ -126,12 +132,12 @@ class Drafting:
                 fate = assignment.trie.add(proposal) if assignment else Fate.STALE
                 self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
                 if assignment:
-                    seconds = assignment.answered(proposal.epoch, len(proposal.token_ids), proposal.draft_seconds)
+                    seconds = assignment.answered(at, proposal.epoch, len(proposal.token_ids), proposal.draft_seconds)
                     self._metrics.answered(drafter, seconds)
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
-                    assignment.answered(skip.epoch)
+                    assignment.answered(at, skip.epoch)
         except OutriderError as error:
             self.reject(drafter, error)
 

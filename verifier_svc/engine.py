@@ -143,7 +143,8 @@ class Engine:
     def warm_up(self, context: int = 0) -> None:
         """Run forwards of many sizes: the first request does not pay for choosing kernels, and costs are known from the start.
 
-        They are those of sequences of `context` tokens, as far as there are pages for as many. Only before the first request, since pages are overwritten.
+        They are those of sequences of `context` tokens, as far as there are pages for as many. Only before the first request, since
+        pages are overwritten.
         """
         limits, pool = self.limits, self.pool
         started = time.monotonic()

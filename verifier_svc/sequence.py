@@ -78,8 +78,8 @@ class Assignment:
         while len(self.asked_at) > _EPOCHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def answered(self, epoch: int, token_count: int = 0, draft_seconds: float = 0.0) -> float | None:
-        """A message came with so many tokens that took so long to draft.
+    def answered(self, at: float, epoch: int, token_count: int = 0, draft_seconds: float = 0.0) -> float | None:
+        """A message came, `at` by the monotonic clock, with so many tokens that took so long to draft.
 
         Returns how many seconds after the verdict it came, if it is the epoch's first, late or not.
         """
@@ -87,7 +87,7 @@ class Assignment:
         asked_at = self.asked_at.pop(epoch, None)
         if asked_at is None:
             return None
-        seconds = time.monotonic() - asked_at
+        seconds = max(at - asked_at, 0.0)
         self.drafter.reply.observe(max(seconds - draft_seconds, 0.0))
         if token_count:
             self.drafter.token_time.observe(draft_seconds / token_count)

@@ -6,7 +6,7 @@ import time
 import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 
-from outrider.messages import SamplingParams, TokenRequest
+from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
 from verifier_svc.depth import wait_budget_s
 from verifier_svc.engine import Engine
 
@@ -141,3 +141,19 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed() 
     assert max(len(verdict.new_token_ids) for verdict in verdicts) > 16
     told = [token for verdict in verdicts for token in verdict.new_token_ids]
     assert told == client.tokens[: len(told)]
+
+
+def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(TokenRequest([1], 20, GREEDY), Client())
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1], 1))
+    engine.step()
+    epoch, asked_at = next(iter(sequence.assignments["scripted"].asked_at.items()))
+    slow_forward(model, 0.4)
+    engine.step()
+    root = next(verdict for batch in drafter.told for verdict in batch.verdicts).root_node
+    answer = Proposal(sequence.id, epoch, root, 1, [3])
+    engine.drafting.take(drafter.handle, DraftBatch([answer]), arrived_at=asked_at + 0.003)
+    assert drafter.handle.reply.value < 0.1
