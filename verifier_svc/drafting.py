@@ -119,8 +119,8 @@ class Drafting:
     def take(self, drafter: Drafter, batch: DraftBatch, byte_count: int = 0, arrived_at: float | None = None) -> None:
         """Hang proposals into the tries; a drafter that breaks the protocol loses its stream, and no one else notices.
 
-        `arrived_at` is when they came (monotonic seconds; None is now), which may be a forward ago. Were that forward counted as the
-        drafter's time, one answer that came just too late would make it seem too slow to be waited for, and so all after it.
+        `arrived_at` is when they came (monotonic seconds; None is now), which may be a forward ago. Were that forward counted as
+        the drafter's time, one answer that came just too late would make it seem too slow to be waited for, and so all after it.
         """
         at = time.monotonic() if arrived_at is None else arrived_at
         self._metrics.received(drafter, byte_count)
