@@ -55,6 +55,7 @@ class Planner:
         """Set the depth of every decoding sequence for the coming step."""
         decoding = [sequence for sequence in running if sequence.pending_count == 1]
         if not decoding:
+            self._pays_together = False
             return
         self._batch = len(decoding)
         self._limit = self.policy.limit(self._batch)
@@ -111,7 +112,8 @@ class Planner:
             return True
         depth = self.depth_for(sequence, assignment)
         tokens, seconds = self._outlook(assignment, depth)
-        if depth == 0 or (not self._pays_together and tokens * plain_s <= _MARGIN * seconds):
+        beside = self._pays_together and tokens - 1.0 > self._rate * self._token_s * depth
+        if depth == 0 or (not beside and tokens * plain_s <= _MARGIN * seconds):
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
         outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)

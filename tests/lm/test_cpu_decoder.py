@@ -11,13 +11,16 @@ from transformers import (
     CohereConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    OlmoConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
 from outrider.lm import weights
+from outrider.lm.cpu_decoder import CpuDecoder
 from outrider.lm.cpu_library import library
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.lm.weights import TiledLinear, settle_on_cpu
@@ -51,6 +54,8 @@ TAKEN: dict[str, PreTrainedConfig] = {
 LEFT: dict[str, PreTrainedConfig] = {
     "a sliding window": MistralConfig(**SIZES, sliding_window=16),
     "attention and feed-forward side by side": CohereConfig(**SIZES),
+    "norms without a weight": OlmoConfig(**SIZES),
+    "queries that are scaled from a length on": Ministral3Config(**SIZES, sliding_window=None),
     "scales of its own": GraniteConfig(**SIZES, residual_multiplier=0.5),
     "another activation": LlamaConfig(**SIZES, hidden_act="gelu"),
     "a rotation that changes with the length": LlamaConfig(
@@ -126,6 +131,12 @@ def test_what_it_cannot_do_runs_as_before(config: PreTrainedConfig) -> None:
         own = build(config).to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float()
     mine = runner.forward([Slice(tokens, 0, [4, 2], 30)])
     torch.testing.assert_close(mine, own, rtol=0, atol=0.15 * float(own.std()))
+
+
+def test_a_trial_that_differs_or_is_no_number_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for difference in (0.2, float("nan")):
+        monkeypatch.setattr(CpuDecoder, "_difference", lambda *arguments, found=difference: found)
+        assert settled(TAKEN["llama"]).decoder is None
 
 
 def test_float32_models_are_not_touched() -> None:
