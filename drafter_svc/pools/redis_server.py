@@ -21,6 +21,7 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::(?P<port>[0-9]
 _QUERY = {"ssl_certfile": str, "ssl_keyfile": str, "ssl_check_hostname": bool, "sentinel_auth": bool}
 
 Topology = Literal["standalone", "sentinel", "cluster"]
+_TOPOLOGIES: dict[str, Topology] = {"": "standalone", "sentinel": "sentinel", "cluster": "cluster"}
 
 
 class Credentials(CredentialProvider):
@@ -62,7 +63,7 @@ class RedisServer:
         try:
             parts = urlsplit(url)
             scheme, _, kind = parts.scheme.partition("+")
-            topology = {"": "standalone", "sentinel": "sentinel", "cluster": "cluster"}[kind]
+            topology = _TOPOLOGIES[kind]
             if scheme not in ("redis", "rediss"):
                 raise KeyError(scheme)
             addresses = _addresses(parts.netloc.rpartition("@")[2], 26379 if topology == "sentinel" else 6379)
@@ -74,7 +75,7 @@ class RedisServer:
         query = _query(parts.query, scheme == "rediss")
         sentinel_auth = bool(query.pop("sentinel_auth", False))
         options = query | _tls(scheme == "rediss", ca_file) | _credentials(parts, password_file)
-        return cls(topology, addresses, database, service, sentinel_auth, options)  # type: ignore[arg-type]  # one of the three
+        return cls(topology, addresses, database, service, sentinel_auth, options)
 
 
 def _addresses(text: str, default_port: int) -> tuple[tuple[str, int], ...]:

@@ -7,7 +7,6 @@
 
 #include "cpu_kernels.h"
 
-#ifdef __AMX_BF16__
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <omp.h>
@@ -152,9 +151,9 @@ INLINE void finish(const float *sums, const struct linear *linear, int64_t colum
 }
 
 // One block of columns for up to ROWS rows, to where the first of them ends.
-INLINE void multiply(const uint16_t *x, int64_t stride, int rows, const struct linear *linear, int64_t block, void *out,
-                     enum purpose purpose, int first) {
-  int64_t steps = linear->in / DEPTH, width = purpose == LOGITS ? 4 : 2, column = block * BLOCK;
+INLINE void multiply(const uint16_t *x, int rows, const struct linear *linear, int64_t block, void *out, enum purpose purpose,
+                     int first) {
+  int64_t stride = linear->in, steps = stride / DEPTH, width = purpose == LOGITS ? 4 : 2, column = block * BLOCK;
   const char *weights = (const char *)linear->tiles + block * steps * 2 * 1024;
   float sums[ROWS][BLOCK];
   switch (first * 2 + (rows > 16)) {
@@ -170,10 +169,9 @@ INLINE void multiply(const uint16_t *x, int64_t stride, int rows, const struct l
   }
 }
 
-// Shared by the team that calls it: out [rows, out] of x [rows, in] with rows `stride` apart. Some blocks at a time, so that long
-// prompts' rows are read half as often.
-static void product(struct team *team, const uint16_t *x, int64_t stride, int64_t rows, const struct linear *linear, void *out,
-                    enum purpose purpose) {
+// Shared by the team that calls it: out [rows, out] of x [rows, in]. Some blocks at a time, so that long prompts' rows are read half as
+// often.
+static void product(struct team *team, const uint16_t *x, int64_t rows, const struct linear *linear, void *out, enum purpose purpose) {
   const int64_t some = 2, blocks = (linear->out + BLOCK - 1) / BLOCK, row_bytes = linear->out * (purpose == LOGITS ? 4 : 2);
   int configured = 0;
 #pragma omp for schedule(dynamic, 1) nowait
@@ -183,41 +181,37 @@ static void product(struct team *team, const uint16_t *x, int64_t stride, int64_
       int count = (int)(rows - row < ROWS ? rows - row : ROWS);
       if (count != configured) configure(configured = count);
       for (int64_t block = begin; block < end; block++)
-        multiply(x + row * stride, stride, count, linear, block, (char *)out + row * row_bytes, purpose, row == 0);
+        multiply(x + row * linear->in, count, linear, block, (char *)out + row * row_bytes, purpose, row == 0);
     }
   }
   meet(team);
 }
 
 // oneDNN remembers in the processor itself which tiles it uses, and so it must find them as it left them.
-struct kept {
-  struct tile_config config;
-};
-
 // Every thread of a team begins so: how large it is, only they know.
-INLINE struct kept join(struct team *team) {
-  struct kept kept;
-  store_config(&kept.config);
+INLINE struct tile_config join(struct team *team) {
+  struct tile_config kept;
+  store_config(&kept);
 #pragma omp single
   team->size = (unsigned)omp_get_num_threads();
   return kept;
 }
 
-INLINE void give_tiles_back(struct kept kept) {
-  if (kept.config.palette)
-    load_config(&kept.config);
+INLINE void give_tiles_back(const struct tile_config *kept) {
+  if (kept->palette)
+    load_config(kept);
   else
     _tile_release();
 }
 
-// out [rows, out] of x [rows, in], whose rows lie `stride` elements apart.
-void outrider_product(const struct linear *linear, const uint16_t *x, int64_t stride, int64_t rows, uint16_t *out) {
+// out [rows, out] of x [rows, in].
+void outrider_product(const struct linear *linear, const uint16_t *x, int64_t rows, uint16_t *out) {
   struct team team = {0};
 #pragma omp parallel
   {
-    struct kept kept = join(&team);
-    product(&team, x, stride, rows, linear, out, STORE);
-    give_tiles_back(kept);
+    struct tile_config kept = join(&team);
+    product(&team, x, rows, linear, out, STORE);
+    give_tiles_back(&kept);
   }
 }
 
@@ -287,7 +281,7 @@ static void gate(const uint16_t *gate_up, int64_t size, uint16_t *out) {
   }
 }
 
-// Where the parts of the scratch memory lie: all [tokens, …], `width` elements a token in all, see `outrider_scratch`.
+// Where the parts of the scratch memory lie, all [tokens, …]; `outrider_scratch` adds them up.
 struct room {
   uint16_t *stream, *normed, *qkv, *attended, *gate_up, *gated;
   float *turns;
@@ -336,18 +330,18 @@ static void run_layer(const struct decoder *decoder, const struct decoder_layer 
   for (int64_t i = 0; i < count; i++)
     normalize(room->stream + i * hidden, layer->input_norm, hidden, decoder->epsilon, room->normed + i * hidden);
   meet(team);
-  product(team, room->normed, hidden, count, &layer->qkv, room->qkv, STORE);
+  product(team, room->normed, count, &layer->qkv, room->qkv, STORE);
   run_attention(decoder, layer, batch, room, team);
-  product(team, room->attended, layer->o.in, count, &layer->o, room->stream, ADD);
+  product(team, room->attended, count, &layer->o, room->stream, ADD);
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
     normalize(room->stream + i * hidden, layer->post_norm, hidden, decoder->epsilon, room->normed + i * hidden);
   meet(team);
-  product(team, room->normed, hidden, count, &layer->gate_up, room->gate_up, STORE);
+  product(team, room->normed, count, &layer->gate_up, room->gate_up, STORE);
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++) gate(room->gate_up + i * 2 * inner, inner, room->gated + i * inner);
   meet(team);
-  product(team, room->gated, inner, count, &layer->down, room->stream, ADD);
+  product(team, room->gated, count, &layer->down, room->stream, ADD);
 }
 
 // Logits [wanted, vocabulary] of a batch whose slices hold all its tokens; keys and values go into the caches.
@@ -357,7 +351,7 @@ void outrider_decode(const struct decoder *decoder, const struct batch *batch, c
   struct team team = {0};
 #pragma omp parallel
   {
-    struct kept kept = join(&team);
+    struct tile_config kept = join(&team);
 #pragma omp for nowait
     for (int64_t i = 0; i < batch->count; i++) {
       memcpy(room.stream + i * hidden, decoder->embedding + step->token_ids[i] * hidden, (size_t)hidden * 2);
@@ -369,9 +363,7 @@ void outrider_decode(const struct decoder *decoder, const struct batch *batch, c
     for (int64_t i = 0; i < step->wanted_count; i++)
       normalize(room.stream + step->wanted[i] * hidden, decoder->norm, hidden, decoder->epsilon, room.normed + i * hidden);
     meet(&team);
-    product(&team, room.normed, hidden, step->wanted_count, &decoder->head, step->logits, LOGITS);
-    give_tiles_back(kept);
+    product(&team, room.normed, step->wanted_count, &decoder->head, step->logits, LOGITS);
+    give_tiles_back(&kept);
   }
 }
-
-#endif

@@ -82,8 +82,7 @@ class TiledLinear(torch.nn.Module):
         """The same as the layer it was made from."""
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
-        rows = x.numel() // self.in_features
-        self._product(self.struct, x.data_ptr(), self.in_features, rows, out.data_ptr())
+        self._product(self.struct, x.data_ptr(), x.numel() // self.in_features, out.data_ptr())
         return out
 
     __call__ = forward
@@ -100,8 +99,8 @@ def _product_function() -> Any:
     """None where the processor has no AMX."""
     function = getattr(library(), "outrider_product", None)
     if function is not None:
-        integers = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-        function.argtypes, function.restype = (ctypes.POINTER(LinearStruct), *integers), None
+        function.argtypes = ctypes.POINTER(LinearStruct), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+        function.restype = None
     return function
 
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -248,12 +249,12 @@ def generate(
     seed: int = 0,
     seeded: bool = False,
     speculation: SpeculationOptions | None = None,
-    **drafter: object,
+    **drafter: Any,
 ) -> npt.NDArray[np.int64]:
     """The first three tokens of `draws` requests, [draws, 3], many at a time through one engine."""
     rng = np.random.default_rng(seed)
     engine = make_engine(sampled_rule, trust)
-    laws = LawDrafter(engine, law, offers, rng, **drafter) if law is not None else None  # type: ignore[arg-type]  # any of its settings
+    laws = LawDrafter(engine, law, offers, rng, **drafter) if law is not None else None
     done: list[list[int]] = []
     # The engine would draw a seed from the system; here the test has to come out the same each time.
     own = np.random.default_rng(seed + 1)
