@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from outrider.lm.attention import LayerCache
 from outrider.lm.cpu_attention import Batch, Layer
 from outrider.lm.cpu_library import library
-from outrider.lm.layout import SHORT_SLICE, BatchLayout, Slice
+from outrider.lm.layout import BatchLayout, Slice
 from outrider.lm.weights import JointLinear, LinearStruct, TiledLinear
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 # Kinds of rotary embedding whose frequencies are the same at every length.
 _STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
 _LANES = 16
-# Of a query and a key, in slices that are longer than drafts: from here on torch's attention gains what the rest loses.
-_MOST_PAIRS = 300_000
 _TRIAL_TOKENS = 24
 # Of the logits' standard deviation. Rounding makes 0.008 to 0.014 of it; half a residual 0.06, another rotation 0.2 and more.
 _TRIAL_TOLERANCE = 0.04
@@ -101,11 +99,6 @@ class CpuDecoder:
             log.warning("%s runs as transformers runs it: a trial differed by %.2f", type(model).__name__, difference)
             return None
         return decoder
-
-    @staticmethod
-    def pays(slices: Sequence[Slice]) -> bool:
-        """Whether it is faster than the model's own forward, whose attention is better at long prompts."""
-        return sum(len(part.token_ids) * part.end for part in slices if len(part.token_ids) > SHORT_SLICE) < _MOST_PAIRS
 
     def forward(self, layout: BatchLayout) -> torch.Tensor:
         """Float32 logits [R, V] of the layout's logit rows; keys and values go into the caches."""

@@ -6,6 +6,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 // Built once for each kind of processor, so that these are known to the compiler.
@@ -74,8 +78,29 @@ INLINE void store(vec value, void *to, int64_t at, int is_bfloat16) {
 INLINE vec splat(float value) { return value - (vec){0}; }
 
 INLINE vec largest(vec a, vec b) {
+#if defined(__AVX512F__)
+  // The compiler does not see that the lines below are this.
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
   ivec first = a > b;
   return (vec)(((ivec)a & first) | ((ivec)b & ~first));
+#endif
+}
+
+// The transpose of a block of LANES rows, by exchanges between rows 1, 2, 4, … apart.
+INLINE void transpose(vec block[LANES]) {
+#pragma GCC unroll 4
+  for (int apart = 1; apart < LANES; apart *= 2) {
+    ivec upper = (lanes & apart) != 0;
+    ivec low = (lanes & ~upper) | ((lanes - apart + LANES) & upper), high = ((lanes + apart) & ~upper) | ((lanes + LANES) & upper);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+      if (i & apart) continue;
+      vec a = block[i], b = block[i + apart];
+      block[i] = __builtin_shuffle(a, b, low);
+      block[i + apart] = __builtin_shuffle(a, b, high);
+    }
+  }
 }
 
 // exp of numbers up to 0, to some 2 units in the last place: Cephes' polynomial on [-log(2)/2, log(2)/2].

@@ -5,19 +5,17 @@
 // products leaves C. Sums are float; what is rounded to bfloat16 is what transformers rounds, but for the inside of attention and the
 // rotation. A row's sums are taken in the same order whatever other rows there are.
 
-#include "cpu_kernels.h"
+#include "tiles.h"
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <omp.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Columns of a block of weights, rows of activations that are multiplied by it at once, and elements of a row in a tile.
+// Columns of a block of weights, and rows of activations that are multiplied by it at once.
 #define BLOCK 32
 #define ROWS 32
-#define DEPTH 32
 // How far ahead weights are asked for, in bytes. One tile gets the processor's own prefetching going; farther ahead was slower.
 #define AHEAD 1024
 
@@ -50,29 +48,6 @@ struct step {
   float *logits;
 };
 
-struct tile_config {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-} __attribute__((packed));
-
-// The compiler's own intrinsics for these are told of 8 bytes of the 64 (GCC bug 114098).
-INLINE void load_config(const struct tile_config *config) { __asm__ volatile("ldtilecfg %0" ::"m"(*config)); }
-
-INLINE void store_config(struct tile_config *config) { __asm__ volatile("sttilecfg %0" : "=m"(*config)); }
-
-// Tiles 0 to 3 are sums, of the first 16 rows and of the others; 4 and 5 activations; 6 and 7 weights.
-static void configure(int rows) {
-  struct tile_config config = {.palette = 1};
-  uint8_t first = (uint8_t)(rows < 16 ? rows : 16), second = (uint8_t)(rows > 16 ? rows - 16 : 1);
-  const uint8_t counts[8] = {first, first, second, second, first, second, 16, 16};
-  for (int i = 0; i < 8; i++) {
-    config.row_bytes[i] = 64;
-    config.rows[i] = counts[i];
-  }
-  load_config(&config);
-}
-
 INLINE void sum_tiles(const uint16_t *x, int64_t stride, const char *weights, int64_t steps, float sums[ROWS][BLOCK], int two,
                       int first) {
   _tile_zero(0);
@@ -85,13 +60,13 @@ INLINE void sum_tiles(const uint16_t *x, int64_t stride, const char *weights, in
     const char *at = weights + k * 2 * 1024;
     // The rows behind the first ROWS find the weights in the cache.
     for (int i = 0; i < 2048 && first; i += 64) _mm_prefetch(at + AHEAD + i, _MM_HINT_T1);
-    _tile_loadd(4, x + k * DEPTH, stride * 2);
+    _tile_loadd(4, x + k * TILE_DEPTH, stride * 2);
     _tile_loadd(6, at, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, at + 1024, 64);
     _tile_dpbf16ps(1, 4, 7);
     if (two) {
-      _tile_loadd(5, x + 16 * stride + k * DEPTH, stride * 2);
+      _tile_loadd(5, x + 16 * stride + k * TILE_DEPTH, stride * 2);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -132,47 +107,83 @@ static void meet(struct team *team) {
   atomic_fetch_sub(&team->sleeping, 1);
 }
 
-// What becomes of a product: it is stored, or added to what is there, as bfloat16; or stored as float, rounded all the same.
-enum purpose { STORE, ADD, LOGITS };
-
-INLINE void finish(const float *sums, const struct linear *linear, int64_t column, void *out, enum purpose purpose) {
-  int64_t left = linear->out - column;
-  __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);
-  __m512 sum = _mm512_loadu_ps(sums);
-  if (linear->bias) sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(mask, linear->bias + column)));
-  __m256i rounded = (__m256i)_mm512_cvtneps_pbh(sum);
-  if (purpose == LOGITS) {
-    _mm512_mask_storeu_ps((float *)out + column, mask, widen(rounded));
-    return;
+// Sums of one block of columns for up to ROWS rows, `first` for those that are the first to need its weights.
+INLINE void sum_block(const uint16_t *x, int rows, const struct linear *linear, int64_t block, float sums[ROWS][BLOCK], int first) {
+  int64_t steps = linear->in / TILE_DEPTH;
+  const char *weights = (const char *)linear->tiles + block * steps * 2 * 1024;
+  switch (first * 2 + (rows > 16)) {
+    case 0: sum_tiles(x, linear->in, weights, steps, sums, 0, 0); break;
+    case 1: sum_tiles(x, linear->in, weights, steps, sums, 1, 0); break;
+    case 2: sum_tiles(x, linear->in, weights, steps, sums, 0, 1); break;
+    default: sum_tiles(x, linear->in, weights, steps, sums, 1, 1);
   }
-  uint16_t *to = (uint16_t *)out + column;
-  if (purpose == ADD) rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(widen(rounded), widen(_mm256_maskz_loadu_epi16(mask, to))));
-  _mm256_mask_storeu_epi16(to, mask, rounded);
 }
 
-// One block of columns for up to ROWS rows, to where the first of them ends.
-INLINE void multiply(const uint16_t *x, int rows, const struct linear *linear, int64_t block, void *out, enum purpose purpose,
+// 16 of a row's sums from `column` on, with the bias, rounded to bfloat16; `mask` says which columns there are.
+INLINE __m256i round_sums(const float *sums, const struct linear *linear, int64_t column, __mmask16 mask) {
+  __m512 sum = _mm512_load_ps(sums);
+  if (linear->bias) sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(mask, linear->bias + column)));
+  return (__m256i)_mm512_cvtneps_pbh(sum);
+}
+
+// What becomes of a product: it is stored, or added to what is there, as bfloat16; or its first half gates the other; or it is stored
+// as float, rounded all the same.
+enum purpose { STORE, ADD, GATED, LOGITS };
+
+INLINE void finish_block(float sums[ROWS][BLOCK], int rows, const struct linear *linear, int64_t block, char *out,
+                         enum purpose purpose) {
+  for (int part = 0; part < 2; part++) {
+    int64_t column = block * BLOCK + part * 16, left = linear->out - column;
+    __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
+    for (int i = 0; i < rows; i++) {
+      __m256i rounded = round_sums(sums[i] + part * 16, linear, column, mask);
+      if (purpose == LOGITS) {
+        _mm512_mask_storeu_ps((float *)out + i * linear->out + column, mask, widen(rounded));
+        continue;
+      }
+      uint16_t *to = (uint16_t *)out + i * linear->out + column;
+      __m512 before = widen(_mm256_maskz_loadu_epi16(mask, to));
+      if (purpose == ADD) rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(widen(rounded), before));
+      _mm256_mask_storeu_epi16(to, mask, rounded);
+    }
+  }
+}
+
+// silu(gate) * up (Shazeer, arXiv 2002.05202) of one block of columns, from the sums of both.
+INLINE void finish_gated(float gates[ROWS][BLOCK], float ups[ROWS][BLOCK], int rows, const struct linear *linear, int64_t block,
+                         uint16_t *out) {
+  int64_t half = linear->out / 2;
+  for (int i = 0; i < rows; i++)
+    for (int64_t at = 0, column = block * BLOCK; at < BLOCK; at += LANES, column += LANES) {
+      vec x = (vec)widen(round_sums(gates[i] + at, linear, column, 0xffff));
+      vec up = (vec)widen(round_sums(ups[i] + at, linear, half + column, 0xffff));
+      vec e = exponential(-largest(x, -x));
+      ivec positive = x >= splat(0);
+      vec top = (vec)(((ivec)splat(1) & positive) | ((ivec)e & ~positive));
+      uint16_t rounded[LANES];
+      store(x * top / (e + 1.0f), rounded, 0, 1);
+      store(load(rounded, 0, 1) * up, out + i * half, column, 1);
+    }
+}
+
+INLINE void multiply(const uint16_t *x, int rows, const struct linear *linear, int64_t block, char *out, enum purpose purpose,
                      int first) {
-  int64_t stride = linear->in, steps = stride / DEPTH, width = purpose == LOGITS ? 4 : 2, column = block * BLOCK;
-  const char *weights = (const char *)linear->tiles + block * steps * 2 * 1024;
-  float sums[ROWS][BLOCK];
-  switch (first * 2 + (rows > 16)) {
-    case 0: sum_tiles(x, stride, weights, steps, sums, 0, 0); break;
-    case 1: sum_tiles(x, stride, weights, steps, sums, 1, 0); break;
-    case 2: sum_tiles(x, stride, weights, steps, sums, 0, 1); break;
-    default: sum_tiles(x, stride, weights, steps, sums, 1, 1);
+  float sums[2][ROWS][BLOCK] __attribute__((aligned(64)));
+  sum_block(x, rows, linear, block, sums[0], first);
+  if (purpose != GATED) {
+    finish_block(sums[0], rows, linear, block, out, purpose);
+    return;
   }
-  for (int i = 0; i < rows; i++) {
-    char *to = (char *)out + i * linear->out * width;
-    finish(sums[i], linear, column, to, purpose);
-    if (linear->out - column > 16) finish(sums[i] + 16, linear, column + 16, to, purpose);
-  }
+  sum_block(x, rows, linear, block + linear->out / (2 * BLOCK), sums[1], first);
+  finish_gated(sums[0], sums[1], rows, linear, block, (uint16_t *)out);
 }
 
 // Shared by the team that calls it: out [rows, out] of x [rows, in]. Some blocks at a time, so that long prompts' rows are read half as
 // often.
-static void product(struct team *team, const uint16_t *x, int64_t rows, const struct linear *linear, void *out, enum purpose purpose) {
-  const int64_t some = 2, blocks = (linear->out + BLOCK - 1) / BLOCK, row_bytes = linear->out * (purpose == LOGITS ? 4 : 2);
+static void product(struct team *team, const uint16_t *x, int64_t rows, const struct linear *linear, void *out,
+                    enum purpose purpose) {
+  const int64_t some = 2, columns = purpose == GATED ? linear->out / 2 : linear->out, blocks = (columns + BLOCK - 1) / BLOCK;
+  const int64_t row_bytes = columns * (purpose == LOGITS ? 4 : 2);
   int configured = 0;
 #pragma omp for schedule(dynamic, 1) nowait
   for (int64_t begin = 0; begin < blocks; begin += some) {
@@ -269,21 +280,9 @@ static void place_token(const struct decoder *decoder, const struct decoder_laye
   memcpy((char *)cache->values + slot * bytes, qkv + cache->heads * size + width, (size_t)bytes);
 }
 
-// silu(gate) * up (Shazeer, arXiv 2002.05202), from [gate, up] of one token.
-static void gate(const uint16_t *gate_up, int64_t size, uint16_t *out) {
-  for (int64_t i = 0; i < size; i += LANES) {
-    vec x = load(gate_up, i, 1), magnitude = largest(x, -x), e = exponential(-magnitude);
-    ivec positive = x >= splat(0);
-    vec top = (vec)(((ivec)splat(1) & positive) | ((ivec)e & ~positive));
-    uint16_t rounded[LANES];
-    store(x * top / (e + 1.0f), rounded, 0, 1);
-    store(load(rounded, 0, 1) * load(gate_up, size + i, 1), out, i, 1);
-  }
-}
-
 // Where the parts of the scratch memory lie, all [tokens, …]; `outrider_scratch` adds them up.
 struct room {
-  uint16_t *stream, *normed, *qkv, *attended, *gate_up, *gated;
+  uint16_t *stream, *normed, *qkv, *attended, *gated;
   float *turns;
 };
 
@@ -296,15 +295,14 @@ static struct room divide(const struct decoder *decoder, const struct step *step
   room.normed = room.stream + count * decoder->hidden;
   room.qkv = room.normed + count * decoder->hidden;
   room.attended = room.qkv + count * qkv_width(cache);
-  room.gate_up = room.attended + count * cache->heads * cache->head_size;
-  room.gated = room.gate_up + count * 2 * decoder->intermediate;
+  room.gated = room.attended + count * cache->heads * cache->head_size;
   return room;
 }
 
 // Bytes of scratch memory that a token takes.
 int64_t outrider_scratch(const struct decoder *decoder) {
   const struct layer *cache = &decoder->layers->cache;
-  int64_t elements = 2 * decoder->hidden + qkv_width(cache) + cache->heads * cache->head_size + 3 * decoder->intermediate;
+  int64_t elements = 2 * decoder->hidden + qkv_width(cache) + cache->heads * cache->head_size + decoder->intermediate;
   return 2 * elements + 4 * 2 * decoder->pairs;
 }
 
@@ -317,15 +315,24 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
     place_token(decoder, layer, room->qkv + i * width, room->turns + i * 2 * decoder->pairs, batch->slots[i]);
   meet(team);
   struct rows query = {room->qkv, cache->head_size, width};
-#pragma omp for schedule(dynamic, 1) nowait
-  for (int64_t item = 0; item < items; item++)
-    outrider_attend(cache, batch, &query, room->attended, decoder->attention_scale, 0, item / cache->kv_heads, item % cache->kv_heads);
+  int by_tiles = outrider_fits_tiles(cache);
+  configure(ROWS);
+  // What lies side by side in the cache is best read by one thread, unless others would have nothing to do.
+  int64_t heads_at_once = batch->slice_count < team->size ? 1 : cache->kv_heads;
+#pragma omp for schedule(dynamic, heads_at_once) nowait
+  for (int64_t item = 0; item < items; item++) {
+    int64_t slice = item / cache->kv_heads, head = item % cache->kv_heads;
+    if (by_tiles)
+      outrider_attend_by_tiles(cache, batch, &query, room->attended, decoder->attention_scale, slice, head);
+    else
+      outrider_attend(cache, batch, &query, room->attended, decoder->attention_scale, 0, slice, head);
+  }
   meet(team);
 }
 
 static void run_layer(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
                       const struct room *room, struct team *team) {
-  int64_t count = batch->count, hidden = decoder->hidden, inner = decoder->intermediate;
+  int64_t count = batch->count, hidden = decoder->hidden;
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
     normalize(room->stream + i * hidden, layer->input_norm, hidden, decoder->epsilon, room->normed + i * hidden);
@@ -337,10 +344,7 @@ static void run_layer(const struct decoder *decoder, const struct decoder_layer 
   for (int64_t i = 0; i < count; i++)
     normalize(room->stream + i * hidden, layer->post_norm, hidden, decoder->epsilon, room->normed + i * hidden);
   meet(team);
-  product(team, room->normed, count, &layer->gate_up, room->gate_up, STORE);
-#pragma omp for nowait
-  for (int64_t i = 0; i < count; i++) gate(room->gate_up + i * 2 * inner, inner, room->gated + i * inner);
-  meet(team);
+  product(team, room->normed, count, &layer->gate_up, room->gated, GATED);
   product(team, room->gated, count, &layer->down, room->stream, ADD);
 }
 

@@ -18,22 +18,6 @@ INLINE float largest_lane(vec x) {
   return x[0];
 }
 
-// The transpose of a block of LANES rows, by exchanges between rows 1, 2, 4, … apart.
-INLINE void transpose(vec block[LANES]) {
-#pragma GCC unroll 4
-  for (int apart = 1; apart < LANES; apart *= 2) {
-    ivec upper = (lanes & apart) != 0;
-    ivec low = (lanes & ~upper) | ((lanes - apart + LANES) & upper), high = ((lanes + apart) & ~upper) | ((lanes + LANES) & upper);
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-      if (i & apart) continue;
-      vec a = block[i], b = block[i + apart];
-      block[i] = __builtin_shuffle(a, b, low);
-      block[i + apart] = __builtin_shuffle(a, b, high);
-    }
-  }
-}
-
 // Up to MOST_ROWS queries of one key/value head, and how far their softmax has come.
 struct work {
   vec keys[MOST_HEAD_SIZE], values[LANES][MOST_HEAD_SIZE / LANES];

@@ -99,7 +99,7 @@ class ModelRunner:
     def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
         """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache."""
         layout = BatchLayout(slices, self.page_size, self.device)
-        if self.decoder is not None and self.decoder.pays(slices):
+        if self.decoder is not None:
             return self.decoder.forward(layout)
         for layer in self._layers.values():
             layer.layout = layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -66,10 +67,10 @@ LEFT: dict[str, PreTrainedConfig] = {
 }
 
 
-def settled(config: PreTrainedConfig) -> ModelRunner:
+def settled(config: PreTrainedConfig, page_size: int = 16) -> ModelRunner:
     model = build(config).to(torch.bfloat16)
     settle_on_cpu(model)
-    return ModelRunner(model, page_size=16, page_count=64)
+    return ModelRunner(model, page_size=page_size, page_count=64)
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -110,19 +111,39 @@ def test_only_the_wanted_logits_are_computed() -> None:
     assert runner.forward([Slice(tokens, 0, [0], 0)]).shape == (0, VOCAB_SIZE)
 
 
-def test_long_prompts_are_left_to_the_models_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = settled(TAKEN["llama"])
-    tokens, pages = ids(60), [9, 8, 7, 6]
-    next_token = Slice(ids(1), 60, pages, 1)
-    here, behind_here = runner.forward([Slice(tokens, 0, pages, 60)]), runner.forward([next_token])
-    monkeypatch.setattr("outrider.lm.cpu_decoder._MOST_PAIRS", 60 * 60)
-    there = runner.forward([Slice(tokens, 0, pages, 60)])
-    assert not torch.equal(here, there)
-    torch.testing.assert_close(here, there, rtol=0, atol=0.1 * float(there.std()))
-    # What the model's own forward has cached, this one can read.
-    behind_there = runner.forward([next_token])
-    assert not torch.equal(behind_here, behind_there)
-    torch.testing.assert_close(behind_here, behind_there, rtol=0, atol=0.1 * float(behind_there.std()))
+def test_a_text_gets_the_same_logits_to_the_bit_however_it_is_cut_into_forwards() -> None:
+    runner, tokens = settled(TAKEN["llama"]), ids(300)
+    whole = runner.forward([Slice(tokens, 0, list(range(19)), 300)])
+    cuts = [0, 1, 2, 30, 37, 127, 128, 129, 200, 206, 299, 300]
+    pages = list(range(60, 41, -1))
+    parts = [runner.forward([Slice(tokens[a:b], a, pages, b - a)]) for a, b in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, large heads, one for all"])
+def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(name: str) -> None:
+    tokens = ids(150)
+    outputs = []
+    for page_size in (16, 32, 8, 12):
+        runner = settled(TAKEN[name], page_size)
+        assert runner.decoder is not None
+        outputs.append(runner.forward([Slice(tokens, 0, list(range(20, 0, -1)), 150)]))
+    by_tiles, as_well, by_vectors, these_too = outputs
+    assert torch.equal(by_tiles, as_well)
+    for other in (by_vectors, these_too):
+        assert not torch.equal(by_tiles, other)
+        torch.testing.assert_close(by_tiles, other, rtol=0, atol=0.1 * float(by_tiles.std()))
+
+
+def test_what_lies_in_the_cache_behind_a_text_does_not_matter() -> None:
+    tokens, pages = ids(21), [5, 6]
+    clean, dirty = settled(TAKEN["llama"]), settled(TAKEN["llama"])
+    for cache in dirty._layers.values():
+        assert cache._store is not None
+        cache._store.keys.fill_(torch.nan)
+        cache._store.values.fill_(torch.nan)
+    wanted = clean.forward([Slice(tokens, 0, pages, 21)])
+    assert torch.equal(dirty.forward([Slice(tokens, 0, pages, 21)]), wanted)
 
 
 @pytest.mark.parametrize("config", LEFT.values(), ids=LEFT.keys())
