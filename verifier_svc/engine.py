@@ -393,14 +393,16 @@ class Engine:
         """Hand everything that was said to its sinks, in one go."""
         self._metrics.flush()
         drafting = self.drafting
-        self._deliveries += [(drafter.sink, error) for drafter, error in drafting.rejections]
+        # Drafters first, since the next step may wait for them.
+        said: list[Delivery] = [(drafter.sink, error) for drafter, error in drafting.rejections]
         drafting.rejections.clear()
         for drafter in drafting.roster.connected.values():
             if drafter.outbox:
-                self._deliveries.append((drafter.sink, drafter.outbox))
+                said.append((drafter.sink, drafter.outbox))
                 drafter.outbox = StepBatch()
-        if self._deliveries:
-            self._deliver(self._deliveries)
+        said += self._deliveries
+        if said:
+            self._deliver(said)
             self._deliveries = []
 
 

@@ -1,0 +1,14 @@
+"""What is said to libraries by environment variables is said before they are loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("service", ["verifier_svc", "drafter_svc"])
+def test_openmp_is_told_how_long_to_spin_before_torch_is_loaded(service: str) -> None:
+    code = f"import sys, {service}.__main__, torch; names = list(sys.modules); print(names.index('outrider') < names.index('torch'))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
