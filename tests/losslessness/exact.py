@@ -56,6 +56,8 @@ LENGTH = 3
 PROMPT = [3, 5, 7, 5]
 END = 9
 CONCURRENT = 512
+MOST = 5
+"""Draft tokens of a step."""
 
 Law = npt.NDArray[np.float64]
 Drafting = Callable[[tuple[int, ...]], Law]
@@ -190,24 +192,39 @@ class LawDrafter:
 
     def _told(self, step: object) -> None:
         assert isinstance(step, StepBatch), step
+        asked = []
         for opened in step.opened:
             self._texts[opened.sequence_id] = opened.rule, opened.sampling.seed or 0, []
-            self._propose(opened.sequence_id, opened.epoch)
+            asked.append((opened.sequence_id, opened.epoch))
         for verdict in step.verdicts:
             self._texts[verdict.sequence_id][2].extend(verdict.new_token_ids)
             # In the same epoch what is below the root still stands, and is left as it is.
             if verdict.root_node == 0:
-                self._propose(verdict.sequence_id, verdict.epoch)
+                asked.append((verdict.sequence_id, verdict.epoch))
+        noise = self._noise([sequence_id for sequence_id, _ in asked])
+        for sequence_id, epoch in asked:
+            self._propose(sequence_id, epoch, noise.get(sequence_id))
         for closed in step.closed:
             del self._texts[closed.sequence_id]
 
-    def _propose(self, sequence_id: int, epoch: int) -> None:
-        rule, seed, text = self._texts[sequence_id]
+    def _noise(self, sequence_ids: list[int]) -> dict[int, Law]:
+        """The coupled noise of the next `MOST` positions of those that draw with it, [MOST, VOCAB] each."""
+        coupled = [number for number in sequence_ids if self._texts[number][0] is Rule.COUPLED]
+        seeds, positions = [], []
+        for number in coupled:
+            _, seed, text = self._texts[number]
+            seeds += [seed] * MOST
+            positions += range(len(PROMPT) + len(text), len(PROMPT) + len(text) + MOST)
+        if not coupled:
+            return {}
+        noise = coupled_exponentials(torch.from_numpy(coupled_keys(seeds, positions)), VOCAB).numpy()
+        return dict(zip(coupled, noise.reshape(-1, MOST, VOCAB), strict=True))
+
+    def _propose(self, sequence_id: int, epoch: int, noise: Law | None) -> None:
+        rule, _, text = self._texts[sequence_id]
         tokens: list[int] = []
         distributions = []
-        count = int(self._rng.integers(0, 6))
-        noise = _noise(seed, len(PROMPT) + len(text), count) if rule is Rule.COUPLED else None
-        for i in range(count):
+        for i in range(int(self._rng.integers(0, MOST + 1))):
             law = self._law((*text, *tokens))
             token = self._draw(rule, law) if noise is None else int((law / noise[i]).argmax())
             if self._drops(float(law[token])):
@@ -229,13 +246,6 @@ class LawDrafter:
         if self._batch.proposals:
             batch, self._batch = self._batch, DraftBatch()
             self.make_engine.drafting.take(self._handle, batch)
-
-
-def _noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
-    """The coupled noise of so many positions, [count, VOCAB], all at once, since that is what these tests spend their time on."""
-    keys = torch.from_numpy(coupled_keys([seed] * count, range(position, position + count)))
-    noise: npt.NDArray[np.float64] = coupled_exponentials(keys, VOCAB).numpy()
-    return noise
 
 
 def generate(
