@@ -126,20 +126,30 @@ class Drafting:
         self._metrics.received(drafter, byte_count)
         if self.roster.connected.get(drafter.id) is not drafter:
             return
+        # How long replies took besides drafting, and drafting a token. Each counts once for a message: else one slow round of a
+        # large batch would be all that is remembered.
+        replies: list[float] = []
+        drafting: list[float] = []
         try:
             for proposal in batch.proposals:
                 assignment = self._assignment(drafter, proposal.sequence_id)
                 fate = assignment.trie.add(proposal) if assignment else Fate.STALE
                 self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
-                if assignment:
-                    seconds = assignment.answered(at, proposal.epoch, len(proposal.token_ids), proposal.draft_seconds)
+                if assignment and (seconds := assignment.answered(at, proposal.epoch)) is not None:
                     self._metrics.answered(drafter, seconds)
+                    replies.append(max(seconds - proposal.draft_seconds, 0.0))
+                    drafting.append(proposal.draft_seconds / len(proposal.token_ids))
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
-                    assignment.answered(at, skip.epoch)
+                    if (seconds := assignment.answered(at, skip.epoch)) is not None:
+                        replies.append(seconds)
         except OutriderError as error:
             self.reject(drafter, error)
+        # The slowest, since that is what a batch waits for.
+        for latency, samples in ((drafter.reply, replies), (drafter.token_time, drafting)):
+            if samples:
+                latency.observe(max(samples))
 
     def _assignment(self, drafter: Drafter, sequence_id: int) -> Assignment | None:
         """None for a sequence that is over or was never handed out; a late message looks the same, so it is counted and ignored."""
@@ -158,7 +168,9 @@ class Drafting:
                 self._metrics.walked(assignment.drafter, walk)
                 found.append(f"{assignment.drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
             if pause.steps_left > 0:
-                if not pause.step(new_token_ids, partial(self.planner.affords_probe, assignment)):
+                # The batch, too, decides what pays, and it changes.
+                pays = self.planner.pays(sequence, assignment)
+                if not pause.step(new_token_ids, partial(self.planner.affords_probe, assignment), pays):
                     continue
             elif trie.epoch != epoch:
                 if not self.planner.pays(sequence, assignment):

@@ -247,8 +247,8 @@ class Engine:
             remaining_s = started + budget_s - time.monotonic()
             if remaining_s <= 0:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
-                for assignment in late:
-                    assignment.drafter.reply.observe(2 * (time.monotonic() - started))
+                for drafter in {assignment.drafter for assignment in late}:
+                    drafter.reply.observe(2 * (time.monotonic() - started))
                 break
             with self._wake:
                 if not self._inbox:

@@ -138,10 +138,9 @@ class Metrics:
         """A message of a draft stream arrived."""
         self._add(self._received, self._labels(drafter), byte_count)
 
-    def answered(self, drafter: Drafter, seconds: float | None) -> None:
-        """A drafter's first answer to a verdict came after `seconds`; None for those behind it."""
-        if seconds is not None:
-            self._answers.append((drafter, seconds))
+    def answered(self, drafter: Drafter, seconds: float) -> None:
+        """A drafter's first answer to a verdict came after `seconds`."""
+        self._answers.append((drafter, seconds))
 
     def proposed(self, drafter: Drafter, token_count: int, *, stale: bool) -> None:
         """A proposal arrived."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from outrider.depth_policy import DepthPolicy
 from verifier_svc.depth import ForwardCost, wait_budget_s
-from verifier_svc.drafters import Drafter
 from verifier_svc.sequence import Assignment, Sequence
 
 # The price of a draft token is taken over so many of them, since forwards grow in steps.
@@ -43,7 +42,8 @@ class Planner:
         self._mean_depth = 0.0
         self._token_s = 0.0
         self._rate = 0.0
-        self._pays_together = False
+        # Whether drafting those for whom it is worth its place makes up for the wait, which is for all; None while nobody decodes.
+        self._pays_together: bool | None = None
         self._probe_credit_s = 0.0
 
     @property
@@ -55,20 +55,18 @@ class Planner:
         """Set the depth of every decoding sequence for the coming step."""
         decoding = [sequence for sequence in running if sequence.pending_count == 1]
         if not decoding:
-            self._pays_together = False
+            self._pays_together = None
             return
         self._batch = len(decoding)
         self._limit = self.policy.limit(self._batch)
         self._set_prices()
-        expected = depths = wait_s = 0.0
+        expected = depths = 0.0
         for sequence in decoding:
-            sequence.depth, value, drafter = self._choose(sequence)
+            sequence.depth, value = self._choose(sequence)
             expected += value
             depths += sequence.depth
-            wait_s = max(wait_s, drafter.latency(sequence.depth) if drafter is not None else 0.0)
         self._yield, self._mean_depth = expected / self._batch, depths / self._batch
-        step_s = self._cost.estimate(self._batch, self._batch + round(depths)) + wait_s
-        self._pays_together = depths > 0 and self._yield * self.plain_s > _MARGIN * step_s
+        self._pays_together = self._would_pay(decoding)
 
     def _set_prices(self) -> None:
         batch, cost = self._batch, self._cost
@@ -78,9 +76,26 @@ class Planner:
         step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
         self._rate = batch * self._yield / step_s if step_s > 0 else 0.0
 
-    def _choose(self, sequence: Sequence) -> tuple[int, float, Drafter | None]:
-        """The depth of the drafter from which the most is expected, that expectation, and which drafter that is."""
-        depth, value, drafter = 0, 1.0, None
+    def _would_pay(self, decoding: list[Sequence]) -> bool:
+        """Whether a step beats a plain one that waits for the drafts of all who gain by theirs, those that are paused included."""
+        tokens, depths, wait_s = float(self._batch), 0, 0.0
+        for sequence in decoding:
+            gains = ((self._gain(a, depth := self.depth_for(sequence, a)), depth, a) for a in sequence.assignments.values())
+            gain, depth, assignment = max(gains, key=lambda found: found[0], default=(0.0, 0, None))
+            if gain > 0.0 and assignment is not None:
+                tokens += assignment.rate.expected_tokens(depth) - 1.0
+                depths += depth
+                wait_s = max(wait_s, assignment.drafter.latency(depth))
+        step_s = self._cost.estimate(self._batch, self._batch + depths) + wait_s
+        return depths > 0 and tokens * self.plain_s > _MARGIN * self._batch * step_s
+
+    def _gain(self, assignment: Assignment, depth: int) -> float:
+        """Tokens expected of a draft of so many tokens, less what their places in the forward bring elsewhere."""
+        return assignment.rate.expected_tokens(depth) - 1.0 - self._rate * self._token_s * depth
+
+    def _choose(self, sequence: Sequence) -> tuple[int, float]:
+        """The depth of the drafter from which the most is expected, and that expectation."""
+        depth, value = 0, 1.0
         for assignment in sequence.assignments.values():
             pause = assignment.pause
             if pause.steps_left > 0:
@@ -88,8 +103,8 @@ class Planner:
             worth = max(self.depth_for(sequence, assignment), int(pause.probing))
             expected = assignment.rate.expected_tokens(worth)
             if expected > value:
-                depth, value, drafter = worth, expected, assignment.drafter
-        return depth, value, drafter
+                depth, value = worth, expected
+        return depth, value
 
     def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
         """Draft tokens of this drafter that are worth their place in a step."""
@@ -105,15 +120,16 @@ class Planner:
     def pays(self, sequence: Sequence, assignment: Assignment) -> bool:
         """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do.
 
-        Beside sequences that are drafted anyway a draft costs its place in the forward alone; else it costs the wait as well.
+        Among others the wait is for all, so that a draft has to be worth its place in the forward, and those that are have to make
+        up for the wait together. Without others, the sequence is judged as if all were like it.
         """
         plain_s = self.plain_s
         if self._always or plain_s == 0.0:
             return True
         depth = self.depth_for(sequence, assignment)
         tokens, seconds = self._outlook(assignment, depth)
-        beside = self._pays_together and tokens - 1.0 > self._rate * self._token_s * depth
-        if depth == 0 or (not beside and tokens * plain_s <= _MARGIN * seconds):
+        alone = self._pays_together is None and tokens * plain_s > _MARGIN * seconds
+        if depth == 0 or not (alone or (self._pays_together and self._gain(assignment, depth) > 0.0)):
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
         outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)

@@ -24,7 +24,7 @@ _LONGEST_PAUSE = 256
 class Pause:
     """Speculation that does not pay is paused by silence: a drafter that hears no verdict spends nothing.
 
-    After `steps_left` steps it is told all that it missed, once, as a probe; each pause in a row is twice as long.
+    Once it pays, or after `steps_left` steps as a probe, it is told all that it missed; each pause in a row is twice as long.
     """
 
     steps_left: int = 0
@@ -36,9 +36,13 @@ class Pause:
         self.steps_left, self.withheld, self.probing = self.length, list(new_token_ids), False
         self.length = min(2 * self.length, _LONGEST_PAUSE)
 
-    def step(self, new_token_ids: list[int], affords_probe: Callable[[], bool]) -> bool:
-        """Withhold another step's tokens; whether it is time for the probe, which waits until it can be afforded."""
+    def step(self, new_token_ids: list[int], affords_probe: Callable[[], bool], pays: bool) -> bool:
+        """Withhold another step's tokens; whether that was the last, as it pays again or a probe is due and can be afforded."""
         self.withheld += new_token_ids
+        if pays:
+            self.steps_left = 0
+            self.forget()
+            return True
         if self.steps_left > 1 or affords_probe():
             self.steps_left -= 1
         self.probing = self.steps_left == 0
@@ -78,20 +82,11 @@ class Assignment:
         while len(self.asked_at) > _EPOCHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def answered(self, at: float, epoch: int, token_count: int = 0, draft_seconds: float = 0.0) -> float | None:
-        """A message came, `at` by the monotonic clock, with so many tokens that took so long to draft.
-
-        Returns how many seconds after the verdict it came, if it is the epoch's first, late or not.
-        """
+    def answered(self, at: float, epoch: int) -> float | None:
+        """A message came, `at` by the monotonic clock: seconds since the verdict if it is the epoch's first, late or not."""
         self.met = True
         asked_at = self.asked_at.pop(epoch, None)
-        if asked_at is None:
-            return None
-        seconds = max(at - asked_at, 0.0)
-        self.drafter.reply.observe(max(seconds - draft_seconds, 0.0))
-        if token_count:
-            self.drafter.token_time.observe(draft_seconds / token_count)
-        return seconds
+        return None if asked_at is None else max(at - asked_at, 0.0)
 
     @property
     def ahead(self) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
-from outrider.messages import Placement, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.depth import AcceptanceRate, ForwardCost, Latency
 from verifier_svc.engine import Engine, Limits
 
@@ -302,3 +302,48 @@ def test_a_sequence_that_would_not_pay_for_the_wait_alone_is_drafted_where_other
     assert not last_pays(mixed(good=0, poor=1))
     assert not last_pays(mixed(good=0, poor=8))
     assert last_pays(mixed(good=7, poor=1))
+
+
+def test_one_good_sequence_is_not_drafted_where_all_the_others_would_wait_for_it() -> None:
+    def first_pays(engine: Engine) -> bool:
+        return engine.planner.pays(engine.sequences[1], engine.sequences[1].assignments["scripted"])
+
+    assert first_pays(mixed(good=1, poor=0))
+    assert not first_pays(mixed(good=1, poor=7))
+    assert first_pays(mixed(good=4, poor=4))
+
+
+def test_a_pause_ends_as_soon_as_the_batch_is_one_in_which_drafting_pays() -> None:
+    engine = mixed(good=1, poor=7)
+    good, *poor = engine.sequences.values()
+    assignment = good.assignments["scripted"]
+    for _ in range(3):
+        engine.step()
+        assert assignment.pause.steps_left > 0
+    for sequence in poor:
+        engine.cancel(sequence)
+    engine.planner.plan(engine.scheduler.running.values())
+    engine.step()
+    assert assignment.pause.steps_left == 0
+
+
+def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> None:
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    drafter = ScriptedDrafter(engine)
+    sequences = [engine.submit(TokenRequest([1, 2], 100, GREEDY), Client()) for _ in range(16)]
+    engine.drain_inbox()
+
+    def answer(seconds: float) -> None:
+        now = time.monotonic()
+        proposals = []
+        for sequence in sequences:
+            trie = sequence.assignments["scripted"].trie
+            sequence.assignments["scripted"].asked_at = {trie.epoch: now}
+            proposals.append(Proposal(sequence.id, trie.epoch, trie.root, trie._last + 1, [5]))
+        engine.drafting.take(drafter.handle, DraftBatch(proposals), arrived_at=now + seconds)
+        engine.step()
+
+    for seconds in (0.01, 0.01, 0.01, 0.5):
+        answer(seconds)
+    assert drafter.error is None
+    assert drafter.handle.reply.value == pytest.approx(0.01)
