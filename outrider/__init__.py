@@ -4,6 +4,7 @@ import os
 
 # A worker of OpenMP that is out of work spins for some 16 ms before it sleeps; between two forwards verifier, drafters and gateway
 # want its core. These rounds take 1 ms, longer than what lies between the loops of one forward. Read when torch is first imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"

@@ -126,10 +126,10 @@ class Drafting:
         self._metrics.received(drafter, byte_count)
         if self.roster.connected.get(drafter.id) is not drafter:
             return
-        # How long replies took besides drafting, and drafting a token. Each counts once for a message: else one slow round of a
-        # large batch would be all that is remembered.
+        # How long replies took besides drafting, how long drafting, and how many tokens. A message counts once: else one slow round
+        # of a large batch would be all that is remembered.
         replies: list[float] = []
-        drafting: list[float] = []
+        draft_s, draft_length = 0.0, 0
         try:
             for proposal in batch.proposals:
                 assignment = self._assignment(drafter, proposal.sequence_id)
@@ -138,7 +138,9 @@ class Drafting:
                 if assignment and (seconds := assignment.answered(at, proposal.epoch)) is not None:
                     self._metrics.answered(drafter, seconds)
                     replies.append(max(seconds - proposal.draft_seconds, 0.0))
-                    drafting.append(proposal.draft_seconds / len(proposal.token_ids))
+                    # All are drafted together, and the longest sets the time.
+                    draft_s = max(draft_s, proposal.draft_seconds)
+                    draft_length = max(draft_length, len(proposal.token_ids))
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
@@ -146,10 +148,10 @@ class Drafting:
                         replies.append(seconds)
         except OutriderError as error:
             self.reject(drafter, error)
-        # The slowest, since that is what a batch waits for.
-        for latency, samples in ((drafter.reply, replies), (drafter.token_time, drafting)):
-            if samples:
-                latency.observe(max(samples))
+        if replies:
+            drafter.reply.observe(max(replies))
+        if draft_length:
+            drafter.token_time.observe(draft_s / draft_length)
 
     def _assignment(self, drafter: Drafter, sequence_id: int) -> Assignment | None:
         """None for a sequence that is over or was never handed out; a late message looks the same, so it is counted and ignored."""
@@ -180,7 +182,9 @@ class Drafting:
             told = pause.end() or new_token_ids
             verdict = sequence.verdict_for(assignment, told, walk.matched, span.traceparent)
             assignment.drafter.outbox.verdicts.append(self._steer(sequence, assignment, verdict))
-            if assignment.met and (trie.epoch != epoch or trie.node_count == 0):
+            # What a drafter has to read first, back from a pause, is not how long it takes to draft; a probe is meant to tell.
+            timed = assignment.met and (told is new_token_ids or pause.probing)
+            if timed and (trie.epoch != epoch or trie.node_count == 0):
                 assignment.begin_epoch()
         if found:
             span.set(outrider__lookups="; ".join(found))

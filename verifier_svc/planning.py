@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from outrider.depth_policy import DepthPolicy
 from verifier_svc.depth import ForwardCost, wait_budget_s
+from verifier_svc.drafters import Drafter
 from verifier_svc.sequence import Assignment, Sequence
 
 # The price of a draft token is taken over so many of them, since forwards grow in steps.
@@ -42,8 +43,9 @@ class Planner:
         self._mean_depth = 0.0
         self._token_s = 0.0
         self._rate = 0.0
-        # Whether drafting those for whom it is worth its place makes up for the wait, which is for all; None while nobody decodes.
-        self._pays_together: bool | None = None
+        self._wait_s = 0.0
+        # The drafters whose drafts make up for the wait for them, which is for all; None while nobody decodes.
+        self._paying: set[Drafter] | None = None
         self._probe_credit_s = 0.0
 
     @property
@@ -55,47 +57,71 @@ class Planner:
         """Set the depth of every decoding sequence for the coming step."""
         decoding = [sequence for sequence in running if sequence.pending_count == 1]
         if not decoding:
-            self._pays_together = None
+            self._paying = None
             return
         self._batch = len(decoding)
         self._limit = self.policy.limit(self._batch)
         self._set_prices()
-        expected = depths = 0.0
+        expected = depths = wait_s = 0.0
         for sequence in decoding:
-            sequence.depth, value = self._choose(sequence)
+            sequence.depth, value, drafter = self._choose(sequence)
             expected += value
             depths += sequence.depth
-        self._yield, self._mean_depth = expected / self._batch, depths / self._batch
-        self._pays_together = self._would_pay(decoding)
+            wait_s = max(wait_s, drafter.latency(sequence.depth) if drafter is not None else 0.0)
+        self._yield, self._mean_depth, self._wait_s = expected / self._batch, depths / self._batch, wait_s
+        self._paying = self._find_paying(decoding)
 
     def _set_prices(self) -> None:
         batch, cost = self._batch, self._cost
         tokens = batch * (1 + _PRICED_DEPTH)
         plain_s = cost.estimate(batch, batch)
         self._token_s = max((cost.estimate(batch, tokens) - plain_s) / (tokens - batch), _LEAST_PRICE * plain_s / batch)
-        step_s = cost.estimate(batch, batch + round(batch * self._mean_depth))
+        step_s = cost.estimate(batch, batch + round(batch * self._mean_depth)) + self._wait_s
         self._rate = batch * self._yield / step_s if step_s > 0 else 0.0
 
-    def _would_pay(self, decoding: list[Sequence]) -> bool:
-        """Whether a step beats a plain one that waits for the drafts of all who gain by theirs, those that are paused included."""
+    def _find_paying(self, decoding: list[Sequence]) -> set[Drafter]:
+        """The drafters, quick ones first, for whose drafts a step that waits for them commits the most for its time.
+
+        Paused sequences count as if they were not. None when plain steps are as good; to begin anew takes more than to go on.
+        """
+        if self.plain_s == 0.0:
+            return set()
+        drafters = {a.drafter for sequence in decoding for a in sequence.assignments.values()}
+        margin = _MARGIN if self._mean_depth > 0 else _MARGIN**2
+        asked: set[Drafter] = set()
+        paying: set[Drafter] = set()
+        best = margin * self._batch / self.plain_s
+        for drafter in sorted(drafters, key=lambda drafter: drafter.latency(_PRICED_DEPTH)):
+            asked.add(drafter)
+            rate = self._rate_with(decoding, asked)
+            if rate > best:
+                best, paying = rate, set(asked)
+        return paying
+
+    def _rate_with(self, decoding: list[Sequence], asked: set[Drafter]) -> float:
+        """Tokens a second of steps that wait for these drafters; only drafts that are worth their places are asked for."""
         tokens, depths, wait_s = float(self._batch), 0, 0.0
         for sequence in decoding:
-            gains = ((self._gain(a, depth := self.depth_for(sequence, a)), depth, a) for a in sequence.assignments.values())
-            gain, depth, assignment = max(gains, key=lambda found: found[0], default=(0.0, 0, None))
-            if gain > 0.0 and assignment is not None:
-                tokens += assignment.rate.expected_tokens(depth) - 1.0
+            gain, depth, drafter = 0.0, 0, None
+            for assignment in sequence.assignments.values():
+                if assignment.drafter in asked:
+                    worth = self.depth_for(sequence, assignment)
+                    if (found := self._gain(assignment, worth)) > gain:
+                        gain, depth, drafter = found, worth, assignment.drafter
+                        more = assignment.rate.expected_tokens(worth) - 1.0
+            if drafter is not None:
+                tokens += more
                 depths += depth
-                wait_s = max(wait_s, assignment.drafter.latency(depth))
-        step_s = self._cost.estimate(self._batch, self._batch + depths) + wait_s
-        return depths > 0 and tokens * self.plain_s > _MARGIN * self._batch * step_s
+                wait_s = max(wait_s, drafter.latency(depth))
+        return tokens / (self._cost.estimate(self._batch, self._batch + depths) + wait_s)
 
     def _gain(self, assignment: Assignment, depth: int) -> float:
         """Tokens expected of a draft of so many tokens, less what their places in the forward bring elsewhere."""
         return assignment.rate.expected_tokens(depth) - 1.0 - self._rate * self._token_s * depth
 
-    def _choose(self, sequence: Sequence) -> tuple[int, float]:
-        """The depth of the drafter from which the most is expected, and that expectation."""
-        depth, value = 0, 1.0
+    def _choose(self, sequence: Sequence) -> tuple[int, float, Drafter | None]:
+        """The depth of the drafter from which the most is expected, that expectation, and which drafter that is."""
+        depth, value, drafter = 0, 1.0, None
         for assignment in sequence.assignments.values():
             pause = assignment.pause
             if pause.steps_left > 0:
@@ -103,8 +129,8 @@ class Planner:
             worth = max(self.depth_for(sequence, assignment), int(pause.probing))
             expected = assignment.rate.expected_tokens(worth)
             if expected > value:
-                depth, value = worth, expected
-        return depth, value
+                depth, value, drafter = worth, expected, assignment.drafter
+        return depth, value, drafter
 
     def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
         """Draft tokens of this drafter that are worth their place in a step."""
@@ -128,8 +154,11 @@ class Planner:
             return True
         depth = self.depth_for(sequence, assignment)
         tokens, seconds = self._outlook(assignment, depth)
-        alone = self._pays_together is None and tokens * plain_s > _MARGIN * seconds
-        if depth == 0 or not (alone or (self._pays_together and self._gain(assignment, depth) > 0.0)):
+        if self._paying is None:
+            worth_it = tokens * plain_s > _MARGIN * seconds
+        else:
+            worth_it = assignment.drafter in self._paying and self._gain(assignment, depth) > 0.0
+        if depth == 0 or not worth_it:
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
         outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)

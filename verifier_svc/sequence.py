@@ -41,7 +41,6 @@ class Pause:
         self.withheld += new_token_ids
         if pays:
             self.steps_left = 0
-            self.forget()
             return True
         if self.steps_left > 1 or affords_probe():
             self.steps_left -= 1

@@ -83,7 +83,7 @@ INLINE __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32
 
 // Threads that wait for each other, some 200 times a forward. OpenMP's own barriers spin for 16 ms before they sleep: where a third
 // process wants one of two cores, the thread that spins keeps it from running while the other thread waits for its turn, which made
-// a forward four times as long. Spinning less everywhere (GOMP_SPINCOUNT) would slow down torch, whose loops are short.
+// a forward four times as long. Spinning less everywhere (see outrider/__init__.py) would slow down torch, whose loops are short.
 struct team {
   _Atomic unsigned arrived, turn, sleeping;
   unsigned size;
@@ -317,8 +317,8 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
   struct rows query = {room->qkv, cache->head_size, width};
   int by_tiles = outrider_fits_tiles(cache);
   configure(ROWS);
-  // What lies side by side in the cache is best read by one thread, unless others would have nothing to do.
-  int64_t heads_at_once = batch->slice_count < team->size ? 1 : cache->kv_heads;
+  // What lies side by side in the cache is best read by one thread, where there is enough for all and no long prompt.
+  int64_t heads_at_once = batch->slice_count >= 4 * team->size && batch->count < 8 * batch->slice_count ? cache->kv_heads : 1;
 #pragma omp for schedule(dynamic, heads_at_once) nowait
   for (int64_t item = 0; item < items; item++) {
     int64_t slice = item / cache->kv_heads, head = item % cache->kv_heads;

@@ -44,6 +44,7 @@ int outrider_fits_tiles(const struct layer *layer) {
 
 INLINE void score_keys(struct work *work, int at) {
   const uint16_t *keys = work->keys[at];
+  settle();
   _tile_zero(0);
   _tile_zero(1);
   for (int d = 0; d < work->head_size / TILE_DEPTH; d++) {
@@ -125,6 +126,7 @@ INLINE void weigh(struct work *work, int tile, int64_t start, int blocks) {
 // Adds a chunk's values by weight, 32 dimensions at a time.
 INLINE void add_values(struct work *work, int blocks) {
   const int64_t row = sizeof work->sums[0];
+  settle();
   for (int d = 0; d < work->head_size; d += 2 * TILE_ROWS) {
     float *first = work->sums[0] + d, *second = work->sums[TILE_ROWS] + d;
     _tile_loadd(0, first, row);

@@ -21,6 +21,9 @@ INLINE void load_config(const struct tile_config *config) { __asm__ volatile("ld
 
 INLINE void store_config(struct tile_config *config) { __asm__ volatile("sttilecfg %0" : "=m"(*config)); }
 
+// GCC does not tell itself that loading a tile reads memory: what was written before has to be there.
+INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }
+
 // Tiles 0 to 3 are sums, of the first 16 rows and of the others; 4 and 5 rows of A, first and others; 6 and 7 are B.
 INLINE void configure(int rows) {
   struct tile_config config = {.palette = 1};

@@ -135,15 +135,28 @@ def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(name: str) -> N
         torch.testing.assert_close(by_tiles, other, rtol=0, atol=0.1 * float(by_tiles.std()))
 
 
-def test_what_lies_in_the_cache_behind_a_text_does_not_matter() -> None:
-    tokens, pages = ids(21), [5, 6]
+def test_two_threads_compute_to_the_bit_what_one_does() -> None:
+    runner = settled(TAKEN["llama"])
+    slices = [Slice(ids(1 + i, i), 0, [i], 1 + i) for i in range(12)]
+    alone = runner.forward(slices)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(runner.forward(slices), alone) for _ in range(20))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("count", [5, 16, 21, 37, 140])
+def test_what_lies_in_the_cache_behind_a_text_does_not_matter(count: int) -> None:
+    tokens, pages = ids(count), list(range(30, 20, -1))
     clean, dirty = settled(TAKEN["llama"]), settled(TAKEN["llama"])
     for cache in dirty._layers.values():
         assert cache._store is not None
         cache._store.keys.fill_(torch.nan)
         cache._store.values.fill_(torch.nan)
-    wanted = clean.forward([Slice(tokens, 0, pages, 21)])
-    assert torch.equal(dirty.forward([Slice(tokens, 0, pages, 21)]), wanted)
+    wanted = clean.forward([Slice(tokens, 0, pages, count)])
+    assert torch.equal(dirty.forward([Slice(tokens, 0, pages, count)]), wanted)
 
 
 @pytest.mark.parametrize("config", LEFT.values(), ids=LEFT.keys())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -10,5 +11,13 @@ import pytest
 
 @pytest.mark.parametrize("service", ["verifier_svc", "drafter_svc"])
 def test_openmp_is_told_how_long_to_spin_before_torch_is_loaded(service: str) -> None:
-    code = f"import sys, {service}.__main__, torch; n = list(sys.modules); print(n.index('outrider') < n.index('torch'))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
+    code = f"import os, sys, {service}.__main__; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+
+    def said(**more: str) -> str:
+        environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment | more).stdout.strip()
+
+    assert said() == "False 20000"
+    assert said(GOMP_SPINCOUNT="7") == "False 7"
+    assert said(OMP_WAIT_POLICY="passive") == "False None"

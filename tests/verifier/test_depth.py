@@ -273,7 +273,7 @@ def test_a_drafter_slower_than_can_be_saved_for_is_probed_once_the_savings_are_f
     assert planner.affords_probe(sequence.assignments[drafter.handle.id])
 
 
-def mixed(good: int, poor: int) -> Engine:
+def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     """A drafter that takes 60 ms to answer, a forward of 50 ms; drafts of 8 have 5 tokens accepted, or every fourth time one."""
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
     drafter = ScriptedDrafter(engine)
@@ -291,30 +291,32 @@ def mixed(good: int, poor: int) -> Engine:
     drafter.handle.reply.observe(0.06)
     for _ in range(5):
         engine.planner.plan(engine.scheduler.running.values())
-    return engine
+    return engine, drafter
 
 
 def test_a_sequence_that_would_not_pay_for_the_wait_alone_is_drafted_where_others_are_waited_for_anyway() -> None:
-    def last_pays(engine: Engine) -> bool:
+    def last_pays(good: int, poor: int) -> bool:
+        engine, _ = mixed(good, poor)
         sequence = list(engine.sequences.values())[-1]
         return engine.planner.pays(sequence, sequence.assignments["scripted"])
 
-    assert not last_pays(mixed(good=0, poor=1))
-    assert not last_pays(mixed(good=0, poor=8))
-    assert last_pays(mixed(good=7, poor=1))
+    assert not last_pays(good=0, poor=1)
+    assert not last_pays(good=0, poor=8)
+    assert last_pays(good=7, poor=1)
 
 
 def test_one_good_sequence_is_not_drafted_where_all_the_others_would_wait_for_it() -> None:
-    def first_pays(engine: Engine) -> bool:
+    def first_pays(good: int, poor: int) -> bool:
+        engine, _ = mixed(good, poor)
         return engine.planner.pays(engine.sequences[1], engine.sequences[1].assignments["scripted"])
 
-    assert first_pays(mixed(good=1, poor=0))
-    assert not first_pays(mixed(good=1, poor=7))
-    assert first_pays(mixed(good=4, poor=4))
+    assert first_pays(good=1, poor=0)
+    assert not first_pays(good=1, poor=7)
+    assert first_pays(good=4, poor=4)
 
 
 def test_a_pause_ends_as_soon_as_the_batch_is_one_in_which_drafting_pays() -> None:
-    engine = mixed(good=1, poor=7)
+    engine, drafter = mixed(good=1, poor=7)
     good, *poor = engine.sequences.values()
     assignment = good.assignments["scripted"]
     for _ in range(3):
@@ -323,8 +325,32 @@ def test_a_pause_ends_as_soon_as_the_batch_is_one_in_which_drafting_pays() -> No
     for sequence in poor:
         engine.cancel(sequence)
     engine.planner.plan(engine.scheduler.running.values())
+    withheld = list(assignment.pause.withheld)
     engine.step()
     assert assignment.pause.steps_left == 0
+    assert not assignment.pause.probing
+    told = drafter.told[-1].verdicts[0]
+    assert told.new_token_ids == [*withheld, good.tokens[-1]]
+    assert told.epoch == assignment.trie.epoch
+
+
+def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    engine.cost.calibrate(1, 1, 0.05)
+    engine.cost.calibrate(1, 9, 0.054)
+    quick, slow = ScriptedDrafter(engine, "quick", "one"), ScriptedDrafter(engine, "slow", "other")
+    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+    engine.drain_inbox()
+    engine.step()
+    for name, accepted in (("quick", 1), ("slow", 4)):
+        for _ in range(40):
+            sequence.assignments[name].rate.observe(8, accepted)
+    quick.handle.reply.observe(0.001)
+    slow.handle.reply.observe(0.3)
+    for _ in range(4):
+        engine.planner.plan([sequence])
+    assert engine.planner.pays(sequence, sequence.assignments["quick"])
+    assert not engine.planner.pays(sequence, sequence.assignments["slow"])
 
 
 def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> None:
