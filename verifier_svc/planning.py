@@ -82,7 +82,7 @@ class Planner:
     def _find_paying(self, decoding: list[Sequence]) -> set[Drafter]:
         """The drafters, quick ones first, for whose drafts a step that waits for them commits the most for its time.
 
-        Paused sequences count as if they were not. None when plain steps are as good; to begin anew takes more than to go on.
+        Paused sequences count as if they were not. Empty when plain steps are as good; to begin anew takes more than to go on.
         """
         if self.plain_s == 0.0:
             return set()
