@@ -43,10 +43,10 @@ class Reason(Enum):
     INTERNAL = Kind("INTERNAL", 500, "internal_server_error")
 
     # Two reasons may look alike on the wire; without this, Enum would make them one.
-    def __new__(cls, *kind: object) -> Reason:
+    def __new__(cls, status: str, http: int, openai_type: str) -> Reason:
         member = object.__new__(cls)
         member._value_ = len(cls.__members__)
-        member.kind = Kind(*kind)  # type: ignore[arg-type]  # the table above holds nothing but Kinds
+        member.kind = Kind(status, http, openai_type)
         return member
 
     kind: Kind

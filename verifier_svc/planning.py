@@ -102,17 +102,13 @@ class Planner:
         """Tokens a second of steps that wait for these drafters; only drafts that are worth their places are asked for."""
         tokens, depths, wait_s = float(self._batch), 0, 0.0
         for sequence in decoding:
-            gain, depth, drafter = 0.0, 0, None
-            for assignment in sequence.assignments.values():
-                if assignment.drafter in asked:
-                    worth = self.depth_for(sequence, assignment)
-                    if (found := self._gain(assignment, worth)) > gain:
-                        gain, depth, drafter = found, worth, assignment.drafter
-                        more = assignment.rate.expected_tokens(worth) - 1.0
-            if drafter is not None:
-                tokens += more
+            found = [(a, self.depth_for(sequence, a)) for a in sequence.assignments.values() if a.drafter in asked]
+            best = max(found, key=lambda pair: self._gain(*pair), default=None)
+            if best is not None and self._gain(*best) > 0.0:
+                assignment, depth = best
+                tokens += assignment.rate.expected_tokens(depth) - 1.0
                 depths += depth
-                wait_s = max(wait_s, drafter.latency(depth))
+                wait_s = max(wait_s, assignment.drafter.latency(depth))
         return tokens / (self._cost.estimate(self._batch, self._batch + depths) + wait_s)
 
     def _gain(self, assignment: Assignment, depth: int) -> float:

@@ -1,5 +1,7 @@
 """n-grams in memory: the longest suffix first, the newest or oldest place, within bounds."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,8 +10,8 @@ from drafter_svc.pools.memory import MemoryPool, NgramOptions
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-def pool_of(text: list[int], **options: object) -> MemoryPool:
-    pool = MemoryPool(NgramOptions(**options), 10_000)  # type: ignore[arg-type]  # of the right types, by the tests below
+def pool_of(text: list[int], **options: Any) -> MemoryPool:
+    pool = MemoryPool(NgramOptions(**options), 10_000)
     pool.index(text, 0)
     return pool
 
