@@ -106,6 +106,8 @@ class Drafting:
             drafter.outbox.opened.append(sequence.opened_for(assignment))
             if not self.planner.pays(sequence, assignment):
                 assignment.pause.begin([])
+        # What waits in the queue may be drafted before it is planned for.
+        sequence.depth = self.planner.depth_of(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Tell its drafters that the sequence is over."""
@@ -191,7 +193,7 @@ class Drafting:
 
     def _steer(self, sequence: Sequence, assignment: Assignment, verdict: Verdict) -> Verdict:
         """The verdict, with depth and window where they change."""
-        depth = max(self.planner.depth_for(sequence, assignment), 1)
+        depth = max(self.planner.depth_to_ask(sequence, assignment), 1)
         window = self._window(assignment, depth)
         if depth != assignment.depth or window != assignment.window:
             assignment.depth, assignment.window = depth, window
@@ -201,9 +203,12 @@ class Drafting:
     def _window(self, assignment: Assignment, depth: int) -> Window:
         """How far to run ahead: as far as the trie has room, or, where it would take cores from the forward, as far as that pays.
 
-        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands; else it was for nothing.
+        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands; else it was for nothing,
+        which is what is expected of a probe.
         """
         drafter = assignment.drafter
+        if assignment.pause.probing:
+            return Window(depth, depth)
         if self._own_cores is not None and drafter.shares(self._own_cores):
             hit, draft_s = assignment.rate.survival[depth - 1], depth * drafter.token_time.value
             near = drafter.reply.value < _NEAR * self.planner.plain_s

@@ -303,7 +303,6 @@ class Engine:
             request=request,
             seed=secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed,
             depth_limit=depth,
-            depth=depth,
             end_ids=request.stop_token_ids | frozenset(() if request.ignore_eos else self.model.eos_token_ids),
             kv=KVSequence(),
             sink=sink,

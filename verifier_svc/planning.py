@@ -54,8 +54,13 @@ class Planner:
         return self._cost.estimate(self._batch, self._batch)
 
     def plan(self, running: Iterable[Sequence]) -> None:
-        """Set the depth of every decoding sequence for the coming step."""
-        decoding = [sequence for sequence in running if sequence.pending_count == 1]
+        """Set the depth of every sequence for the coming step; a draft may also stand behind a prompt's last token."""
+        decoding: list[Sequence] = []
+        for sequence in running:
+            if sequence.pending_count == 1:
+                decoding.append(sequence)
+            else:
+                sequence.depth = self.depth_of(sequence)
         if not decoding:
             self._paying = None
             return
@@ -115,18 +120,25 @@ class Planner:
         """Tokens expected of a draft of so many tokens, less what their places in the forward bring elsewhere."""
         return assignment.rate.expected_tokens(depth) - 1.0 - self._rate * self._token_s * depth
 
+    def depth_of(self, sequence: Sequence) -> int:
+        """Draft tokens of the coming step for a sequence that is not decoding yet."""
+        return self._choose(sequence)[0]
+
     def _choose(self, sequence: Sequence) -> tuple[int, float, Drafter | None]:
         """The depth of the drafter from which the most is expected, that expectation, and which drafter that is."""
         depth, value, drafter = 0, 1.0, None
         for assignment in sequence.assignments.values():
-            pause = assignment.pause
-            if pause.steps_left > 0:
+            if assignment.pause.steps_left > 0:
                 continue
-            worth = max(self.depth_for(sequence, assignment), int(pause.probing))
+            worth = self.depth_to_ask(sequence, assignment)
             expected = assignment.rate.expected_tokens(worth)
             if expected > value:
                 depth, value, drafter = worth, expected, assignment.drafter
         return depth, value, drafter
+
+    def depth_to_ask(self, sequence: Sequence, assignment: Assignment) -> int:
+        """The depth for a drafter that is not paused: of a probe one token, which is what is saved for it, whatever the policy."""
+        return 1 if assignment.pause.probing else self.depth_for(sequence, assignment)
 
     def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
         """Draft tokens of this drafter that are worth their place in a step."""

@@ -123,7 +123,7 @@ class Sequence:
     scheduled_at: float = 0.0
     """When it was first part of a batch (monotonic seconds)."""
     depth: int = 0
-    """Draft tokens that the coming step should verify, before `draft_limit` cuts it."""
+    """Draft tokens that the coming step should verify, before `draft_limit` cuts it; none before it was planned for."""
 
     @property
     def pending_count(self) -> int:

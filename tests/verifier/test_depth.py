@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest, Window
 from verifier_svc.depth import AcceptanceRate, ForwardCost, Latency
 from verifier_svc.engine import Engine, Limits
+from verifier_svc.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -184,18 +185,54 @@ def test_the_drafter_is_told_when_the_depth_changes() -> None:
     assert told[-1] < first
 
 
-def test_a_drafter_that_is_always_wrong_is_not_asked_on_a_new_sequence_but_for_probes() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
-    client = Client()
-    ScriptedDrafter(engine)
+def doubted(policy: DepthPolicy, **limits: int) -> tuple[Engine, ScriptedDrafter, Sequence]:
+    """A drafter that was always wrong, and a new sequence that it is handed."""
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(policy, **limits))
+    drafter = ScriptedDrafter(engine)
     for depth, seconds in ((0, 0.052), (4, 0.057), (8, 0.065)):
         engine.cost.calibrate(1, 1 + depth, seconds)
-    first = engine.submit(TokenRequest([1, 2], 40, GREEDY), client)
+    first = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     for _ in range(100):
         engine.drafting.judge(first, first.assignments["scripted"], 8, 0)
     engine.cancel(first)
-    second = engine.submit(TokenRequest([1, 2], 40, GREEDY), client)
-    assert second.assignments["scripted"].pause.steps_left > 0
+    sequence = engine.submit(TokenRequest(list(range(1, 7)), 40, GREEDY), Client())
+    engine.drain_inbox()
+    return engine, drafter, sequence
+
+
+def test_a_drafter_that_is_always_wrong_is_not_asked_on_a_new_sequence_but_for_probes() -> None:
+    _, _, sequence = doubted(DepthPolicy())
+    assert sequence.assignments["scripted"].pause.steps_left > 0
+
+
+POLICIES = [DepthPolicy(), DepthPolicy.parse("auto"), DepthPolicy("fixed", 4)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_what_a_doubted_drafter_sends_for_a_prompt_is_not_verified_with_it(policy: DepthPolicy) -> None:
+    engine, drafter, sequence = doubted(policy, max_batch_tokens=4)
+    drafter.propose(sequence.id, [1])
+    for _ in range(2):
+        engine.planner.plan(engine.scheduler.running.values())
+        engine.step()
+    assert sequence.stats.forward_count == 1
+    assert sequence.stats.draft_token_count == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_probe_asks_for_one_token_whatever_the_policy(policy: DepthPolicy) -> None:
+    engine, drafter, sequence = doubted(policy)
+    assignment = sequence.assignments["scripted"]
+    for _ in range(200):
+        engine.planner.waited(0.0, 0.052, [])
+    while not assignment.pause.probing:
+        engine.planner.plan(engine.scheduler.running.values())
+        engine.step()
+    engine.planner.plan([sequence])
+    assert sequence.depth == 1
+    verdict = drafter.told[-1].verdicts[0]
+    assert (assignment.depth, assignment.window) == (1, Window(1, 1))
+    assert verdict.depth in (1, None)
 
 
 def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_where_the_way_to_it_is_long() -> None:
