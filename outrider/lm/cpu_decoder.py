@@ -82,7 +82,7 @@ class CpuDecoder:
         self._run, self._room = found.outrider_decode, found.outrider_scratch
         self._run.argtypes = (ctypes.POINTER(_Decoder), ctypes.POINTER(Batch), ctypes.POINTER(_Step))
         self._run.restype = None
-        self._room.argtypes, self._room.restype = (ctypes.POINTER(_Decoder),), ctypes.c_int64
+        self._room.argtypes, self._room.restype = (ctypes.POINTER(_Decoder), ctypes.c_int64), ctypes.c_int64
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
@@ -102,7 +102,7 @@ class CpuDecoder:
 
     def forward(self, layout: BatchLayout) -> torch.Tensor:
         """Float32 logits [R, V] of the layout's logit rows; keys and values go into the caches."""
-        needed = layout.token_ids.numel() * self._room(self._decoder)
+        needed = self._room(self._decoder, layout.token_ids.numel())
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         wanted = layout.logit_rows.numel()
