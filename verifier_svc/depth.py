@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 from statistics import median
@@ -18,7 +19,7 @@ _PRIOR_WEIGHT = 4.0
 _SAMPLES = 7
 # How much one step moves the price of forwards of its own size, of those with as many sequences, and of all others. What slows a
 # step down slows those down that are like it; were they left behind, further tokens would seem to cost nothing.
-_OWN, _NEAR, _FAR = 0.2, 0.15, 0.05
+_OWN, _NEAR, _FAR = 0.3, 0.2, 0.05
 
 
 class AcceptanceRate:
@@ -102,7 +103,10 @@ class Latency:
 
 
 class ForwardCost:
-    """Seconds of a forward by its sequences and tokens: a grid measured before the first request, corrected by every step."""
+    """Seconds of a step by its sequences and tokens: a grid of forwards before the first request, corrected by every step.
+
+    A step is a forward and all that is done on the host for it, of which there is more where drafts are judged.
+    """
 
     def __init__(self) -> None:
         # By sequences, then by tokens of each sequence.
@@ -120,14 +124,14 @@ class ForwardCost:
             self.calibrate(sequence_count, token_count, seconds)
             return
         ratio = seconds / max(self.estimate(sequence_count, token_count), 1e-9)
-        nearest = self._grid[min(self._grid, key=lambda count: abs(count - sequence_count))]
-        own = min(nearest, key=lambda depth: abs(depth - token_count / sequence_count))
         # One step that was held up says little, so no step counts for more than a factor of two.
         ratio = min(max(ratio, 0.5), 2.0)
-        for row in self._grid.values():
+        rows = _shares(self._grid, sequence_count)
+        for count, row in self._grid.items():
+            near, cells = rows.get(count, 0.0), _shares(row, token_count / sequence_count)
             for depth in row:
-                share = _FAR if row is not nearest else _OWN if depth == own else _NEAR
-                row[depth] *= ratio**share
+                own = near * cells.get(depth, 0.0)
+                row[depth] *= ratio ** (_FAR + (_NEAR - _FAR) * near + (_OWN - _NEAR) * own)
         self._known.clear()
 
     def estimate(self, sequence_count: int, token_count: int) -> float:
@@ -149,6 +153,18 @@ def _between(points: dict[float, float], x: float) -> float:
     low, high = xs[i - 1], xs[i]
     slope = (points[high] - points[low]) / (high - low)
     return max(points[low] + slope * (x - low), min(points.values()))
+
+
+def _shares(points: Iterable[float], x: float) -> dict[float, float]:
+    """How far each of the two points about `x` moves if the value there, between them, is to move by 1: the least squares."""
+    xs = sorted(points)
+    if len(xs) == 1:
+        return {xs[0]: 1.0}
+    i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    high = min(max((x - xs[i - 1]) / (xs[i] - xs[i - 1]), 0.0), 1.0)
+    low = 1.0 - high
+    squares = low * low + high * high
+    return {xs[i - 1]: low / squares, xs[i]: high / squares}
 
 
 def wait_budget_s(forward_s: float, certain_tokens: float, awaited_tokens: float) -> float:

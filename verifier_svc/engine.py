@@ -212,6 +212,7 @@ class Engine:
                 else:
                     self._commit(item, judgement, scored, span)
             clock.end("commit")
+            self._observe(items)
         self._spans.end(spans)
         self._measure_occupancy()
         self._flush()
@@ -229,12 +230,14 @@ class Engine:
         logits_RV, scores = split_scored(logits_RV, items)
         judgements = self.judge.judge(logits_RV, masked())
         clock.end("accept")
-        if all(len(item.token_ids) == 1 for item in items):
-            # A device may still be at the forward when the call returns, but not when it was judged.
-            seconds, token_count = clock.last["forward"] + clock.last["accept"], sum(len(part.token_ids) for part in slices)
-            self.cost.observe(len(items), token_count, seconds)
-            clock.bare_s = self.bare_cost.estimate(len(items), token_count)
         return judgements, scores
+
+    def _observe(self, items: list[Item]) -> None:
+        """Let a step without prompts teach what such steps take, with all that is done for them."""
+        if all(len(item.token_ids) == 1 for item in items):
+            token_count = sum(1 + len(item.path.token_ids) for item in items)
+            self.cost.observe(len(items), token_count, self._phases.step_s)
+            self._phases.bare_s = self.bare_cost.estimate(len(items), token_count)
 
     def _await_drafts(self) -> None:
         """Wait for drafts that are under way as long as that pays; they may come, or turn out not to pay, in the meantime."""

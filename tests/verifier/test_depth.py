@@ -99,6 +99,18 @@ def test_steps_correct_the_price_of_their_own_size_most() -> None:
     assert 0.1 < far < near
 
 
+def test_drafted_steps_teach_what_further_tokens_cost_and_do_not_make_plain_steps_dear() -> None:
+    cost = ForwardCost()
+    for batch in (1, 8, 64):
+        for depth in (0, 4, 8):
+            cost.calibrate(batch, batch * (1 + depth), 0.045 + 0.0006 * batch * (1 + depth))
+    for i in range(300):
+        tokens = 60 + 7 * i % 50
+        cost.observe(32, tokens, 0.045 + 0.0009 * tokens)
+    assert cost.estimate(32, 32) == pytest.approx(0.045 + 0.0009 * 32, rel=0.05)
+    assert cost.estimate(32, 96) == pytest.approx(0.045 + 0.0009 * 96, rel=0.03)
+
+
 def test_one_step_that_was_held_up_does_not_change_the_price_much() -> None:
     cost = ForwardCost()
     cost.calibrate(1, 1, 0.01)
