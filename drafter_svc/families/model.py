@@ -116,6 +116,13 @@ class _Draft:
         return [*committed[start : start + limit], *self.guessed][:limit]
 
     @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is wanted: greedy, nothing to bend the choice, no outcomes to prepare for."""
+        chain, untouched = self.chain, Context(self.chain.opened.sampling).plain and self.grammar is None
+        ahead = self.at is not None or chain.window.depth > chain.depth
+        return self.rule is Rule.ONE_HOT and untouched and not ahead
+
+    @property
     def rule(self) -> Rule:
         """How to propose; the likeliest tokens are all that greedy decoding ever takes. Outcomes are never sampled."""
         greedy = self.chain.opened.sampling.greedy or (self.at is not None and self.chain.opened.rule is Rule.SPARSE)
@@ -258,11 +265,31 @@ class ModelFamily:
             self._begin_grammar(draft)
         goals = {id(draft): draft.goal for draft in drafts}
         while active := [draft for draft in drafts if len(draft.run) < goals[id(draft)] and self._fits(draft)]:
-            self._forward(active)
+            if not self._go_on(active, min(goals[id(draft)] - len(draft.run) for draft in active)):
+                self._forward(active)
             if interrupted():
                 return
             # One chunk of prompts a round: who guesses already is not held up by more.
             drafts = [draft for draft in drafts if draft.run] or drafts
+
+    def _go_on(self, drafts: list[_Draft], count: int) -> bool:
+        """The next `count` tokens of all by one call, where nothing but the likeliest is asked for, and nothing besides it."""
+        if count < 2 or not all(draft.plain and draft.kv.length + 1 == draft.length for draft in drafts):
+            return False
+        if not all(draft.length + count <= self._runner.context_length for draft in drafts):
+            return False
+        if not all(self._pool.reserve(draft.kv, draft.length + count - 1) for draft in drafts):
+            return False
+        slices = [Slice(draft.unread(1), draft.kv.length, draft.kv.pages, 1) for draft in drafts]
+        rows = self._runner.continue_greedily(slices, count, self._vocab_size)
+        if rows is None:
+            return False
+        for draft, tokens in zip(drafts, zip(*rows, strict=True), strict=True):
+            draft.kv.length += count
+            draft.run += tokens
+            draft.others += [[]] * count
+            self._pool.publish(draft.kv, draft.chain.tokens, draft.chain.opened.tenant)
+        return True
 
     def _begin_grammar(self, draft: _Draft) -> None:
         """Here rather than on the event loop, since it can take a while; the verifier has compiled the same before."""

@@ -79,9 +79,10 @@ class CpuDecoder:
         self._layers = (_DecoderLayer * len(base.layers))(*(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers)))
         self._decoder = self._whole(model, base)
         self._vocab_size: int = self._decoder.head.out_features
-        self._run, self._room = found.outrider_decode, found.outrider_scratch
+        self._run, self._go_on, self._room = found.outrider_decode, found.outrider_continue, found.outrider_scratch
         self._run.argtypes = (ctypes.POINTER(_Decoder), ctypes.POINTER(Batch), ctypes.POINTER(_Step))
-        self._run.restype = None
+        self._go_on.argtypes = (*self._run.argtypes, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        self._run.restype = self._go_on.restype = None
         self._room.argtypes, self._room.restype = (ctypes.POINTER(_Decoder), ctypes.c_int64), ctypes.c_int64
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -102,15 +103,28 @@ class CpuDecoder:
 
     def forward(self, layout: BatchLayout) -> torch.Tensor:
         """Float32 logits [R, V] of the layout's logit rows; keys and values go into the caches."""
+        logits = torch.empty(layout.logit_rows.numel(), self._vocab_size)
+        self._run(self._decoder, layout.paged_whole.pointer, self._step(layout, logits))
+        return logits
+
+    def continue_greedily(self, layout: BatchLayout, count: int, limit: int) -> torch.Tensor:
+        """[count, B]: for each of B slices of one token the likeliest next one, the likeliest behind that, and so on.
+
+        The keys and values of the slices' tokens and of all but the last that follow go into the caches, and there have to be pages
+        for them. Tokens are below `limit`.
+        """
+        slice_count = layout.token_ids.numel()
+        logits, tokens = torch.empty(slice_count, self._vocab_size), torch.empty(count, slice_count, dtype=torch.int64)
+        self._go_on(self._decoder, layout.paged_whole.pointer, self._step(layout, logits), limit, count, tokens.data_ptr())
+        return tokens
+
+    def _step(self, layout: BatchLayout, logits: torch.Tensor) -> _Step:
         needed = self._room(self._decoder, layout.token_ids.numel())
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        wanted = layout.logit_rows.numel()
-        logits = torch.empty(wanted, self._vocab_size)
         tensors = layout.token_ids, layout.positions, layout.logit_rows
-        step = _Step(*(tensor.data_ptr() for tensor in tensors), wanted, self._scratch.data_ptr(), logits.data_ptr())
-        self._run(self._decoder, layout.paged_whole.pointer, step)
-        return logits
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        return _Step(*addresses, layout.logit_rows.numel(), self._scratch.data_ptr(), logits.data_ptr())
 
     @torch.inference_mode()
     def _difference(self, model: Any, caches: Mapping[int, LayerCache], page_size: int) -> float:

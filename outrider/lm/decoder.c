@@ -398,3 +398,35 @@ void outrider_decode(const struct decoder *decoder, const struct batch *batch, c
     give_tiles_back(&kept);
   }
 }
+
+// The number of the first of the largest.
+static int64_t find_largest(const float *values, int64_t count) {
+  int64_t vectors = count / LANES * LANES, at = 0;
+  vec most = splat(-INFINITY);
+  float top = -INFINITY;
+  for (int64_t i = 0; i < vectors; i += LANES) most = largest(load_float(values + i), most);
+  for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+  for (int64_t i = vectors; i < count; i++) top = values[i] > top ? values[i] : top;
+  while (at < count - 1 && values[at] != top) at++;
+  return at;
+}
+
+// `turns` forwards of slices of one token each, every one of the tokens, below `limit`, that were likeliest after those before it:
+// tokens [turns, slices]. There are pages for them all.
+void outrider_continue(const struct decoder *decoder, const struct batch *batch, const struct step *step, int64_t limit, int64_t turns,
+                       int64_t *tokens) {
+  const int64_t count = batch->slice_count, size = decoder->layers->cache.page_size;
+  int64_t slots[count], starts[count];
+  struct batch now = *batch;
+  struct step here = *step;
+  now.slots = slots, now.starts = here.positions = starts;
+  for (int64_t turn = 0; turn < turns; turn++, tokens += count) {
+    for (int64_t i = 0; i < count; i++) {
+      starts[i] = batch->starts[i] + turn;
+      slots[i] = batch->pages[batch->page_at[i] + starts[i] / size] * size + starts[i] % size;
+    }
+    outrider_decode(decoder, &now, &here);
+    for (int64_t i = 0; i < count; i++) tokens[i] = find_largest(step->logits + i * decoder->head.out, limit);
+    here.token_ids = tokens;
+  }
+}

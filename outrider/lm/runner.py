@@ -98,7 +98,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
         """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache."""
-        layout = BatchLayout(slices, self.page_size, self.device)
+        layout = self._layout(slices)
         if self.decoder is not None:
             return self.decoder.forward(layout)
         for layer in self._layers.values():
@@ -111,6 +111,19 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+    def continue_greedily(self, slices: Sequence[Slice], count: int, limit: int) -> list[list[int]] | None:
+        """As `CpuDecoder.continue_greedily`: `count` rows of a token for every slice. None where that cannot be done by one call,
+
+        which spares a small model more than its forwards take.
+        """
+        if self.decoder is None or any(len(part.token_ids) != 1 or part.logit_count != 1 for part in slices):
+            return None
+        tokens: list[list[int]] = self.decoder.continue_greedily(self._layout(slices), count, limit).tolist()
+        return tokens
+
+    def _layout(self, slices: Sequence[Slice]) -> BatchLayout:
+        return BatchLayout(slices, self.page_size, self.device)
 
     def _choose_page_size(self, wanted: int | None) -> int:
         if not any(layer.takes_varlen(self.dtype, self.device) for layer in self._layers.values()):

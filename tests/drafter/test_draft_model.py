@@ -13,7 +13,8 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from drafter_svc.families.model import ModelFamily
-from outrider.lm.runner import ModelRunner
+from outrider.lm.cpu_library import library
+from outrider.lm.runner import ModelRunner, Slice
 from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, SparseDistribution, Verdict, Window
 from outrider.tokenizer import load_tokenizer
 from outrider.wire import drafts_from_proto, drafts_to_proto
@@ -132,6 +133,40 @@ async def test_a_hit_goes_on_behind_what_is_ahead(
     ahead = (await all_of(family))[1]
     family.verdict(Verdict(1, 0, 4, len(prompts[1]) + 4, 4, ahead[:4]))
     assert (await all_of(family))[1] == greedy(prompts[1], 10)[6:]
+
+
+@pytest.mark.skipif(not hasattr(library(), "outrider_decode"), reason="this processor has no AMX")
+async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
+    thread: ThreadPoolExecutor, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> ModelRunner:
+        return ModelRunner.load(MODEL, dtype="bfloat16", device="cpu", threads=1, page_count=512)
+
+    runner, fresh = thread.submit(load).result(), thread.submit(load).result()
+    calls: list[int] = []
+    at_once = runner.continue_greedily
+
+    def counted(slices: list[Slice], count: int, limit: int) -> list[list[int]] | None:
+        calls.append(count)
+        return at_once(slices, count, limit)
+
+    monkeypatch.setattr(runner, "continue_greedily", counted)
+    family, texts = ModelFamily(runner, thread, runner.vocab_size, branch_count=0), [list(prompt) for prompt in prompts]
+    for i, text in enumerate(texts):
+        family.open(opened(text, i, depth=4 + i % 2, window=4 + i % 2))
+    for epoch in range(1, 5):
+        guesses = await all_of(family)
+        for i, text in enumerate(texts):
+            guess = guesses[i]
+            assert len(guess) == 4 + i % 2
+            whole = Slice([*text, *guess[:-1]], 0, list(range(20)), len(guess))
+            logits = thread.submit(fresh.forward, [whole]).result()
+            # Rounded as they are, two may be the largest.
+            assert torch.equal(logits[range(len(guess)), guess], logits.amax(-1))
+            right = guess[: i % 4]
+            text += [*right, 7]
+            family.verdict(Verdict(i, epoch, 0, len(text), len(right), [*right, 7]))
+    assert max(calls) >= 3
 
 
 @pytest.mark.parametrize("matched", [0, 1, 3, 5])

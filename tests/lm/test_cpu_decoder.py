@@ -120,6 +120,33 @@ def test_a_text_gets_the_same_logits_to_the_bit_however_it_is_cut_into_forwards(
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("limit", [VOCAB_SIZE, VOCAB_SIZE - 19, 7])
+def test_a_greedy_continuation_is_what_one_forward_a_token_gives(limit: int) -> None:
+    count, lengths = 21, [1, 15, 16, 30, 47]
+    texts = [ids(length, length) for length in lengths]
+    pages = [[5 * i + 4, 5 * i + 1, 5 * i + 3, 5 * i, 5 * i + 2] for i in range(len(texts))]
+
+    def read(runner: ModelRunner) -> list[Slice]:
+        """All but the last token of each text is in the cache; the slices are of the last ones."""
+        runner.forward([Slice(text[:-1], 0, held, 0) for text, held in zip(texts, pages, strict=True) if len(text) > 1])
+        return [Slice(text[-1:], len(text) - 1, held, 1) for text, held in zip(texts, pages, strict=True)]
+
+    runner = settled(TAKEN["llama"])
+    slices, expected = read(runner), []
+    for _ in range(count):
+        expected.append(runner.forward(slices)[:, :limit].argmax(-1).tolist())
+        slices = [Slice([token], s.start + 1, s.pages, 1) for token, s in zip(expected[-1], slices, strict=True)]
+    after = runner.forward(slices)
+
+    runner = settled(TAKEN["llama"])
+    assert runner.continue_greedily(read(runner), count, limit) == expected
+    assert torch.equal(runner.forward(slices), after)
+
+
+def test_a_continuation_is_of_single_tokens_only() -> None:
+    assert settled(TAKEN["llama"]).continue_greedily([Slice(ids(2), 0, [0], 1)], 2, VOCAB_SIZE) is None
+
+
 @pytest.mark.parametrize("name", ["llama", "llama, large heads, one for all"])
 def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(name: str) -> None:
     tokens = ids(150)
