@@ -259,7 +259,7 @@ class Engine:
             self.drain_inbox()
             late, budget_s = planner.worth_waiting_for(running.values())
         waited_s = time.monotonic() - started
-        planner.waited(waited_s, self._phases.step_s, awaited)
+        planner.waited(waited_s, self._phases.step_s if planner.pausing else 0.0, awaited)
         self._phases.waited(waited_s)
 
     # --- requests ---

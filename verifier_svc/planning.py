@@ -47,6 +47,10 @@ class Planner:
         # The drafters whose drafts make up for the wait for them, which is for all; None while nobody decodes.
         self._paying: set[Drafter] | None = None
         self._probe_credit_s = 0.0
+        # Whether probes were asked for since the last plan.
+        self._probing = False
+        self.pausing = False
+        """Whether a drafter was paused on a decoding sequence at the last plan, so that there is something to probe."""
 
     @property
     def plain_s(self) -> float:
@@ -56,6 +60,7 @@ class Planner:
     def plan(self, running: Iterable[Sequence]) -> None:
         """Set the depth of every sequence for the coming step; a draft may also stand behind a prompt's last token."""
         decoding: list[Sequence] = []
+        self.pausing = self._probing = False
         for sequence in running:
             if sequence.pending_count == 1:
                 decoding.append(sequence)
@@ -129,6 +134,7 @@ class Planner:
         depth, value, drafter = 0, 1.0, None
         for assignment in sequence.assignments.values():
             if assignment.pause.steps_left > 0:
+                self.pausing = True
                 continue
             worth = self.depth_to_ask(sequence, assignment)
             expected = assignment.rate.expected_tokens(worth)
@@ -205,17 +211,23 @@ class Planner:
     def affords_probe(self, assignment: Assignment) -> bool:
         """Whether enough was saved for one more probe; if so, its token's place in a forward is paid.
 
-        There has to be enough to wait for its answer as well, since what comes late teaches nothing.
+        For the first of a step there has to be enough for one of every sequence, since a forward's first further token can cost as
+        much as the next fifteen; and enough to wait for the answers as well, since what comes late teaches nothing.
         """
         # No more than can be saved up at all.
-        needed_s = min(self._token_s + assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s)
-        if self._probe_credit_s < needed_s:
+        needed_s = min(self._batch * self._token_s + assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s)
+        if self._probe_credit_s < (self._token_s if self._probing else needed_s):
             return False
+        self._probing = True
         self._probe_credit_s -= self._token_s
         return True
 
     def waited(self, seconds: float, step_s: float, probes: Iterable[Assignment]) -> None:
-        """A wait ended, before a step like the last one, of `step_s`; waits for probes are paid from what was saved for them."""
+        """A wait ended, before a step like the last one; waits for probes are paid from what was saved for them.
+
+        Of `step_s`, that step's time, a share is saved. It is 0 for a step in which there is nothing to probe: what plain traffic
+        takes must not be spent on the next request that speculates.
+        """
         probing = any(assignment.pause.probing for assignment in probes)
         credit_s = self._probe_credit_s + _PROBE_SHARE * step_s - (seconds if probing else 0.0)
         self._probe_credit_s = min(credit_s, _PROBE_STEPS * self.plain_s)

@@ -275,6 +275,21 @@ def test_time_spent_on_probes_is_bounded() -> None:
     assert time.monotonic() - started < 1
 
 
+def test_plain_traffic_saves_nothing_for_probes() -> None:
+    engine, _, sequence = doubted(DepthPolicy())
+    engine.cancel(sequence)
+    engine.submit(TokenRequest([1, 2], 60, GREEDY, speculation=SpeculationOptions(enabled=False)), Client())
+    for _ in range(30):
+        engine._await_drafts()
+        engine.step()
+    assert engine.planner._probe_credit_s == 0.0
+    engine.submit(TokenRequest([1, 2], 60, GREEDY), Client())
+    for _ in range(5):
+        engine._await_drafts()
+        engine.step()
+    assert engine.planner._probe_credit_s > 0.0
+
+
 def test_probes_of_many_sequences_take_no_more_than_their_share_of_the_time() -> None:
     engine, _ = make_engine(limits=Limits(DepthPolicy(), max_sequences=64), page_count=512)
     for tokens in (1, 5):
@@ -291,6 +306,22 @@ def test_probes_of_many_sequences_take_no_more_than_their_share_of_the_time() ->
         planner.waited(0.0, step_s, [])
         asked += sum(planner.affords_probe(assignment) for assignment in assignments)
     assert 0.9 < asked * 0.001 / (0.01 * 1000 * step_s) <= 1.0
+
+
+def test_probes_of_many_sequences_are_asked_for_together() -> None:
+    engine, _ = make_engine(limits=Limits(DepthPolicy(), max_sequences=64), page_count=512)
+    for tokens in (1, 5):
+        engine.cost.calibrate(32, 32 * tokens, 0.01 + 0.001 * 32 * tokens)
+    drafter, planner = ScriptedDrafter(engine), engine.planner
+    sequences = [engine.submit(TokenRequest([1, 2], 40, GREEDY), Client()) for _ in range(32)]
+    engine.drain_inbox()
+    engine.step()
+    asked = []
+    for _ in range(300):
+        planner.plan(sequences)
+        planner.waited(0.0, 0.042, [])
+        asked.append(sum(planner.affords_probe(sequence.assignments[drafter.handle.id]) for sequence in sequences))
+    assert set(asked) == {0, 32}
 
 
 def test_a_probe_is_not_asked_for_before_its_answer_can_be_waited_for() -> None:
