@@ -25,7 +25,7 @@ _OWN, _NEAR, _FAR = 0.3, 0.2, 0.05
 class AcceptanceRate:
     """Probability that a draft token is accepted, given that those before it were: decayed counts over a prior, by position."""
 
-    __slots__ = ("_accepted", "_decay", "_judged", "_learned", "_prior", "_survival")
+    __slots__ = ("_accepted", "_decay", "_expected", "_judged", "_learned", "_prior", "_survival")
 
     def __init__(self, prior: AcceptanceRate | float, depth: int = MAX_DEPTH, *, decay: float = _DECAY) -> None:
         """The prior is one rate, or what is known of the drafter elsewhere by position; no more than `depth` are kept.
@@ -40,6 +40,7 @@ class AcceptanceRate:
         self._accepted = [0.0] * depth
         self._judged = [0.0] * depth
         self._survival: list[float] | None = None
+        self._expected: list[float] = []
 
     def observe(self, drafted: int, accepted: int) -> None:
         """One verified path; what follows the first miss was not judged."""
@@ -65,6 +66,7 @@ class AcceptanceRate:
         """Probability that at least 1, 2, … draft tokens are accepted."""
         if self._survival is None:
             self._survival = list(accumulate(self.by_position, mul))
+            self._expected = list(accumulate(self._survival, initial=1.0))
         return self._survival
 
     def expected_tokens(self, depth: int) -> float:
@@ -72,7 +74,9 @@ class AcceptanceRate:
 
         The sum over what survives, which for one rate at all positions is (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, eq. 1).
         """
-        return 1.0 + sum(self.survival[:depth])
+        if self._survival is None or depth >= len(self._expected):
+            return 1.0 + sum(self.survival[:depth])
+        return self._expected[depth]
 
     def depth_worth(self, price: float, limit: int) -> int:
         """The draft tokens whose chance of being committed is at least `price`; it falls with each position, so they come first."""

@@ -166,12 +166,11 @@ class Planner:
         plain_s = self.plain_s
         if self._always or plain_s == 0.0:
             return True
+        if self._paying is not None and assignment.drafter not in self._paying:
+            return False
         depth = self.depth_for(sequence, assignment)
         tokens, seconds = self._outlook(assignment, depth)
-        if self._paying is None:
-            worth_it = tokens * plain_s > _MARGIN * seconds
-        else:
-            worth_it = assignment.drafter in self._paying and self._gain(assignment, depth) > 0.0
+        worth_it = tokens * plain_s > _MARGIN * seconds if self._paying is None else self._gain(assignment, depth) > 0.0
         if depth == 0 or not worth_it:
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
@@ -190,10 +189,11 @@ class Planner:
         for sequence in running:
             if sequence.pending_count != 1:
                 continue
-            now, later, slow = _prospects(sequence)
+            limit = sequence.draft_limit
+            now, later, slow = _prospects(sequence, limit)
             certain += now
             batch += 1
-            token_count += 1 + sequence.draft_limit
+            token_count += 1 + limit
             if slow is not None:
                 awaited += later - now
                 late.append(slow)
@@ -233,13 +233,11 @@ class Planner:
         self._probe_credit_s = min(credit_s, _PROBE_STEPS * self.plain_s)
 
 
-def _prospects(sequence: Sequence) -> tuple[float, float, Assignment | None]:
-    """Tokens expected of a step now, tokens expected once the best draft under way is there, and whose that is."""
+def _prospects(sequence: Sequence, limit: int) -> tuple[float, float, Assignment | None]:
+    """Tokens expected of a step now, tokens expected once the best draft under way is there, up to `limit`, and whose it is."""
     now, later, slow = 1.0, 1.0, None
-    if sequence.draft_limit == 0:
-        return now, later, slow
-    for assignment in sequence.assignments.values():
-        depth = min(sequence.draft_limit, assignment.drafter.hello.max_depth)
+    for assignment in sequence.assignments.values() if limit else ():
+        depth = min(limit, assignment.drafter.hello.max_depth)
         now = max(now, assignment.rate.expected_tokens(assignment.trie.length(depth)))
         if assignment.pause.steps_left == 0 and assignment.met and not assignment.trie.ready(depth):
             promised = assignment.rate.expected_tokens(depth)

@@ -72,14 +72,15 @@ class Scheduler:
         items: dict[int, Item] = {}
         budget = self._max_batch_tokens
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
-        decoding = [sequence for sequence in self.running.values() if sequence.pending_count == 1]
-        prefilling = [sequence for sequence in self.running.values() if sequence.pending_count > 1]
+        running = [(sequence, sequence.pending_count) for sequence in self.running.values()]
+        decoding = [pair for pair in running if pair[1] == 1]
+        prefilling = [pair for pair in running if pair[1] > 1]
         spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
-        for sequence in (*decoding, *prefilling):
-            count = min(_takes(sequence, rows), max(spare, sequence.pending_count == 1))
+        for sequence, pending in (*decoding, *prefilling):
+            count = min(_takes(sequence, pending, rows), max(spare, pending == 1))
             if count == 0:
                 continue
-            last_chunk = count == sequence.pending_count
+            last_chunk = count == pending
             spare -= count if count > 1 else 0
             item = self._schedule(sequence, count, spare if last_chunk else 0, items)
             if item is not None:
@@ -130,10 +131,10 @@ class Scheduler:
         self.preemption_count += 1
 
 
-def _takes(sequence: Sequence, rows: int) -> int:
+def _takes(sequence: Sequence, pending: int, rows: int) -> int:
     """How many of its pending tokens a step can take that has `rows` rows of logits for scoring prompts."""
     unscored = sequence.unscored
-    return sequence.pending_count if len(unscored) <= rows else unscored.start - 1 + rows - sequence.kv.length
+    return pending if len(unscored) <= rows else unscored.start - 1 + rows - sequence.kv.length
 
 
 def _scored(sequence: Sequence, start: int, count: int) -> range:

@@ -133,6 +133,8 @@ class Sequence:
     @property
     def draft_limit(self) -> int:
         """Draft tokens that could still be committed: one token of each step is the target's own."""
+        if self.depth == 0:
+            return 0
         left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
         return max(0, min(self.depth, left - 1))
 

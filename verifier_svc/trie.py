@@ -136,6 +136,11 @@ class Trie:
 
     def advance(self, token_ids: list[int]) -> Walk:
         """Move the root along committed tokens. If the trie lacks one of them, it is dropped and the epoch rises."""
+        if self._last == 0 and token_ids:
+            # Nothing was ever hung into it in this epoch.
+            self.epoch += 1
+            self._skipped.clear()
+            return Walk(0, Hit.LATE, 0)
         held, favoured = self.node_count, True
         for matched, token in enumerate(token_ids):
             children = self._nodes[self.root].children
