@@ -74,9 +74,8 @@ class AcceptanceRate:
 
         The sum over what survives, which for one rate at all positions is (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, eq. 1).
         """
-        if self._survival is None or depth >= len(self._expected):
-            return 1.0 + sum(self.survival[:depth])
-        return self._expected[depth]
+        known = len(self.survival)  # which brings `_expected` up to date
+        return self._expected[min(depth, known)]
 
     def depth_worth(self, price: float, limit: int) -> int:
         """The draft tokens whose chance of being committed is at least `price`; it falls with each position, so they come first."""

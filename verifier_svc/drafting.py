@@ -203,12 +203,9 @@ class Drafting:
     def _window(self, assignment: Assignment, depth: int) -> Window:
         """How far to run ahead: as far as the trie has room, or, where it would take cores from the forward, as far as that pays.
 
-        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands; else it was for nothing,
-        which is what is expected of a probe.
+        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands; else it was for nothing.
         """
         drafter = assignment.drafter
-        if assignment.pause.probing:
-            return Window(depth, depth)
         if self._own_cores is not None and drafter.shares(self._own_cores):
             hit, draft_s = assignment.rate.survival[depth - 1], depth * drafter.token_time.value
             near = drafter.reply.value < _NEAR * self.planner.plain_s

@@ -233,7 +233,7 @@ class Engine:
         return judgements, scores
 
     def _observe(self, items: list[Item]) -> None:
-        """Let a step without prompts teach what such steps take, with all that is done for them."""
+        """Let a step without prompts teach what such steps take, the host's part included but for sending, which is little."""
         if all(len(item.token_ids) == 1 for item in items):
             token_count = sum(1 + len(item.path.token_ids) for item in items)
             self.cost.observe(len(items), token_count, self._phases.step_s)

@@ -54,24 +54,29 @@ class Planner:
 
     @property
     def plain_s(self) -> float:
-        """Seconds of a forward without drafts at the present batch; 0 before anything was measured."""
+        """Seconds of a step without drafts at the present batch; 0 before anything was measured."""
         return self._cost.estimate(self._batch, self._batch)
 
     def plan(self, running: Iterable[Sequence]) -> None:
         """Set the depth of every sequence for the coming step; a draft may also stand behind a prompt's last token."""
         decoding: list[Sequence] = []
-        self.pausing = self._probing = False
+        reading: list[Sequence] = []
         for sequence in running:
-            if sequence.pending_count == 1:
-                decoding.append(sequence)
-            else:
-                sequence.depth = self.depth_of(sequence)
-        if not decoding:
+            (decoding if sequence.pending_count == 1 else reading).append(sequence)
+        self._limit = self.policy.limit(max(1, len(decoding)))
+        self._probing = False
+        paused = (a.pause.steps_left > 0 for sequence in decoding for a in sequence.assignments.values())
+        self.pausing = any(paused)
+        if decoding:
+            self._batch = len(decoding)
+            self._set_prices()
+            self._plan_decoding(decoding)
+        else:
             self._paying = None
-            return
-        self._batch = len(decoding)
-        self._limit = self.policy.limit(self._batch)
-        self._set_prices()
+        for sequence in reading:
+            sequence.depth = self.depth_of(sequence)
+
+    def _plan_decoding(self, decoding: list[Sequence]) -> None:
         expected = depths = wait_s = 0.0
         for sequence in decoding:
             sequence.depth, value, drafter = self._choose(sequence)
@@ -126,7 +131,7 @@ class Planner:
         return assignment.rate.expected_tokens(depth) - 1.0 - self._rate * self._token_s * depth
 
     def depth_of(self, sequence: Sequence) -> int:
-        """Draft tokens of the coming step for a sequence that is not decoding yet."""
+        """Draft tokens of the coming step for a sequence that is planned for alone."""
         return self._choose(sequence)[0]
 
     def _choose(self, sequence: Sequence) -> tuple[int, float, Drafter | None]:
@@ -134,7 +139,6 @@ class Planner:
         depth, value, drafter = 0, 1.0, None
         for assignment in sequence.assignments.values():
             if assignment.pause.steps_left > 0:
-                self.pausing = True
                 continue
             worth = self.depth_to_ask(sequence, assignment)
             expected = assignment.rate.expected_tokens(worth)
@@ -209,17 +213,18 @@ class Planner:
         return worth, budget_s
 
     def affords_probe(self, assignment: Assignment) -> bool:
-        """Whether enough was saved for one more probe; if so, its token's place in a forward is paid.
+        """Whether enough was saved for a probe; if so, its place in the forward is paid.
 
-        For the first of a step there has to be enough for one of every sequence, since a forward's first further token can cost as
-        much as the next fifteen; and enough to wait for the answers as well, since what comes late teaches nothing.
+        The first of a step pays for one of every sequence, since a forward's first further token can cost as much as the next
+        fifteen; so those that are due with it are free. What is left has to last for the answer, since one that comes late
+        teaches nothing.
         """
+        places_s = 0.0 if self._probing else self._batch * self._token_s
         # No more than can be saved up at all.
-        needed_s = min(self._batch * self._token_s + assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s)
-        if self._probe_credit_s < (self._token_s if self._probing else needed_s):
+        if self._probe_credit_s < min(places_s + assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s):
             return False
         self._probing = True
-        self._probe_credit_s -= self._token_s
+        self._probe_credit_s -= places_s
         return True
 
     def waited(self, seconds: float, step_s: float, probes: Iterable[Assignment]) -> None:

@@ -28,7 +28,8 @@ class Family(Protocol):
     async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
         """What to propose now; empty when there is nothing to do before the next verdict.
 
-        A draft that takes long looks at `interrupted` and returns what it has once that is true: a verdict waits to be applied.
+        A draft that takes long looks at `interrupted` now and then and returns what it has once that is true: a verdict waits to be
+        applied.
         """
 
     async def aclose(self) -> None:

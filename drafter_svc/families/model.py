@@ -274,7 +274,9 @@ class ModelFamily:
 
     def _go_on(self, drafts: list[_Draft], count: int) -> bool:
         """The next `count` tokens of all by one call, where nothing but the likeliest is asked for, and nothing besides it."""
-        if count < 2 or not all(draft.plain and draft.kv.length + 1 == draft.length for draft in drafts):
+        if self._runner.decoder is None or len(drafts) > self._max_batch_tokens:
+            return False
+        if not all(draft.plain and draft.kv.length + 1 == draft.length for draft in drafts):
             return False
         if not all(draft.length + count <= self._runner.context_length for draft in drafts):
             return False

@@ -115,6 +115,7 @@ class CpuDecoder:
         """
         slice_count = layout.token_ids.numel()
         logits, tokens = torch.empty(slice_count, self._vocab_size), torch.empty(count, slice_count, dtype=torch.int64)
+        limit = min(limit, self._vocab_size)
         self._go_on(self._decoder, layout.paged_whole.pointer, self._step(layout, logits), limit, count, tokens.data_ptr())
         return tokens
 

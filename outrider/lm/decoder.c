@@ -212,7 +212,8 @@ static void product(struct team *team, struct input x, int64_t rows, const struc
       int count = (int)(rows - row < ROWS ? rows - row : ROWS);
       if (count != configured) configure(configured = count);
       for (int64_t block = begin; block < end; block++)
-        multiply((struct input){x.data + row * linear->in, x.tiled}, count, linear, block, (char *)out + row * row_bytes, purpose, row == 0);
+        multiply((struct input){x.data + row * linear->in, x.tiled}, count, linear, block, (char *)out + row * row_bytes, purpose,
+                 row == 0);
     }
   }
   meet(team);

@@ -113,9 +113,9 @@ class ModelRunner:
         return logits
 
     def continue_greedily(self, slices: Sequence[Slice], count: int, limit: int) -> list[list[int]] | None:
-        """As `CpuDecoder.continue_greedily`: `count` rows of a token for every slice. None where that cannot be done by one call,
+        """`count` rows of one token for every slice, as `CpuDecoder.continue_greedily`; None where that is not to be had.
 
-        which spares a small model more than its forwards take.
+        One call in place of many spares a small model more than its forwards take.
         """
         if self.decoder is None or any(len(part.token_ids) != 1 or part.logit_count != 1 for part in slices):
             return None

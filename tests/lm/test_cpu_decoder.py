@@ -120,7 +120,7 @@ def test_a_text_gets_the_same_logits_to_the_bit_however_it_is_cut_into_forwards(
     assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("limit", [VOCAB_SIZE, VOCAB_SIZE - 19, 7])
+@pytest.mark.parametrize("limit", [VOCAB_SIZE + 19, VOCAB_SIZE, VOCAB_SIZE - 19, 7])
 def test_a_greedy_continuation_is_what_one_forward_a_token_gives(limit: int) -> None:
     count, lengths = 21, [1, 15, 16, 30, 47]
     texts = [ids(length, length) for length in lengths]
