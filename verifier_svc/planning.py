@@ -65,8 +65,7 @@ class Planner:
             (decoding if sequence.pending_count == 1 else reading).append(sequence)
         self._limit = self.policy.limit(max(1, len(decoding)))
         self._probing = False
-        paused = (a.pause.steps_left > 0 for sequence in decoding for a in sequence.assignments.values())
-        self.pausing = any(paused)
+        self.pausing = any(a.pause.steps_left > 0 for sequence in decoding for a in sequence.assignments.values())
         if decoding:
             self._batch = len(decoding)
             self._set_prices()

@@ -118,9 +118,10 @@ class _Draft:
     @property
     def plain(self) -> bool:
         """Whether the likeliest token is all that is wanted: greedy, nothing to bend the choice, no outcomes to prepare for."""
-        chain, untouched = self.chain, Context(self.chain.opened.sampling).plain and self.grammar is None
-        ahead = self.at is not None or chain.window.depth > chain.depth
-        return self.rule is Rule.ONE_HOT and untouched and not ahead
+        chain = self.chain
+        if self.at is not None or chain.window.depth > chain.depth or self.grammar is not None:
+            return False
+        return self.rule is Rule.ONE_HOT and Context(chain.opened.sampling).plain
 
     @property
     def rule(self) -> Rule:
