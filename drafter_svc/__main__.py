@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SERVICE = "outrider.v1.Drafter"
 _SERVICE_NAME = "outrider-drafter"
+# On a GPU, drafts of up to so many sequences and outcomes at once are CUDA graphs.
+_GRAPHED_SEQUENCES = 64
 
 MakeFamily = Callable[[ModelInfo], Family]
 
@@ -92,7 +94,7 @@ async def _family(settings: DrafterSettings, place: PlacementPlan, metrics: Metr
     need_models()
     from drafter_svc.families.model import ModelFamily
     from outrider.grammar import GrammarCompiler
-    from outrider.lm.runner import ModelRunner
+    from outrider.lm.runner import Bounds, ModelRunner
 
     def load() -> ModelRunner:
         runner = ModelRunner.load(
@@ -103,6 +105,8 @@ async def _family(settings: DrafterSettings, place: PlacementPlan, metrics: Metr
             threads=place.threads,
             trust_remote_code=settings.trust_remote_code,
         )
+        # What a sequence lacks is the token that the verifier drew, and at most its own last guess besides.
+        runner.capture(Bounds(_GRAPHED_SEQUENCES, 2, settings.max_batch_tokens))
         runner.warm_up()
         return runner
 

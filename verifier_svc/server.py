@@ -17,7 +17,7 @@ from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import GrammarCompiler
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import ModelRunner
+from outrider.lm.runner import Bounds, ModelRunner
 from outrider.messages import AcceptanceRule, ModelInfo, Stage
 from outrider.metrics_export import serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -136,6 +136,7 @@ class Loader:
             cache_bytes=settings.grammar_cache_bytes,
         )
         self._report(Stage.WARMING_UP, "running trial forwards")
+        runner.capture(Bounds(settings.max_sequences, 1 + policy.depth, settings.max_batch_tokens))
         engine.warm_up(min(_TRIAL_CONTEXT, self.info.context_length))
         # What loading left behind lives as long as the process; without this a collection now and then takes 100 ms to see that.
         gc.collect()

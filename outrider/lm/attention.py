@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from outrider.lm.cpu_attention import PagedAttention
-from outrider.lm.layout import BatchLayout, Group
+from outrider.lm.layout import BatchLayout, Group, StaticLayout, VarlenArguments
 
 NAME = "outrider_paged"
 # The kernel's own limits: tokens a page must be a multiple of, and the largest head.
@@ -42,6 +42,11 @@ class _Store:
     flat_keys: torch.Tensor
     flat_values: torch.Tensor
 
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put a batch's keys and values, [1, KV heads, T, D], in the slots [T]."""
+        self.flat_keys.index_copy_(0, slots, key[0].transpose(0, 1))
+        self.flat_values.index_copy_(0, slots, value[0].transpose(0, 1))
+
 
 class LayerCache:
     """Keys and values of one layer: [pages, page_size, heads, size] each, once `allocate` was called.
@@ -53,7 +58,7 @@ class LayerCache:
         self.shape: LayerShape | None = None
         self.windowed = False
         self._soft_capped = False
-        self.layout: BatchLayout | None = None
+        self.layout: BatchLayout | StaticLayout | None = None
         self._store: _Store | None = None
         self._use_varlen = False
         self.paged: PagedAttention | None = None
@@ -97,14 +102,16 @@ class LayerCache:
         if store is None or layout is None:
             return self._trial(query, key, value, scaling, window, softcap)
         query_THD = query[0].transpose(0, 1)
+        if self._use_varlen:
+            store.write(layout.slots, key, value)
+            return _varlen(store, layout.varlen, query_THD, scaling, window).unsqueeze(0)
+        if isinstance(layout, StaticLayout):
+            raise RuntimeError("a layout for the CUDA kernel, in a layer that does without")
         if self.paged is not None:
             out = self.paged.attend(layout.paged, query, key, value, scaling, window)
             groups = layout.long_groups
         else:
-            store.flat_keys.index_copy_(0, layout.slots, key[0].transpose(0, 1))
-            store.flat_values.index_copy_(0, layout.slots, value[0].transpose(0, 1))
-            if self._use_varlen:
-                return _varlen(store, layout, query_THD, scaling, window).unsqueeze(0)
+            store.write(layout.slots, key, value)
             groups = layout.groups
             if len(groups) == 1:
                 return _attend_group(store, query_THD, groups[0], scaling, window, softcap).unsqueeze(0)
@@ -130,11 +137,10 @@ class LayerCache:
         return out.transpose(1, 2)
 
 
-def _varlen(store: _Store, layout: BatchLayout, query_THD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+def _varlen(store: _Store, shared: VarlenArguments, query_THD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
     """Attention of the whole batch, [T, H, D], by the kernel that reads pages where they lie."""
     from torch.nn.attention.varlen import varlen_attn
 
-    shared = layout.varlen
     out = varlen_attn(
         query_THD.contiguous(),
         store.keys,

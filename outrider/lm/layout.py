@@ -37,6 +37,21 @@ class Slice:
         return self.start + len(self.token_ids)
 
 
+def wanted_rows(slices: Sequence[Slice]) -> list[int]:
+    """The packed tokens that logits are wanted of."""
+    ends = accumulate(len(part.token_ids) for part in slices)
+    return [row for part, end in zip(slices, ends, strict=True) for row in range(end - part.logit_count, end)]
+
+
+def slots(slices: Sequence[Slice], page_size: int) -> list[int]:
+    """Where in the flattened cache each packed token goes."""
+    return [
+        part.pages[position // page_size] * page_size + position % page_size
+        for part in slices
+        for position in range(part.start, part.end)
+    ]
+
+
 class Group:
     """Slices that one attention call takes: B of them, padded to Q queries and P pages.
 
@@ -121,21 +136,12 @@ class BatchLayout:
         self.first_rows = [0, *self._row_ends[:-1]]
         self.token_ids = self.tensor([token for part in slices for token in part.token_ids])
         self.positions = self.tensor([position for part in slices for position in range(part.start, part.end)])
-        rows = [range(end - part.logit_count, end) for part, end in zip(slices, self._row_ends, strict=True)]
-        self.logit_rows = self.tensor([row for part_rows in rows for row in part_rows])
+        self.logit_rows = self.tensor(wanted_rows(slices))
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """Where in the flattened cache each token goes, [T]."""
-        return self.tensor(self._slots())
-
-    def _slots(self) -> list[int]:
-        size = self.page_size
-        return [
-            part.pages[position // size] * size + position % size
-            for part in self.slices
-            for position in range(part.start, part.end)
-        ]
+        return self.tensor(slots(self.slices, self.page_size))
 
     @cached_property
     def _short(self) -> list[int]:
@@ -154,7 +160,7 @@ class BatchLayout:
 
     def _paged(self, slices: Sequence[Slice], rows: Sequence[int]) -> PagedBatch:
         lengths, starts = [len(part.token_ids) for part in slices], [part.start for part in slices]
-        return PagedBatch(self._slots(), rows, lengths, starts, [part.pages for part in slices])
+        return PagedBatch(slots(self.slices, self.page_size), rows, lengths, starts, [part.pages for part in slices])
 
     @cached_property
     def long_groups(self) -> list[Group]:
@@ -199,3 +205,11 @@ class VarlenArguments:
     max_k: int
     seqused_k: torch.Tensor
     block_table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLayout:
+    """All that layers with that kernel need of a batch; `slots` as `BatchLayout.slots`."""
+
+    slots: torch.Tensor
+    varlen: VarlenArguments

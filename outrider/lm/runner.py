@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.lm import attention, support
 from outrider.lm.cpu_decoder import CpuDecoder
-from outrider.lm.layout import BatchLayout, Slice
+from outrider.lm.graphs import Bounds, CacheShape, Graphs
+from outrider.lm.layout import BatchLayout, Slice, StaticLayout
 from outrider.lm.weights import settle_on_cpu
 
-__all__ = ["ModelRunner", "Slice"]
+__all__ = ["Bounds", "ModelRunner", "Slice"]
 
 _CPU_CACHE_BYTES = 2**30
 _CUDA_SHARE = 0.85
@@ -48,8 +49,11 @@ class ModelRunner:
         self.eos_token_ids = _eos_token_ids(self._model, config)
         self.page_size = self._choose_page_size(page_size)
         self.page_count = page_count or self._default_page_count()
+        self._graphs = self._make_graphs() if self._takes_graphs() else None
         for layer in self._layers.values():
-            layer.allocate(self.page_count, self.page_size, self.dtype, self.device)
+            # The page behind the last one takes what pads a graph's batch.
+            spare = int(self._graphs is not None)
+            layer.allocate(self.page_count + spare, self.page_size, self.dtype, self.device)
         self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size) if self.device.type == "cpu" else None
         """What runs in place of the model's own forward, where there is such a thing."""
 
@@ -96,21 +100,43 @@ class ModelRunner:
             self.forward([Slice([0] * count, 0, list(range(-(-count // self.page_size))), 1)])
 
     @torch.inference_mode()
+    def capture(self, bounds: Bounds) -> None:
+        """Make forwards of at most this size CUDA graphs, where attention is the variable-length kernel's; else nothing is done."""
+        if self._graphs is not None:
+            self._graphs.prepare(bounds)
+
+    @torch.inference_mode()
     def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
-        """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache."""
+        """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache.
+
+        They may be overwritten by the next call.
+        """
+        if self._graphs is not None and (found := self._graphs.forward(slices)) is not None:
+            return found
         layout = self._layout(slices)
         if self.decoder is not None:
             return self.decoder.forward(layout)
+        return self._call(layout.token_ids, layout.positions, layout, layout.logit_rows).float()
+
+    def _call(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, layout: BatchLayout | StaticLayout, rows: torch.Tensor | int = 0
+    ) -> torch.Tensor:
+        """The model's own logits of some rows, or of all."""
         for layer in self._layers.values():
             layer.layout = layout
         output = self._model(
-            input_ids=layout.token_ids.unsqueeze(0),
-            position_ids=layout.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=layout.logit_rows,
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, logits_to_keep=rows
         )
-        logits: torch.Tensor = output.logits[0].float()
+        logits: torch.Tensor = output.logits[0]
         return logits
+
+    def _takes_graphs(self) -> bool:
+        """Whether a forward can be captured: nothing in it may depend on lengths, so that gathering pages is out."""
+        return self.device.type == "cuda" and self._takes_varlen(all)
+
+    def _make_graphs(self) -> Graphs:
+        pages_each = min(self.page_count, -(-self.context_length // self.page_size))
+        return Graphs(self._call, CacheShape(self.page_size, pages_each, self.page_count), self.vocab_size, self.device)
 
     def continue_greedily(self, slices: Sequence[Slice], count: int, limit: int) -> list[list[int]] | None:
         """`count` rows of one token for every slice, as `CpuDecoder.continue_greedily`; None where that is not to be had.
@@ -126,11 +152,15 @@ class ModelRunner:
         return BatchLayout(slices, self.page_size, self.device)
 
     def _choose_page_size(self, wanted: int | None) -> int:
-        if not any(layer.takes_varlen(self.dtype, self.device) for layer in self._layers.values()):
+        if not self._takes_varlen(any):
             return wanted or 16  # where pages are gathered, small ones waste the least
         if wanted is not None and wanted % attention.VARLEN_PAGE_SIZE:
             raise invalid("page_size", f"must be a multiple of {attention.VARLEN_PAGE_SIZE} on {self.device}, not {wanted}")
         return wanted or attention.VARLEN_PAGE_SIZE
+
+    def _takes_varlen(self, which: Callable[[Iterable[bool]], bool]) -> bool:
+        """Whether any or all layers' attention is that kernel's."""
+        return which(layer.takes_varlen(self.dtype, self.device) for layer in self._layers.values())
 
     def _default_page_count(self) -> int:
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from tiny_models import CONFIGS, VOCAB_SIZE, build
+from varlen_kernel import varlen_attn
 
 from outrider.errors import OutriderError
 from outrider.lm import attention
@@ -17,46 +18,10 @@ from outrider.lm.runner import ModelRunner, Slice
 PAGE_SIZE = attention.VARLEN_PAGE_SIZE
 
 
-def reference_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-) -> torch.Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` as its documentation has it: the queries are the last of each sequence's tokens."""
-    assert query.is_contiguous()
-    assert {cu_seq_q.dtype, seqused_k.dtype, block_table.dtype} == {torch.int32}
-    assert key.shape[1] % PAGE_SIZE == 0
-    assert enable_gqa
-    assert int(seqused_k.max()) <= max_k
-    out = torch.empty_like(query)
-    for i, used in enumerate(seqused_k.tolist()):
-        begin, end = cu_seq_q[i : i + 2].tolist()
-        assert end - begin <= max_q
-        keys, values = (cache[block_table[i].long()].flatten(0, 1)[:used] for cache in (key, value))
-        repeats = query.shape[1] // keys.shape[1]
-        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-        distance = torch.arange(used - (end - begin), used)[:, None] - torch.arange(used)
-        left, right = window_size
-        seen = (distance >= -right) & ((distance <= left) | (left < 0))
-        scores = torch.einsum("qhd,khd->hqk", query[begin:end], keys) * scale
-        out[begin:end] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
-    return out
-
-
 @pytest.fixture
 def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.LayerCache, "takes_varlen", lambda self, dtype, device: True)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", reference_varlen)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
 
 
 @pytest.mark.usefixtures("varlen_on_cpu")

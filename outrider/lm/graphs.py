@@ -1,0 +1,196 @@
+"""Whole forwards as CUDA graphs: one call launches the hundreds of kernels of a decoding step, for its batch padded to a bucket.
+
+A graph repeats its kernels at the same addresses with the same numbers. So all that a forward is told of its batch lies in one
+array that keeps its place and is written by one copy, and its logits go to another.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+
+from outrider.lm.layout import Slice, StaticLayout, VarlenArguments, slots, wanted_rows
+
+log = logging.getLogger(__name__)
+
+Replay = Callable[[], object]
+
+# Sequences, and tokens of each on average, that batches are padded to.
+_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_MEANS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The largest forward that graphs are made for: sequences, tokens of one of them, tokens in all."""
+
+    sequences: int
+    tokens_each: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Tokens of a page, pages that a sequence has at most, and one page that nobody's keys are in."""
+
+    page_size: int
+    pages_each: int
+    spare_page: int
+
+
+class Inputs:
+    """What the forwards of one bucket are told: `batch` sequences with `batch * mean` tokens in all, at fixed addresses.
+
+    Tokens that pad go to the spare page, and each is a sequence of its own as long as there are sequences to spare; rows of
+    those beyond are left as they come, and like all padding are read by nobody.
+    """
+
+    def __init__(self, batch: int, mean: int, most_each: int, shape: CacheShape, device: torch.device) -> None:
+        self.batch, self.rows = batch, batch * mean
+        self._shape = shape
+        sizes = [self.rows, self.rows, self.rows, batch + 1, batch, batch * shape.pages_each]
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        self._device = torch.zeros_like(self._host, device=device)
+        self._copied = torch.Event(device) if pinned else None
+        parts = [part.numpy() for part in torch.split(self._host, sizes)]
+        self._ids, self._positions, self._slots, self._ends, self._key_counts, table = parts
+        self._table = table.reshape(batch, -1)
+        self.token_ids, self.positions, self._device_slots, ends, key_counts, pages = torch.split(self._device, sizes)
+        # With one token each the kernel takes the heads that share keys together, which it needs to be told.
+        longest = 1 if mean == 1 else most_each
+        self._varlen = VarlenArguments(
+            ends, longest, shape.pages_each * shape.page_size, key_counts, pages.view(batch, shape.pages_each)
+        )
+
+    def layout(self) -> StaticLayout:
+        """For the layers; to be called within the capture, since slots are wanted as int64."""
+        return StaticLayout(self._device_slots.long(), self._varlen)
+
+    def write(self, slices: Sequence[Slice]) -> None:
+        """Put a batch in place, and padding behind it."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before may be under way yet
+        spare, size = self._shape.spare_page, self._shape.page_size
+        count, pad = len(slices), self.rows - sum(len(part.token_ids) for part in slices)
+        self._ids[:] = [*(token for part in slices for token in part.token_ids), *[0] * pad]
+        self._positions[:] = [*(position for part in slices for position in range(part.start, part.end)), *[0] * pad]
+        self._slots[:] = [*slots(slices, size), *[spare * size] * pad]
+        alone = min(pad, self.batch - count)
+        lengths = [*(len(part.token_ids) for part in slices), *[1] * alone, *[0] * (self.batch - count - alone)]
+        self._ends[:] = [0, *accumulate(lengths)]
+        self._key_counts[:] = [*(part.end for part in slices), *[1] * (self.batch - count)]
+        for row, part in zip(self._table, slices, strict=False):
+            used = part.pages[: -(-part.end // size)]
+            row[: len(used)] = used
+        self._table[count:, 0] = spare
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class Graphs:
+    """Forwards of decoding batches as graphs. Not thread-safe; captures and replays belong on one thread."""
+
+    def __init__(
+        self,
+        forward: Callable[[torch.Tensor, torch.Tensor, StaticLayout], torch.Tensor],
+        shape: CacheShape,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """`forward` takes token ids and positions [T] and a layout, and returns logits [T, V]; it must not look at their values."""
+        self._forward = forward
+        self._shape = shape
+        self._vocab_size = vocab_size
+        self._device = device
+        self._capture = _CudaCapture()
+        self._bounds = Bounds(0, 0, 0)
+        self._logits_RV = torch.empty(0)
+        self._graphs: dict[tuple[int, int], tuple[Inputs, Replay]] = {}
+
+    def prepare(self, bounds: Bounds) -> None:
+        """Capture a graph for each bucket within the bounds; a model that cannot be captured keeps none, with a warning."""
+        started = time.monotonic()
+        buckets = [(batch, mean) for batch in _up_to(bounds.sequences, _BATCHES) for mean in _up_to(bounds.tokens_each, _MEANS)]
+        # Largest first, so that the smaller ones find memory enough in what these have left.
+        buckets = sorted((b for b in buckets if b[0] * b[1] <= bounds.tokens), key=lambda b: b[0] * b[1], reverse=True)
+        if not buckets:
+            return
+        self._logits_RV = torch.empty(buckets[0][0] * buckets[0][1], self._vocab_size, device=self._device)
+        try:
+            for batch, mean in buckets:
+                self._graphs[batch, mean] = self._captured(Inputs(batch, mean, bounds.tokens_each, self._shape, self._device))
+        except RuntimeError as cause:
+            log.warning("forwards run without CUDA graphs, which this model does not take: %s", cause)
+            self._graphs.clear()
+            return
+        self._bounds = bounds
+        log.info("%d CUDA graphs captured in %.1f s", len(buckets), time.monotonic() - started)
+
+    def forward(self, slices: Sequence[Slice]) -> torch.Tensor | None:
+        """Float32 logits of the wanted rows, valid until the next call; None for a batch that no graph is for."""
+        found = self._graphs.get(self._bucket([len(part.token_ids) for part in slices]))
+        if found is None:
+            return None
+        inputs, replay = found
+        inputs.write(slices)
+        replay()
+        rows = wanted_rows(slices)
+        if rows == list(range(len(rows))):
+            return self._logits_RV[: len(rows)]
+        return self._logits_RV[torch.tensor(rows, dtype=torch.long).to(self._device)]
+
+    def _bucket(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """The least batch that holds them, and then the least mean; (0, 0) where there is none."""
+        bounds = self._bounds
+        if len(lengths) > bounds.sequences or max(lengths) > bounds.tokens_each:
+            return 0, 0
+        batch = _at_least(len(lengths), _up_to(bounds.sequences, _BATCHES))
+        # One token each is a mean of one; anything else needs the kernel's general form.
+        mean = 1 if max(lengths) == 1 else max(2, -(-sum(lengths) // batch))
+        return batch, _at_least(mean, _up_to(bounds.tokens_each, _MEANS))
+
+    def _captured(self, inputs: Inputs) -> tuple[Inputs, Replay]:
+        inputs.write([])
+
+        def run() -> object:
+            return self._logits_RV[: inputs.rows].copy_(self._forward(inputs.token_ids, inputs.positions, inputs.layout()))
+
+        return inputs, self._capture(run)
+
+
+def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
+    """Those below `most`, and itself."""
+    return [*(size for size in sizes if size < most), most]
+
+
+def _at_least(least: int, sizes: Sequence[int]) -> int:
+    return sizes[bisect_left(sizes, least)]
+
+
+class _CudaCapture:
+    """Graphs that share their memory, since one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # torch has no types for it.
+        self._stream = cast(Any, torch.cuda.Stream)()
+
+    def __call__(self, run: Callable[[], object]) -> Replay:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()  # what is made at a first use, as cuBLAS' workspace, must not be made while a graph is captured
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, as the one that serves, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay

@@ -1,0 +1,191 @@
+"""Forwards as CUDA graphs: a batch padded to its bucket gives the logits that it would have had by itself.
+
+A recording of operators stands for the graph. As a graph does, it repeats them on the same memory with the numbers they had when
+they were recorded, so that whatever a forward would take from the batch at hand other than by its inputs' memory shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from tiny_models import CONFIGS, VOCAB_SIZE, build
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from varlen_kernel import varlen_attn
+
+from outrider.lm import attention, graphs
+from outrider.lm.runner import Bounds, ModelRunner, Slice
+
+PAGE_COUNT = 6
+BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)
+NAMES = ["llama", "qwen3", "mistral, sliding window", "gemma3, alternating windows", "gpt2, learned positions"]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
+"""What waits for the device, which no graph can."""
+
+
+class Recording(TorchDispatchMode):
+    """The operators of one run; `replay` repeats them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = func(*args, **kwargs)
+        held = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+
+        def again() -> None:
+            # What is a view, or was written in place, lies where it lay.
+            for made, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
+                if _memory(made) not in held:
+                    made.copy_(new)
+
+        self.operators.append(again)
+        return out
+
+    def replay(self) -> None:
+        for operator in self.operators:
+            operator()
+
+
+class Capture:
+    """In place of `graphs._CudaCapture`; counts what it records and repeats."""
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+        self.replays = 0
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], object]:
+        with Recording() as recording:
+            run()
+        self.recordings.append(recording)
+
+        def replay() -> None:
+            self.replays += 1
+            recording.replay()
+
+        return replay
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    made = Capture()
+    monkeypatch.setattr(graphs, "_CudaCapture", lambda: made)
+    monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: True)
+    monkeypatch.setattr(attention.LayerCache, "takes_varlen", lambda self, dtype, device: True)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    return made
+
+
+def text(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
+
+
+def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Tensor:
+    """The logits of each text's last tokens."""
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([ids])).logits[0, len(ids) - n :] for ids, n in zip(texts, counts, strict=True)])
+
+
+@pytest.mark.usefixtures("capture")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "counts",
+    [[1], [1, 1, 1], [4], [2, 1, 4], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1], [1, 4]],
+    ids=lambda counts: "+".join(map(str, counts)),
+)
+def test_a_padded_batch_has_the_logits_of_its_sequences_alone(name: str, counts: list[int], capture: Capture) -> None:
+    runner, reference = ModelRunner(build(CONFIGS[name]), page_count=PAGE_COUNT), build(CONFIGS[name])
+    runner.capture(BOUNDS)
+    texts = [text(i, 30 + 7 * i) for i in range(len(counts))]
+    for i, ids in enumerate(texts):
+        runner.forward([Slice(ids[: -counts[i]], 0, [i], 0)])
+    capture.replays = 0
+    batch = [Slice(ids[-n:], len(ids) - n, [i], n) for i, (ids, n) in enumerate(zip(texts, counts, strict=True))]
+    for _ in range(2):  # the second time over what the first has left
+        torch.testing.assert_close(runner.forward(batch), expected(reference, texts, counts), atol=1e-4, rtol=0)
+    assert capture.replays == 2
+
+
+def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_theirs(capture: Capture) -> None:
+    runner, reference = ModelRunner(build(CONFIGS["llama"]), page_count=PAGE_COUNT), build(CONFIGS["llama"])
+    runner.capture(BOUNDS)
+    recorded, rng = len(capture.recordings), random.Random(5)
+    texts: dict[int, list[int]] = {page: text(page, 20 + 9 * page) for page in range(PAGE_COUNT)}
+    for page, ids in texts.items():
+        runner.forward([Slice(ids, 0, [page], 0)])
+    capture.replays = 0
+    for _ in range(30):
+        pages = rng.sample(range(PAGE_COUNT), rng.randint(1, 4))
+        new = {page: text(rng.randrange(10**6), rng.randint(1, 3)) for page in pages}
+        batch = [Slice(ids, len(texts[page]), [page], rng.randint(0, len(ids))) for page, ids in new.items()]
+        logits = runner.forward(batch)
+        for page, ids in new.items():
+            texts[page] += ids
+        wanted = expected(reference, [texts[page] for page in pages], [part.logit_count for part in batch])
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+    assert (capture.replays, len(capture.recordings)) == (30, recorded)
+
+
+def test_larger_batches_longer_slices_and_prompts_run_as_they_are(capture: Capture) -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]), page_count=PAGE_COUNT)
+    runner.capture(BOUNDS)
+    for batch in (
+        [Slice([1], 0, [page], 1) for page in range(6)],
+        [Slice([1] * 5, 0, [0], 5)],
+        [Slice([1] * 4, 0, [page], 4) for page in range(5)],  # 20 of 16 tokens
+    ):
+        assert len(runner.forward(batch)) == sum(part.logit_count for part in batch)
+    assert capture.replays == 0
+
+
+def test_sequences_of_several_pages_find_them_all(capture: Capture) -> None:
+    config = CONFIGS["llama"]
+    config = type(config)(**config.to_diff_dict() | {"max_position_embeddings": 1024})
+    runner, reference = ModelRunner(build(config), page_count=PAGE_COUNT), build(config)
+    runner.capture(BOUNDS)
+    ids = text(3, 600)
+    for start in range(0, 597, 200):
+        runner.forward([Slice(ids[start : min(start + 200, 597)], start, [4, 1, 3], 0)])
+    logits = runner.forward([Slice([7], 0, [0], 1), Slice(ids[597:], 597, [4, 1, 3], 3)])
+    torch.testing.assert_close(logits, expected(reference, [[7], ids], [1, 3]), atol=1e-4, rtol=0)
+    assert capture.replays == 1
+
+
+def test_every_bucket_is_captured_once_the_largest_first(capture: Capture) -> None:
+    runner = ModelRunner(build(CONFIGS["llama"]), page_count=PAGE_COUNT)
+    runner.capture(BOUNDS)
+    # 1, 2, 4 and 5 sequences of 1 to 4 tokens, less 5 x 4, which is more than 16.
+    assert len(capture.recordings) == 15
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
+    capture: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CONFIGS["llama"]
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    runner = ModelRunner(build(type(config)(**config.to_diff_dict() | {"rope_parameters": rope})), page_count=PAGE_COUNT)
+    with caplog.at_level(logging.WARNING):
+        runner.capture(BOUNDS)
+    assert "not permitted when stream is capturing" in caplog.text
+    assert runner.forward([Slice([1], 0, [0], 1)]).shape == (1, VOCAB_SIZE)
+    assert capture.replays == 0
