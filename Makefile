@@ -12,13 +12,15 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/outrider serve --target models/target --drafter ngram --drafter model=models/draft
 
-# Draws know no clock, so as many run at once as there are cores; all else runs alone, since it measures times.
+# What starts no processes runs on all cores at once; the rest alone, since clients, servers and their time-outs share the cores.
+TOGETHER := tests/losslessness tests/lm tests/shared tests/verifier tests/repo
+APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
-	$(BIN)/python -m pytest --ignore=tests/losslessness
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/losslessness
+	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER)
+	$(BIN)/python -m pytest $(PYTEST) $(APART)
 
-test-quick: $(VENV)/installed-dev tools
-	$(BIN)/python -m pytest -m "not slow"
+test-quick: PYTEST := -m "not slow"
+test-quick: test
 
 bench: $(VENV)/installed-bench
 	$(BIN)/outrider bench $(BENCH)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import jsonschema
 import pytest
 from json_schemas import schemas
-from stack import TARGET, Client, Stack, running
+from stack import TARGET, Client, Stack
 
 from outrider import rpc
 from outrider.messages import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationOptions, TokenRequest
@@ -27,14 +26,9 @@ DRAFTERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    # Else a drafter that does not pay on a busy machine would never be tried.
-    made = Stack("--always-draft")
-    made.add_drafter("ngram-1", "ngram")
-    made.add_drafter("model-1", "model")
-    with running(made):
-        yield made
+@pytest.fixture
+def stack(always_drafting: Stack) -> Stack:
+    return always_drafting
 
 
 def guided(value: Any, options: SpeculationOptions, seed: int = 0, temperature: float = 0.7) -> TokenRequest:

@@ -6,7 +6,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -167,6 +167,21 @@ def flat(sampling: SamplingParams) -> Drafting:
     return lambda text: np.full(VOCAB, 1 / VOCAB)
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is drawn from behind some text, summed up to 1, and what is said of it."""
+
+    law: Law
+    cumulative: Law
+    claimed: SparseDistribution
+
+    @classmethod
+    def of(cls, law: Law, claimed: Law) -> _Known:
+        ids = np.flatnonzero(claimed > 0)
+        cumulative = law.cumsum()
+        return cls(law, cumulative / cumulative[-1], SparseDistribution(ids, claimed[ids]))
+
+
 class LawDrafter:
     """Drafts 0 to 5 tokens a step, however many chance says; each drawn from its law as the verifier asked.
 
@@ -184,8 +199,9 @@ class LawDrafter:
         sends_distributions: bool = False,
         drops: Callable[[float], bool] = lambda probability: False,
     ) -> None:
-        self.make_engine, self._law, self._claims, self._rng, self._drops = engine, law, claims or law, rng, drops
+        self.make_engine, self._rng, self._drops = engine, rng, drops
         self._sends_distributions = sends_distributions
+        self._known = cache(lambda text: _Known.of(law(text), (claims or law)(text)))
         self._texts: dict[int, tuple[Rule, int, list[int]]] = {}
         self._handle = engine.drafting.join(Hello("laws", "laws", "f", 8, distributions=offers), self._told)
         self._batch = DraftBatch()
@@ -225,21 +241,20 @@ class LawDrafter:
         tokens: list[int] = []
         distributions = []
         for i in range(int(self._rng.integers(0, MOST + 1))):
-            law = self._law((*text, *tokens))
-            token = self._draw(rule, law) if noise is None else int((law / noise[i]).argmax())
-            if self._drops(float(law[token])):
+            known = self._known((*text, *tokens))
+            token = self._draw(rule, known) if noise is None else int((known.law / noise[i]).argmax())
+            if self._drops(float(known.law[token])):
                 break
             tokens.append(token)
-            claimed = self._claims((*text, *tokens[:-1]))
-            distributions.append(SparseDistribution(np.arange(VOCAB)[claimed > 0], claimed[claimed > 0]))
+            distributions.append(known.claimed)
         if tokens:
             sends = rule is Rule.SPARSE or self._sends_distributions
             self._batch.proposals.append(Proposal(sequence_id, epoch, 0, 1, tokens, distributions if sends else []))
 
-    def _draw(self, rule: Rule, law: Law) -> int:
+    def _draw(self, rule: Rule, known: _Known) -> int:
         if rule is Rule.SPARSE or self._sends_distributions:
-            return int(self._rng.choice(VOCAB, p=law / law.sum()))
-        return int(law.argmax())
+            return int(known.cumulative.searchsorted(self._rng.random(), "right"))
+        return int(known.law.argmax())
 
     def send(self) -> None:
         """Say what has gathered."""
