@@ -12,8 +12,8 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/outrider serve --target models/target --drafter ngram --drafter model=models/draft
 
-# What starts no processes runs on all cores at once; the rest alone, since clients, servers and their time-outs share the cores.
-TOGETHER := tests/losslessness tests/lm tests/shared tests/verifier tests/repo
+# What knows no clock runs on all cores at once; the rest alone, since clients, servers and their time-outs share the cores.
+TOGETHER := tests/losslessness tests/lm tests/shared tests/repo
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
 	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER)

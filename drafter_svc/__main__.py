@@ -102,6 +102,8 @@ async def _family(settings: DrafterSettings, place: PlacementPlan, metrics: Metr
             dtype=settings.dtype,
             device="cpu" if settings.placement != "local" else settings.device,
             page_count=settings.page_count,
+            # The target, which may be loading on the same GPU, needs the most of it.
+            cache_share=0.1,
             threads=place.threads,
             trust_remote_code=settings.trust_remote_code,
         )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.messages import SamplingParams
+from outrider.tensors import on
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +77,20 @@ def _bias(logits_RV: torch.Tensor, picked: _Rows) -> None:
         for token, value in context.sampling.logit_bias
     ]
     rows, tokens, values = zip(*pairs, strict=True)
-    logits_RV.index_put_(_index(logits_RV, rows, tokens), _on(logits_RV, values, logits_RV.dtype), accumulate=True)
+    logits_RV.index_put_(_index(logits_RV, rows, tokens), on(logits_RV.device, values, logits_RV.dtype), accumulate=True)
 
 
 def _penalise(logits_RV: torch.Tensor, picked: _Rows) -> None:
     """Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858, over prompt and output; presence and frequency: the output."""
     rows = [row for first, context in picked for row in range(first, first + context.row_count)]
-    index = torch.tensor(rows).to(logits_RV.device)
+    index = on(logits_RV.device, rows)
     of_row = [context.sampling for _, context in picked for _ in range(context.row_count)]
     kept = logits_RV[index]
     seen, output = _counts(kept, [context for _, context in picked])
-    repetition = _on(kept, [s.repetition_penalty for s in of_row], kept.dtype).unsqueeze(-1)
+    repetition = on(kept.device, [s.repetition_penalty for s in of_row], kept.dtype).unsqueeze(-1)
     kept = torch.where(seen, torch.where(kept < 0, kept * repetition, kept / repetition), kept)
-    kept -= output * _on(kept, [s.frequency_penalty for s in of_row], kept.dtype).unsqueeze(-1)
-    kept -= (output > 0) * _on(kept, [s.presence_penalty for s in of_row], kept.dtype).unsqueeze(-1)
+    kept -= output * on(kept.device, [s.frequency_penalty for s in of_row], kept.dtype).unsqueeze(-1)
+    kept -= (output > 0) * on(kept.device, [s.presence_penalty for s in of_row], kept.dtype).unsqueeze(-1)
     logits_RV.index_copy_(0, index, kept)
 
 
@@ -99,11 +100,11 @@ def _counts(like_PV: torch.Tensor, contexts: Sequence[Context]) -> tuple[torch.T
     prompts = torch.zeros(len(contexts), vocab_size, dtype=torch.bool, device=device)
     outputs = torch.zeros(len(contexts), vocab_size, device=device)
     for i, context in enumerate(contexts):
-        prompts[i, torch.tensor(context.tokens[: context.prompt_length]).long().to(device)] = True
-        output = torch.tensor(context.tokens[context.prompt_length :]).long().to(device)
+        prompts[i, on(device, context.tokens[: context.prompt_length], torch.long)] = True
+        output = on(device, context.tokens[context.prompt_length :], torch.long)
         outputs[i].index_add_(0, output, torch.ones(len(output), device=device))
-    repeats = torch.tensor([context.row_count for context in contexts]).to(device)
-    counts = outputs.repeat_interleave(repeats, dim=0)
+    repeats = on(device, [context.row_count for context in contexts])
+    counts = outputs.repeat_interleave(repeats, dim=0, output_size=len(like_PV))
     first, drafted = 0, []
     for context in contexts:
         drafted += [(first + j, token) for i, token in enumerate(context.drafted) for j in range(i + 1, context.row_count)]
@@ -111,7 +112,7 @@ def _counts(like_PV: torch.Tensor, contexts: Sequence[Context]) -> tuple[torch.T
     if drafted:
         rows, tokens = zip(*drafted, strict=True)
         counts.index_put_(_index(like_PV, rows, tokens), torch.ones(len(rows), device=device), accumulate=True)
-    return prompts.repeat_interleave(repeats, dim=0) | (counts > 0), counts
+    return prompts.repeat_interleave(repeats, dim=0, output_size=len(like_PV)) | (counts > 0), counts
 
 
 def _ban(logits_RV: torch.Tensor, picked: _Rows) -> None:
@@ -130,15 +131,11 @@ def _ban(logits_RV: torch.Tensor, picked: _Rows) -> None:
 def _mask(logits_RV: torch.Tensor, picked: _Rows) -> None:
     rows = [row for first, context in picked for row in range(first, first + context.row_count)]
     words = np.concatenate([context.mask for _, context in picked if context.mask is not None])
-    bits = (_on(logits_RV, words).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=logits_RV.device)) & 1
+    bits = (on(logits_RV.device, words).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=logits_RV.device)) & 1
     allowed = bits.flatten(1)[:, : logits_RV.shape[-1]].bool()
-    index = torch.tensor(rows).to(logits_RV.device)
+    index = on(logits_RV.device, rows)
     logits_RV.index_copy_(0, index, logits_RV[index].masked_fill_(~allowed, -torch.inf))
 
 
 def _index(like: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor(rows).to(like.device), torch.tensor(tokens).to(like.device)
-
-
-def _on(like: torch.Tensor, values: Sequence[float] | npt.NDArray[np.int32], dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=dtype).to(like.device)
+    return on(like.device, rows), on(like.device, tokens)

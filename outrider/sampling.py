@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.messages import SamplingParams
+from outrider.tensors import on
 
 
 class Purpose(IntEnum):
@@ -118,7 +119,7 @@ def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -
     """
     temperatures = [s.temperature or 1.0 for s in samplings]
     if any(t != 1.0 for t in temperatures):
-        logits_RV = logits_RV / torch.tensor(temperatures, dtype=logits_RV.dtype).to(logits_RV.device).unsqueeze(-1)
+        logits_RV = logits_RV / on(logits_RV.device, temperatures, logits_RV.dtype).unsqueeze(-1)
     logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_k > 0, _top_k)
     logits_RV = _replaced(logits_RV, samplings, lambda s: s.top_p < 1, _top_p)
     logits_RV = _replaced(logits_RV, samplings, lambda s: s.min_p > 0, _min_p)
@@ -138,7 +139,7 @@ def _replaced(
         return logits_RV
     if len(rows) == len(samplings):
         return truncate(logits_RV, samplings)
-    index = torch.tensor(rows).to(logits_RV.device)
+    index = on(logits_RV.device, rows)
     return logits_RV.index_copy(0, index, truncate(logits_RV[index], [samplings[i] for i in rows]))
 
 
@@ -167,7 +168,7 @@ def _typical(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> to
 
 
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values).to(like.device).unsqueeze(-1)
+    return on(like.device, values).unsqueeze(-1)
 
 
 def _from_candidates(

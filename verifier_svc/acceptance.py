@@ -16,6 +16,7 @@ import torch
 from outrider.logits import Context, adjust
 from outrider.messages import AcceptanceRule, SparseDistribution, SpeculationOptions
 from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
+from outrider.tensors import on
 from verifier_svc.rules import block, lossy, token_wise
 from verifier_svc.rules.sparse import SparseDrafts, Verdicts
 
@@ -112,7 +113,7 @@ class _Probs:
     index: dict[int, int]
 
     def at(self, rows: Sequence[int]) -> torch.Tensor:
-        return self.values_NV[torch.tensor([self.index[row] for row in rows]).to(self.values_NV.device)]
+        return self.values_NV[on(self.values_NV.device, [self.index[row] for row in rows])]
 
 
 def _judge_sampled(
@@ -130,8 +131,8 @@ def _judge_sampled(
     sampled = _Sampled(picked, probs, rows)
     verdicts = judge(sampled.drafts)
     accepted_B, lengths_B = verdicts.accepted_B, sampled.drafts.lengths_B
-    stands_BK = torch.arange(sampled.real_BK.shape[1], device=accepted_B.device) < accepted_B.unsqueeze(-1)
-    matches_R[sampled.rows_S] = stands_BK[sampled.real_BK]
+    of_draft_S, place_S = sampled.places
+    matches_R[sampled.rows_S] = place_S < accepted_B[of_draft_S]
     # A draft that is accepted whole keeps the bonus token that its last row has already.
     short = (accepted_B < lengths_B).nonzero().squeeze(-1)
     if len(short):
@@ -148,12 +149,15 @@ class _Sampled:
         flat = [row for (first, _), n in zip(picked, lengths, strict=True) for row in range(first, first + n)]
         self.rows_S = rows.tensor(np.array(flat))
         self.first_B = rows.tensor(np.array([first for first, _ in picked]))
-        self.real_BK = rows.tensor(np.arange(max(lengths)) < np.array(lengths)[:, None])
+        # Indices from the host: a mask's own would have to be asked of the device.
+        real_BK = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        self._shape = real_BK.shape
+        self.places = tuple(rows.tensor(index) for index in np.nonzero(real_BK))
         self._start_B = rows.tensor(np.cumsum([0, *lengths[:-1]]))
         self._target_SV = probs.at(flat).double()
         self._ids_BKE, self._draft_BKE = rows.padded_distributions([draft for _, draft in picked], max(lengths))
         own_S = rows.draft_R[self.rows_S].unsqueeze(-1)
-        ids_SE, draft_SE = self._ids_BKE[self.real_BK], self._draft_BKE[self.real_BK]
+        ids_SE, draft_SE = self._ids_BKE[self.places], self._draft_BKE[self.places]
         # Padding has probability 0, whatever the target thinks of its id.
         target_SE = self._target_SV.gather(-1, ids_SE) * (draft_SE > 0)
         self.drafts = SparseDrafts(
@@ -167,8 +171,8 @@ class _Sampled:
 
     def _spread(self, values_S: torch.Tensor) -> torch.Tensor:
         """[B, K, ...], padded with zeros."""
-        out = torch.zeros(*self.real_BK.shape, *values_S.shape[1:], dtype=values_S.dtype, device=values_S.device)
-        out[self.real_BK] = values_S
+        out = torch.zeros(*self._shape, *values_S.shape[1:], dtype=values_S.dtype, device=values_S.device)
+        out[self.places] = values_S
         return out
 
     def residual(self, which: torch.Tensor, cut: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -253,4 +257,4 @@ class _Rows:
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the logits' device."""
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return on(self._device, array)

@@ -201,6 +201,8 @@ class Engine:
         spans = self._spans.begin(items, clock.last["wait"])
         try:
             judgements, scores = self._forward(items)
+        except torch.AcceleratorError:
+            raise  # the device will do nothing more for this process, which whoever supervises it starts anew
         except (RuntimeError, OutriderError) as error:
             traced = next((span.traceparent for span in spans if span.traceparent), "")
             log.exception("a forward failed", extra={"traceparent": traced})

@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 
 from outrider.messages import TokenLogprob
+from outrider.tensors import on
 from verifier_svc.scheduler import Item
 
 # Rows that are worked on at once: with a vocabulary of 150,000, a log-softmax of 40 MB.
@@ -20,7 +21,7 @@ def logprobs(logits_RV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
         return []
     device = logits_RV.device
     values, ids = [], []
-    index_N, tokens_N = torch.tensor(rows).to(device), torch.tensor(tokens).to(device)
+    index_N, tokens_N = on(device, rows), on(device, tokens)
     for at in range(0, len(rows), _ROWS_AT_ONCE):
         log_probs_NV = logits_RV[index_N[at : at + _ROWS_AT_ONCE]].log_softmax(-1)
         own_N1 = log_probs_NV.gather(-1, tokens_N[at : at + _ROWS_AT_ONCE].unsqueeze(-1))
@@ -51,4 +52,4 @@ def split_scored(logits_RV: torch.Tensor, items: Sequence[Item]) -> tuple[torch.
         first += item.logit_count
     found = iter(logprobs(logits_RV, rows, tokens, counts))
     scores = [[*islice(found, len(item.scored))] for item in items]
-    return logits_RV[torch.tensor(drawn, dtype=torch.long).to(logits_RV.device)], scores
+    return logits_RV[on(logits_RV.device, drawn, torch.long)], scores

@@ -24,6 +24,7 @@ from outrider.lm.runner import ModelRunner, Slice
 from outrider.logits import Context, adjust
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, SparseDistribution, Verdict
 from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
+from outrider.tensors import on
 
 log = logging.getLogger(__name__)
 
@@ -351,7 +352,7 @@ class ModelFamily:
         """Draw with the verifier's own noise, so that close models draw the same tokens; ids alone cross the wire."""
         probs_RV = target_probs(logits_RV, [draft.chain.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
-        for draft, token in zip(drafts, coupled_sample(probs_RV, torch.from_numpy(keys).to(probs_RV.device)).tolist(), strict=True):
+        for draft, token in zip(drafts, coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist(), strict=True):
             draft.run.append(token)
 
     def _sample(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
@@ -360,7 +361,7 @@ class ModelFamily:
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
         top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
         numbers = uniforms([draft.seed for draft in drafts], [draft.length for draft in drafts], Purpose.DRAFT)
-        picks = inverse_cdf(top_RE, torch.from_numpy(numbers).to(top_RE.device))
+        picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
         tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
         ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
         for i, draft in enumerate(drafts):

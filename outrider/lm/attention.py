@@ -6,21 +6,20 @@ share nothing.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any, cast
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from outrider.lm.cpu_attention import PagedAttention
-from outrider.lm.layout import BatchLayout, Group, StaticLayout, VarlenArguments
+from outrider.lm.layout import BatchLayout, Group, KernelArguments, StaticLayout
 
 NAME = "outrider_paged"
-# The kernel's own limits: tokens a page must be a multiple of, and the largest head.
-VARLEN_PAGE_SIZE = 256
-_VARLEN_HEAD_SIZE = 256
+# Beyond it the kernel's tiles do not fit a multiprocessor's memory.
+_KERNEL_HEAD_SIZE = 256
 _STATE = "outrider_layer_cache"
 
 
@@ -60,11 +59,12 @@ class LayerCache:
         self._soft_capped = False
         self.layout: BatchLayout | StaticLayout | None = None
         self._store: _Store | None = None
-        self._use_varlen = False
+        self._use_kernel = False
+        self._most_keys = 0
         self.paged: PagedAttention | None = None
 
-    def allocate(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the cache; raises RuntimeError when the trial forward never came here."""
+    def allocate(self, page_count: int, page_size: int, most_keys: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the cache, for texts of at most so many keys; raises RuntimeError when the trial forward never came here."""
         if self.shape is None:
             raise RuntimeError("allocate before the trial forward")
         size = (page_count, page_size, self.shape.heads)
@@ -72,8 +72,8 @@ class LayerCache:
         keys = torch.zeros(*size, self.shape.key_size, dtype=dtype, device=device)
         values = torch.zeros(*size, self.shape.value_size, dtype=dtype, device=device)
         self._store = _Store(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
-        self._use_varlen = self.takes_varlen(dtype, device)
-        if not self._use_varlen and not self._soft_capped and PagedAttention.takes(keys, values):
+        self._most_keys, self._use_kernel = most_keys, self.takes_kernel(device)
+        if not self._use_kernel and not self._soft_capped and PagedAttention.takes(keys, values):
             self.paged = PagedAttention(keys, values)
 
     @property
@@ -81,12 +81,11 @@ class LayerCache:
         """Of the allocated cache."""
         return 0 if self._store is None else len(self._store.keys)
 
-    def takes_varlen(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the variable-length CUDA kernel can do this layer."""
-        if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or self.shape is None or self._soft_capped:
+    def takes_kernel(self, device: torch.device) -> bool:
+        """Whether the GPU's kernel can do this layer."""
+        if device.type != "cuda" or self.shape is None or find_spec("triton") is None:
             return False
-        size = self.shape.key_size
-        return size == self.shape.value_size and size <= _VARLEN_HEAD_SIZE and size % 8 == 0 and _has_paged_varlen()
+        return max(self.shape.key_size, self.shape.value_size) <= _KERNEL_HEAD_SIZE
 
     def attend(
         self,
@@ -102,11 +101,11 @@ class LayerCache:
         if store is None or layout is None:
             return self._trial(query, key, value, scaling, window, softcap)
         query_THD = query[0].transpose(0, 1)
-        if self._use_varlen:
+        if self._use_kernel:
             store.write(layout.slots, key, value)
-            return _varlen(store, layout.varlen, query_THD, scaling, window).unsqueeze(0)
+            return self._by_kernel(store, layout.kernel, query_THD, scaling, window, softcap).unsqueeze(0)
         if isinstance(layout, StaticLayout):
-            raise RuntimeError("a layout for the CUDA kernel, in a layer that does without")
+            raise RuntimeError("a layout for the kernel, in a layer that does without")
         if self.paged is not None:
             out = self.paged.attend(layout.paged, query, key, value, scaling, window)
             groups = layout.long_groups
@@ -120,6 +119,21 @@ class LayerCache:
             rows = group.rows_BQ[group.real_BQ] if group.padded else group.rows_BQ.flatten()
             out[rows] = _attend_group(store, query_THD, group, scaling, window, softcap)
         return out.unsqueeze(0)
+
+    def _by_kernel(
+        self,
+        store: _Store,
+        batch: KernelArguments,
+        query_THD: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        from outrider.lm import triton_attention  # which is not there without a GPU
+
+        return triton_attention.paged_attention(
+            query_THD, store.keys, store.values, batch, most_keys=self._most_keys, scale=scaling, window=window, softcap=softcap
+        )
 
     def _trial(
         self,
@@ -135,27 +149,6 @@ class LayerCache:
         self._soft_capped = softcap is not None
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
-
-
-def _varlen(store: _Store, shared: VarlenArguments, query_THD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
-    """Attention of the whole batch, [T, H, D], by the kernel that reads pages where they lie."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        query_THD.contiguous(),
-        store.keys,
-        store.values,
-        shared.cu_seq_q,
-        None,
-        shared.max_q,
-        shared.max_k,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
-        seqused_k=shared.seqused_k,
-        block_table=shared.block_table,
-    )
-    return cast(torch.Tensor, out)  # a tuple only when auxiliary results are asked for
 
 
 def _attend_group(
@@ -208,15 +201,6 @@ def _soft_capped(
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
     scores = scores if mask is None else scores + mask
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-
-
-def _has_paged_varlen() -> bool:
-    """Whether this torch has the kernel with block tables, which came a release after the kernel itself."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def install(model: torch.nn.Module) -> dict[int, LayerCache]:

@@ -16,15 +16,16 @@ from typing import Any, cast
 
 import torch
 
-from outrider.lm.layout import Slice, StaticLayout, VarlenArguments, slots, wanted_rows
+from outrider.lm.layout import KernelArguments, Slice, StaticLayout, slots, wanted_rows
+from outrider.tensors import on
 
 log = logging.getLogger(__name__)
 
 Replay = Callable[[], object]
 
-# Sequences, and tokens of each on average, that batches are padded to.
-_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_MEANS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Sequences, and tokens of each on average, that batches are padded to: at most by half from 16 and from 2 on.
+_BATCHES = (1, 2, 4, 8, 16, *(size for power in range(4, 12) for size in (3 * 2 ** (power - 1), 2 ** (power + 1))))
+_MEANS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,12 @@ class Inputs:
         self._ids, self._positions, self._slots, self._ends, self._key_counts, table = parts
         self._table = table.reshape(batch, -1)
         self.token_ids, self.positions, self._device_slots, ends, key_counts, pages = torch.split(self._device, sizes)
-        # With one token each the kernel takes the heads that share keys together, which it needs to be told.
-        longest = 1 if mean == 1 else most_each
-        self._varlen = VarlenArguments(
-            ends, longest, shape.pages_each * shape.page_size, key_counts, pages.view(batch, shape.pages_each)
-        )
+        table_BP = pages.view(batch, shape.pages_each)
+        self._kernel = KernelArguments(ends, 1 if mean == 1 else most_each, key_counts, table_BP, self.positions)
 
     def layout(self) -> StaticLayout:
         """For the layers; to be called within the capture, since slots are wanted as int64."""
-        return StaticLayout(self._device_slots.long(), self._varlen)
+        return StaticLayout(self._device_slots.long(), self._kernel)
 
     def write(self, slices: Sequence[Slice]) -> None:
         """Put a batch in place, and padding behind it."""
@@ -128,12 +126,14 @@ class Graphs:
         try:
             for batch, mean in buckets:
                 self._graphs[batch, mean] = self._captured(Inputs(batch, mean, bounds.tokens_each, self._shape, self._device))
+        except torch.OutOfMemoryError as cause:
+            log.warning("only %d of %d CUDA graphs fit the memory: %s", len(self._graphs), len(buckets), cause)
         except RuntimeError as cause:
             log.warning("forwards run without CUDA graphs, which this model does not take: %s", cause)
             self._graphs.clear()
             return
         self._bounds = bounds
-        log.info("%d CUDA graphs captured in %.1f s", len(buckets), time.monotonic() - started)
+        log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.monotonic() - started)
 
     def forward(self, slices: Sequence[Slice]) -> torch.Tensor | None:
         """Float32 logits of the wanted rows, valid until the next call; None for a batch that no graph is for."""
@@ -146,7 +146,7 @@ class Graphs:
         rows = wanted_rows(slices)
         if rows == list(range(len(rows))):
             return self._logits_RV[: len(rows)]
-        return self._logits_RV[torch.tensor(rows, dtype=torch.long).to(self._device)]
+        return self._logits_RV[on(self._device, rows, torch.long)]
 
     def _bucket(self, lengths: Sequence[int]) -> tuple[int, int]:
         """The least batch that holds them, and then the least mean; (0, 0) where there is none."""
@@ -154,7 +154,7 @@ class Graphs:
         if len(lengths) > bounds.sequences or max(lengths) > bounds.tokens_each:
             return 0, 0
         batch = _at_least(len(lengths), _up_to(bounds.sequences, _BATCHES))
-        # One token each is a mean of one; anything else needs the kernel's general form.
+        # One token each is a mean of one; for anything else there must be room in the kernel's grid.
         mean = 1 if max(lengths) == 1 else max(2, -(-sum(lengths) // batch))
         return batch, _at_least(mean, _up_to(bounds.tokens_each, _MEANS))
 
@@ -188,6 +188,12 @@ class _CudaCapture:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()  # what is made at a first use, as cuBLAS' workspace, must not be made while a graph is captured
+            # A wait for the device raises here, where nothing has begun that would have to be undone.
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, as the one that serves, may use the device meanwhile.

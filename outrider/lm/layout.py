@@ -179,15 +179,14 @@ class BatchLayout:
         return self.tensor([row + [0] * (widest - len(row)) for row in rows])
 
     @cached_property
-    def varlen(self) -> VarlenArguments:
-        """How the variable-length CUDA kernel takes the batch."""
-        key_counts = [part.end for part in self.slices]
-        return VarlenArguments(
-            cu_seq_q=self.tensor([0, *self._row_ends]).int(),
-            max_q=max(len(part.token_ids) for part in self.slices),
-            max_k=max(key_counts),
-            seqused_k=self.tensor(key_counts).int(),
+    def kernel(self) -> KernelArguments:
+        """How the kernel of a GPU takes the batch."""
+        return KernelArguments(
+            ends=self.tensor([0, *self._row_ends]).int(),
+            longest=max(len(part.token_ids) for part in self.slices),
+            key_counts=self.tensor([part.end for part in self.slices]).int(),
             block_table=self.block_table(self.slices).int(),
+            positions=self.positions,
         )
 
     def tensor(self, numbers: Sequence[object]) -> torch.Tensor:
@@ -197,14 +196,18 @@ class BatchLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenArguments:
-    """Arguments of `torch.nn.attention.varlen.varlen_attn` that every layer shares: int32 [B + 1], ints, [B] and [B, P]."""
+class KernelArguments:
+    """What `outrider.lm.triton_attention` is told of a batch of B slices with T tokens, once for all layers.
 
-    cu_seq_q: torch.Tensor
-    max_q: int
-    max_k: int
-    seqused_k: torch.Tensor
+    int32 but for the positions: where the slices end among the tokens, 0 before them, [B + 1]; how many keys each has with its own,
+    [B]; the pages they are in, [B, P]; positions [T]. `longest` is no less than any slice's number of tokens.
+    """
+
+    ends: torch.Tensor
+    longest: int
+    key_counts: torch.Tensor
     block_table: torch.Tensor
+    positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,4 +215,4 @@ class StaticLayout:
     """All that layers with that kernel need of a batch; `slots` as `BatchLayout.slots`."""
 
     slots: torch.Tensor
-    varlen: VarlenArguments
+    kernel: KernelArguments

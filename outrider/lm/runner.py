@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,8 +19,9 @@ from outrider.lm.weights import settle_on_cpu
 
 __all__ = ["Bounds", "ModelRunner", "Slice"]
 
+# Small ones waste little, and nothing that reads pages wants larger ones.
+_PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
-_CUDA_SHARE = 0.85
 _SEQUENCES_AT_FULL_CONTEXT = 64
 
 
@@ -28,12 +29,18 @@ class ModelRunner:
     """A model and its cache. Not thread-safe: one thread calls `forward`."""
 
     def __init__(
-        self, model: torch.nn.Module, model_id: str = "", *, page_size: int | None = None, page_count: int | None = None
+        self,
+        model: torch.nn.Module,
+        model_id: str = "",
+        *,
+        page_size: int | None = None,
+        page_count: int | None = None,
+        cache_share: float = 0.85,
     ) -> None:
         """Take over a loaded `transformers` model.
 
-        `page_size` (tokens) defaults to what the attention kernel wants, `page_count` to what memory allows. Raises
-        OutriderError(INVALID_VALUE) for a model that cannot be served, and for a page size that the kernel cannot take.
+        `page_size` is in tokens, `page_count` defaults to what memory allows. Raises OutriderError(INVALID_VALUE) for a model that
+        cannot be served.
         """
         self.model_id = model_id
         self._model = cast(Any, model.eval())
@@ -46,14 +53,16 @@ class ModelRunner:
         self._layers = attention.install(model)
         support.try_out(self._model, name, config, self._layers)
         self.context_length = support.context_length(name, config)
-        self.eos_token_ids = _eos_token_ids(self._model, config)
-        self.page_size = self._choose_page_size(page_size)
-        self.page_count = page_count or self._default_page_count()
+        # Ids that no logit is for can neither be drawn nor banned.
+        self.eos_token_ids = tuple(token for token in _eos_token_ids(self._model, config) if token < self.vocab_size)
+        self.page_size = page_size or _PAGE_SIZE
+        self.page_count = page_count or self._default_page_count(cache_share)
         self._graphs = self._make_graphs() if self._takes_graphs() else None
         for layer in self._layers.values():
             # The page behind the last one takes what pads a graph's batch.
             spare = int(self._graphs is not None)
-            layer.allocate(self.page_count + spare, self.page_size, self.dtype, self.device)
+            most_keys = min(self.context_length, self.page_count * self.page_size)
+            layer.allocate(self.page_count + spare, self.page_size, most_keys, self.dtype, self.device)
         self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size) if self.device.type == "cpu" else None
         """What runs in place of the model's own forward, where there is such a thing."""
 
@@ -66,14 +75,16 @@ class ModelRunner:
         device: str = "auto",
         page_size: int | None = None,
         page_count: int | None = None,
+        cache_share: float = 0.85,
         threads: int | None = None,
         trust_remote_code: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> ModelRunner:
         """Load a directory or hub id; safetensors only, so that no foreign pickle is ever opened.
 
-        `dtype` is auto (the checkpoint's), float32, bfloat16 or float16; `threads` are torch's on a CPU. Raises OutriderError:
-        MODEL_NOT_FOUND, or INVALID_VALUE for a model or setting that cannot be served.
+        `dtype` is auto (the checkpoint's), float32, bfloat16 or float16; `threads` are torch's on a CPU; `cache_share` is the
+        cache's share of a GPU's memory that is free once the weights are there, unless `page_count` says otherwise. Raises
+        OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model or setting that cannot be served.
         """
         report = progress or (lambda detail: None)
         if threads is not None:
@@ -92,7 +103,10 @@ class ModelRunner:
         report(f"moving the weights to {where}")
         if where.type == "cpu":
             settle_on_cpu(loaded)
-        return cls(cast(Any, loaded).to(where), model, page_size=page_size, page_count=page_count)
+        else:
+            # Streams and graphs are the current device's, which is a matter of this thread.
+            torch.cuda.set_device(where)
+        return cls(cast(Any, loaded).to(where), model, page_size=page_size, page_count=page_count, cache_share=cache_share)
 
     def warm_up(self) -> None:
         """Run forwards of several sizes, so that the first request does not pay for choosing kernels; page 0 on is overwritten."""
@@ -101,7 +115,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds) -> None:
-        """Make forwards of at most this size CUDA graphs, where attention is the variable-length kernel's; else nothing is done."""
+        """Make forwards of at most this size CUDA graphs, where all layers' attention is the GPU's kernel; else nothing is done."""
         if self._graphs is not None:
             self._graphs.prepare(bounds)
 
@@ -132,7 +146,7 @@ class ModelRunner:
 
     def _takes_graphs(self) -> bool:
         """Whether a forward can be captured: nothing in it may depend on lengths, so that gathering pages is out."""
-        return self.device.type == "cuda" and self._takes_varlen(all)
+        return all(layer.takes_kernel(self.device) for layer in self._layers.values())
 
     def _make_graphs(self) -> Graphs:
         pages_each = min(self.page_count, -(-self.context_length // self.page_size))
@@ -151,22 +165,11 @@ class ModelRunner:
     def _layout(self, slices: Sequence[Slice]) -> BatchLayout:
         return BatchLayout(slices, self.page_size, self.device)
 
-    def _choose_page_size(self, wanted: int | None) -> int:
-        if not self._takes_varlen(any):
-            return wanted or 16  # where pages are gathered, small ones waste the least
-        if wanted is not None and wanted % attention.VARLEN_PAGE_SIZE:
-            raise invalid("page_size", f"must be a multiple of {attention.VARLEN_PAGE_SIZE} on {self.device}, not {wanted}")
-        return wanted or attention.VARLEN_PAGE_SIZE
-
-    def _takes_varlen(self, which: Callable[[Iterable[bool]], bool]) -> bool:
-        """Whether any or all layers' attention is that kernel's."""
-        return which(layer.takes_varlen(self.dtype, self.device) for layer in self._layers.values())
-
-    def _default_page_count(self) -> int:
+    def _default_page_count(self, cache_share: float) -> int:
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
         token_bytes = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes) * self.dtype.itemsize
         if self.device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(self.device)[0] * _CUDA_SHARE)
+            budget = int(torch.cuda.mem_get_info(self.device)[0] * cache_share)
         else:
             budget = min(_CPU_CACHE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4)
         affordable = budget // (token_bytes * self.page_size)

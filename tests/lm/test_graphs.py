@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.varlen
+from reference_kernel import paged_attention
 from tiny_models import CONFIGS, VOCAB_SIZE, build
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from varlen_kernel import varlen_attn
 
-from outrider.lm import attention, graphs
+from outrider.lm import attention, graphs, triton_attention
 from outrider.lm.runner import Bounds, ModelRunner, Slice
 
 PAGE_COUNT = 6
@@ -90,9 +89,8 @@ class Capture:
 def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     made = Capture()
     monkeypatch.setattr(graphs, "_CudaCapture", lambda: made)
-    monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: True)
-    monkeypatch.setattr(attention.LayerCache, "takes_varlen", lambda self, dtype, device: True)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention.LayerCache, "takes_kernel", lambda self, device: True)
+    monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
     return made
 
 
@@ -114,7 +112,7 @@ def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Ten
     ids=lambda counts: "+".join(map(str, counts)),
 )
 def test_a_padded_batch_has_the_logits_of_its_sequences_alone(name: str, counts: list[int], capture: Capture) -> None:
-    runner, reference = ModelRunner(build(CONFIGS[name]), page_count=PAGE_COUNT), build(CONFIGS[name])
+    runner, reference = ModelRunner(build(CONFIGS[name]), page_size=256, page_count=PAGE_COUNT), build(CONFIGS[name])
     runner.capture(BOUNDS)
     texts = [text(i, 30 + 7 * i) for i in range(len(counts))]
     for i, ids in enumerate(texts):
@@ -127,7 +125,7 @@ def test_a_padded_batch_has_the_logits_of_its_sequences_alone(name: str, counts:
 
 
 def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_theirs(capture: Capture) -> None:
-    runner, reference = ModelRunner(build(CONFIGS["llama"]), page_count=PAGE_COUNT), build(CONFIGS["llama"])
+    runner, reference = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT), build(CONFIGS["llama"])
     runner.capture(BOUNDS)
     recorded, rng = len(capture.recordings), random.Random(5)
     texts: dict[int, list[int]] = {page: text(page, 20 + 9 * page) for page in range(PAGE_COUNT)}
@@ -147,7 +145,7 @@ def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_t
 
 
 def test_larger_batches_longer_slices_and_prompts_run_as_they_are(capture: Capture) -> None:
-    runner = ModelRunner(build(CONFIGS["llama"]), page_count=PAGE_COUNT)
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
     runner.capture(BOUNDS)
     for batch in (
         [Slice([1], 0, [page], 1) for page in range(6)],
@@ -159,20 +157,17 @@ def test_larger_batches_longer_slices_and_prompts_run_as_they_are(capture: Captu
 
 
 def test_sequences_of_several_pages_find_them_all(capture: Capture) -> None:
-    config = CONFIGS["llama"]
-    config = type(config)(**config.to_diff_dict() | {"max_position_embeddings": 1024})
-    runner, reference = ModelRunner(build(config), page_count=PAGE_COUNT), build(config)
+    runner, reference = ModelRunner(build(CONFIGS["llama"]), page_count=12), build(CONFIGS["llama"])
     runner.capture(BOUNDS)
-    ids = text(3, 600)
-    for start in range(0, 597, 200):
-        runner.forward([Slice(ids[start : min(start + 200, 597)], start, [4, 1, 3], 0)])
-    logits = runner.forward([Slice([7], 0, [0], 1), Slice(ids[597:], 597, [4, 1, 3], 3)])
+    ids, pages = text(3, 150), [9, 1, 3, 4, 11, 2, 7, 0, 5, 6]
+    runner.forward([Slice(ids[:147], 0, pages, 0)])
+    logits = runner.forward([Slice([7], 0, [8], 1), Slice(ids[147:], 147, pages, 3)])
     torch.testing.assert_close(logits, expected(reference, [[7], ids], [1, 3]), atol=1e-4, rtol=0)
     assert capture.replays == 1
 
 
 def test_every_bucket_is_captured_once_the_largest_first(capture: Capture) -> None:
-    runner = ModelRunner(build(CONFIGS["llama"]), page_count=PAGE_COUNT)
+    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
     runner.capture(BOUNDS)
     # 1, 2, 4 and 5 sequences of 1 to 4 tokens, less 5 x 4, which is more than 16.
     assert len(capture.recordings) == 15
@@ -183,7 +178,9 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
 ) -> None:
     config = CONFIGS["llama"]
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    runner = ModelRunner(build(type(config)(**config.to_diff_dict() | {"rope_parameters": rope})), page_count=PAGE_COUNT)
+    runner = ModelRunner(
+        build(type(config)(**config.to_diff_dict() | {"rope_parameters": rope})), page_size=256, page_count=PAGE_COUNT
+    )
     with caplog.at_level(logging.WARNING):
         runner.capture(BOUNDS)
     assert "not permitted when stream is capturing" in caplog.text

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from fake_model import EOS, VOCAB, Client, ScriptedDrafter, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -353,6 +354,18 @@ def test_a_failed_forward_ends_its_batch_with_an_error_and_the_engine_goes_on() 
     engine.submit(request([1, 2], 5), lucky)
     finish(engine)
     assert lucky.tokens == model.greedy([1, 2], 5)
+
+
+def test_a_device_that_has_failed_ends_the_engine_since_no_later_forward_could_succeed() -> None:
+    engine, model = make_engine()
+    engine.submit(request([1, 2], 5), Client())
+
+    def broken(slices: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    model.broken = broken
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
 
 
 def test_statistics_count_what_was_verified() -> None:

@@ -1,0 +1,63 @@
+"""Compiles the GPU's kernels without a GPU, for some architectures; a line of JSON for each, with what they need."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outrider.lm import triton_attention
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def compiled(kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    names = kernel.arg_names
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+
+
+def attend(architecture: int, dtype: torch.dtype, size: int, longest: int, *, more: bool = False) -> Any:
+    lanes = triton_attention.lanes(size)
+    rows, keys = triton_attention.tile(longest, 4, lanes, dtype)
+    data = "*" + TYPES[dtype]
+    types = {
+        **dict.fromkeys(("query", "keys", "values"), data),
+        **dict.fromkeys(("out", "sums"), "*fp32"),
+        **dict.fromkeys(("ends", "key_counts", "table"), "*i32"),
+        **dict.fromkeys(("width", "token_count", "window"), "i32"),
+        **dict.fromkeys(("scale", "softcap"), "fp32"),
+    }
+    sizes = {"KEY_SIZE": size, "VALUE_SIZE": size, "KEY_LANES": lanes, "VALUE_LANES": lanes}
+    flags = {"WINDOWED": more, "CAPPED": more, "EXACT": dtype is torch.float32}
+    constants = {"GROUP": 4, "KV_HEADS": 8, "PAGE_SIZE": 16, "ROWS": rows, "KEYS": keys, "PART": 1024, **sizes, **flags}
+    return compiled(triton_attention._attend, architecture, types, constants)
+
+
+def join(architecture: int, dtype: torch.dtype, size: int) -> Any:
+    types = {"parts": "*fp32", "sums": "*fp32", "out": "*" + TYPES[dtype], "positions": "*i64", "row_count": "i32", "window": "i32"}
+    constants = {"HEADS": 32, "SIZE": size, "LANES": triton_attention.lanes(size), "PART": 1024, "WINDOWED": True}
+    return compiled(triton_attention._join, architecture, types, constants)
+
+
+if __name__ == "__main__":
+    for architecture in (80, 90):
+        kernels = {
+            "one token each, bfloat16": attend(architecture, torch.bfloat16, 128, 1),
+            "drafts, bfloat16": attend(architecture, torch.bfloat16, 128, 6),
+            "prompts, bfloat16": attend(architecture, torch.bfloat16, 128, 512),
+            "large heads, bfloat16": attend(architecture, torch.bfloat16, 256, 512, more=True),
+            "heads of 80, float16": attend(architecture, torch.float16, 80, 6, more=True),
+            "float32": attend(architecture, torch.float32, 128, 512),
+            "large heads, float32": attend(architecture, torch.float32, 256, 512),
+            "parts": join(architecture, torch.bfloat16, 128),
+        }
+        for name, kernel in kernels.items():
+            tensor_cores = any(word in kernel.asm["ptx"] for word in ("mma.sync", "wgmma."))
+            print(json.dumps({"architecture": architecture, "name": name, "shared": kernel.metadata.shared, "mma": tensor_cores}))

@@ -1,0 +1,137 @@
+"""The GPU's attention kernel, run by Triton's interpreter on a CPU, against the same written plainly.
+
+In float32 and float16: in bfloat16 the interpreter's matrix product is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reference_kernel import paged_attention as reference
+from tiny_models import CONFIGS, VOCAB_SIZE, build
+
+from outrider.lm import attention, triton_attention
+from outrider.lm.layout import BatchLayout, Slice
+from outrider.lm.runner import ModelRunner
+
+
+def batch(lengths: list[tuple[int, int]], page_size: int, pages: int) -> BatchLayout:
+    """Slices of (tokens, tokens before them), in pages that are scattered over the cache."""
+    order = torch.randperm(pages).tolist()
+    slices = []
+    for count, before in lengths:
+        needed = -(-(before + count) // page_size)
+        slices.append(Slice([0] * count, before, order[:needed], count))
+        del order[:needed]
+    return BatchLayout(slices, page_size, torch.device("cpu"))
+
+
+def compare(
+    layout: BatchLayout,
+    heads: int = 4,
+    kv_heads: int = 2,
+    size: int = 16,
+    value_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    pages: int = 64,
+    most_keys: int = 1024,
+    **how: float | int | None,
+) -> None:
+    query = torch.randn(layout.positions.numel(), heads, size, dtype=dtype)
+    keys = torch.randn(pages, layout.page_size, kv_heads, size, dtype=dtype)
+    values = torch.randn(pages, layout.page_size, kv_heads, value_size or size, dtype=dtype)
+    given = {"most_keys": most_keys, "scale": size**-0.5, **how}
+    out = triton_attention.paged_attention(query, keys, values, layout.kernel, **given)  # type: ignore[arg-type]
+    expected = reference(query, keys, values, layout.kernel, **given)  # type: ignore[arg-type]
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-3
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+ROOT = Path(__file__).parents[2]
+MIXED = [(1, 0), (1, 40), (5, 12), (33, 0), (3, 61), (40, 23)]
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 19}, {"softcap": 2.0}, {"window": 1}, {"window": 70, "softcap": 0.5}], ids=str)
+def test_prompts_drafts_and_single_tokens_in_one_batch(how: dict[str, float]) -> None:
+    compare(batch(MIXED, 16, 64), **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (6, 2), (40, 1)])
+def test_any_number_of_heads_shares_keys(heads: int, kv_heads: int) -> None:
+    compare(batch(MIXED, 16, 64), heads, kv_heads)
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (24, 24), (80, 80), (32, 16), (8, 8)])
+def test_head_sizes_need_be_no_power_of_two(size: int, value_size: int) -> None:
+    compare(batch(MIXED[:4], 16, 64), size=size, value_size=value_size)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 128])
+def test_pages_of_any_size(page_size: int) -> None:
+    pages = 128
+    compare(batch([(1, 9), (4, 30)], page_size, pages), pages=pages)
+
+
+def test_half_precision() -> None:
+    compare(batch(MIXED, 16, 64), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 100}, {"window": 1500}], ids=str)
+def test_long_texts_are_read_in_parts(how: dict[str, int]) -> None:
+    """Whose ends are where a token sees one key of a part, all of it, and none of the next."""
+    lengths = [(1, 1023), (1, 1024), (3, 2047), (1, 5), (2, 2700)]
+    compare(batch(lengths, 16, 512), heads=2, kv_heads=1, pages=512, most_keys=4096, **how)
+
+
+def test_the_longest_texts_have_sixteen_parts() -> None:
+    assert [triton_attention.part_length(most) for most in (1, 1024, 16384, 16385, 131072)] == [1024, 1024, 1024, 2048, 8192]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2, soft cap and alternating windows", "gpt2, learned positions"])
+def test_a_model_has_its_own_logits_by_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.LayerCache, "takes_kernel", lambda self, device: True)
+    monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
+    runner, model = ModelRunner(build(CONFIGS[name]), page_count=16), build(CONFIGS[name])
+    texts = [torch.randint(VOCAB_SIZE, (n,)).tolist() for n in (50, 7, 70)]
+    pages = [[3, 9, 1, 12], [4], [0, 2, 5, 6, 7]]
+    for text, numbers in zip(texts, pages, strict=True):
+        runner.forward([Slice(text[:-4], 0, numbers, 0)])
+    logits = runner.forward([Slice(text[-4:], len(text) - 4, numbers, 4) for text, numbers in zip(texts, pages, strict=True)])
+    with torch.inference_mode():
+        expected = torch.cat([model(torch.tensor([text])).logits[0, -4:] for text in texts])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "taken"),
+    [("cuda", 128, True), ("cuda", 100, True), ("cuda", 256, True), ("cuda", 512, False), ("cpu", 128, False)],
+)
+def test_the_kernel_is_chosen_where_it_can_do_the_layer(device: str, size: int, taken: bool) -> None:
+    layer = attention.LayerCache()
+    trial = torch.zeros(1, 2, 3, size)
+    layer.attend(trial, trial, trial, 1.0, None, None)
+    assert layer.takes_kernel(torch.device(device)) == taken
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus_that_are_not_here_and_fit_the_smallest() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 16
+    assert max(kernel["shared"] for kernel in kernels) <= 99 * 1024
+    assert {kernel["name"] for kernel in kernels if not kernel["mma"]} == {"float32", "large heads, float32", "parts"}
