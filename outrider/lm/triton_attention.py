@@ -164,7 +164,7 @@ def tile(longest: int, group: int, lanes: int, dtype: torch.dtype) -> tuple[int,
 
 def lanes(size: int) -> int:
     """What a head of so many numbers is padded to."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def paged_attention(

@@ -73,9 +73,9 @@ def test_by_default_the_cache_holds_whole_contexts_but_no_more_than_is_useful() 
 def test_on_a_gpu_the_cache_takes_its_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner(build(CONFIGS["llama"]), page_count=1)
     runner.device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**20, 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * 2**20, 2**30))
     page_bytes = 16 * 3 * 2 * (8 + 8) * 4
-    assert [runner._default_page_count(share) for share in (0.1, 0.85)] == [2**20 // page_bytes, int(8.5 * 2**20) // page_bytes]
+    assert [runner._default_page_count(share) for share in (0.1, 0.85)] == [int(4 * 2**20 * share) // page_bytes for share in (0.1, 0.85)]
 
 
 def test_ids_that_end_a_text_and_have_no_logit_are_dropped() -> None:
