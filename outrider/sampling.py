@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -103,12 +105,21 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
     and close probabilities draw the same token most of the time: with total variation TV at least (1 - TV) / (1 + TV) of it. A
     token of probability 0 never wins.
     """
+    if probs_RV.is_cuda and _triton_is_there():
+        from outrider import noise_kernel
+
+        return noise_kernel.coupled_sample(probs_RV, keys_R)
     count = max(1, _NOISE_BLOCK // probs_RV.shape[-1])
     blocks = [
         (probs_RV[i : i + count].double() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1])).argmax(-1)
         for i in range(0, len(probs_RV), count)
     ]
     return torch.cat(blocks)
+
+
+@cache
+def _triton_is_there() -> bool:
+    return find_spec("triton") is not None
 
 
 def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:

@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from outrider import noise_kernel
 from outrider.lm import triton_attention
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -46,6 +47,11 @@ def join(architecture: int, dtype: torch.dtype, size: int) -> Any:
     return compiled(triton_attention._join, architecture, types, constants)
 
 
+def race(architecture: int) -> Any:
+    types = {"probs": "*fp32", "keys": "*i64", "best": "*fp64", "tokens": "*i64", "vocab_size": "i32"}
+    return compiled(noise_kernel._race, architecture, types, {"BLOCK": noise_kernel._BLOCK})
+
+
 if __name__ == "__main__":
     for architecture in (80, 90):
         kernels = {
@@ -57,6 +63,7 @@ if __name__ == "__main__":
             "float32": attend(architecture, torch.float32, 128, 512),
             "large heads, float32": attend(architecture, torch.float32, 256, 512),
             "parts": join(architecture, torch.bfloat16, 128),
+            "noise": race(architecture),
         }
         for name, kernel in kernels.items():
             tensor_cores = any(word in kernel.asm["ptx"] for word in ("mma.sync", "wgmma."))

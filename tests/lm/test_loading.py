@@ -75,7 +75,9 @@ def test_on_a_gpu_the_cache_takes_its_share_of_what_is_free(monkeypatch: pytest.
     runner.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * 2**20, 2**30))
     page_bytes = 16 * 3 * 2 * (8 + 8) * 4
-    assert [runner._default_page_count(share) for share in (0.1, 0.85)] == [int(4 * 2**20 * share) // page_bytes for share in (0.1, 0.85)]
+    assert [runner._default_page_count(share) for share in (0.1, 0.85)] == [
+        int(4 * 2**20 * share) // page_bytes for share in (0.1, 0.85)
+    ]
 
 
 def test_ids_that_end_a_text_and_have_no_logit_are_dropped() -> None:

@@ -3,16 +3,24 @@
 import asyncio
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from rich.console import Console
 
+from bench import __main__ as bench
 from bench.delay import Proxy
 from bench.raw_client import stream
 from bench.report import Cell, Results, plot, tables, write
-from bench.ways import Sample, line_peer
+from bench.ways import Pair, Sample, Task, line_peer, transformers_ways
 from outrider.stack import free_port
+
+MODELS = Path(__file__).parents[2] / "models"
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.08])
@@ -109,3 +117,54 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     assert {"3.00", "26.7", "0.75", "0.25"} <= set(cells)
     assert [path.suffix for path in paths] == [".json", ".html", ".png"]
     assert "data:image/png;base64," in paths[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "trees", "drafters", "ways"),
+    [
+        ("outrider*", True, ["ngram", "suffix", "model"], ["plain", "ngram", "suffix", "model", "auto"]),
+        ("outrider*", False, ["ngram", "model"], ["plain", "ngram", "model", "auto"]),
+        ("outrider, auto", True, ["ngram", "suffix", "model"], ["auto"]),
+        ("outrider, [np]*", True, ["ngram", "model"], ["plain", "ngram"]),
+    ],
+)
+async def test_suffix_drafters_run_where_a_wanted_way_may_use_them_and_their_package_is_there(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, trees: bool, drafters: list[str], ways: list[str]
+) -> None:
+    started: list[list[str]] = []
+
+    @asynccontextmanager
+    async def stack_of(pair: Pair, drafters: list[str], threads: int) -> AsyncIterator[Any]:
+        started.append([drafter.partition("=")[0] for drafter in drafters])
+        yield lambda speculation: speculation
+
+    monkeypatch.setattr(bench, "outrider_stack", stack_of)
+    # None is what an import fails on.
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", sys if trees else None)
+    pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1000)
+    console = Console(record=True)
+    async with AsyncExitStack() as stack:
+        found = await bench._ways(stack, pair, bench.BenchSettings(ways=[wanted]), console)
+    assert started == [drafters, drafters[:-1]]
+    assert list(found) == [f"outrider, {way}" for way in ways]
+    assert ("without suffix drafters" in console.export_text()) == (not trees)
+
+
+def test_a_record_names_the_versions_and_the_gpu_where_there_is_one_and_needs_no_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    versions = f", torch {torch.__version__}, transformers {transformers.__version__}, commit unknown"
+    alone = bench._machine()
+    assert alone.endswith(versions)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert bench._machine() == alone.replace(versions, f", a GPU{versions}")
+
+
+async def test_transformers_ways_decode_all_that_is_asked_for() -> None:
+    pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
+    task = Task([[5, 6, 7], [8, 9]], batch=2, max_tokens=6, temperature=0.0)
+    async with transformers_ways(pair) as ways:
+        assert [(await way(task)).tokens for way in ways.values()] == [12, 12, 12]

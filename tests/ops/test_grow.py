@@ -1,12 +1,16 @@
 """A grown checkpoint costs more and computes the same."""
 
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.grow import Shape, grow
+from bench.grow import Shape, grow, grown_checkpoint
+
+MODELS = Path(__file__).parents[2] / "models"
 
 GROWN = Shape(hidden=96, layers=4, heads=12, kv_heads=4, intermediate=160)
 
@@ -40,6 +44,32 @@ def test_a_grown_model_is_larger_and_has_the_same_logits(small: Any) -> None:
     assert large.num_parameters() > 3 * small.num_parameters()
     assert expected.std() > 0.1
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_grown_model_is_whole_and_of_the_type_asked_for(small: Any) -> None:
+    large = grow(small, GROWN, torch.bfloat16)
+    assert {weight.dtype for weight in large.parameters()} == {torch.bfloat16}
+    assert {tensor.device.type for tensor in chain(large.parameters(), large.buffers())} == {"cpu"}
+    assert large.lm_head.weight is large.model.embed_tokens.weight
+
+
+def test_a_checkpoint_is_made_once_and_one_whose_growth_was_killed_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(model: Any, directory: Path) -> None:
+        model.config.save_pretrained(directory)
+        raise KeyboardInterrupt
+
+    shape = Shape(hidden=384, layers=7, heads=6, kv_heads=2, intermediate=1152)
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", killed)
+        with pytest.raises(KeyboardInterrupt):
+            grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32")
+    made = grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32")
+    assert list(tmp_path.iterdir()) == [made]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in made.iterdir()}
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", killed)
+    assert grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32") == made
 
 
 @pytest.mark.parametrize(

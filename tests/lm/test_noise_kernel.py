@@ -1,0 +1,28 @@
+"""The GPU's kernel that draws with coupled noise, run by Triton's interpreter, draws what torch's operators draw."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outrider import noise_kernel
+from outrider.sampling import coupled_keys, coupled_sample
+
+
+@pytest.mark.parametrize("vocab_size", [16, 1000, 1024, 1025, 5003])
+def test_the_same_tokens(vocab_size: int) -> None:
+    torch.manual_seed(vocab_size)
+    probs = (4 * torch.randn(40, vocab_size)).softmax(-1)
+    probs[torch.rand_like(probs) < 0.3] = 0.0
+    keys = torch.from_numpy(coupled_keys(np.arange(40) * 2**59, np.arange(40)))
+    drawn = noise_kernel.coupled_sample(probs, keys)
+    assert drawn.tolist() == coupled_sample(probs, keys).tolist()
+    assert len(set(drawn.tolist())) > 5
+
+
+def test_a_token_of_probability_0_is_never_drawn() -> None:
+    probs = torch.zeros(64, 3000)
+    probs[torch.arange(64), torch.arange(64) * 41] = 1e-30
+    drawn = noise_kernel.coupled_sample(probs, torch.arange(64))
+    assert drawn.tolist() == [41 * i for i in range(64)]

@@ -1,0 +1,46 @@
+"""The script for a machine with a GPU, as far as it goes without one and without a network."""
+
+import json
+import re
+import subprocess
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.grow import Shape, grown_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = (ROOT / "bench" / "gpu.sh").read_text()
+THERE = set("".join(re.findall(r'^there="([^"]+)"', SCRIPT, re.MULTILINE)).split())
+
+
+def test_the_script_is_bash_and_says_what_it_takes() -> None:
+    subprocess.run(["bash", "-n", ROOT / "bench" / "gpu.sh"], check=True)
+    told = subprocess.run([ROOT / "bench" / "gpu.sh"], capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert {"bench/gpu.sh wheels", "bench/gpu.sh run"} <= set(re.findall(r"bench/gpu\.sh \w+", told.stdout))
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "tokenizers", "matplotlib"])
+def test_what_torch_transformers_and_matplotlib_need_does_not_travel(package: str) -> None:
+    needs = map(Requirement, requires(package) or [])
+    here = {canonicalize_name(need.name) for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
+    # Of typing-extensions any newer one serves, and pydantic's must be new.
+    assert here - THERE <= {"typing-extensions"}
+
+
+def test_what_the_generated_code_was_made_with_travels() -> None:
+    assert not {"grpcio", "protobuf"} & THERE
+
+
+def test_the_grown_shape_is_one_that_holds_the_target_and_has_8_b_parameters() -> None:
+    [shape] = re.findall(r"--grown-shape '(\[.+?\])'", SCRIPT)
+    config = grown_config(LlamaConfig.from_pretrained(ROOT / "models" / "target"), Shape(*json.loads(shape)), torch.bfloat16)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert round(model.num_parameters() / 1e9) == 8
