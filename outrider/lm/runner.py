@@ -110,13 +110,15 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run forwards of several sizes, so that the first request does not pay for choosing kernels; page 0 on is overwritten."""
-        for count in (1, 2, 16):
-            self.forward([Slice([0] * count, 0, list(range(-(-count // self.page_size))), 1)])
+        for count in (1, 2, 16, 64):
+            if count <= min(self.context_length, self.page_count * self.page_size):
+                self.forward([Slice([0] * count, 0, list(range(-(-count // self.page_size))), 1)])
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds) -> None:
         """Make forwards of at most this size CUDA graphs, where all layers' attention is the GPU's kernel; else nothing is done."""
         if self._graphs is not None:
+            self.warm_up()  # what stays outside of graphs, prompts above all
             self._graphs.prepare(bounds)
 
     @torch.inference_mode()

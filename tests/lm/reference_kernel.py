@@ -32,7 +32,7 @@ def _attend(
         k, v = (cache[block_table[i].long()].flatten(0, 1)[:count] for cache in (keys, values))
         repeats = query.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        distance = positions[begin:end, None] - torch.arange(count)
+        distance = positions[begin:end, None] - torch.arange(count, device=query.device)
         seen = (distance >= 0) & ((distance < window) | (window == 0))
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), k.float()) * scale
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores

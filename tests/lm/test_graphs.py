@@ -186,3 +186,19 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
     assert "not permitted when stream is capturing" in caplog.text
     assert runner.forward([Slice([1], 0, [0], 1)]).shape == (1, VOCAB_SIZE)
     assert capture.replays == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the tests above have a recording instead")
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_graphs_have_the_logits_of_forwards_that_are_not_captured(name: str) -> None:
+    eager, graphed = (ModelRunner(build(CONFIGS[name]).cuda().bfloat16(), page_count=64) for _ in range(2))
+    graphed.capture(BOUNDS)
+    assert graphed._graphs is not None
+    assert graphed._graphs._graphs
+    texts = [text(i, 30 + 7 * i) for i in range(5)]
+    for runner in (eager, graphed):
+        for i, ids in enumerate(texts):
+            runner.forward([Slice(ids, 0, list(range(8 * i, 8 * i + 8)), 0)])
+    for counts in ([1], [4], [1, 2, 3], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]):
+        batch = [Slice(text(n, n), len(texts[i]), list(range(8 * i, 8 * i + 8)), n) for i, n in enumerate(counts)]
+        torch.testing.assert_close(graphed.forward(batch).clone(), eager.forward(batch), atol=0.1, rtol=0.05)

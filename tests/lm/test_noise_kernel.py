@@ -1,4 +1,4 @@
-"""The GPU's kernel that draws with coupled noise, run by Triton's interpreter, draws what torch's operators draw."""
+"""The GPU's kernel for coupled noise draws what torch's operators draw: on a GPU, or by Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from outrider import noise_kernel
 from outrider.sampling import coupled_keys, coupled_sample
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @pytest.mark.parametrize("vocab_size", [16, 1000, 1024, 1025, 5003])
 def test_the_same_tokens(vocab_size: int) -> None:
@@ -16,7 +18,7 @@ def test_the_same_tokens(vocab_size: int) -> None:
     probs = (4 * torch.randn(40, vocab_size)).softmax(-1)
     probs[torch.rand_like(probs) < 0.3] = 0.0
     keys = torch.from_numpy(coupled_keys(np.arange(40) * 2**59, np.arange(40)))
-    drawn = noise_kernel.coupled_sample(probs, keys)
+    drawn = noise_kernel.coupled_sample(probs.to(DEVICE), keys.to(DEVICE))
     assert drawn.tolist() == coupled_sample(probs, keys).tolist()
     assert len(set(drawn.tolist())) > 5
 
@@ -24,5 +26,5 @@ def test_the_same_tokens(vocab_size: int) -> None:
 def test_a_token_of_probability_0_is_never_drawn() -> None:
     probs = torch.zeros(64, 3000)
     probs[torch.arange(64), torch.arange(64) * 41] = 1e-30
-    drawn = noise_kernel.coupled_sample(probs, torch.arange(64))
+    drawn = noise_kernel.coupled_sample(probs.to(DEVICE), torch.arange(64, device=DEVICE))
     assert drawn.tolist() == [41 * i for i in range(64)]
