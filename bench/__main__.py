@@ -13,10 +13,13 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import transformers
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
@@ -33,7 +36,12 @@ from outrider.tokenizer import load_tokenizer
 _BASE = "transformers"
 # What transformers cannot batch is not measured in batches.
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
-_OURS = ("outrider, plain", "outrider, ngram", "outrider, suffix", "outrider, model", "outrider, auto")
+# Each with what its requests say.
+_OURS: dict[str, dict[str, Any]] = {
+    "outrider, plain": {"enabled": False},
+    **{f"outrider, {family}": {"drafter": family} for family in ("ngram", "suffix", "model")},
+    "outrider, auto": {},
+}
 
 
 class BenchSettings(Settings):
@@ -56,7 +64,11 @@ class BenchSettings(Settings):
     """Tokens generated for each prompt."""
 
     batches: list[int] = Field([1, 4, 8, 16, 32])
-    """Batch sizes: so many requests are kept under way, at least four and twice as many in all."""
+    """Batch sizes: so many requests are kept under way."""
+
+    waves: int = Field(2, ge=1)
+    """Requests in all for each under way, at least four in all. The more, the less it matters how a run ends: with drafts those are
+    left over of which little is accepted, while plain decoding's end together."""
 
     kinds: list[str] = Field(["mixed"])
     """Prompts: mixed, or code, rewriting, json, chat alone."""
@@ -148,10 +160,19 @@ def _parameter_count(checkpoint: Path) -> int:
 
 
 def _machine() -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    """Its processor and GPU, and what ran there."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = models[0].partition(":")[2].strip() if models else platform.processor()
-    return f"{os.cpu_count()} cores of {name}, commit {commit or 'unknown'}"
+    gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return ", ".join([f"{os.cpu_count()} cores of {name}", *gpu, versions, f"commit {_commit() or 'unknown'}"])
+
+
+def _commit() -> str:
+    """Empty where there is no git, or no repository."""
+    with suppress(FileNotFoundError):
+        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
@@ -171,16 +192,16 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                         progress.update(bar, description=f"{pair.name}: {name}, batch {cell.batch}", advance=1)
                         if name in _ALONE and cell.batch > 1:
                             continue
-                        task = _task(prompts[cell.kind], cell, settings.tokens if round_number else 8)
+                        task = _task(prompts[cell.kind], cell, settings.waves, settings.tokens if round_number else 8)
                         sample = await measure(task)
                         if round_number:
                             results.add(cell, name, sample)
     return results
 
 
-def _task(prompts: list[list[int]], cell: Cell, tokens: int) -> Task:
+def _task(prompts: list[list[int]], cell: Cell, waves: int, tokens: int) -> Task:
     """Prompts of every kind there is, in the same order for everyone."""
-    count = max(4, 2 * cell.batch)
+    count = max(4, waves * cell.batch)
     spread = [prompts[i * len(prompts) // count] for i in range(count)] if count < len(prompts) else []
     picked = spread or [prompts[i % len(prompts)] for i in range(count)]
     return Task(picked, cell.batch, tokens, cell.temperature)
@@ -195,15 +216,9 @@ async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, cons
     ways: dict[str, Measure] = {}
     if wanted(_BASE, *_ALONE):
         ways |= await stack.enter_async_context(transformers_ways(pair))
-    cores, model = len(os.sched_getaffinity(0)), f"model={pair.draft}"
     if wanted(*_OURS):
-        shared = await stack.enter_async_context(outrider_stack(pair, ["ngram", "suffix", model], pair.shared_threads))
-        # Without a draft model on the same cores the target may have them all.
-        alone = outrider_stack(pair, ["ngram", "suffix"], cores)
-        wide = shared if pair.shared_threads == cores else await stack.enter_async_context(alone)
-        speculations: list[dict[str, Any]] = [{"enabled": False}, *({"drafter": name} for name in ("ngram", "suffix", "model")), {}]
-        stacks = (wide, wide, wide, shared, shared)
-        ways |= {name: way(options) for name, way, options in zip(_OURS, stacks, speculations, strict=True)}
+        texts = ["ngram", "suffix"] if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console) else ["ngram"]
+        ways |= await _our_ways(stack, pair, texts)
     if settings.vllm is not None:
         for name, speculative in _vllm_methods(pair).items():
             if wanted(name):
@@ -211,6 +226,31 @@ async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, cons
                 ways[name] = await stack.enter_async_context(vllm_way(pair, settings.vllm, sizes, speculative))
     console.print(f"{pair.name}: {', '.join(ways)}")
     return {name: way for name, way in ways.items() if wanted(name)}
+
+
+def _has_suffix_trees(console: Console) -> bool:
+    try:
+        import_module("arctic_inference.suffix_decoding")
+    except ImportError as missing:
+        console.print(f"without suffix drafters: {missing}", markup=False)
+        return False
+    return True
+
+
+async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict[str, Measure]:
+    """Outrider with the draft model and `texts`, the drafters that need none."""
+    cores = len(os.sched_getaffinity(0))
+    shared = await stack.enter_async_context(outrider_stack(pair, [*texts, f"model={pair.draft}"], pair.shared_threads))
+    wide = shared
+    if pair.shared_threads != cores:
+        # Without a draft model on the same cores the target may have them all.
+        wide = await stack.enter_async_context(outrider_stack(pair, texts, cores))
+    beside_model = ("outrider, model", "outrider, auto")
+    return {
+        name: (shared if name in beside_model else wide)(speculation)
+        for name, speculation in _OURS.items()
+        if name != "outrider, suffix" or "suffix" in texts
+    }
 
 
 def _vllm_methods(pair: Pair) -> dict[str, dict[str, Any] | None]:

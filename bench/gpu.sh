@@ -1,44 +1,69 @@
 #!/usr/bin/env bash
-# The benchmark on a machine with a GPU and no network: Python 3.12 with torch and transformers is there, the rest travels as wheels.
+# The benchmark on a machine with a GPU and no network, whose python3 is a 3.12 that has torch and transformers.
 #
-#   bench/gpu.sh wheels    where there is a network: gather what the GPU machine lacks, in bench/wheels
-#   bench/gpu.sh run       on the GPU machine: an environment over its own packages, a target grown to 8 B parameters, the bench
+#   bench/gpu.sh wheels    where there is a network: gather what else is needed in bench/wheels, to be carried there with the tree
+#   bench/gpu.sh run       on that machine: a target grown to 8 B parameters, and the bench; arguments replace those of `outrider bench`
 #
-# Arguments after `run` go to `outrider bench`. Figures are written to $OUT, bench/out unless set.
+# Packages and checkpoint lie in bench/out, for the next run as well; tables and figures are copied to $OUT where that is set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${OUT:-bench/out}
+
+# What a machine with torch and transformers has: they, what they need, and matplotlib's. Ours would hide it, and transformers would
+# not start over a newer huggingface-hub. But grpcio and protobuf travel: the generated code refuses older ones than made it.
+there="torch transformers huggingface-hub safetensors tokenizers numpy packaging pyyaml regex tqdm filelock fsspec jinja2 markupsafe
+  setuptools networkx sympy mpmath triton anyio certifi click h11 httpcore httpx idna hf-xet typer rich pygments markdown-it-py mdurl
+  shellingham annotated-doc matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six uvloop
+  prometheus-client"
 
 case "${1:-}" in
 wheels)
-  # Those of the interpreter there, not of this one; torch and transformers are there, with all that they need.
-  python3 - <<'PY' > bench/wheels.txt
-import tomllib
-# xgrammar would bring torch along, so it comes alone below.
-there = ("torch", "transformers", "safetensors", "tokenizers", "xgrammar")
+  # xgrammar would bring torch along, so it comes alone.
+  lines=$(python3 - $there xgrammar <<'PY'
+import re, sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = [*project["dependencies"], "matplotlib>=3.9", "setuptools"]
-print("\n".join(line for line in wanted if not line.startswith(there)))
+wanted = [*project["dependencies"], *project["optional-dependencies"]["models"]]
+print(*(line for line in wanted if re.match(r"[\w-]+", line)[0] not in sys.argv), sep="\n")
 PY
+  )
+  mapfile -t wanted <<< "$lines"
+  # Those of the interpreter there, not of this one.
   fetch=(python3 -m pip download --quiet --dest bench/wheels --python-version 3.12 --implementation cp --only-binary :all:
     --platform manylinux_2_34_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64
     --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
-  "${fetch[@]}" -r bench/wheels.txt
+  rm -rf bench/wheels
+  "${fetch[@]}" "${wanted[@]}"
   "${fetch[@]}" --no-deps xgrammar apache-tvm-ffi
-  # transformers has brought its numpy.
-  rm bench/wheels/numpy-*.whl
+  for name in $there; do
+    rm -f bench/wheels/"${name//-/_}"-*.whl
+  done
+  du --human-readable --apparent-size bench/wheels
   ;;
 run)
   shift
-  python3.12 -m venv --system-site-packages "$out/venv"
-  "$out/venv/bin/pip" install --quiet --no-index --find-links bench/wheels --no-deps bench/wheels/*.whl
-  "$out/venv/bin/pip" install --quiet --no-index --no-deps --no-build-isolation -e .
-  # Hidden size, layers, heads, key/value heads and intermediate size of 8 B parameters.
-  "$out/venv/bin/outrider" bench --only grown --grown-shape '[4096, 38, 48, 16, 14336]' --out "$out" \
-    --batches '[1, 8, 32]' --rounds 2 --tokens 64 "$@"
+  site=$PWD/bench/out/site
+  mkdir -p bench/out
+  touch bench/out/started
+  # No virtual environment: where python3 is one's, another over it would see the packages of what that was made from, not its own.
+  python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$site" bench/wheels/*.whl
+  # What makes CPUs fast; without a C compiler they are slower.
+  python3 -c 'import setuptools; setuptools.setup()' --quiet build_ext --inplace --parallel 4 || true
+  # Nothing shall wait for a network.
+  export PYTHONPATH=$site:$PWD HF_HUB_OFFLINE=1
+  if [ $# = 0 ]; then
+    # A shape of 8 B parameters: hidden size, layers, heads, key/value heads, intermediate size. Meant for ten minutes in all: half a
+    # minute to grow, two to load it twice, and for a guess of 30 ms a step in transformers and 10 in ours, at 128 steps a cell or, where
+    # four requests follow each other at batch 1, 256, a minute for transformers' ways and as long for ours. What is slow in batches,
+    # transformers' speculation, is measured at batch 1 alone as it is.
+    set -- --grown-shape '[4096, 36, 64, 16, 14336]' --batches '[1, 8, 32]' --rounds 2 --tokens 64
+  fi
+  python3 -m outrider.cli bench --only grown --out bench/out "$@"
+  if [ -n "${OUT:-}" ]; then
+    mkdir -p "$OUT"
+    find bench/out -maxdepth 1 -name 'bench-*' -newer bench/out/started -exec cp --target-directory "$OUT" {} +
+  fi
   ;;
 *)
-  sed -n '2,8p' "$0"
+  sed -n '2,7p' "$0"
   exit 2
   ;;
 esac

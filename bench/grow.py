@@ -9,17 +9,22 @@ width, which its weights and epsilon make up for. Added heads and neurons write 
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+# Drawn once and repeated, since drawing it for each of 8 B parameters takes minutes; a prime, so that rows differ.
+_NOISE_COUNT = 1_000_003
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the grown model; each at least the small one's, and as many query heads to a key/value head as there."""
+    """Sizes of the grown model; each at least the small one's, and as many query heads to a key/value head as there. The hidden
+    size must be a multiple of the heads."""
 
     hidden: int = 1280
     layers: int = 24
@@ -28,15 +33,15 @@ class Shape:
     intermediate: int = 3456
 
 
-def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
-    """The grown model, 418 M parameters at the default shape; raises ValueError for a shape that cannot hold the small model."""
-    old: Any = small.config
-    old_group, group = old.num_attention_heads // old.num_key_value_heads, shape.heads // shape.kv_heads
+def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
+    """The grown model's; raises ValueError for a shape that cannot hold the small model or that no Llama has."""
     if shape.hidden < old.hidden_size or shape.layers < old.num_hidden_layers or shape.intermediate < old.intermediate_size:
         raise ValueError("the grown model must be at least as large as the small one")
-    if shape.kv_heads < old.num_key_value_heads or group < old_group:
+    if shape.kv_heads < old.num_key_value_heads or shape.heads // shape.kv_heads < _group(old):
         raise ValueError("each key/value head needs at least the small model's query heads")
-    config = LlamaConfig(
+    if shape.hidden % shape.heads:
+        raise ValueError("the hidden size must be a multiple of the heads, as transformers has it")
+    return LlamaConfig(
         **{
             **old.to_dict(),
             "hidden_size": shape.hidden,
@@ -48,16 +53,30 @@ def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
             "dtype": str(dtype).removeprefix("torch."),
         }
     )
-    generator = torch.Generator().manual_seed(0)
-    large = LlamaForCausalLM(config)
+
+
+def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
+    """The grown model, 418 M parameters at the default shape; raises ValueError for the shapes that `grown_config` refuses."""
+    old, config = small.config, grown_config(small.config, shape, dtype)
+    # On no device, so that each tensor is made once, as it stays, and nothing is computed or held before.
+    with torch.device("meta"):
+        large: Any = LlamaForCausalLM(config)
     source = small.state_dict()
-    rows = _Rows(old.head_dim, old.num_key_value_heads, old_group, group)
-    state = {name: _grown(name, tensor.shape, source, rows, generator) for name, tensor in large.state_dict().items()}
-    large.load_state_dict(state)
+    rows = _Rows(old.head_dim, old.num_key_value_heads, _group(old), _group(config))
+    noise = (torch.randn(_NOISE_COUNT, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+    state = {name: _grown(name, tensor.shape, source, rows, noise) for name, tensor in large.state_dict().items()}
+    large.load_state_dict(state, assign=True)
+    large.tie_weights()
+    # Its buffers are no part of a state.
+    large.model.rotary_emb = type(large.model.rotary_emb)(config)
     large.generation_config = small.generation_config
-    cast(Any, large).to(dtype)
     large.train(False)
     return large
+
+
+def _group(config: Any) -> int:
+    """Query heads to a key/value head."""
+    return int(config.num_attention_heads // config.num_key_value_heads)
 
 
 class _Rows:
@@ -69,18 +88,19 @@ class _Rows:
         self.key = torch.arange(head_size * kv_heads)
 
 
-def _grown(name: str, shape: torch.Size, source: dict[str, torch.Tensor], rows: _Rows, generator: torch.Generator) -> torch.Tensor:
-    """One tensor of the large model."""
+def _grown(name: str, shape: torch.Size, source: dict[str, torch.Tensor], rows: _Rows, noise: torch.Tensor) -> torch.Tensor:
+    """One tensor of the large model, of the noise's type."""
     part = source.get(name)
     if name.endswith("norm.weight"):
-        out = torch.ones(shape)
+        out = torch.ones(shape, dtype=noise.dtype)
         if part is not None:
             out[: part.numel()] = part * math.sqrt(part.numel() / shape[0])
         return out
     writes = any(kind in name for kind in ("embed_tokens", "lm_head", "o_proj", "down_proj"))
-    out = torch.zeros(shape) if writes else torch.randn(shape, generator=generator) * 0.02
+    out = torch.zeros(shape, dtype=noise.dtype) if writes else _repeated(noise, shape)
     if part is None:
         return out
+    part = part.to(out.dtype)
     if "o_proj" in name:
         out[: part.shape[0], rows.query] = part
     elif "q_proj" in name:
@@ -92,11 +112,24 @@ def _grown(name: str, shape: torch.Size, source: dict[str, torch.Tensor], rows: 
     return out
 
 
+def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    out = torch.empty(shape, dtype=noise.dtype)
+    flat, count = out.view(-1), noise.numel()
+    whole = flat.numel() // count * count
+    flat[:whole].view(-1, count).copy_(noise)
+    flat[whole:].copy_(noise[: flat.numel() - whole])
+    return out
+
+
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
     """The grown checkpoint of a directory with its tokenizer, made on first use."""
     out = directory / f"{small.name}-{shape.hidden}x{shape.layers}-{dtype}"
-    if not (out / "config.json").is_file():
+    if not out.is_dir():
+        # Renamed when it is whole, so that a growth which is killed leaves nothing that looks like a checkpoint.
+        partial = out.with_name(f"{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
         model = LlamaForCausalLM.from_pretrained(small, dtype=torch.float32)
-        AutoTokenizer.from_pretrained(small).save_pretrained(out)
-        grow(model, shape, getattr(torch, dtype)).save_pretrained(out)
+        AutoTokenizer.from_pretrained(small).save_pretrained(partial)
+        grow(model, shape, getattr(torch, dtype)).save_pretrained(partial)
+        partial.rename(out)
     return out

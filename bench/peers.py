@@ -24,9 +24,11 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--depth", type=int, required=True)
     arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype)
-    draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=dtype)
+    dtype, device = getattr(torch, arguments.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    target: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype)
+    draft: Any = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=dtype)
+    target.to(device)
+    draft.to(device)
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "prompt_lookup": {"prompt_lookup_num_tokens": arguments.depth},
@@ -40,6 +42,8 @@ def main() -> None:
         how = {**limits, **ways[task["way"]]}
         waves = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         tokens = sum(_generate(target, wave, how, alone=task["way"] != "plain") for wave in waves)
+        if device == "cuda":
+            torch.cuda.synchronize()
         print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - started}), flush=True)
 
 
@@ -53,8 +57,8 @@ def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alo
     count = 0
     for batch in batches:
         longest = max(map(len, batch))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch], device=target.device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch], device=target.device)
         with torch.inference_mode():
             out = target.generate(ids, attention_mask=mask, **how)
         count += (out.shape[1] - longest) * len(batch)

@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.raw_client import stream
 from outrider.local import until_ready
 from outrider.stack import ServeSettings, free_port, plan_stack
-from outrider.supervisor import Supervisor
+from outrider.supervisor import StartFailed, Supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +126,25 @@ def _fields(task: Task) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(target: Path, drafters: list[str], **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
-    """A whole stack with settings of `outrider serve`: a client of its gateway, and the port of its verifier's metrics."""
+    """A whole stack with settings of `outrider serve`: a client of its gateway, and the port of its verifier's metrics.
+
+    Raises RuntimeError with its processes' last words when it does not start.
+    """
     metrics_port = free_port("127.0.0.1")
     wanted = {"target": str(target), "drafter": drafters, "metrics_port": metrics_port, **settings}
     serve = ServeSettings.model_validate({**wanted, "http_port": 0, "grpc_port": 0, "log_level": "warning"})
-    supervisor = Supervisor(lambda name, line: None)
+    words: deque[str] = deque(maxlen=50)
+    supervisor = Supervisor(lambda name, line: words.append(f"{name}: {line}"))
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as directory:
         stack = plan_stack(serve, Path(directory))
         try:
             for child in stack.children:
                 supervisor.start(child)
             ready = until_ready(stack.http_url, lambda stage: None, len(drafters))
-            await asyncio.wait_for(supervisor.settle(ready), 300)
+            try:
+                await asyncio.wait_for(supervisor.settle(ready), 300)
+            except (StartFailed, TimeoutError) as cause:
+                raise RuntimeError("\n".join([str(cause) or "not ready after 300 s", *words])) from cause
             async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
                 yield client, metrics_port
         finally:

@@ -17,7 +17,7 @@ from bench import __main__ as bench
 from bench.delay import Proxy
 from bench.raw_client import stream
 from bench.report import Cell, Results, plot, tables, write
-from bench.ways import Pair, Sample, Task, line_peer, transformers_ways
+from bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
 from outrider.stack import free_port
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -56,6 +56,12 @@ async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_d
         assert (await ask({})).tokens_per_s == 3.0
         with pytest.raises(RuntimeError, match="out of cake"):
             await ask({})
+
+
+async def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"could not start(.|\n)*tokenizer\.json"):
+        async with serving(tmp_path, []):
+            pass
 
 
 @pytest.mark.parametrize(

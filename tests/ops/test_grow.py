@@ -85,3 +85,8 @@ def test_a_checkpoint_is_made_once_and_one_whose_growth_was_killed_is_made_anew(
 def test_a_shape_that_cannot_hold_the_small_model_is_refused(small: Any, shape: Shape) -> None:
     with pytest.raises(ValueError, match="small"):
         grow(small, shape, torch.float32)
+
+
+def test_a_hidden_size_that_is_no_multiple_of_the_heads_is_refused(small: Any) -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        grow(small, Shape(hidden=100, layers=4, heads=12, kv_heads=4, intermediate=160), torch.float32)
