@@ -115,20 +115,36 @@ class ForwardCost:
         # By sequences, then by tokens of each sequence.
         self._grid: dict[int, dict[float, float]] = {}
         self._known: dict[tuple[int, int], float] = {}
+        self.prompt_token_s = 0.0
+        """What a prompt's token adds to a step."""
 
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
         """Note a forward that was measured on purpose."""
         self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = seconds
         self._known.clear()
 
-    def observe(self, sequence_count: int, token_count: int, seconds: float) -> None:
-        """Correct prices by a step: those of its size at once, all others a little, as contexts grow or others take cores."""
+    def observe(self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0) -> None:
+        """Correct prices by a step: those of its size at once, all others a little, as contexts grow or others take cores.
+
+        With tokens of prompts besides, they and the others are corrected by their shares of what was expected.
+        """
         if not self._grid:
-            self.calibrate(sequence_count, token_count, seconds)
+            if prompt_token_count == 0:
+                self.calibrate(sequence_count, token_count, seconds)
             return
-        ratio = seconds / max(self.estimate(sequence_count, token_count), 1e-9)
+        decoding_s = self.estimate(sequence_count, token_count) if sequence_count else 0.0
+        if prompt_token_count and self.prompt_token_s == 0.0:
+            self.prompt_token_s = max(0.0, seconds - decoding_s) / prompt_token_count
+            return
+        prompts_s = prompt_token_count * self.prompt_token_s
         # One step that was held up says little, so no step counts for more than a factor of two.
-        ratio = min(max(ratio, 0.5), 2.0)
+        ratio = min(max(seconds / max(decoding_s + prompts_s, 1e-9), 0.5), 2.0)
+        share = prompts_s / max(decoding_s + prompts_s, 1e-9)
+        self.prompt_token_s *= ratio ** (_OWN * share)
+        if sequence_count:
+            self._correct(sequence_count, token_count, ratio ** (1.0 - share))
+
+    def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
         rows = _shares(self._grid, sequence_count)
         for count, row in self._grid.items():
             near, cells = rows.get(count, 0.0), _shares(row, token_count / sequence_count)

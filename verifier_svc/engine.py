@@ -55,6 +55,8 @@ Delivery = tuple[Callable[..., None], object]
 _EXACT = Judge()
 # Trial forwards end after about so long, before the larger batches of a large model.
 _WARM_UP_S = 5.0
+# Tokens of the prompt that is tried.
+_TRIAL_PROMPT = 256
 
 
 class LanguageModel(Protocol):
@@ -158,13 +160,22 @@ class Engine:
                         cost.calibrate(batch, batch * count, seconds)
             if time.monotonic() - started > _WARM_UP_S:
                 break
+        prompt = min(_TRIAL_PROMPT, context, limits.max_batch_tokens, pool.page_count * pool.page_size)
+        if prompt > 1:
+            seconds = self._trial_s(1, prompt, 0, 1) - self.cost.estimate(1, 1)
+            self.cost.prompt_token_s = max(0.0, seconds) / (prompt - 1)
 
-    def _trial_s(self, batch: int, count: int, context: int) -> float:
-        """Seconds of a forward of so many sequences with so many tokens each, the better of two; zeros are before them."""
+    def _trial_s(self, batch: int, count: int, context: int, logit_count: int = 0) -> float:
+        """Seconds of a forward of so many sequences with so many tokens each, the better of two; zeros are before them.
+
+        Of each the last `logit_count` tokens are scored, or all.
+        """
         size = self.pool.page_size
         length = max(min(context, self.pool.page_count // batch * size), count)
         each = -(-length // size)
-        slices = [Slice([0] * count, length - count, list(range(i * each, (i + 1) * each)), count) for i in range(batch)]
+        slices = [
+            Slice([0] * count, length - count, list(range(i * each, (i + 1) * each)), logit_count or count) for i in range(batch)
+        ]
         times = []
         for _ in range(2):
             started = time.monotonic()
@@ -235,10 +246,12 @@ class Engine:
         return judgements, scores
 
     def _observe(self, items: list[Item]) -> None:
-        """Let a step without prompts teach what such steps take, the host's part included but for sending, which is little."""
-        if all(len(item.token_ids) == 1 for item in items):
-            token_count = sum(1 + len(item.path.token_ids) for item in items)
-            self.cost.observe(len(items), token_count, self._phases.step_s)
+        """Let a step teach what such steps take, the host's part included but for sending, which is little."""
+        decoding = [item for item in items if item.samples]
+        token_count = sum(1 + len(item.path.token_ids) for item in decoding)
+        prompt_token_count = sum(len(item.token_ids) - item.samples for item in items)
+        self.cost.observe(len(decoding), token_count, self._phases.step_s, prompt_token_count)
+        if prompt_token_count == 0:
             self._phases.bare_s = self.bare_cost.estimate(len(items), token_count)
 
     def _await_drafts(self) -> None:

@@ -68,7 +68,7 @@ class Planner:
         self.pausing = any(a.pause.steps_left > 0 for sequence in decoding for a in sequence.assignments.values())
         if decoding:
             self._batch = len(decoding)
-            self._set_prices()
+            self._set_prices(beside_prompts=bool(reading))
             self._plan_decoding(decoding)
         else:
             self._paying = None
@@ -85,11 +85,14 @@ class Planner:
         self._yield, self._mean_depth, self._wait_s = expected / self._batch, depths / self._batch, wait_s
         self._paying = self._find_paying(decoding)
 
-    def _set_prices(self) -> None:
+    def _set_prices(self, beside_prompts: bool) -> None:
         batch, cost = self._batch, self._cost
         tokens = batch * (1 + _PRICED_DEPTH)
         plain_s = cost.estimate(batch, batch)
         self._token_s = max((cost.estimate(batch, tokens) - plain_s) / (tokens - batch), _LEAST_PRICE * plain_s / batch)
+        if beside_prompts:
+            # With so many tokens the forward takes time by each, where those of a few sequences may come almost free.
+            self._token_s = max(self._token_s, cost.prompt_token_s)
         step_s = cost.estimate(batch, batch + round(batch * self._mean_depth)) + self._wait_s
         self._rate = batch * self._yield / step_s if step_s > 0 else 0.0
 

@@ -110,6 +110,44 @@ def test_drafted_steps_teach_what_further_tokens_cost_and_do_not_make_plain_step
     assert cost.estimate(32, 96) == pytest.approx(0.045 + 0.0009 * 96, rel=0.03)
 
 
+def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> None:
+    cost = ForwardCost()
+    for depth in (0, 4, 8):
+        cost.calibrate(32, 32 * (1 + depth), 0.045 + 0.0003 * 32 * (1 + depth))
+    cost.prompt_token_s = 0.0005
+    for i in range(300):
+        tokens, prompt = 60 + 7 * i % 50, 20 + 31 * i % 300
+        cost.observe(32, tokens, 0.07 + 0.0009 * tokens + 0.001 * prompt, prompt)
+    assert cost.prompt_token_s == pytest.approx(0.001, rel=0.15)
+    for tokens in (60, 100):
+        assert cost.estimate(32, tokens) == pytest.approx(0.07 + 0.0009 * tokens, rel=0.15)
+
+
+def test_a_first_prompt_says_what_prompts_cost_and_changes_nothing_else() -> None:
+    cost = ForwardCost()
+    cost.calibrate(4, 4, 0.1)
+    cost.observe(4, 4, 0.3, 100)
+    assert cost.prompt_token_s == pytest.approx(0.002)
+    assert cost.estimate(4, 4) == 0.1
+
+
+def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    for depth in (0, 8):
+        engine.cost.calibrate(1, 1 + depth, 0.1)  # further tokens come free by themselves
+    engine.cost.prompt_token_s = 0.05
+    ScriptedDrafter(engine)
+    decoding = engine.submit(TokenRequest([1], 50, GREEDY), Client())
+    engine.step()
+    depths = []
+    for _ in range(2):
+        engine.planner.plan(engine.scheduler.running.values())
+        depths.append(decoding.depth)
+        engine.submit(TokenRequest([1] * 40, 50, GREEDY), Client())
+        engine.scheduler._admit()
+    assert depths[0] > 2 * depths[1]
+
+
 def test_one_step_that_was_held_up_does_not_change_the_price_much() -> None:
     cost = ForwardCost()
     cost.calibrate(1, 1, 0.01)
