@@ -45,7 +45,7 @@ run)
   touch bench/out/started
   # No virtual environment: where python3 is one's, another over it would see the packages of what that was made from, not its own.
   python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$site" bench/wheels/*.whl
-  # What makes CPUs fast; without a C compiler they are slower.
+  # What makes CPUs fast; a C compiler is needed for Triton in any case.
   python3 -c 'import setuptools; setuptools.setup()' --quiet build_ext --inplace --parallel 4 || true
   # Nothing shall wait for a network.
   export PYTHONPATH=$site:$PWD HF_HUB_OFFLINE=1

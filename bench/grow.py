@@ -123,7 +123,8 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
     """The grown checkpoint of a directory with its tokenizer, made on first use."""
-    out = directory / f"{small.name}-{shape.hidden}x{shape.layers}-{dtype}"
+    sizes = "x".join(map(str, (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.intermediate)))
+    out = directory / f"{small.name}-{sizes}-{dtype}"
     if not out.is_dir():
         # Renamed when it is whole, so that a growth which is killed leaves nothing that looks like a checkpoint.
         partial = out.with_name(f"{out.name}.partial")

@@ -109,7 +109,6 @@ async def _family(settings: DrafterSettings, place: PlacementPlan, metrics: Metr
         )
         # What a sequence lacks is the token that the verifier drew, and at most its own last guess besides.
         runner.capture(Bounds(_GRAPHED_SEQUENCES, 2, settings.max_batch_tokens))
-        runner.warm_up()
         return runner
 
     # Loaded on the thread that will compute; see verifier_svc.engine_thread for why.

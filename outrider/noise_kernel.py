@@ -25,7 +25,8 @@ def _race(probs, keys, best, tokens, vocab_size, BLOCK: tl.constexpr):  # type: 
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     state = state ^ (state >> 31)
     uniform = ((state >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2**-53
-    run = tl.where(inside, probability / -tl.log(uniform), -1.0)
+    # A probability that is not a number must not lose to what lies beyond the vocabulary.
+    run = tl.where(inside, tl.where(probability > 0, probability / -tl.log(uniform), 0.0), -1.0)
     value, index = tl.max(run, 0, return_indices=True)
     at = row * tl.num_programs(1) + block
     tl.store(best + at, value)

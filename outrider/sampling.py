@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import cache
-from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from outrider.messages import SamplingParams
-from outrider.tensors import on
+from outrider.tensors import on, triton_works
 
 
 class Purpose(IntEnum):
@@ -105,7 +103,7 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
     and close probabilities draw the same token most of the time: with total variation TV at least (1 - TV) / (1 + TV) of it. A
     token of probability 0 never wins.
     """
-    if probs_RV.is_cuda and _triton_is_there():
+    if triton_works(probs_RV.device):
         from outrider import noise_kernel
 
         return noise_kernel.coupled_sample(probs_RV, keys_R)
@@ -115,11 +113,6 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
         for i in range(0, len(probs_RV), count)
     ]
     return torch.cat(blocks)
-
-
-@cache
-def _triton_is_there() -> bool:
-    return find_spec("triton") is not None
 
 
 def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:

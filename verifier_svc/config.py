@@ -55,7 +55,7 @@ class VerifierSettings(ScrapedSettings):
     """Requests that wait for a place before more are refused."""
 
     page_size: int | None = Field(None, ge=1, le=4096)
-    """Tokens in a page of the KV cache; unset takes what the attention kernel wants."""
+    """Tokens in a page of the KV cache; unset is 16."""
 
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; unset sizes it by the memory there is."""

@@ -20,6 +20,8 @@ _SAMPLES = 7
 # How much one step moves the price of forwards of its own size, of those with as many sequences, and of all others. What slows a
 # step down slows those down that are like it; were they left behind, further tokens would seem to cost nothing.
 _OWN, _NEAR, _FAR = 0.3, 0.2, 0.05
+# Of a step with one token, what a prompt's token is taken to cost before it is known.
+_TYPICAL_PROMPT_TOKEN = 0.01
 
 
 class AcceptanceRate:
@@ -115,8 +117,10 @@ class ForwardCost:
         # By sequences, then by tokens of each sequence.
         self._grid: dict[int, dict[float, float]] = {}
         self._known: dict[tuple[int, int], float] = {}
+        self.prompt_step_s = 0.0
+        """What a step with a prompt takes besides."""
         self.prompt_token_s = 0.0
-        """What a prompt's token adds to a step."""
+        """What each of a prompt's tokens adds to that."""
 
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
         """Note a forward that was measured on purpose."""
@@ -126,23 +130,33 @@ class ForwardCost:
     def observe(self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0) -> None:
         """Correct prices by a step: those of its size at once, all others a little, as contexts grow or others take cores.
 
-        With tokens of prompts besides, they and the others are corrected by their shares of what was expected.
+        With tokens of prompts besides, what was not expected is divided between them and the others by the squares of what each is
+        expected to take, as least mean squares do.
         """
         if not self._grid:
             if prompt_token_count == 0:
                 self.calibrate(sequence_count, token_count, seconds)
             return
         decoding_s = self.estimate(sequence_count, token_count) if sequence_count else 0.0
-        if prompt_token_count and self.prompt_token_s == 0.0:
-            self.prompt_token_s = max(0.0, seconds - decoding_s) / prompt_token_count
-            return
-        prompts_s = prompt_token_count * self.prompt_token_s
+        # What was never measured, or is far too low, must be able to grow.
+        plain_s = self.estimate(1, 1)
+        prompts_s = prompt_token_count * max(self.prompt_token_s, _TYPICAL_PROMPT_TOKEN * plain_s)
+        expected = decoding_s + self._prompts_s(prompt_token_count)
         # One step that was held up says little, so no step counts for more than a factor of two.
-        ratio = min(max(seconds / max(decoding_s + prompts_s, 1e-9), 0.5), 2.0)
-        share = prompts_s / max(decoding_s + prompts_s, 1e-9)
-        self.prompt_token_s *= ratio ** (_OWN * share)
+        surprise = min(max(seconds, 0.5 * expected), 2.0 * max(expected, plain_s)) - expected
+        share = prompts_s**2 / max(prompts_s**2 + decoding_s**2, 1e-18)
+        if prompt_token_count:
+            self.prompt_token_s = max(0.0, self.prompt_token_s + _NEAR * share * surprise / prompt_token_count)
         if sequence_count:
-            self._correct(sequence_count, token_count, ratio ** (1.0 - share))
+            self._correct(sequence_count, token_count, max(0.5, 1.0 + (1.0 - share) * surprise / max(decoding_s, 1e-9)))
+
+    def calibrate_prompts(self, short: tuple[int, float], long: tuple[int, float]) -> None:
+        """Note two forwards of a prompt alone, each as tokens and seconds."""
+        self.prompt_token_s = max(0.0, long[1] - short[1]) / (long[0] - short[0])
+        self.prompt_step_s = max(0.0, short[1] - self.estimate(1, 1) - short[0] * self.prompt_token_s)
+
+    def _prompts_s(self, token_count: int) -> float:
+        return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
         rows = _shares(self._grid, sequence_count)

@@ -160,10 +160,10 @@ class Engine:
                         cost.calibrate(batch, batch * count, seconds)
             if time.monotonic() - started > _WARM_UP_S:
                 break
-        prompt = min(_TRIAL_PROMPT, context, limits.max_batch_tokens, pool.page_count * pool.page_size)
-        if prompt > 1:
-            seconds = self._trial_s(1, prompt, 0, 1) - self.cost.estimate(1, 1)
-            self.cost.prompt_token_s = max(0.0, seconds) / (prompt - 1)
+        longest = min(_TRIAL_PROMPT, context, limits.max_batch_tokens, pool.page_count * pool.page_size)
+        if longest > 3 and time.monotonic() - started <= _WARM_UP_S:
+            short, long = ((count, self._trial_s(1, count, 0, 1)) for count in (longest // 4, longest))
+            self.cost.calibrate_prompts(short, long)
 
     def _trial_s(self, batch: int, count: int, context: int, logit_count: int = 0) -> float:
         """Seconds of a forward of so many sequences with so many tokens each, the better of two; zeros are before them.
@@ -246,7 +246,12 @@ class Engine:
         return judgements, scores
 
     def _observe(self, items: list[Item]) -> None:
-        """Let a step teach what such steps take, the host's part included but for sending, which is little."""
+        """Let a step teach what such steps take, the host's part included but for sending, which is little.
+
+        What scoring a prompt takes is nobody else's price.
+        """
+        if any(item.scored for item in items):
+            return
         decoding = [item for item in items if item.samples]
         token_count = sum(1 + len(item.path.token_ids) for item in decoding)
         prompt_token_count = sum(len(item.token_ids) - item.samples for item in items)

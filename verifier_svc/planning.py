@@ -91,7 +91,8 @@ class Planner:
         plain_s = cost.estimate(batch, batch)
         self._token_s = max((cost.estimate(batch, tokens) - plain_s) / (tokens - batch), _LEAST_PRICE * plain_s / batch)
         if beside_prompts:
-            # With so many tokens the forward takes time by each, where those of a few sequences may come almost free.
+            # With so many tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
+            # own time is no part of what a committed token is worth: it has to be spent either way.
             self._token_s = max(self._token_s, cost.prompt_token_s)
         step_s = cost.estimate(batch, batch + round(batch * self._mean_depth)) + self._wait_s
         self._rate = batch * self._yield / step_s if step_s > 0 else 0.0

@@ -7,7 +7,6 @@ share nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers import AttentionInterface
 
 from outrider.lm.cpu_attention import PagedAttention
 from outrider.lm.layout import BatchLayout, Group, KernelArguments, StaticLayout
+from outrider.tensors import triton_works
 
 NAME = "outrider_paged"
 # Beyond it the kernel's tiles do not fit a multiprocessor's memory.
@@ -83,9 +83,9 @@ class LayerCache:
 
     def takes_kernel(self, device: torch.device) -> bool:
         """Whether the GPU's kernel can do this layer."""
-        if device.type != "cuda" or self.shape is None or find_spec("triton") is None:
+        if device.type != "cuda" or self.shape is None or max(self.shape.key_size, self.shape.value_size) > _KERNEL_HEAD_SIZE:
             return False
-        return max(self.shape.key_size, self.shape.value_size) <= _KERNEL_HEAD_SIZE
+        return triton_works(device)
 
     def attend(
         self,
@@ -129,7 +129,7 @@ class LayerCache:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        from outrider.lm import triton_attention  # which is not there without a GPU
+        from outrider.lm import triton_attention  # here, since Triton is not there everywhere
 
         return triton_attention.paged_attention(
             query_THD, store.keys, store.values, batch, most_keys=self._most_keys, scale=scaling, window=window, softcap=softcap

@@ -110,15 +110,15 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run forwards of several sizes, so that the first request does not pay for choosing kernels; page 0 on is overwritten."""
-        for count in (1, 2, 16, 64):
+        for count in (1, 2, 4, 8, 16, 32, 64):
             if count <= min(self.context_length, self.page_count * self.page_size):
                 self.forward([Slice([0] * count, 0, list(range(-(-count // self.page_size))), 1)])
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds) -> None:
-        """Make forwards of at most this size CUDA graphs, where all layers' attention is the GPU's kernel; else nothing is done."""
+        """Warm up, and make forwards of at most this size CUDA graphs where all layers' attention is the GPU's kernel."""
+        self.warm_up()
         if self._graphs is not None:
-            self.warm_up()  # what stays outside of graphs, prompts above all
             self._graphs.prepare(bounds)
 
     @torch.inference_mode()
@@ -188,15 +188,18 @@ def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
 
 
 def _device(name: str) -> torch.device:
+    """One that exists; of CUDA's devices with its number, since not all of torch takes one without."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as cause:
         raise invalid("device", f"must be auto, cpu or cuda:N, not {name}") from cause
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
         raise invalid("device", f"is {name}, but torch finds {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device("cuda", device.index or 0)
 
 
 def _dtype(name: str) -> torch.dtype | str:

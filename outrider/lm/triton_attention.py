@@ -22,8 +22,35 @@ _PART = 1024
 _PARTS = 16
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(  # type: ignore[no-untyped-def]  # what comes in are pointers and numbers of the kernel's own language
+    q, k, at, position, scale, window, softcap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr
+):
+    """Of rows and keys; -inf where a row does not see a key."""
+    scores = tl.dot(q, k, input_precision="ieee" if EXACT else "tf32") * scale
+    if CAPPED:
+        # tanh, which the language lacks, by way of exp.
+        scores = softcap * (1 - 2 / (1 + tl.exp(2 * scores / softcap)))
+    seen = at[None, :] <= position[:, None]
+    if WINDOWED:
+        seen = seen & (at[None, :] > position[:, None] - window)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fold(scores, v, maximum, total, sum_of_values, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What further keys make of each row's highest score, sum of weights and sum of weighted values."""
+    highest = tl.maximum(maximum, tl.max(scores, 1))
+    # A row that sees none of these keys has no highest score yet.
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp(scores - base[:, None])
+    kept = tl.exp(maximum - base)
+    product = tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
+    return highest, total * kept + tl.sum(weights, 1), sum_of_values * kept[:, None] + product
+
+
 @triton.jit(do_not_specialize=["width", "token_count"], do_not_specialize_on_alignment=["ends", "key_counts", "table"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]  # what comes in are pointers and numbers of the kernel's own language
+def _attend(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
@@ -85,25 +112,10 @@ def _attend(  # type: ignore[no-untyped-def]  # what comes in are pointers and n
         slot = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
         key_mask = (at < end)[None, :] & (key_lanes < KEY_SIZE)[:, None]
         k = tl.load(keys + slot[None, :] * KEY_SIZE + key_lanes[:, None], mask=key_mask, other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee" if EXACT else "tf32") * scale
-        if CAPPED:
-            # tanh, which the language lacks, by way of exp.
-            scores = softcap * (1 - 2 / (1 + tl.exp(2 * scores / softcap)))
-        seen = at[None, :] <= position[:, None]
-        if WINDOWED:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(scores, 1))
-        # A row that sees none of these keys has no highest score yet.
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp(scores - base[:, None])
-        kept = tl.exp(maximum - base)
-        total = total * kept + tl.sum(weights, 1)
+        scores = _scores(q, k, at, position, scale, window, softcap, WINDOWED, CAPPED, EXACT)
         value_mask = (at < end)[:, None] & (value_lanes < VALUE_SIZE)[None, :]
         v = tl.load(values + slot[:, None] * VALUE_SIZE + value_lanes[None, :], mask=value_mask, other=0.0)
-        product = tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
-        sum_of_values = sum_of_values * kept[:, None] + product
-        maximum = highest
+        maximum, total, sum_of_values = _fold(scores, v, maximum, total, sum_of_values, EXACT)
     total = tl.where(total == 0, 1.0, total)  # of a row that sees none of the part's keys, whose maximum stays -inf
     result = sum_of_values / total[:, None]
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)

@@ -24,26 +24,43 @@ def compiled(kernel: Any, architecture: int, types: dict[str, str], constants: d
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32))
 
 
-def attend(architecture: int, dtype: torch.dtype, size: int, longest: int, *, more: bool = False) -> Any:
+def attend(
+    architecture: int,
+    dtype: torch.dtype,
+    size: int,
+    longest: int,
+    *,
+    windowed: bool = False,
+    capped: bool = False,
+    whole: bool = False,
+) -> Any:
     lanes = triton_attention.lanes(size)
     rows, keys = triton_attention.tile(longest, 4, lanes, dtype)
     data = "*" + TYPES[dtype]
     types = {
         **dict.fromkeys(("query", "keys", "values"), data),
-        **dict.fromkeys(("out", "sums"), "*fp32"),
+        "out": data if whole else "*fp32",
+        "sums": "*fp32",
         **dict.fromkeys(("ends", "key_counts", "table"), "*i32"),
         **dict.fromkeys(("width", "token_count", "window"), "i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
     }
     sizes = {"KEY_SIZE": size, "VALUE_SIZE": size, "KEY_LANES": lanes, "VALUE_LANES": lanes}
-    flags = {"WINDOWED": more, "CAPPED": more, "EXACT": dtype is torch.float32}
+    flags = {"WINDOWED": windowed, "CAPPED": capped, "EXACT": dtype is torch.float32}
     constants = {"GROUP": 4, "KV_HEADS": 8, "PAGE_SIZE": 16, "ROWS": rows, "KEYS": keys, "PART": 1024, **sizes, **flags}
     return compiled(triton_attention._attend, architecture, types, constants)
 
 
-def join(architecture: int, dtype: torch.dtype, size: int) -> Any:
-    types = {"parts": "*fp32", "sums": "*fp32", "out": "*" + TYPES[dtype], "positions": "*i64", "row_count": "i32", "window": "i32"}
-    constants = {"HEADS": 32, "SIZE": size, "LANES": triton_attention.lanes(size), "PART": 1024, "WINDOWED": True}
+def join(architecture: int, dtype: torch.dtype, size: int, positions: str, *, windowed: bool) -> Any:
+    types = {
+        "parts": "*fp32",
+        "sums": "*fp32",
+        "out": "*" + TYPES[dtype],
+        "positions": positions,
+        "row_count": "i32",
+        "window": "i32",
+    }
+    constants = {"HEADS": 32, "SIZE": size, "LANES": triton_attention.lanes(size), "PART": 1024, "WINDOWED": windowed}
     return compiled(triton_attention._join, architecture, types, constants)
 
 
@@ -56,13 +73,15 @@ if __name__ == "__main__":
     for architecture in (80, 90):
         kernels = {
             "one token each, bfloat16": attend(architecture, torch.bfloat16, 128, 1),
+            "short texts, bfloat16": attend(architecture, torch.bfloat16, 128, 6, windowed=True, whole=True),
             "drafts, bfloat16": attend(architecture, torch.bfloat16, 128, 6),
             "prompts, bfloat16": attend(architecture, torch.bfloat16, 128, 512),
-            "large heads, bfloat16": attend(architecture, torch.bfloat16, 256, 512, more=True),
-            "heads of 80, float16": attend(architecture, torch.float16, 80, 6, more=True),
+            "large heads, bfloat16": attend(architecture, torch.bfloat16, 256, 512, windowed=True, capped=True),
+            "heads of 80, float16": attend(architecture, torch.float16, 80, 6, capped=True),
             "float32": attend(architecture, torch.float32, 128, 512),
             "large heads, float32": attend(architecture, torch.float32, 256, 512),
-            "parts": join(architecture, torch.bfloat16, 128),
+            "parts": join(architecture, torch.bfloat16, 128, "*i64", windowed=True),
+            "parts in a graph": join(architecture, torch.bfloat16, 128, "*i32", windowed=False),
             "noise": race(architecture),
         }
         for name, kernel in kernels.items():

@@ -156,6 +156,18 @@ def test_larger_batches_longer_slices_and_prompts_run_as_they_are(capture: Captu
     assert capture.replays == 0
 
 
+def test_whatever_is_within_the_bounds_has_a_graph(capture: Capture) -> None:
+    bounds = Bounds(sequences=37, tokens_each=9, tokens=150)
+    made = graphs.Graphs(lambda ids, *_: torch.zeros(len(ids), 4), graphs.CacheShape(16, 2, 9), 4, torch.device("cpu"))
+    made.prepare(bounds)
+    for count in range(1, 38):
+        for total in range(count, min(9 * count, 150) + 1):
+            lengths = [total // count + (i < total % count) for i in range(count)]
+            inputs, _ = made._graphs[made._bucket(lengths)]
+            assert inputs.batch >= count
+            assert inputs.rows >= total
+
+
 def test_sequences_of_several_pages_find_them_all(capture: Capture) -> None:
     runner, reference = ModelRunner(build(CONFIGS["llama"]), page_count=12), build(CONFIGS["llama"])
     runner.capture(BOUNDS)
@@ -169,8 +181,8 @@ def test_sequences_of_several_pages_find_them_all(capture: Capture) -> None:
 def test_every_bucket_is_captured_once_the_largest_first(capture: Capture) -> None:
     runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
     runner.capture(BOUNDS)
-    # 1, 2, 4 and 5 sequences of 1 to 4 tokens, less 5 x 4, which is more than 16.
-    assert len(capture.recordings) == 15
+    # 1, 2, 4 and 5 sequences of 1 to 4 tokens, of 5 x 4 only 16.
+    assert len(capture.recordings) == 16
 
 
 def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(

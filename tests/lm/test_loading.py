@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from outrider.errors import OutriderError, Reason
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, Slice, _device
 from outrider.tokenizer import load_tokenizer
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -179,3 +179,12 @@ def test_a_setting_out_of_range_is_named(setting: str, value: str, message: str)
     with pytest.raises(OutriderError, match=message) as error:
         ModelRunner.load(str(MODELS / "draft"), **{setting: value})
     assert error.value.field == setting
+
+
+@pytest.mark.parametrize(("name", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_has_its_number_since_not_all_of_torch_takes_one_without(
+    name: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _device(name) == torch.device("cuda", index)

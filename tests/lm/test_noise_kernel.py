@@ -28,3 +28,8 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
     probs[torch.arange(64), torch.arange(64) * 41] = 1e-30
     drawn = noise_kernel.coupled_sample(probs.to(DEVICE), torch.arange(64, device=DEVICE))
     assert drawn.tolist() == [41 * i for i in range(64)]
+
+
+def test_a_row_of_no_numbers_gives_a_token_there_is() -> None:
+    probs = torch.full((4, 1500), torch.nan, device=DEVICE)
+    assert max(noise_kernel.coupled_sample(probs, torch.arange(4, device=DEVICE)).tolist()) < 1500

@@ -16,6 +16,7 @@ from tiny_models import CONFIGS, VOCAB_SIZE, build
 from outrider.lm import attention, triton_attention
 from outrider.lm.layout import BatchLayout, Slice
 from outrider.lm.runner import ModelRunner
+from outrider.tensors import triton_works
 
 
 def batch(lengths: list[tuple[int, int]], page_size: int, pages: int) -> BatchLayout:
@@ -118,7 +119,10 @@ def test_a_model_has_its_own_logits_by_the_kernel(name: str, monkeypatch: pytest
     ("device", "size", "taken"),
     [("cuda", 128, True), ("cuda", 100, True), ("cuda", 256, True), ("cuda", 512, False), ("cpu", 128, False)],
 )
-def test_the_kernel_is_chosen_where_it_can_do_the_layer(device: str, size: int, taken: bool) -> None:
+def test_the_kernel_is_chosen_where_it_can_do_the_layer(
+    device: str, size: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "triton_works", lambda device: device.type == "cuda")
     layer = attention.LayerCache()
     trial = torch.zeros(1, 2, 3, size)
     layer.attend(trial, trial, trial, 1.0, None, None)
@@ -133,6 +137,31 @@ def test_the_kernels_compile_for_gpus_that_are_not_here_and_fit_the_smallest() -
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 18
+    assert len(kernels) == 22
     assert max(kernel["shared"] for kernel in kernels) <= 99 * 1024
-    assert {kernel["name"] for kernel in kernels if not kernel["mma"]} == {"float32", "large heads, float32", "parts", "noise"}
+    assert {kernel["name"] for kernel in kernels if not kernel["mma"]} == {
+        "float32",
+        "large heads, float32",
+        "parts",
+        "parts in a graph",
+        "noise",
+    }
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiler", "lacking"),
+    [((9, 0), "/usr/bin/gcc", None), ((7, 5), "/usr/bin/gcc", "no GPU of compute capability 8.0"), ((9, 0), None, "no C compiler")],
+)
+def test_where_kernels_cannot_run_that_is_said(
+    capability: tuple[int, int],
+    compiler: str | None,
+    lacking: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("outrider.tensors.shutil.which", lambda name: compiler)
+    triton_works.cache_clear()
+    assert triton_works(torch.device("cuda", 0)) == (lacking is None)
+    triton_works.cache_clear()
+    assert lacking is None or lacking in caplog.text

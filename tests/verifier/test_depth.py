@@ -123,12 +123,27 @@ def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> 
         assert cost.estimate(32, tokens) == pytest.approx(0.07 + 0.0009 * tokens, rel=0.15)
 
 
-def test_a_first_prompt_says_what_prompts_cost_and_changes_nothing_else() -> None:
+@pytest.mark.parametrize("token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"])
+def test_a_wrong_price_of_prompts_is_mended_though_no_step_is_without_one(token_s: float) -> None:
     cost = ForwardCost()
-    cost.calibrate(4, 4, 0.1)
-    cost.observe(4, 4, 0.3, 100)
-    assert cost.prompt_token_s == pytest.approx(0.002)
-    assert cost.estimate(4, 4) == 0.1
+    for depth in (0, 8):
+        cost.calibrate(8, 8 * (1 + depth), 0.012 + 0.0002 * 8 * (1 + depth))
+    cost.prompt_token_s = token_s
+    for i in range(600):
+        tokens, prompt = 8 + 5 * i % 40, 10 + 37 * i % 300
+        cost.observe(8, tokens, 0.012 + 0.0002 * tokens + 0.0004 * prompt, prompt)
+    assert cost.prompt_token_s == pytest.approx(0.0004, rel=0.3)
+    assert cost.estimate(8, 24) == pytest.approx(0.012 + 0.0002 * 24, rel=0.4)
+
+
+def test_what_a_step_with_a_prompt_takes_besides_is_no_price_of_its_tokens() -> None:
+    cost = ForwardCost()
+    cost.calibrate(1, 1, 0.010)
+    cost.calibrate_prompts((64, 0.030 + 64 * 1e-5), (256, 0.030 + 256 * 1e-5))
+    for _ in range(100):
+        cost.observe(1, 1, 0.010)
+        cost.observe(1, 1, 0.030 + 10 * 1e-5, 10)
+    assert cost.prompt_token_s == pytest.approx(1e-5, rel=0.3)
 
 
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
