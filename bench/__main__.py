@@ -52,10 +52,10 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal["bundled", "grown", "acceptance", "adversary", "delay", "limits", "tracing", ""] = ""
+    only: Literal["bundled", "grown", "acceptance", "adversary", "delay", "judging", "limits", "tracing", ""] = ""
     """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
-    much is accepted, what a drafter that is always wrong, delay on the draft stream and tracing cost, what host, gateway and n-gram
-    pools can do at most."""
+    much is accepted, what a drafter that is always wrong, delay on the draft stream and tracing cost, how long judging
+    takes alone, what host, gateway and n-gram pools can do at most."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -106,6 +106,8 @@ def main(arguments: list[str]) -> int:
     console.print(f"machine: {record['machine']}; arguments: {' '.join(arguments)}", markup=False)
     if settings.only == "acceptance":
         console.print(acceptance.tables(settings.models, settings.tokens))
+    elif settings.only == "judging":
+        console.print(acceptance.judging())
     elif settings.only == "limits":
         record["limits"] = asyncio.run(limits.measure(settings.models, settings.out, console))
     elif settings.only == "tracing":
