@@ -12,8 +12,12 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["keys"])  # type: ignore[untyped-decorator]
-def _race(probs, keys, best, tokens, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
+    do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["keys"]
+)
+def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
+    probs, keys, best, tokens, vocab_size, BLOCK: tl.constexpr
+):
     """The best of probability / exponential among the tokens of one block of one row, and whose it is."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 """Whole forwards as CUDA graphs: one call launches the hundreds of kernels of a decoding step, for its batch padded to a bucket.
 
-A graph repeats its kernels at the same addresses with the same numbers. So all that a forward is told of its batch lies in one
-array that keeps its place and is written by one copy, and its logits go to another.
+A graph repeats its kernels at the same addresses with the same numbers. So all that a forward is told of its batch lies in
+arrays that keep their places, the block table in one that all graphs share, and its logits go to another.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CacheShape:
 
 
 class Table:
-    """Page numbers of up to `most` sequences, for all buckets; the copies to the device are told from each other by one event."""
+    """Page numbers of up to `most` sequences, for all buckets; its event follows all that a step copies, other inputs included."""
 
     def __init__(self, most: int, shape: CacheShape, device: torch.device) -> None:
         self.shape = shape

@@ -58,10 +58,10 @@ class ModelRunner:
         self.page_size = page_size or _PAGE_SIZE
         self.page_count = page_count or self._default_page_count(cache_share)
         self._graphs = self._make_graphs() if self._takes_graphs() else None
+        # The page behind the last one takes what pads a graph's batch.
+        spare = int(self._graphs is not None)
+        most_keys = min(self.context_length, self.page_count * self.page_size)
         for layer in self._layers.values():
-            # The page behind the last one takes what pads a graph's batch.
-            spare = int(self._graphs is not None)
-            most_keys = min(self.context_length, self.page_count * self.page_size)
             layer.allocate(self.page_count + spare, self.page_size, most_keys, self.dtype, self.device)
         self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size) if self.device.type == "cpu" else None
         """What runs in place of the model's own forward, where there is such a thing."""

@@ -22,8 +22,8 @@ _PART = 1024
 _PARTS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scores(  # type: ignore[no-untyped-def]  # what comes in are pointers and numbers of the kernel's own language
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _scores(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
     q, k, at, position, scale, window, softcap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr
 ):
     """Of rows and keys; -inf where a row does not see a key."""
@@ -37,8 +37,8 @@ def _scores(  # type: ignore[no-untyped-def]  # what comes in are pointers and n
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fold(scores, v, maximum, total, sum_of_values, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _fold(scores, v, maximum, total, sum_of_values, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]  # as above
     """What further keys make of each row's highest score, sum of weights and sum of weighted values."""
     highest = tl.maximum(maximum, tl.max(scores, 1))
     # A row that sees none of these keys has no highest score yet.
@@ -49,35 +49,16 @@ def _fold(scores, v, maximum, total, sum_of_values, EXACT: tl.constexpr):  # typ
     return highest, total * kept + tl.sum(weights, 1), sum_of_values * kept[:, None] + product
 
 
-@triton.jit(do_not_specialize=["width", "token_count"], do_not_specialize_on_alignment=["ends", "key_counts", "table"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
-    query,
-    keys,
-    values,
-    out,
-    sums,
-    ends,
-    key_counts,
-    table,
-    width,
-    token_count,
-    scale,
-    window,
-    softcap,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEY_LANES: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PART: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+# What varies from step to step must not have a kernel compiled anew.
+@triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
+    do_not_specialize=["width", "token_count"], do_not_specialize_on_alignment=["ends", "key_counts", "table"]
+)
+def _attend(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
+    query, keys, values, out, sums, ends, key_counts, table, width, token_count, scale, window, softcap,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_LANES: tl.constexpr,
+    VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """One tile of rows of one sequence and key/value head, over the keys of one part.
 
     `out` is [parts, T, heads, value size], each part normalised for itself; `sums` has the logarithms of what they were divided by.
@@ -124,8 +105,11 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(sums + row_at, maximum + tl.log(total), mask=real)
 
 
-@triton.jit(do_not_specialize=["row_count"], do_not_specialize_on_alignment=["positions"])  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
+# What varies from step to step must not have a kernel compiled anew.
+@triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
+    do_not_specialize=["row_count"], do_not_specialize_on_alignment=["positions"]
+)
+def _join(  # type: ignore[no-untyped-def]  # as above
     parts,
     sums,
     out,
