@@ -1,7 +1,7 @@
-"""A whole forward of Llama and its like in one call of `decoder.c`: bfloat16, on a processor with AMX.
+"""A whole forward of Llama and its like in one call of `decoder.c`, in bfloat16 or float32.
 
 The model of transformers stays: its modules say what the weights are, and a trial forward must agree with it. Models that are built
-otherwise, and other processors, run as they did.
+otherwise run as they did.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from outrider.lm.attention import LayerCache
 from outrider.lm.cpu_attention import Batch, Layer
-from outrider.lm.cpu_library import library
+from outrider.lm.cpu_library import library, prefix
 from outrider.lm.layout import BatchLayout, Slice
 from outrider.lm.weights import JointLinear, LinearStruct, TiledLinear
 
@@ -27,8 +27,9 @@ _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 _STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
 _LANES = 16
 _TRIAL_TOKENS = 24
-# Of the logits' standard deviation. Rounding makes 0.008 to 0.014 of it; half a residual 0.06, another rotation 0.2 and more.
-_TRIAL_TOLERANCE = 0.04
+# Of the logits' standard deviation. Rounding to bfloat16 makes 0.008 to 0.014 of it; half a residual 0.06, another rotation 0.2 and
+# more. Float32 makes less than a millionth.
+_TRIAL_TOLERANCE = {torch.bfloat16: 0.04, torch.float32: 0.001}
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -68,9 +69,9 @@ class CpuDecoder:
 
     def __init__(self, model: Any, caches: Mapping[int, LayerCache]) -> None:
         """Raises LookupError that says why it cannot do this model."""
-        found = library()
-        if found is None or not hasattr(found, "outrider_decode"):
-            raise LookupError("the processor has no AMX")
+        found, self._dtype = library(), next(model.parameters()).dtype
+        if found is None or self._dtype not in _TRIAL_TOLERANCE:
+            raise LookupError(f"nothing was compiled for {self._dtype}")
         if type(model).__name__ not in _MODELS or not type(model).__module__.startswith("transformers."):
             raise LookupError("it is none of those that are built like Llama")
         base = model.model
@@ -79,7 +80,8 @@ class CpuDecoder:
         self._layers = (_DecoderLayer * len(base.layers))(*(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers)))
         self._decoder = self._whole(model, base)
         self._vocab_size: int = self._decoder.head.out_features
-        self._run, self._go_on, self._room = found.outrider_decode, found.outrider_continue, found.outrider_scratch
+        names = (prefix(self._dtype) + name for name in ("decode", "continue", "scratch"))
+        self._run, self._go_on, self._room = (getattr(found, name) for name in names)
         self._run.argtypes = (ctypes.POINTER(_Decoder), ctypes.POINTER(Batch), ctypes.POINTER(_Step))
         self._go_on.argtypes = (*self._run.argtypes, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
         self._run.restype = self._go_on.restype = None
@@ -96,7 +98,7 @@ class CpuDecoder:
             return None
         difference = decoder._difference(model, caches, page_size)
         # Written so that a NaN is no agreement.
-        if not difference <= _TRIAL_TOLERANCE:
+        if not difference <= _TRIAL_TOLERANCE[decoder._dtype]:
             log.warning("%s runs as transformers runs it: a trial differed by %.2f", type(model).__name__, difference)
             return None
         return decoder
@@ -143,8 +145,8 @@ class CpuDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             raise LookupError(f"its activation is {type(mlp.act_fn).__name__}")
-        if cache.windowed or cache.paged is None or not cache.paged.struct.is_bfloat16:
-            raise LookupError("a layer's attention is not what the paged kernel does in bfloat16")
+        if cache.windowed or cache.paged is None:
+            raise LookupError("a layer's attention is not what the paged kernel does")
         whole = Layer.from_buffer_copy(cache.paged.struct)
         whole.heads = attention.o_proj.in_features // whole.head_size
         norms = (
@@ -162,7 +164,7 @@ class CpuDecoder:
         )
 
     def _norm(self, norm: Any) -> int | None:
-        return None if norm is None else self._address(norm.weight, torch.bfloat16)
+        return None if norm is None else self._address(norm.weight, self._dtype)
 
     def _address(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
         if tensor.dtype is not dtype:
@@ -180,7 +182,7 @@ class CpuDecoder:
             raise LookupError(f"its rotary embedding has {frequencies.numel()} frequencies, no multiple of {_LANES}")
         return _Decoder(
             ctypes.addressof(self._layers),
-            self._address(base.embed_tokens.weight, torch.bfloat16),
+            self._address(base.embed_tokens.weight, self._dtype),
             self._norm(base.norm),
             _tiled(model.lm_head),
             self._address(frequencies, torch.float32),

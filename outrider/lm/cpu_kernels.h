@@ -10,6 +10,11 @@
 #include <immintrin.h>
 #endif
 
+// What activations are cut into for products: rows, and elements of each. They are the tile registers' of AMX, in bfloat16.
+#define TILE_ROWS 16
+#define TILE_DEPTH 32
+#define TILE (TILE_ROWS * TILE_DEPTH)
+
 #define INLINE static inline __attribute__((always_inline))
 
 // Built once for each kind of processor, so that these are known to the compiler.
@@ -69,9 +74,13 @@ INLINE void store(vec value, void *to, int64_t at, int is_bfloat16) {
     return;
   }
   // To the nearest, ties to even; a NaN stays one.
+#if defined(__AVX512BF16__)
+  __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+#else
   uvec bits = (uvec)value, nan = (uvec)(value != value);
   uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   hvec half = __builtin_convertvector((rounded & ~nan) | (0x7fc0 & nan), hvec);
+#endif
   memcpy((uint16_t *)to + at, &half, sizeof half);
 }
 

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 # The libraries by what torch says of the processor; each can do what those before it can.
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
+_AVX512_BFLOAT16 = "_cpu_avx512_bf16"
 _AMX = "_cpu_amx"
 
 
@@ -33,15 +34,24 @@ def runnable_builds() -> list[str]:
     mine = torch.backends.cpu.get_cpu_capability()
     last = capabilities.index(mine) if mine in capabilities else 0
     names = [_BUILDS[capability] for capability in reversed(capabilities[: last + 1])]
-    return [_AMX, *names] if _can_amx() else names
+    if _can("_is_avx512_bf16_supported"):
+        names.insert(0, _AVX512_BFLOAT16)
+    # The kernel of the system has to let this process use the tile registers.
+    if _can("_is_amx_tile_supported") and _can("_init_amx"):
+        names.insert(0, _AMX)
+    return names
 
 
 @cache
-def _can_amx() -> bool:
-    """Whether there are tile registers, and the kernel lets this process use them; older torches do not tell."""
-    told = getattr(torch.cpu, "_is_amx_tile_supported", None), getattr(torch.cpu, "_init_amx", None)
-    supported, init = told
-    return supported is not None and init is not None and bool(supported()) and bool(init())
+def _can(question: str) -> bool:
+    """What torch answers; older torches do not tell."""
+    ask = getattr(torch.cpu, question, None)
+    return ask is not None and bool(ask())
+
+
+def prefix(dtype: torch.dtype) -> str:
+    """What the names of `decoder.c` for such weights begin with; there are bfloat16 and float32."""
+    return f"outrider_{str(dtype).removeprefix('torch.')}_"
 
 
 def load_build(name: str) -> ctypes.CDLL | None:

@@ -26,10 +26,10 @@ struct work {
   int64_t first[MOST_ROWS], last[MOST_ROWS];
 };
 
-// Scores of `n` rows against the block, each in `parts` sums: a processor has some eight additions under way at once.
+// Scores of `n` rows against the block, each in as many sums whatever `n` is, so that they do not depend on what else is computed.
 INLINE void score(struct work *work, int row, int n, int head_size) {
-  const int parts = n > 6 ? 1 : n > 3 ? 2 : n > 1 ? 4 : 8;
-  vec sums[16] = {0};
+  const int parts = 2;
+  vec sums[8 * 2] = {0};
   for (int d = 0; d < head_size; d += parts)
     for (int part = 0; part < parts; part++)
       for (int i = 0; i < n; i++) sums[i * parts + part] += work->queries[row + i][d + part] * work->keys[d + part];

@@ -6,20 +6,20 @@
 
 #include <immintrin.h>
 
-#define TILE_ROWS 16
-// Elements of a tile's row, in bfloat16.
-#define TILE_DEPTH 32
-
 struct tile_config {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
   uint8_t rows[16];
 } __attribute__((packed));
 
+#ifdef EMULATED_TILES
+#include EMULATED_TILES
+#else
 // The compiler's own intrinsics for these are told of 8 bytes of the 64 (GCC bug 114098).
 INLINE void load_config(const struct tile_config *config) { __asm__ volatile("ldtilecfg %0" ::"m"(*config)); }
 
 INLINE void store_config(struct tile_config *config) { __asm__ volatile("sttilecfg %0" : "=m"(*config)); }
+#endif
 
 // GCC does not tell itself that loading a tile reads memory: what was written before has to be there.
 INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }

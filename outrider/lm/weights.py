@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import linear
 
-from outrider.lm.cpu_library import library
+from outrider.lm.cpu_library import library, prefix
 
 # Children of one module that models call one after the other with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -64,7 +64,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class TiledLinear(torch.nn.Module):
-    """A `torch.nn.Linear` in bfloat16 by `decoder.c`, its weight in the tiles of AMX; x [..., in] to [..., out]."""
+    """A `torch.nn.Linear` in bfloat16 or float32 by `decoder.c`, its weight in tiles; x [..., in] to [..., out]."""
 
     BLOCK = 32
     """Inputs are a multiple of this; outputs are filled up to one."""
@@ -72,11 +72,16 @@ class TiledLinear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._bias = None if bias is None else bias.detach().clone()
-        self._tiles = _tiles(weight.detach(), self.BLOCK)
+        self._bias = None if bias is None else _whole_blocks(bias.detach(), self.BLOCK).clone()
+        self._tiles = _tiles(weight.detach(), self.BLOCK, _line(weight.dtype))
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self.struct = LinearStruct(self._tiles.data_ptr(), bias_address, self.in_features, self.out_features)
-        self._product = _product_function()
+        self._product = _product_function(weight.dtype)
+
+    @classmethod
+    def takes(cls, weight: torch.Tensor) -> bool:
+        """Whether the library is there and can do such a weight [out, in]."""
+        return weight.shape[1] % cls.BLOCK == 0 and _product_function(weight.dtype) is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same as the layer it was made from."""
@@ -88,16 +93,28 @@ class TiledLinear(torch.nn.Module):
     __call__ = forward
 
 
-def _tiles(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """[out, in] as [blocks of out, blocks of in, 2, 16 pairs of in, 16 out, pair], filled up with zeros."""
-    outs, ins = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -outs % block))
-    return padded.view(-1, 2, 16, ins // block, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+def _tiles(weight: torch.Tensor, block: int, line: int) -> torch.Tensor:
+    """[out, in] as [blocks of out, blocks of in, parts of a line, lines, `line` out, pair of in], filled up with zeros."""
+    pair = 4 // weight.itemsize
+    lines = _whole_blocks(weight, block).view(-1, block // line, line, weight.shape[1] // block, block // pair, pair)
+    return lines.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
-def _product_function() -> Any:
-    """None where the processor has no AMX."""
-    function = getattr(library(), "outrider_product", None)
+def _whole_blocks(tensor: torch.Tensor, block: int) -> torch.Tensor:
+    """With zeros behind the last row, or number."""
+    return torch.cat([tensor, tensor.new_zeros(-len(tensor) % block, *tensor.shape[1:])])
+
+
+def _line(dtype: torch.dtype) -> int:
+    """Columns of weights that the library wants side by side."""
+    found = library()
+    assert found is not None
+    return ctypes.c_int64.in_dll(found, f"{prefix(dtype)}line").value
+
+
+def _product_function(dtype: torch.dtype) -> Any:
+    """None where there is none."""
+    function = getattr(library(), f"{prefix(dtype)}product", None)
     if function is not None:
         function.argtypes = ctypes.POINTER(LinearStruct), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
         function.restype = None
@@ -144,17 +161,16 @@ def settle_on_cpu(model: torch.nn.Module) -> None:
 
     Subclasses of `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
     """
-    packs_bfloat16 = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     joined = {layer for module in model.modules() for layers in _joinable(module) for layer in layers}
-    # Joining and packing copy a weight out of the file by themselves; copied before as well, the model would for a while, and its
-    # heap for ever, be twice as large.
-    taken = [module for module in model.modules() if module not in joined and not _packable(module, packs_bfloat16)]
+    # Joining and putting in another order copy a weight out of the file by themselves; copied before as well, the model would for a
+    # while, and its heap for ever, be twice as large.
+    taken = [module for module in model.modules() if module not in joined and _settled_class(module) in (None, LeanLinear)]
     copied = {id(parameter) for module in taken for parameter in module.parameters(recurse=False)}
     with torch.no_grad():
         for parameter in model.parameters():
             if id(parameter) in copied:
                 parameter.data = parameter.data.clone()
-        _replace(model, packs_bfloat16)
+        _replace(model)
 
 
 def _joinable(module: torch.nn.Module) -> list[list[torch.nn.Linear]]:
@@ -169,16 +185,19 @@ def _joinable(module: torch.nn.Module) -> list[list[torch.nn.Linear]]:
     return found
 
 
-def _packable(module: torch.nn.Module, packs_bfloat16: bool) -> bool:
-    return type(module) is torch.nn.Linear and packs_bfloat16 and module.weight.dtype is torch.bfloat16
+def _settled_class(module: torch.nn.Module) -> type[Settled] | None:
+    """What a layer becomes; None for what stays as it is."""
+    if type(module) is not torch.nn.Linear:
+        return None
+    if TiledLinear.takes(module.weight):
+        return TiledLinear
+    packs_bfloat16 = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return PackedLinear if packs_bfloat16 and module.weight.dtype is torch.bfloat16 else LeanLinear
 
 
-def _replace(module: torch.nn.Module, packs_bfloat16: bool) -> None:
+def _replace(module: torch.nn.Module) -> None:
     def settled(like: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> Settled:
-        if not _packable(like, packs_bfloat16):
-            return LeanLinear(weight, bias)
-        tiles = like.in_features % TiledLinear.BLOCK == 0 and _product_function() is not None
-        return TiledLinear(weight, bias) if tiles else PackedLinear(weight, bias)
+        return (_settled_class(like) or LeanLinear)(weight, bias)
 
     parts: dict[torch.nn.Module, JointLinear] = {}
     for layers in _joinable(module):
@@ -193,4 +212,4 @@ def _replace(module: torch.nn.Module, packs_bfloat16: bool) -> None:
         elif type(child) is torch.nn.Linear:
             setattr(module, name, settled(child, child.weight, child.bias))
         else:
-            _replace(child, packs_bfloat16)
+            _replace(child)

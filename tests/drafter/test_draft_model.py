@@ -13,7 +13,6 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from drafter_svc.families.model import ModelFamily
-from outrider.lm.cpu_library import library
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, SparseDistribution, Verdict, Window
 from outrider.tokenizer import load_tokenizer
@@ -135,12 +134,12 @@ async def test_a_hit_goes_on_behind_what_is_ahead(
     assert (await all_of(family))[1] == greedy(prompts[1], 10)[6:]
 
 
-@pytest.mark.skipif(not hasattr(library(), "outrider_decode"), reason="this processor has no AMX")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
-    thread: ThreadPoolExecutor, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    thread: ThreadPoolExecutor, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     def load() -> ModelRunner:
-        return ModelRunner.load(MODEL, dtype="bfloat16", device="cpu", threads=1, page_count=512)
+        return ModelRunner.load(MODEL, dtype=dtype, device="cpu", threads=1, page_count=512)
 
     runner, fresh = thread.submit(load).result(), thread.submit(load).result()
     calls: list[int] = []

@@ -4,10 +4,9 @@ import random
 
 import pytest
 import torch
+from builds import BUILDS, use_build
 
-from outrider.lm import cpu_attention
 from outrider.lm.cpu_attention import PagedAttention, PagedBatch
-from outrider.lm.cpu_library import load_build, runnable_builds
 
 PAGE_COUNT = 64
 SCALE = 0.2
@@ -64,13 +63,9 @@ class Case:
         return torch.cat(out)
 
 
-@pytest.fixture(params=["_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_amx"], autouse=True)
+@pytest.fixture(params=BUILDS, autouse=True)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param not in runnable_builds():
-        pytest.skip("this processor cannot run that build")
-    found = load_build(request.param)
-    assert found is not None, "tests need a C compiler when the package is installed"
-    monkeypatch.setattr(cpu_attention, "library", lambda: found)
+    use_build(request.param, monkeypatch)
 
 
 SHAPES = {

@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.lm import weights
-from outrider.lm.cpu_library import library
 from outrider.lm.weights import JointLinear, PackedLinear, TiledLinear, settle_on_cpu
 
 needs_bfloat16 = pytest.mark.skipif(
@@ -38,22 +37,29 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
         return model(torch.arange(20).unsqueeze(0)).logits
 
 
-@needs_bfloat16
-@pytest.mark.parametrize("packed", [PackedLinear, TiledLinear])
-def test_packed_bfloat16_weights_give_the_same_logits(packed: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("packed", "dtype", "tolerance"),
+    [
+        pytest.param(PackedLinear, torch.bfloat16, 2**-7, marks=needs_bfloat16),
+        (TiledLinear, torch.bfloat16, 2**-7),
+        (TiledLinear, torch.float32, 1e-6),
+    ],
+)
+def test_weights_in_another_order_give_the_same_logits(
+    packed: type[torch.nn.Module], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if packed is PackedLinear:
         monkeypatch.setattr(weights, "library", lambda: None)
-    elif not hasattr(library(), "outrider_product"):
-        pytest.skip("this processor has no AMX")
-    model = tiny(torch.bfloat16)
+    model = tiny(dtype)
     expected = logits(model)
     settle_on_cpu(model)
     assert [type(module) for module in model.model.layers[0].mlp.children()][:3] == [JointLinear, JointLinear, packed]
     assert type(model.lm_head) is packed
-    torch.testing.assert_close(logits(model), expected, rtol=0, atol=2**-7)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=tolerance)
 
 
-def test_float32_weights_keep_their_numbers_and_stay_tied() -> None:
+def test_float32_weights_without_the_library_keep_their_numbers_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "library", lambda: None)
     model = tiny(torch.float32)
     expected = logits(model)
     settle_on_cpu(model)

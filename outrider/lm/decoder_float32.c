@@ -1,0 +1,3 @@
+// decoder.c for float.
+#define BFLOAT16 0
+#include "decoder.c"

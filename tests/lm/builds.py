@@ -1,0 +1,56 @@
+"""The builds of the C of `outrider.lm`, each of which has to compute the same."""
+
+import ctypes
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import outrider.lm
+from outrider.lm import cpu_attention, cpu_decoder, weights
+from outrider.lm.cpu_library import load_build, runnable_builds
+
+BUILDS = ["_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_avx512_bf16", "_cpu_amx"]
+_FLAGS = [
+    "-O2",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-Wno-psabi",
+    "-march=x86-64-v4",
+    "-mavx512bf16",
+    "-D__AMX_BF16__",
+    "-fPIC",
+    "-shared",
+]
+_SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "tile_attention.c"]
+
+
+def use_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the best one that this processor can run, for what is made from here on."""
+    found = _load(name)
+    for module in (cpu_attention, cpu_decoder, weights):
+        monkeypatch.setattr(module, "library", lambda: found)
+
+
+def _load(name: str) -> ctypes.CDLL:
+    if name in runnable_builds():
+        found = load_build(name)
+        assert found is not None, "tests need a C compiler when the package is installed"
+        return found
+    if name == "_cpu_amx" and "_cpu_avx512_bf16" in runnable_builds():
+        return _emulated_amx()
+    pytest.skip("this processor cannot run that build")
+
+
+@cache
+def _emulated_amx() -> ctypes.CDLL:
+    """The build for AMX with its tile registers in software."""
+    source = Path(outrider.lm.__file__).parent
+    emulation = Path(__file__).parent / "amx_emulation.h"
+    with tempfile.TemporaryDirectory() as directory:
+        built = Path(directory) / "amx.so"
+        command = ["cc", *_FLAGS, f'-DEMULATED_TILES="{emulation}"', *(str(source / name) for name in _SOURCES), "-lm"]
+        subprocess.run([*command, "-o", str(built)], check=True)
+        return ctypes.CDLL(str(built))
