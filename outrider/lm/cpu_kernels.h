@@ -96,6 +96,21 @@ INLINE vec largest(vec a, vec b) {
 #endif
 }
 
+// Whether pairs of bfloat16 are multiplied and added by one instruction, and such a sum of LANES pairs and one for all of them.
+#if defined(__AVX512BF16__)
+#define HAS_DOTS 1
+INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
+  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int32_t)pair));
+}
+#else
+#define HAS_DOTS 0
+INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
+  uvec both = pair - (uvec){0};
+  sum += (vec)(both << 16) * (vec)((uvec)pairs << 16);
+  return sum + (vec)(both & 0xffff0000) * (vec)((uvec)pairs & 0xffff0000);
+}
+#endif
+
 // The transpose of a block of LANES rows, by exchanges between rows 1, 2, 4, … apart.
 INLINE void transpose(vec block[LANES]) {
 #pragma GCC unroll 4

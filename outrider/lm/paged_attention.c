@@ -18,9 +18,13 @@ INLINE float largest_lane(vec x) {
   return x[0];
 }
 
-// Up to MOST_ROWS queries of one key/value head, and how far their softmax has come.
+// Up to MOST_ROWS queries of one key/value head, and how far their softmax has come. `by_dots` keys and queries are pairs of bfloat16 of
+// neighbouring dimensions, and values and weights pairs of neighbouring keys; else they are floats, and `scale` is in the queries.
 struct work {
+  int by_dots;
+  float scale;
   vec keys[MOST_HEAD_SIZE], values[LANES][MOST_HEAD_SIZE / LANES];
+  uint32_t query_pairs[MOST_ROWS][MOST_HEAD_SIZE / 2], weight_pairs[MOST_ROWS][LANES / 2];
   vec sums[MOST_ROWS][MOST_HEAD_SIZE / LANES], weights[MOST_ROWS], total[MOST_ROWS];
   float queries[MOST_ROWS][MOST_HEAD_SIZE], most[MOST_ROWS];
   int64_t first[MOST_ROWS], last[MOST_ROWS];
@@ -30,12 +34,16 @@ struct work {
 INLINE void score(struct work *work, int row, int n, int head_size) {
   const int parts = 2;
   vec sums[8 * 2] = {0};
-  for (int d = 0; d < head_size; d += parts)
+  for (int d = 0; d < head_size / (work->by_dots ? 2 : 1); d += parts)
     for (int part = 0; part < parts; part++)
-      for (int i = 0; i < n; i++) sums[i * parts + part] += work->queries[row + i][d + part] * work->keys[d + part];
+      for (int i = 0; i < n; i++) {
+        vec *sum = &sums[i * parts + part], keys = work->keys[d + part];
+        if (HAS_DOTS && work->by_dots) *sum = add_dots(*sum, keys, work->query_pairs[row + i][d + part]);
+        else *sum += work->queries[row + i][d + part] * keys;
+      }
   for (int i = 0; i < n; i++) {
     for (int part = 1; part < parts; part++) sums[i * parts] += sums[i * parts + part];
-    work->weights[row + i] = sums[i * parts];
+    work->weights[row + i] = HAS_DOTS && work->by_dots ? sums[i * parts] * work->scale : sums[i * parts];
   }
 }
 
@@ -54,6 +62,7 @@ INLINE void weigh(struct work *work, int row, ivec position, int head_size) {
   vec weights = work->most[row] > -INFINITY ? exponential(scores - work->most[row]) : splat(0);
   work->weights[row] = (vec)((ivec)weights & seen);
   work->total[row] += work->weights[row];
+  if (HAS_DOTS && work->by_dots) store(work->weights[row], work->weight_pairs[row], 0, 1);
 }
 
 // Adds the block's values, by weight, to the sums of `n` rows.
@@ -61,8 +70,13 @@ INLINE void add_values(struct work *work, int row, int n, int count, int head_si
   for (int c = 0; c < head_size / LANES; c++) {
     vec sums[8];
     for (int i = 0; i < n; i++) sums[i] = work->sums[row + i][c];
-    for (int j = 0; j < count; j++)
-      for (int i = 0; i < n; i++) sums[i] += work->weights[row + i][j] * work->values[j][c];
+    if (HAS_DOTS && work->by_dots) {
+      for (int j = 0; j < (count + 1) / 2; j++)
+        for (int i = 0; i < n; i++) sums[i] = add_dots(sums[i], work->values[j][c], work->weight_pairs[row + i][j]);
+    } else {
+      for (int j = 0; j < count; j++)
+        for (int i = 0; i < n; i++) sums[i] += work->weights[row + i][j] * work->values[j][c];
+    }
     for (int i = 0; i < n; i++) work->sums[row + i][c] = sums[i];
   }
 }
@@ -82,6 +96,22 @@ INLINE void add_values(struct work *work, int row, int n, int count, int head_si
     }                                          \
   }
 
+#if HAS_DOTS
+// The block's values, those of two keys side by side; zeros behind the last.
+INLINE void pair_values(struct work *work, const uint16_t *values, int64_t stride, int count, int head_size) {
+  static const uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_loadu_si512(order), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  for (int j = 0; j < count; j += 2, values += 2 * stride)
+    for (int d = 0; d < head_size; d += 2 * LANES) {
+      __m512i a = _mm512_loadu_si512(values + d);
+      __m512i b = j + 1 < count ? _mm512_loadu_si512(values + stride + d) : _mm512_setzero_si512();
+      work->values[j / 2][d / LANES] = (vec)_mm512_permutex2var_epi16(a, first, b);
+      work->values[j / 2][d / LANES + 1] = (vec)_mm512_permutex2var_epi16(a, second, b);
+    }
+}
+#endif
+
 // The block's keys, turned, and its values, as floats.
 INLINE void take_block(struct work *work, const struct layer *layer, int64_t slot, int64_t kv_head, int count, int is_bfloat16) {
   int head_size = (int)layer->head_size;
@@ -97,7 +127,9 @@ INLINE void take_block(struct work *work, const struct layer *layer, int64_t slo
     }
     transpose(block);
     for (int i = 0; i < LANES; i++) {
-      if (paired) {
+      if (work->by_dots) {
+        work->keys[d / 2 + i] = block[i];
+      } else if (paired) {
         work->keys[d + 2 * i] = (vec)((uvec)block[i] << 16);
         work->keys[d + 2 * i + 1] = (vec)((uvec)block[i] & 0xffff0000);
       } else {
@@ -105,6 +137,12 @@ INLINE void take_block(struct work *work, const struct layer *layer, int64_t slo
       }
     }
   }
+#if HAS_DOTS
+  if (work->by_dots) {
+    pair_values(work, (const uint16_t *)layer->values + at, stride, count, head_size);
+    return;
+  }
+#endif
   for (int j = 0; j < count; j++)
     for (int c = 0; c < head_size / LANES; c++) work->values[j][c] = load(layer->values, at + j * stride + c * LANES, is_bfloat16);
 }
@@ -143,7 +181,10 @@ INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct 
 // Some of the rows of one slice and one key/value head: row r is query head r % group of token r / group.
 INLINE void attend_some(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
                         int64_t window, int64_t slice, int64_t kv_head, int64_t first_row, int rows, int is_bfloat16) {
+  // Not initialized as a whole: most of it is room for the largest heads.
   struct work work;
+  work.by_dots = HAS_DOTS && is_bfloat16 && layer->head_size % (2 * LANES) == 0;
+  work.scale = scale;
   int64_t group = layer->heads / layer->kv_heads, size = layer->head_size, start = batch->starts[slice];
   int64_t first_key = INT32_MAX, last_key = 0;
   for (int i = 0; i < rows; i++) {
@@ -152,6 +193,7 @@ INLINE void attend_some(const struct layer *layer, const struct batch *batch, co
     for (int64_t d = 0; d < size; d += LANES) {
       vec part = load(query->data, at + d, is_bfloat16) * scale;
       memcpy(&work.queries[i][d], &part, sizeof part);
+      if (work.by_dots) memcpy(&work.query_pairs[i][d / 2], (const uint16_t *)query->data + at + d, LANES * sizeof(uint16_t));
       work.sums[i][d / LANES] = splat(0);
     }
     work.total[i] = splat(0);

@@ -30,13 +30,7 @@ INLINE vec add_products(vec sum, vec weights, const element *x) {
 #if BFLOAT16
   uint32_t pair;
   memcpy(&pair, x, sizeof pair);
-#if defined(__AVX512BF16__)
-  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int32_t)pair));
-#else
-  uvec both = pair - (uvec){0};
-  sum += (vec)(both << 16) * (vec)((uvec)weights << 16);
-  return sum + (vec)(both & 0xffff0000) * (vec)((uvec)weights & 0xffff0000);
-#endif
+  return add_dots(sum, weights, pair);
 #else
   return sum + *x * weights;
 #endif
