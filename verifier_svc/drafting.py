@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from outrider.errors import OutriderError
-from outrider.messages import Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
+from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
 from outrider.telemetry import Span
 from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import Drafter, Roster
@@ -201,17 +202,21 @@ class Drafting:
         return verdict
 
     def _window(self, assignment: Assignment, depth: int) -> Window:
-        """How far to run ahead: as far as the trie has room, or, where it would take cores from the forward, as far as that pays.
+        """How far to run ahead: a draft for each step until the drafter hears of this one, as far as the trie has room; or not at
+        all where that would take cores from the forward for no gain.
 
-        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands; else it was for nothing.
+        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands, those of all sequences,
+        since a step waits for all; else it was for nothing.
         """
-        drafter = assignment.drafter
+        drafter, step_s, most = assignment.drafter, self.planner.plain_s, assignment.trie.window
         if self._own_cores is not None and drafter.shares(self._own_cores):
-            hit, draft_s = assignment.rate.survival[depth - 1], depth * drafter.token_time.value
-            near = drafter.reply.value < _NEAR * self.planner.plain_s
+            hit, draft_s = assignment.rate.survival[depth - 1] ** self.planner.batch, depth * drafter.token_time.value
+            near = drafter.reply.value < _NEAR * step_s
             if near or hit * (drafter.reply.value + draft_s) <= draft_s:
                 return Window(depth, depth)
-        return assignment.trie.window
+        steps = 1 + math.ceil(drafter.reply.value / step_s) if step_s > 0.0 else MAX_DEPTH
+        reach = min((1 + steps) * (1 + depth) - 1, most.depth)
+        return Window(min(_NODES_PER_DEPTH * reach, most.node_count), reach)
 
     def judge(self, sequence: Sequence, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""

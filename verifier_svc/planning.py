@@ -53,6 +53,11 @@ class Planner:
         """Whether a drafter was paused on a decoding sequence at the last plan, so that there is something to probe."""
 
     @property
+    def batch(self) -> int:
+        """Sequences that were decoding when last there were any."""
+        return self._batch
+
+    @property
     def plain_s(self) -> float:
         """Seconds of a step without drafts at the present batch; 0 before anything was measured."""
         return self._cost.estimate(self._batch, self._batch)
