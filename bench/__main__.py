@@ -123,9 +123,10 @@ def main(arguments: list[str]) -> int:
         for pair in _pairs(settings, console):
             results = asyncio.run(_measure_pair(pair, settings, console))
             record["pairs"][pair.name] = results.as_json()
-            for table in tables(results, _BASE):
+            base = results.base(_BASE, "outrider, plain")
+            for table in tables(results, base):
                 console.print(table)
-            images |= plot(results, _BASE)
+            images |= plot(results, base)
     for path in write(settings.out, stem, record, console, images):
         print(f"written: {path}")
     return 0

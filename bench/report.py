@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -45,6 +45,11 @@ class Results:
             cells = [cell for cell in self.samples if (cell.kind, cell.temperature) == (kind, temperature)]
             yield f"{self.pair}; prompts: {kind}; temperature {temperature:g}", cells
 
+    def base(self, *names: str) -> str:
+        """The first of these ways that was measured, for the others to be compared with."""
+        measured = {way for ways in self.samples.values() for way in ways}
+        return next((name for name in names if name in measured), names[0])
+
     def as_json(self) -> list[dict[str, Any]]:
         return [
             {
@@ -53,6 +58,7 @@ class Results:
                 "batch": cell.batch,
                 "way": way,
                 "tokens_per_s": [sample.tokens_per_s for sample in samples],
+                "full_tokens_per_s": [sample.full_tokens_per_s for sample in samples],
                 "ttft_s": [value for sample in samples for value in sample.ttft],
                 "tpot_s": [value for sample in samples for value in sample.tpot],
                 "counters": [sample.counters for sample in samples],
@@ -65,7 +71,9 @@ class Results:
 def tables(results: Results, base: str) -> Iterator[Table]:
     """Rates, then latencies, then where the time of a step went."""
     for title, cells in results.groups():
-        yield _rates(title, cells, results, base)
+        yield _rates(f"{title}\ntokens/s", cells, results, base, lambda sample: sample.tokens_per_s)
+        full = "the same until nothing waits any more: batches are full, and the end of a run, with few requests, does not count"
+        yield _rates(f"{title}\n{full}", cells, results, base, lambda sample: sample.full_tokens_per_s)
         yield _latencies(title, cells, results)
         yield _steps(title, cells, results)
 
@@ -74,8 +82,12 @@ def _ways(cells: list[Cell], results: Results) -> list[str]:
     return list(dict.fromkeys(way for cell in cells for way in results.samples[cell]))
 
 
-def _rates(title: str, cells: list[Cell], results: Results, base: str) -> Table:
-    table = Table(title=f"{title}\ntokens/s, median of the rounds (range), and × {base}")
+def _rates(title: str, cells: list[Cell], results: Results, base: str, rate: Callable[[Sample], float | None]) -> Table:
+    def rates_of(cell: Cell, way: str) -> list[float]:
+        found = [rate(sample) for sample in results.samples[cell].get(way, [])]
+        return [value for value in found if value is not None]
+
+    table = Table(title=f"{title}; median of the rounds (range), and × {base}")
     table.add_column("way")
     for cell in cells:
         table.add_column(f"batch {cell.batch}", justify="right")
@@ -83,8 +95,7 @@ def _rates(title: str, cells: list[Cell], results: Results, base: str) -> Table:
     for way in _ways(cells, results):
         row = []
         for cell in cells:
-            rates = [sample.tokens_per_s for sample in results.samples[cell].get(way, [])]
-            own = [sample.tokens_per_s for sample in results.samples[cell].get(base, [])]
+            rates, own = rates_of(cell, way), rates_of(cell, base)
             row.append(f"{median(rates):.1f} ({min(rates):.1f}–{max(rates):.1f})" if rates else "–")
             row.append(f"{median(rates) / median(own):.2f}" if rates and own else "–")
         table.add_row(way, *row)

@@ -46,7 +46,7 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
     waiting = list(enumerate(task["prompts"]))
     begun: dict[str, float] = {}
     first: dict[str, float] = {}
-    tokens, ttft, tpot = 0, [], []
+    tokens, ttft, tpot, requests, full_s = 0, [], [], [], 0.0
     started = time.perf_counter()
     while waiting or begun:
         while waiting and len(begun) < task["batch"]:
@@ -61,8 +61,11 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
             if output.finished:
                 tokens += count
                 tpot.append((now - first[output.request_id]) / max(count - 1, 1))
+                requests.append((first[output.request_id] - started, now - started, count))
+                full_s = full_s or (0.0 if waiting else now - started)
                 del begun[output.request_id]
-    return {"tokens": tokens, "seconds": time.perf_counter() - started, "ttft": ttft, "tpot": tpot}
+    seconds = time.perf_counter() - started
+    return {"tokens": tokens, "seconds": seconds, "ttft": ttft, "tpot": tpot, "requests": requests, "full_s": full_s}
 
 
 if __name__ == "__main__":

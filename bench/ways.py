@@ -39,7 +39,8 @@ class Task:
 class Sample:
     """What one task took. Times are in seconds; `ttft` and `tpot` have one entry a request where they are known.
 
-    `counters` are what the verifier's metrics grew by, by metric and labels.
+    `counters` are what the verifier's metrics grew by, by metric and labels. `requests` have, where that is known, when the first
+    and the last token came and how many there were; `full_s` is until when as many were under way as the batch is large.
     """
 
     tokens: int
@@ -47,10 +48,25 @@ class Sample:
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
+    requests: list[tuple[float, float, int]] = field(default_factory=list)
+    full_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def full_tokens_per_s(self) -> float | None:
+        """The same while as many requests were under way as the batch is large, a request's tokens taken to come evenly."""
+        if not self.requests or self.full_s <= 0.0:
+            return None
+        return sum(_tokens_by(self.full_s, *request) for request in self.requests) / self.full_s
+
+
+def _tokens_by(at: float, first: float, last: float, count: int) -> float:
+    if at < first:
+        return 0.0
+    return count if at >= last else 1 + (count - 1) * (at - first) / (last - first)
 
 
 Measure = Callable[[Task], Awaitable[Sample]]
@@ -176,7 +192,10 @@ async def _over_http(
     async def worker() -> None:
         while waiting:
             body = {**stem, "prompt": waiting.pop(), "max_tokens": task.max_tokens, "temperature": task.temperature}
-            await _stream(client.base_url.port or 0, body, headers(), sample)
+            first, last, count = await _stream(client.base_url.port or 0, body, headers(), sample)
+            sample.requests.append((first - started, last - started, count))
+            # Whoever finds nothing more to do leaves its place empty.
+            sample.full_s = sample.full_s or (0.0 if waiting else last - started)
 
     started = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(task.batch)))
@@ -186,8 +205,10 @@ async def _over_http(
     return sample
 
 
-async def _stream(port: int, body: dict[str, Any], headers: dict[str, str], sample: Sample) -> None:
-    """One streamed completion, its times counted in tokens, of which a chunk can hold several."""
+async def _stream(port: int, body: dict[str, Any], headers: dict[str, str], sample: Sample) -> tuple[float, float, int]:
+    """One streamed completion, its times counted in tokens, of which a chunk can hold several: when the first and the last came,
+    and how many.
+    """
     options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     started, first, last = time.perf_counter(), 0.0, b""
     async for block in stream(port, {**body, **options}, headers):
@@ -200,6 +221,7 @@ async def _stream(port: int, body: dict[str, Any], headers: dict[str, str], samp
     sample.tokens += count
     sample.ttft.append(first - started)
     sample.tpot.append((ended - first) / max(count - 1, 1))
+    return first, ended, count
 
 
 async def counters(port: int) -> dict[str, float]:

@@ -104,7 +104,9 @@ def results() -> Results:
     counters |= {"decode_seconds": 2.0, "decode_bare_forward_seconds": 1.5, "draft_lookups.chain": 3, "draft_lookups.miss": 1}
     for batch in (1, 8):
         found.add(Cell("code", 0.0, batch), "transformers", Sample(30, 3.0))
-        found.add(Cell("code", 0.0, batch), "outrider, ngram", Sample(30, 1.5, [0.2], [0.03], counters))
+        # Two requests of 15 tokens; while both are under way, the first second, 15 of the one come and 8 of the other.
+        requests = [(0.0, 1.0, 15), (0.5, 1.5, 15)]
+        found.add(Cell("code", 0.0, batch), "outrider, ngram", Sample(30, 1.5, [0.2], [0.03], counters, requests, 1.0))
     return found
 
 
@@ -117,12 +119,18 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     printed = (tmp_path / "printed").read_text()
     assert "20.0 (20.0–20.0)" in printed
     assert "2.00" in printed
+    assert "23.0 (23.0–23.0)" in printed
     assert "Median TPOT (ms)" in printed
     step = next(line for line in printed.splitlines() if "outrider, ngram" in line and "0.75" in line)
     cells = [cell.strip() for cell in step.split("│")]
     assert {"3.00", "26.7", "0.75", "0.25"} <= set(cells)
     assert [path.suffix for path in paths] == [".json", ".html", ".png"]
     assert "data:image/png;base64," in paths[1].read_text()
+
+
+def test_ways_are_compared_with_the_first_of_the_wanted_that_was_measured() -> None:
+    assert results().base("transformers", "outrider, ngram") == "transformers"
+    assert results().base("outrider, plain", "outrider, ngram") == "outrider, ngram"
 
 
 @pytest.mark.parametrize(
