@@ -67,8 +67,8 @@ class BenchSettings(Settings):
     """Batch sizes: so many requests are kept under way."""
 
     waves: int = Field(2, ge=1)
-    """Requests in all for each under way, at least four in all. The more, the less it matters how a run ends: with drafts those are
-    left over of which little is accepted, while plain decoding's end together."""
+    """Requests in all for each under way, at least four in all. With more than two they are of half to one and a half times as
+    many tokens, so that they come and go as users' do: all of one length, those of plain decoding begin and end together."""
 
     kinds: list[str] = Field(["mixed"])
     """Prompts: mixed, or code, rewriting, json, chat alone."""
@@ -207,7 +207,7 @@ def _task(prompts: list[list[int]], cell: Cell, waves: int, tokens: int) -> Task
     count = max(4, waves * cell.batch)
     spread = [prompts[i * len(prompts) // count] for i in range(count)] if count < len(prompts) else []
     picked = spread or [prompts[i % len(prompts)] for i in range(count)]
-    return Task(picked, cell.batch, tokens, cell.temperature)
+    return Task(picked, cell.batch, tokens, cell.temperature, varied=waves > 2)
 
 
 async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, console: Console) -> dict[str, Measure]:

@@ -1,6 +1,6 @@
 """`python bench/vllm_peer.py`: vLLM in its own virtual environment and process, answering one JSON line for each it is sent.
 
-In: {"prompts": [[ids]], "batch": n, "max_tokens": n, "temperature": t}. Out: {"tokens": n, "seconds": s, "ttft": [s], "tpot": [s]}.
+In: {"prompts": [[ids]], "batch": n, "lengths": [n], "temperature": t}. Out: {"tokens": n, "seconds": s, "ttft": [s], "tpot": [s]}.
 As many requests are kept under way as the batch is large, a new one for each that ends. Imports nothing of Outrider's.
 """
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
-    params = vllm.SamplingParams(temperature=task["temperature"], max_tokens=task["max_tokens"], ignore_eos=True, detokenize=False)
+    how = {"temperature": task["temperature"], "ignore_eos": True, "detokenize": False}
     waiting = list(enumerate(task["prompts"]))
     begun: dict[str, float] = {}
     first: dict[str, float] = {}
@@ -52,6 +52,7 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
         while waiting and len(begun) < task["batch"]:
             number, prompt = waiting.pop(0)
             begun[str(number)] = time.perf_counter()
+            params = vllm.SamplingParams(max_tokens=task["lengths"][number], **how)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
         for output in engine.step():
             now, count = time.perf_counter(), len(output.outputs[0].token_ids)

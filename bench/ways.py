@@ -27,12 +27,23 @@ from outrider.supervisor import StartFailed, Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts to decode, so many at once, so many tokens each; ends of text are ignored."""
+    """Prompts to decode, so many at once, so many tokens each; ends of text are ignored.
+
+    If `varied` that many is the mean, and requests have half to one and a half times as many, as users' do; else those that begin
+    together end together in plain decoding, and nowhere else. Ways that cannot do that give each the mean.
+    """
 
     prompts: list[list[int]]
     batch: int
     max_tokens: int
     temperature: float
+    varied: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, spread evenly by the golden ratio."""
+        spread = [0.5 + (i * 0.618034) % 1.0 if self.varied else 1.0 for i in range(len(self.prompts))]
+        return [round(self.max_tokens * share) for share in spread]
 
 
 @dataclass(slots=True)
@@ -137,7 +148,13 @@ async def vllm_way(pair: Pair, python: Path, max_sequences: int, speculative: di
 
 
 def _fields(task: Task) -> dict[str, Any]:
-    return {"prompts": task.prompts, "batch": task.batch, "max_tokens": task.max_tokens, "temperature": task.temperature}
+    return {
+        "prompts": task.prompts,
+        "batch": task.batch,
+        "max_tokens": task.max_tokens,
+        "lengths": task.lengths,
+        "temperature": task.temperature,
+    }
 
 
 @asynccontextmanager
@@ -186,12 +203,13 @@ async def _over_http(
 ) -> Sample:
     """As many requests under way as the batch is large, a new one for each that ends."""
     sample = Sample(0, 0.0)
-    waiting = list(reversed(task.prompts))
+    waiting = list(reversed(list(zip(task.prompts, task.lengths, strict=True))))
     before = await counters(metrics_port)
 
     async def worker() -> None:
         while waiting:
-            body = {**stem, "prompt": waiting.pop(), "max_tokens": task.max_tokens, "temperature": task.temperature}
+            prompt, length = waiting.pop()
+            body = {**stem, "prompt": prompt, "max_tokens": length, "temperature": task.temperature}
             first, last, count = await _stream(client.base_url.port or 0, body, headers(), sample)
             sample.requests.append((first - started, last - started, count))
             # Whoever finds nothing more to do leaves its place empty.

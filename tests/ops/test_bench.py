@@ -177,6 +177,14 @@ def test_a_record_names_the_versions_and_the_gpu_where_there_is_one_and_needs_no
     assert bench._machine() == alone.replace(versions, f", a GPU{versions}")
 
 
+def test_lengths_that_vary_are_as_many_tokens_in_all_as_those_that_do_not() -> None:
+    prompts = [[1]] * 100
+    even, varied = (Task(prompts, 8, 40, 0.0, varied=wanted).lengths for wanted in (False, True))
+    assert set(even) == {40}
+    assert (min(varied), max(varied)) == (20, 60)
+    assert abs(sum(varied) - sum(even)) < 40
+
+
 async def test_transformers_ways_decode_all_that_is_asked_for() -> None:
     pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
     task = Task([[5, 6, 7], [8, 9]], batch=2, max_tokens=6, temperature=0.0)
