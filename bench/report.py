@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -45,9 +45,9 @@ class Results:
             cells = [cell for cell in self.samples if (cell.kind, cell.temperature) == (kind, temperature)]
             yield f"{self.pair}; prompts: {kind}; temperature {temperature:g}", cells
 
-    def base(self, *names: str) -> str:
-        """The first of these ways that was measured, for the others to be compared with."""
-        measured = {way for ways in self.samples.values() for way in ways}
+    def base(self, names: Sequence[str], rate: Callable[[Sample], float | None]) -> str:
+        """The first of these ways that has such a rate, for the others to be compared with."""
+        measured = {way for ways in self.samples.values() for way, samples in ways.items() if any(map(rate, samples))}
         return next((name for name in names if name in measured), names[0])
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -68,12 +68,12 @@ class Results:
         ]
 
 
-def tables(results: Results, base: str) -> Iterator[Table]:
-    """Rates, then latencies, then where the time of a step went."""
+def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
+    """Rates, over those of the first of `bases` that has any; then latencies, then where the time of a step went."""
     for title, cells in results.groups():
-        yield _rates(f"{title}\ntokens/s", cells, results, base, lambda sample: sample.tokens_per_s)
+        yield _rates(f"{title}\ntokens/s", cells, results, bases, _overall)
         full = "the same until nothing waits any more: batches are full, and the end of a run, with few requests, does not count"
-        yield _rates(f"{title}\n{full}", cells, results, base, lambda sample: sample.full_tokens_per_s)
+        yield _rates(f"{title}\n{full}", cells, results, bases, lambda sample: sample.full_tokens_per_s)
         yield _latencies(title, cells, results)
         yield _steps(title, cells, results)
 
@@ -82,7 +82,13 @@ def _ways(cells: list[Cell], results: Results) -> list[str]:
     return list(dict.fromkeys(way for cell in cells for way in results.samples[cell]))
 
 
-def _rates(title: str, cells: list[Cell], results: Results, base: str, rate: Callable[[Sample], float | None]) -> Table:
+def _overall(sample: Sample) -> float:
+    return sample.tokens_per_s
+
+
+def _rates(title: str, cells: list[Cell], results: Results, bases: Sequence[str], rate: Callable[[Sample], float | None]) -> Table:
+    base = results.base(bases, rate)
+
     def rates_of(cell: Cell, way: str) -> list[float]:
         found = [rate(sample) for sample in results.samples[cell].get(way, [])]
         return [value for value in found if value is not None]
@@ -160,8 +166,9 @@ def _step_figures(samples: list[Sample]) -> list[str]:
     ]
 
 
-def plot(results: Results, base: str) -> dict[str, bytes]:
-    """PNGs by name: for each kind and temperature, tokens/s over that of the base, by batch size."""
+def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
+    """PNGs by name: for each kind and temperature, tokens/s over that of the first of `bases` that was measured, by batch size."""
+    base = results.base(bases, _overall)
     import matplotlib
 
     matplotlib.use("Agg")

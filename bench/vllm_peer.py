@@ -1,6 +1,6 @@
 """`python bench/vllm_peer.py`: vLLM in its own virtual environment and process, answering one JSON line for each it is sent.
 
-In: {"prompts": [[ids]], "batch": n, "lengths": [n], "temperature": t}. Out: {"tokens": n, "seconds": s, "ttft": [s], "tpot": [s]}.
+In: {"prompts": [[ids]], "batch": n, "lengths": [n], "temperature": t}. Out: the fields of `bench.ways.Sample`.
 As many requests are kept under way as the batch is large, a new one for each that ends. Imports nothing of Outrider's.
 """
 
@@ -54,7 +54,9 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
             begun[str(number)] = time.perf_counter()
             params = vllm.SamplingParams(max_tokens=task["lengths"][number], **how)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        for output in engine.step():
+        outputs = engine.step()
+        places = sum(output.finished for output in outputs)
+        for output in outputs:
             now, count = time.perf_counter(), len(output.outputs[0].token_ids)
             if count and output.request_id not in first:
                 first[output.request_id] = now
@@ -63,7 +65,7 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
                 tokens += count
                 tpot.append((now - first[output.request_id]) / max(count - 1, 1))
                 requests.append((first[output.request_id] - started, now - started, count))
-                full_s = full_s or (0.0 if waiting else now - started)
+                full_s = full_s or (0.0 if len(waiting) >= places else now - started)
                 del begun[output.request_id]
     seconds = time.perf_counter() - started
     return {"tokens": tokens, "seconds": seconds, "ttft": ttft, "tpot": tpot, "requests": requests, "full_s": full_s}

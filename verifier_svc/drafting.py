@@ -205,12 +205,13 @@ class Drafting:
         """How far to run ahead: a draft for each step until the drafter hears of this one, as far as the trie has room; or not at
         all where that would take cores from the forward for no gain.
 
-        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands, those of all sequences,
+        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands, those of all its sequences,
         since a step waits for all; else it was for nothing.
         """
         drafter, step_s, most = assignment.drafter, self.planner.plain_s, assignment.trie.window
         if self._own_cores is not None and drafter.shares(self._own_cores):
-            hit, draft_s = assignment.rate.survival[depth - 1] ** self.planner.batch, depth * drafter.token_time.value
+            together = min(self.planner.batch, len(drafter.sequence_ids))
+            hit, draft_s = assignment.rate.survival[depth - 1] ** max(together, 1), depth * drafter.token_time.value
             near = drafter.reply.value < _NEAR * step_s
             if near or hit * (drafter.reply.value + draft_s) <= draft_s:
                 return Window(depth, depth)

@@ -155,10 +155,10 @@ class CpuDecoder:
             *(getattr(attention, name, None) for name in ("q_norm", "k_norm")),
         )
         return _DecoderLayer(
-            _joint(attention.q_proj),
-            _tiled(attention.o_proj),
-            _joint(mlp.gate_proj),
-            _tiled(mlp.down_proj),
+            self._joint(attention.q_proj),
+            self._tiled(attention.o_proj),
+            self._joint(mlp.gate_proj),
+            self._tiled(mlp.down_proj),
             *(self._norm(norm) for norm in norms),
             whole,
         )
@@ -184,7 +184,7 @@ class CpuDecoder:
             ctypes.addressof(self._layers),
             self._address(base.embed_tokens.weight, self._dtype),
             self._norm(base.norm),
-            _tiled(model.lm_head),
+            self._tiled(model.lm_head),
             self._address(frequencies, torch.float32),
             len(self._layers),
             base.embed_tokens.weight.shape[1],
@@ -195,14 +195,12 @@ class CpuDecoder:
             attention.scaling,
         )
 
+    def _tiled(self, layer: Any) -> LinearStruct:
+        if not isinstance(layer, TiledLinear) or layer.dtype is not self._dtype:
+            raise LookupError(f"a layer's weight is not in tiles of {self._dtype}")
+        return layer.struct
 
-def _tiled(layer: Any) -> LinearStruct:
-    if not isinstance(layer, TiledLinear):
-        raise LookupError("a layer's weight is not in tiles")
-    return layer.struct
-
-
-def _joint(first: Any) -> LinearStruct:
-    if not isinstance(first, JointLinear):
-        raise LookupError("layers with the same input are not one")
-    return _tiled(first.joint.layer)
+    def _joint(self, first: Any) -> LinearStruct:
+        if not isinstance(first, JointLinear):
+            raise LookupError("layers with the same input are not one")
+        return self._tiled(first.joint.layer)

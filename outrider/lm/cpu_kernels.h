@@ -143,5 +143,23 @@ INLINE vec exponential(vec x) {
   return y * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
+// What one thread attends for at once: of a slice and a key/value head every `parts`-th block of QUERY_ROWS rows, from `part` on.
+struct item {
+  int64_t slice, kv_head, part, parts;
+};
+#define QUERY_ROWS 32
+
+// Blocks that a long prompt's rows are divided among threads by; 1 where no slice has more than one.
+INLINE int64_t divide_rows(const struct layer *layer, const struct batch *batch, int64_t threads) {
+  int64_t longest = 0;
+  for (int64_t i = 0; i < batch->slice_count; i++) longest = batch->lengths[i] > longest ? batch->lengths[i] : longest;
+  int64_t blocks = (longest * (layer->heads / layer->kv_heads) + QUERY_ROWS - 1) / QUERY_ROWS;
+  return blocks < 1 ? 1 : blocks < 2 * threads ? blocks : 2 * threads;
+}
+
+INLINE struct item find_item(const struct layer *layer, int64_t number, int64_t parts) {
+  return (struct item){number / parts / layer->kv_heads, number / parts % layer->kv_heads, number % parts, parts};
+}
+
 void outrider_attend(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
-                     int64_t window, int64_t slice, int64_t kv_head);
+                     int64_t window, struct item item);

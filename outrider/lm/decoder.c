@@ -138,20 +138,21 @@ int64_t NAME(scratch)(const struct decoder *decoder, int64_t count) {
 }
 
 INLINE void attend(const struct layer *cache, const struct batch *batch, const struct rows *query, element *out, float scale,
-                   int64_t slice, int64_t kv_head) {
+                   struct item item) {
 #if BFLOAT16 && defined(__AMX_BF16__)
   if (outrider_fits_tiles(cache)) {
-    outrider_attend_by_tiles(cache, batch, query, out, scale, slice, kv_head);
+    outrider_attend_by_tiles(cache, batch, query, out, scale, item);
     return;
   }
 #endif
-  outrider_attend(cache, batch, query, out, scale, 0, slice, kv_head);
+  outrider_attend(cache, batch, query, out, scale, 0, item);
 }
 
 static void run_attention(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
                           const struct room *room, struct team *team) {
   const struct layer *cache = &layer->cache;
-  int64_t width = qkv_width(cache), items = batch->slice_count * cache->kv_heads;
+  int64_t width = qkv_width(cache), parts = divide_rows(cache, batch, team->size);
+  int64_t items = batch->slice_count * cache->kv_heads * parts;
 #pragma omp for nowait
   for (int64_t i = 0; i < batch->count; i++)
     place_token(decoder, layer, room->qkv + i * width, room->turns + i * 2 * decoder->pairs, batch->slots[i]);
@@ -159,12 +160,10 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
   struct rows query = {room->qkv, cache->head_size, width};
   expect_rows(ROWS);
   // What lies side by side in the cache is best read by one thread, where there is enough for all and no long prompt.
-  int64_t heads_at_once = batch->slice_count >= 4 * team->size && batch->count < 8 * batch->slice_count ? cache->kv_heads : 1;
-#pragma omp for schedule(dynamic, heads_at_once) nowait
-  for (int64_t item = 0; item < items; item++) {
-    int64_t slice = item / cache->kv_heads, head = item % cache->kv_heads;
-    attend(cache, batch, &query, room->attended, decoder->attention_scale, slice, head);
-  }
+  int64_t at_once = batch->slice_count >= 4 * team->size && batch->count < 8 * batch->slice_count ? cache->kv_heads * parts : 1;
+#pragma omp for schedule(dynamic, at_once) nowait
+  for (int64_t i = 0; i < items; i++)
+    attend(cache, batch, &query, room->attended, decoder->attention_scale, find_item(cache, i, parts));
   meet(team);
 }
 

@@ -4,13 +4,14 @@
 // (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et al., arXiv 2205.14135). As many keys as a vector has lanes make a
 // block. Its keys are turned, so that each lane sums the score of a key of its own and no sum goes across lanes.
 //
-// Plain C with GCC's vectors and no header but the standard's, called through ctypes; see outrider/lm/cpu_attention.py, which says
+// Plain C with GCC's vectors, called through ctypes; see outrider/lm/cpu_attention.py, which says
 // the same of the structures. It shares OpenMP's runtime, and so its threads, with torch.
 
 #include "cpu_kernels.h"
 
+#include <omp.h>
+
 #define MOST_HEAD_SIZE 256
-#define MOST_ROWS 32
 
 INLINE float largest_lane(vec x) {
 #pragma GCC unroll 4
@@ -18,16 +19,16 @@ INLINE float largest_lane(vec x) {
   return x[0];
 }
 
-// Up to MOST_ROWS queries of one key/value head, and how far their softmax has come. `by_dots` keys and queries are pairs of bfloat16 of
+// Up to QUERY_ROWS queries of one key/value head, and how far their softmax has come. `by_dots` keys and queries are pairs of bfloat16 of
 // neighbouring dimensions, and values and weights pairs of neighbouring keys; else they are floats, and `scale` is in the queries.
 struct work {
   int by_dots;
   float scale;
   vec keys[MOST_HEAD_SIZE], values[LANES][MOST_HEAD_SIZE / LANES];
-  uint32_t query_pairs[MOST_ROWS][MOST_HEAD_SIZE / 2], weight_pairs[MOST_ROWS][LANES / 2];
-  vec sums[MOST_ROWS][MOST_HEAD_SIZE / LANES], weights[MOST_ROWS], total[MOST_ROWS];
-  float queries[MOST_ROWS][MOST_HEAD_SIZE], most[MOST_ROWS];
-  int64_t first[MOST_ROWS], last[MOST_ROWS];
+  uint32_t query_pairs[QUERY_ROWS][MOST_HEAD_SIZE / 2], weight_pairs[QUERY_ROWS][LANES / 2];
+  vec sums[QUERY_ROWS][MOST_HEAD_SIZE / LANES], weights[QUERY_ROWS], total[QUERY_ROWS];
+  float queries[QUERY_ROWS][MOST_HEAD_SIZE], most[QUERY_ROWS];
+  int64_t first[QUERY_ROWS], last[QUERY_ROWS];
 };
 
 // Scores of `n` rows against the block, each in as many sums whatever `n` is, so that they do not depend on what else is computed.
@@ -213,16 +214,15 @@ INLINE void attend_some(const struct layer *layer, const struct batch *batch, co
   }
 }
 
-// One slice and one key/value head.
 void outrider_attend(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
-                     int64_t window, int64_t slice, int64_t kv_head) {
-  int64_t rows = batch->lengths[slice] * (layer->heads / layer->kv_heads);
-  for (int64_t row = 0; row < rows; row += MOST_ROWS) {
-    int some = (int)(rows - row < MOST_ROWS ? rows - row : MOST_ROWS);
+                     int64_t window, struct item item) {
+  int64_t rows = batch->lengths[item.slice] * (layer->heads / layer->kv_heads);
+  for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
+    int some = (int)(rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS);
     if (layer->is_bfloat16)
-      attend_some(layer, batch, query, out, scale, window, slice, kv_head, row, some, 1);
+      attend_some(layer, batch, query, out, scale, window, item.slice, item.kv_head, row, some, 1);
     else
-      attend_some(layer, batch, query, out, scale, window, slice, kv_head, row, some, 0);
+      attend_some(layer, batch, query, out, scale, window, item.slice, item.kv_head, row, some, 0);
   }
 }
 
@@ -240,8 +240,7 @@ void outrider_paged_attention(const struct layer *layer, const struct batch *bat
                               struct rows value, void *out, float scale, int64_t window) {
   put(layer, batch, &key, layer->keys);
   put(layer, batch, &value, layer->values);
-  int64_t items = batch->slice_count * layer->kv_heads;
+  int64_t parts = divide_rows(layer, batch, omp_get_max_threads()), items = batch->slice_count * layer->kv_heads * parts;
 #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t item = 0; item < items; item++)
-    outrider_attend(layer, batch, &query, out, scale, window, item / layer->kv_heads, item % layer->kv_heads);
+  for (int64_t i = 0; i < items; i++) outrider_attend(layer, batch, &query, out, scale, window, find_item(layer, i, parts));
 }

@@ -8,7 +8,7 @@
 
 #define MOST_HEAD_SIZE 256
 // Queries at once, in tiles; keys of a chunk, and of what is multiplied with the values at once.
-#define QUERY_TILES 2
+#define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
 #define CHUNK 128
 #define BLOCK TILE_DEPTH
 
@@ -220,16 +220,16 @@ INLINE void give(const struct work *work, const struct layer *layer, const struc
 }
 
 void outrider_attend_by_tiles(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
-                              int64_t slice, int64_t kv_head) {
+                              struct item item) {
   // Not initialized as a whole: most of it is room for the largest heads.
   struct work work;
   work.head_size = (int)layer->head_size;
   work.stride = layer->kv_heads * layer->head_size;
   work.scale = scale;
-  int64_t group = layer->heads / layer->kv_heads, rows = batch->lengths[slice] * group;
+  int64_t slice = item.slice, kv_head = item.kv_head, group = layer->heads / layer->kv_heads, rows = batch->lengths[slice] * group;
   const int64_t *pages = batch->pages + batch->page_at[slice];
-  for (int64_t row = 0, count; row < rows; row += count) {
-    count = rows - row < QUERY_TILES * TILE_ROWS ? rows - row : QUERY_TILES * TILE_ROWS;
+  for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
+    int64_t count = rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS;
     work.tiles = count > TILE_ROWS ? 2 : 1;
     for (int tile = 0; tile < work.tiles; tile++)
       take_queries(&work, tile, layer, batch, query, slice, kv_head, row + tile * TILE_ROWS, rows);

@@ -40,4 +40,4 @@ int outrider_fits_tiles(const struct layer *layer);
 
 // As outrider_attend, for what fits; tiles are configured for 32 rows.
 void outrider_attend_by_tiles(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
-                              int64_t slice, int64_t kv_head);
+                              struct item item);

@@ -3,7 +3,7 @@
 safetensors maps the file, whose pages were measured to be read a third slower than ordinary memory; so weights are copied out of
 it. oneDNN puts a bfloat16 weight in its own order anew for every product, unless that was done once before. Layers that are given
 the same input make one product, since each costs some 30 microseconds before it reads at full speed. And a module's call looks for
-hooks, 40 times and more in a forward of a few milliseconds. None of this changes a result.
+hooks, 40 times and more in a forward of a few milliseconds. Results change in their last bits at most.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class TiledLinear(torch.nn.Module):
         self._bias = None if bias is None else _whole_blocks(bias.detach(), self.BLOCK).clone()
         self._tiles = _tiles(weight.detach(), self.BLOCK, _line(weight.dtype))
         bias_address = None if self._bias is None else self._bias.data_ptr()
+        self.dtype = weight.dtype
         self.struct = LinearStruct(self._tiles.data_ptr(), bias_address, self.in_features, self.out_features)
         self._product = _product_function(weight.dtype)
 
@@ -83,8 +84,16 @@ class TiledLinear(torch.nn.Module):
         """Whether the library is there and can do such a weight [out, in]."""
         return weight.shape[1] % cls.BLOCK == 0 and _product_function(weight.dtype) is not None
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy [out, in], for models that look at it."""
+        outs = self._tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, self.in_features)
+        return outs[: self.out_features]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same as the layer it was made from."""
+        """The same as the layer it was made from; raises RuntimeError for an input of another type, as that does."""
+        if x.dtype is not self.dtype:
+            raise RuntimeError(f"an input of {x.dtype} for a weight of {self.dtype}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
         self._product(self.struct, x.data_ptr(), x.numel() // self.in_features, out.data_ptr())
@@ -157,9 +166,10 @@ class JointLinear(torch.nn.Module):
 
 
 def settle_on_cpu(model: torch.nn.Module) -> None:
-    """Move the weights into memory of our own, and replace the linear layers; ties between weights are kept.
+    """Move the weights into memory of our own, and replace the linear layers.
 
-    Subclasses of `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
+    A weight that is put in another order is no longer tied to an embedding, which keeps it as it was. Subclasses of
+    `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
     """
     joined = {layer for module in model.modules() for layers in _joinable(module) for layer in layers}
     # Joining and putting in another order copy a weight out of the file by themselves; copied before as well, the model would for a

@@ -23,6 +23,7 @@ from transformers import (
 
 from outrider.lm import weights
 from outrider.lm.cpu_decoder import CpuDecoder
+from outrider.lm.cpu_library import runnable_builds
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.lm.weights import TiledLinear, settle_on_cpu
 
@@ -177,7 +178,8 @@ def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(name: str, dtyp
 
 def test_two_threads_compute_to_the_bit_what_one_does(dtype: torch.dtype) -> None:
     runner = settled(TAKEN["llama"], dtype)
-    slices = [Slice(ids(1 + i, i), 0, [i], 1 + i) for i in range(12)]
+    # Among them a long prompt, whose rows are divided among threads.
+    slices = [Slice(ids(1 + i, i), 0, [i], 1 + i) for i in range(12)] + [Slice(ids(300), 0, list(range(20, 39)), 300)]
     alone = runner.forward(slices)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -226,6 +228,17 @@ def test_float16_models_are_not_touched() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("outs", [32, 40, 97, 8])
+def test_tiles_give_their_weight_back_and_take_no_other_type(outs: int, has_bias: bool, dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(96, outs, bias=has_bias).to(dtype)
+    tiled = TiledLinear(layer.weight, layer.bias)
+    assert torch.equal(tiled.weight, layer.weight)
+    other = {torch.bfloat16: torch.float32, torch.float32: torch.bfloat16}[dtype]
+    with pytest.raises(RuntimeError, match="input of"):
+        tiled(torch.zeros(1, 96, dtype=other))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("outs", [32, 40, 97, 8])
 def test_tiles_multiply_like_a_linear_layer(outs: int, has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(96, outs, bias=has_bias).to(dtype)
@@ -240,8 +253,8 @@ def test_tiles_multiply_like_a_linear_layer(outs: int, has_bias: bool, dtype: to
 
 
 def test_onednn_finds_its_tiles_as_it_left_them(a_build: str) -> None:
-    if a_build != "_cpu_amx":
-        pytest.skip("no other build has tiles")
+    if a_build != "_cpu_amx" or a_build not in runnable_builds():
+        pytest.skip("no processor's tiles are used")
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     tiled, packed = TiledLinear(layer.weight, None), weights.PackedLinear(layer.weight, None)

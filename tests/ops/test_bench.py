@@ -112,25 +112,22 @@ def results() -> Results:
 
 def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) -> None:
     console = Console(record=True, width=220, file=(tmp_path / "printed").open("w"))
-    for table in tables(results(), "transformers"):
+    for table in tables(results(), ["transformers", "outrider, ngram"]):
         console.print(table)
-    paths = write(tmp_path, "bench", {"pairs": results().as_json()}, console, plot(results(), "transformers"))
+    paths = write(tmp_path, "bench", {"pairs": results().as_json()}, console, plot(results(), ["transformers"]))
     console.file.close()
     printed = (tmp_path / "printed").read_text()
     assert "20.0 (20.0–20.0)" in printed
     assert "2.00" in printed
-    assert "23.0 (23.0–23.0)" in printed
+    # While batches are full, which of transformers is not known.
+    full = next(line for line in printed.splitlines() if "23.0 (23.0–23.0)" in line)
+    assert full.count("1.00") == 2
     assert "Median TPOT (ms)" in printed
     step = next(line for line in printed.splitlines() if "outrider, ngram" in line and "0.75" in line)
     cells = [cell.strip() for cell in step.split("│")]
     assert {"3.00", "26.7", "0.75", "0.25"} <= set(cells)
     assert [path.suffix for path in paths] == [".json", ".html", ".png"]
     assert "data:image/png;base64," in paths[1].read_text()
-
-
-def test_ways_are_compared_with_the_first_of_the_wanted_that_was_measured() -> None:
-    assert results().base("transformers", "outrider, ngram") == "transformers"
-    assert results().base("outrider, plain", "outrider, ngram") == "outrider, ngram"
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,37 @@ def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_where_the_way_to_it_
     assert here.told[1].opened[0].window.depth == 9
 
 
+def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -> None:
+    engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 8)))
+    drafter = ScriptedDrafter(engine)
+    engine.cost.calibrate(1, 1, 0.05)
+    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+    [assignment] = sequence.assignments.values()
+    assert engine.drafting._window(assignment, 1).depth == 3
+    drafter.handle.reply.observe(0.08)
+    assert [engine.drafting._window(assignment, depth).depth for depth in (1, 2, 8)] == [7, 11, assignment.trie.window.depth]
+
+
+def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_if_the_drafts_of_all_its_sequences_may_well_stand() -> None:
+    def window(sequence_count: int) -> int:
+        engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 8)))
+        engine.drafting._own_cores = frozenset({0, 1})
+        drafter = ScriptedDrafter(engine, placement=Placement(host=platform.node(), device="cpu"))
+        drafter.handle.reply.observe(0.02)
+        drafter.handle.token_time.observe(0.01)
+        for size in (1, 8):
+            engine.cost.calibrate(size, size, 0.05)
+        for _ in range(sequence_count):
+            sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
+        engine.step()
+        engine.planner.plan(engine.scheduler.running.values())
+        [assignment] = sequence.assignments.values()
+        return engine.drafting._window(assignment, 1).depth
+
+    assert window(1) == 5
+    assert window(8) == 1
+
+
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     """A drafter that takes 60 ms to answer, a forward of 50 ms; drafts of 8 have 5 tokens accepted, or every fourth time one."""
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
