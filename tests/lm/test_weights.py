@@ -1,4 +1,4 @@
-"""A model's weights on a CPU: packing and copying change where they lie, not what they compute."""
+"""A model's weights on a CPU: packing and copying change where they lie, and what they compute by a last bit at most."""
 
 from __future__ import annotations
 
