@@ -122,7 +122,7 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
                 trie = sequence.assignments["d"].trie
                 if trie.node_count == 0:
                     # The bonus token is part of the run, so the next draft hangs below it.
-                    trie.add(Proposal(sequence.id, trie.epoch, trie.root, trie._last + 1, [0] * 4))
+                    trie.add(Proposal(sequence.id, trie.epoch, trie.root, trie.last_node + 1, [0] * 4))
         started = time.perf_counter()
         engine._await_drafts()
         engine.step()

@@ -5,6 +5,7 @@ Knows numbers; not sequences, drafters or streams.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
@@ -78,6 +79,10 @@ class AcceptanceRate:
         """
         known = len(self.survival)  # which brings `_expected` up to date
         return self._expected[min(depth, known)]
+
+    def stands(self, count: int) -> float:
+        """Probability that a draft has the next `count` tokens right; of as many as are known where that is fewer."""
+        return self.survival[min(count, len(self._prior)) - 1] if count else 1.0
 
     def depth_worth(self, price: float, limit: int) -> int:
         """The draft tokens whose chance of being committed is at least `price`; it falls with each position, so they come first."""
@@ -200,9 +205,31 @@ def _shares(points: Iterable[float], x: float) -> dict[float, float]:
     return {xs[i - 1]: low / squares, xs[i]: high / squares}
 
 
-def wait_budget_s(forward_s: float, certain_tokens: float, awaited_tokens: float) -> float:
-    """Longest wait after which a step with the awaited drafts is still no slower than one without them.
+def steps_meanwhile(wait_s: float, plain_s: float) -> int:
+    """Steps of `plain_s` that go on until a draft is there which takes `wait_s`; 0 before anything was measured."""
+    return max(math.ceil(wait_s / plain_s), 0) if plain_s > 0.0 else 0
 
-    A step now commits `certain_tokens` in `forward_s`; after a wait it commits `awaited_tokens` more. Equal rates give the limit.
+
+def goodput(tokens: float, forward_s: float, wait_s: float, busy_s: float, plain: tuple[float, float], stands: float) -> float:
+    """Tokens a second with drafts that come `wait_s` after they were asked for, `busy_s` of which they take from the target.
+
+    The better of two ways. To wait before each forward, which then commits `tokens`; or to go on meanwhile with steps of so many
+    tokens and seconds (`plain`), after which what was drafted is still right with the probability `stands`, or is asked for anew.
     """
-    return forward_s * awaited_tokens / certain_tokens if certain_tokens > 0 else 0.0
+    waiting = tokens / (forward_s + wait_s)
+    if wait_s <= 0.0:
+        return waiting
+    plain_tokens, plain_s = plain
+    steps = steps_meanwhile(wait_s, plain_s)
+    return max(waiting, (stands * tokens + steps * plain_tokens) / (stands * forward_s + busy_s + steps * plain_s))
+
+
+def patience_s(now: float, due_s: float, batch_rate: float, batch: int, plain_s: float, stands: float) -> float:
+    """How long it is worth to wait for one sequence's draft, due in `due_s`, in a batch that commits `batch_rate` tokens a second.
+
+    Going on without, which commits `now` tokens of the sequence in its share of a step, brings so much less than the batch's usual
+    rate, in each of the steps until the draft is there, and again for each time that it then does not stand.
+    """
+    if batch_rate <= 0.0 or plain_s <= 0.0:
+        return 0.0
+    return max(1, steps_meanwhile(due_s, plain_s)) * max(plain_s / batch - now / batch_rate, 0.0) / max(stands, 0.01)

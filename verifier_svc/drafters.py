@@ -32,6 +32,8 @@ class Drafter:
     """What was learned of it, by kind of traffic: where a new sequence begins."""
     outbox: StepBatch = field(default_factory=StepBatch)
     sequence_ids: set[int] = field(default_factory=set)
+    on_target_cores: bool = False
+    """Whether it computes on cores that the target computes on."""
     draining: bool = False
     verified_count: int = 0
     accepted_count: int = 0
@@ -43,6 +45,10 @@ class Drafter:
     def latency(self, depth: int) -> float:
         """Seconds from a verdict to a draft of so many tokens."""
         return self.reply.value + depth * self.token_time.value
+
+    def busy_s(self, depth: int) -> float:
+        """Seconds of drafting so many tokens that the target's forward loses."""
+        return depth * self.token_time.value if self.on_target_cores else 0.0
 
     @property
     def open_to_more(self) -> bool:

@@ -60,6 +60,7 @@ class Drafting:
     def join(self, hello: Hello, sink: Callable[[StepBatch | OutriderError], None]) -> Drafter:
         """Register a drafter and hand it the sequences that lack one of its family; raises as `Roster.join`."""
         drafter = Drafter(hello, sink)
+        drafter.on_target_cores = self._own_cores is not None and drafter.shares(self._own_cores)
         self.roster.join(drafter)
         for sequence in self._sequences.values():
             self.hand_out(sequence)
@@ -209,7 +210,7 @@ class Drafting:
         since a step waits for all; else it was for nothing.
         """
         drafter, step_s, most = assignment.drafter, self.planner.plain_s, assignment.trie.window
-        if self._own_cores is not None and drafter.shares(self._own_cores):
+        if drafter.on_target_cores:
             together = min(self.planner.batch, len(drafter.sequence_ids))
             hit, draft_s = assignment.rate.survival[depth - 1] ** max(together, 1), depth * drafter.token_time.value
             near = drafter.reply.value < _NEAR * step_s

@@ -270,8 +270,10 @@ class Engine:
             remaining_s = started + budget_s - time.monotonic()
             if remaining_s <= 0:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
+                now = time.monotonic()
                 for drafter in {assignment.drafter for assignment in late}:
-                    drafter.reply.observe(2 * (time.monotonic() - started))
+                    overdue_s = max(-assignment.due_s(now) for assignment in late if assignment.drafter is drafter)
+                    drafter.reply.observe(2 * max(now - started, drafter.reply.value + overdue_s))
                 break
             with self._wake:
                 if not self._inbox:

@@ -8,10 +8,13 @@ output.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
 
 from outrider.depth_policy import DepthPolicy
-from verifier_svc.depth import ForwardCost, wait_budget_s
+from verifier_svc.depth import ForwardCost, goodput, patience_s, steps_meanwhile
 from verifier_svc.drafters import Drafter
 from verifier_svc.sequence import Assignment, Sequence
 
@@ -28,6 +31,19 @@ _MARGIN = 1.02
 _LONGEST_WAIT_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What steps with drafts are like, for each sequence of a batch: tokens expected, draft tokens among them; seconds that drafts
+    take to come, and how many of those the target loses; and whether they stand if steps without them went on meanwhile.
+    """
+
+    tokens: float = 1.0
+    depth: float = 0.0
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    stands: float = 1.0
+
+
 class Planner:
     """Plans for one engine, on its thread. With `always` every draft is waited for and none is paused, whether it pays or not."""
 
@@ -37,13 +53,11 @@ class Planner:
         self._always = always
         self._batch = 1
         self._limit = policy.limit(1)
-        # Of the last plan: tokens expected of a sequence's step, and draft tokens in it; and what follows from them for the next
-        # one: seconds that a further token of a sequence adds to a forward, and tokens a second that the batch commits.
-        self._yield = 1.0
-        self._mean_depth = 0.0
+        # Of the last plan; and what follows from it for the next one: seconds that a further token of a sequence adds to a
+        # forward, and tokens a second that the batch commits.
+        self._last = _Outlook()
         self._token_s = 0.0
         self._rate = 0.0
-        self._wait_s = 0.0
         # The drafters whose drafts make up for the wait for them, which is for all; None while nobody decodes.
         self._paying: set[Drafter] | None = None
         self._probe_credit_s = 0.0
@@ -81,14 +95,34 @@ class Planner:
             sequence.depth = self.depth_of(sequence)
 
     def _plan_decoding(self, decoding: list[Sequence]) -> None:
-        expected = depths = wait_s = 0.0
+        chosen: list[tuple[Assignment, int]] = []
         for sequence in decoding:
-            sequence.depth, value, drafter = self._choose(sequence)
-            expected += value
-            depths += sequence.depth
-            wait_s = max(wait_s, drafter.latency(sequence.depth) if drafter is not None else 0.0)
-        self._yield, self._mean_depth, self._wait_s = expected / self._batch, depths / self._batch, wait_s
+            sequence.depth, assignment = self._choose(sequence)
+            if assignment is not None:
+                chosen.append((assignment, sequence.depth))
         self._paying = self._find_paying(decoding)
+        self._last = self._outlook(chosen)
+
+    def _outlook(self, drafts: list[tuple[Assignment, int]]) -> _Outlook:
+        """Steps of the present batch with these drafts of so many tokens, the other sequences decoding plainly."""
+        if not drafts:
+            return _Outlook()
+        gained = sum(assignment.rate.expected_tokens(depth) - 1.0 for assignment, depth in drafts)
+        wait_s = max(assignment.drafter.latency(depth) for assignment, depth in drafts)
+        busy_s = max(assignment.drafter.busy_s(depth) for assignment, depth in drafts)
+        steps = steps_meanwhile(wait_s, self.plain_s)
+        stands = sum(assignment.rate.stands(steps) for assignment, _ in drafts) / len(drafts)
+        depth = sum(depth for _, depth in drafts) / self._batch
+        return _Outlook(1.0 + gained / self._batch, depth, wait_s, busy_s, stands)
+
+    def _goodput(self, outlook: _Outlook) -> float:
+        """Tokens a second of the present batch; 0 before anything was measured."""
+        batch, plain_s = self._batch, self.plain_s
+        if plain_s == 0.0:
+            return 0.0
+        forward_s = self._cost.estimate(batch, batch + round(batch * outlook.depth))
+        plain = (float(batch), plain_s)
+        return goodput(batch * outlook.tokens, forward_s, outlook.wait_s, outlook.busy_s, plain, outlook.stands)
 
     def _set_prices(self, beside_prompts: bool) -> None:
         batch, cost = self._batch, self._cost
@@ -99,8 +133,7 @@ class Planner:
             # With so many tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
             # own time is no part of what a committed token is worth: it has to be spent either way.
             self._token_s = max(self._token_s, cost.prompt_token_s)
-        step_s = cost.estimate(batch, batch + round(batch * self._mean_depth)) + self._wait_s
-        self._rate = batch * self._yield / step_s if step_s > 0 else 0.0
+        self._rate = self._goodput(self._last)
 
     def _find_paying(self, decoding: list[Sequence]) -> set[Drafter]:
         """The drafters, quick ones first, for whose drafts a step that waits for them commits the most for its time.
@@ -110,7 +143,7 @@ class Planner:
         if self.plain_s == 0.0:
             return set()
         drafters = {a.drafter for sequence in decoding for a in sequence.assignments.values()}
-        margin = _MARGIN if self._mean_depth > 0 else _MARGIN**2
+        margin = _MARGIN if self._last.depth > 0 else _MARGIN**2
         asked: set[Drafter] = set()
         paying: set[Drafter] = set()
         best = margin * self._batch / self.plain_s
@@ -123,16 +156,13 @@ class Planner:
 
     def _rate_with(self, decoding: list[Sequence], asked: set[Drafter]) -> float:
         """Tokens a second of steps that wait for these drafters; only drafts that are worth their places are asked for."""
-        tokens, depths, wait_s = float(self._batch), 0, 0.0
+        drafts: list[tuple[Assignment, int]] = []
         for sequence in decoding:
             found = [(a, self.depth_for(sequence, a)) for a in sequence.assignments.values() if a.drafter in asked]
             best = max(found, key=lambda pair: self._gain(*pair), default=None)
             if best is not None and self._gain(*best) > 0.0:
-                assignment, depth = best
-                tokens += assignment.rate.expected_tokens(depth) - 1.0
-                depths += depth
-                wait_s = max(wait_s, assignment.drafter.latency(depth))
-        return tokens / (self._cost.estimate(self._batch, self._batch + depths) + wait_s)
+                drafts.append(best)
+        return self._goodput(self._outlook(drafts))
 
     def _gain(self, assignment: Assignment, depth: int) -> float:
         """Tokens expected of a draft of so many tokens, less what their places in the forward bring elsewhere."""
@@ -142,17 +172,17 @@ class Planner:
         """Draft tokens of the coming step for a sequence that is planned for alone."""
         return self._choose(sequence)[0]
 
-    def _choose(self, sequence: Sequence) -> tuple[int, float, Drafter | None]:
-        """The depth of the drafter from which the most is expected, that expectation, and which drafter that is."""
-        depth, value, drafter = 0, 1.0, None
+    def _choose(self, sequence: Sequence) -> tuple[int, Assignment | None]:
+        """Whose draft the most is expected of, and its depth."""
+        depth, value, chosen = 0, 1.0, None
         for assignment in sequence.assignments.values():
             if assignment.pause.steps_left > 0:
                 continue
             worth = self.depth_to_ask(sequence, assignment)
             expected = assignment.rate.expected_tokens(worth)
             if expected > value:
-                depth, value, drafter = worth, expected, assignment.drafter
-        return depth, value, drafter
+                depth, value, chosen = worth, expected, assignment
+        return depth, chosen
 
     def depth_to_ask(self, sequence: Sequence, assignment: Assignment) -> int:
         """The depth for a drafter that is not paused: of a probe one token, which is what is saved for it, whatever the policy."""
@@ -181,44 +211,45 @@ class Planner:
         if self._paying is not None and assignment.drafter not in self._paying:
             return False
         depth = self.depth_for(sequence, assignment)
-        tokens, seconds = self._outlook(assignment, depth)
-        worth_it = tokens * plain_s > _MARGIN * seconds if self._paying is None else self._gain(assignment, depth) > 0.0
+        rate = self._goodput_alike(assignment, depth)
+        worth_it = rate * plain_s > _MARGIN * self._batch if self._paying is None else self._gain(assignment, depth) > 0.0
         if depth == 0 or not worth_it:
             return False
         others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
-        outlooks = (self._outlook(other, self.depth_for(sequence, other)) for other in others)
-        return all(tokens * other_s >= other_tokens * seconds for other_tokens, other_s in outlooks)
+        return all(rate >= self._goodput_alike(other, self.depth_for(sequence, other)) for other in others)
 
-    def _outlook(self, assignment: Assignment, depth: int) -> tuple[float, float]:
-        """Tokens and seconds of a step that waits for this drafter, were all sequences like this one."""
-        forward_s = self._cost.estimate(self._batch, self._batch * (1 + depth))
-        return assignment.rate.expected_tokens(depth), forward_s + assignment.drafter.latency(depth)
+    def _goodput_alike(self, assignment: Assignment, depth: int) -> float:
+        """Tokens a second of the batch, were all its sequences like this one with this drafter."""
+        drafter, rate = assignment.drafter, assignment.rate
+        wait_s = drafter.latency(depth)
+        stands = rate.stands(steps_meanwhile(wait_s, self.plain_s))
+        return self._goodput(_Outlook(rate.expected_tokens(depth), depth, wait_s, drafter.busy_s(depth), stands))
 
     def worth_waiting_for(self, running: Iterable[Sequence]) -> tuple[list[Assignment], float]:
-        """The drafts under way that may still pay, and until how many seconds after the last step's end they do."""
-        late: list[Assignment] = []
-        certain, awaited, token_count, batch = 0.0, 0.0, 0, 0
+        """The drafts under way that may still pay, and how many seconds of waiting they are worth."""
+        now_s = time.monotonic()
+        late: list[tuple[float, float, Assignment]] = []
         for sequence in running:
-            if sequence.pending_count != 1:
-                continue
-            limit = sequence.draft_limit
-            now, later, slow = _prospects(sequence, limit)
-            certain += now
-            batch += 1
-            token_count += 1 + limit
-            if slow is not None:
-                awaited += later - now
-                late.append(slow)
+            found = _awaited(sequence) if sequence.pending_count == 1 else None
+            if found is not None:
+                assignment, length, now = found
+                due_s = assignment.due_s(now_s)
+                stands = assignment.rate.stands(length + max(1, steps_meanwhile(due_s, self.plain_s)))
+                late.append((due_s, patience_s(now, due_s, self._rate, self._batch, self.plain_s, stands), assignment))
         if self._always:
-            return late, _LONGEST_WAIT_S
-        if not late:
-            return late, 0.0
-        budget_s = wait_budget_s(self._cost.estimate(batch, token_count), certain, awaited)
-        credit_s = self._probe_credit_s
-        worth = [a for a in late if a.drafter.latency(a.depth) <= budget_s or (a.pause.probing and credit_s > 0)]
-        if any(slow.pause.probing for slow in worth):
-            budget_s = max(budget_s, credit_s)
-        return worth, budget_s
+            return [assignment for _, _, assignment in late], _LONGEST_WAIT_S
+        worth: list[Assignment] = []
+        budget_s = patience = busy_s = 0.0
+        for due_s, seconds, assignment in sorted(late, key=itemgetter(0)):
+            patience += seconds
+            busy_s = max(busy_s, assignment.drafter.busy_s(assignment.depth))
+            if due_s <= patience + busy_s:
+                budget_s = patience + busy_s
+                worth = [a for due, _, a in late if due <= due_s]
+        probes = [a for _, _, a in late if a.pause.probing and a not in worth] if self._probe_credit_s > 0 else []
+        if probes or any(assignment.pause.probing for assignment in worth):
+            budget_s = max(budget_s, self._probe_credit_s)
+        return worth + probes, budget_s
 
     def affords_probe(self, assignment: Assignment) -> bool:
         """Whether enough was saved for a probe; if so, its place in the forward is paid.
@@ -246,14 +277,18 @@ class Planner:
         self._probe_credit_s = min(credit_s, _PROBE_STEPS * self.plain_s)
 
 
-def _prospects(sequence: Sequence, limit: int) -> tuple[float, float, Assignment | None]:
-    """Tokens expected of a step now, tokens expected once the best draft under way is there, up to `limit`, and whose it is."""
-    now, later, slow = 1.0, 1.0, None
+def _awaited(sequence: Sequence) -> tuple[Assignment, int, float] | None:
+    """The best draft under way for a sequence if it is better than what is there: whose it is, and what is there, as draft tokens
+    and as tokens expected of a step.
+    """
+    limit, length, now = sequence.draft_limit, 0, 1.0
+    under_way: list[tuple[float, Assignment]] = []
     for assignment in sequence.assignments.values() if limit else ():
         depth = min(limit, assignment.drafter.hello.max_depth)
-        now = max(now, assignment.rate.expected_tokens(assignment.trie.length(depth)))
+        there = assignment.trie.length(depth)
+        if (expected := assignment.rate.expected_tokens(there)) > now:
+            length, now = there, expected
         if assignment.pause.steps_left == 0 and assignment.met and not assignment.trie.ready(depth):
-            promised = assignment.rate.expected_tokens(depth)
-            if promised > later:
-                later, slow = promised, assignment
-    return (now, later, slow) if later > now else (now, now, None)
+            under_way.append((assignment.rate.expected_tokens(depth), assignment))
+    promised, best = max(under_way, key=lambda pair: pair[0], default=(0.0, None))
+    return (best, length, now) if best is not None and promised > now else None

@@ -87,6 +87,11 @@ class Assignment:
         asked_at = self.asked_at.pop(epoch, None)
         return None if asked_at is None else max(at - asked_at, 0.0)
 
+    def due_s(self, now: float) -> float:
+        """Seconds until its drafter's next message should be here, by what it usually takes; below 0 when it is late."""
+        asked = [at for epoch in self.trie.open_epochs if (at := self.asked_at.get(epoch)) is not None]
+        return self.drafter.latency(self.depth) - (now - min(asked) if asked else 0.0)
+
     @property
     def ahead(self) -> bool:
         """Whether the drafter goes on while its last draft is verified."""

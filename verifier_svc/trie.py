@@ -11,6 +11,9 @@ from enum import Enum, auto
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Proposal, Skip, SparseDistribution, Window
 
+# Epochs that are kept: a proposal that is so many steps late is not waited for, and guessed too far.
+_OPEN_EPOCHS = 8
+
 
 class Hit(Enum):
     """What a commit found in the trie."""
@@ -60,25 +63,156 @@ class Path:
     distributions: list[SparseDistribution]
 
 
-class Trie:
-    """Speculation trie of one (sequence, drafter)."""
+class _Epoch:
+    """What was proposed in one epoch.
 
-    def __init__(self, window: Window) -> None:
-        self.window = window
-        self.epoch = 0
-        self._restart()
+    `owed` are tokens that were committed below `root` and that no proposal has named or contradicted yet: it may be under way.
+    """
 
-    def _restart(self) -> None:
+    __slots__ = ("_path", "last", "nodes", "number", "owed", "root", "skipped")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.root = 0
-        self._last = 0
-        self._nodes: dict[int, Node] = {0: Node(token=-1, depth=0)}
-        self._skipped: set[int] = set()
+        self.last = 0
+        self.nodes: dict[int, Node] = {0: Node(token=-1, depth=0)}
+        self.skipped: set[int] = set()
+        self.owed: list[int] = []
         self._path: list[int] | None = None
 
     @property
     def node_count(self) -> int:
         """Nodes below the root."""
-        return len(self._nodes) - 1
+        return len(self.nodes) - 1
+
+    def add(self, proposal: Proposal, window: Window) -> Fate:
+        self.check_known(proposal.parent_node, "parent_node")
+        if proposal.first_node != self.last + 1:
+            raise _violation("first_node", f"must be {self.last + 1}, the epoch's next node, not {proposal.first_node}")
+        parent = self.nodes.get(proposal.parent_node)
+        if parent is None:
+            self.last += len(proposal.token_ids)  # the drafter has numbered them, so numbering goes on behind them
+            return Fate.STALE
+        self._check_room(proposal, parent, window)
+        for i, token in enumerate(proposal.token_ids):
+            self.last += 1
+            distribution = proposal.distributions[i] if proposal.distributions else None
+            node = Node(token, parent.depth + 1, distribution)
+            parent.children[token] = self.last
+            self.nodes[self.last] = node
+            parent = node
+        self._path = None
+        return Fate.ADDED
+
+    def follow(self, token_ids: list[int]) -> tuple[int, bool]:
+        """Move the root along committed tokens as far as there are nodes, the rest is owed; how far that was, and whether along
+        first-proposed children alone.
+        """
+        self.owed += token_ids
+        matched, favoured = 0, True
+        while matched < len(self.owed):
+            children = self.nodes[self.root].children
+            child = children.get(self.owed[matched])
+            if child is None:
+                break
+            favoured &= child == next(iter(children.values()))
+            self.root = child
+            matched += 1
+        if matched:
+            del self.owed[:matched]
+            self._prune()
+        return matched, favoured
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether there are guesses, and others than what was committed."""
+        return bool(self.owed and self.nodes[self.root].children)
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is something to say about what comes next."""
+        return not self.owed and (self.node_count > 0 or self.root in self.skipped)
+
+    def favourites(self) -> list[int]:
+        """Node numbers of the path, from the root's child on."""
+        if self._path is None:
+            self._path, node = [], self.nodes[self.root]
+            while node.children:
+                number = next(iter(node.children.values()))
+                self._path.append(number)
+                node = self.nodes[number]
+        return self._path
+
+    def _prune(self) -> None:
+        """Keep the root and what is below it."""
+        kept, pending = {self.root: self.nodes[self.root]}, [self.root]
+        while pending:
+            for child in self.nodes[pending.pop()].children.values():
+                kept[child] = self.nodes[child]
+                pending.append(child)
+        self.nodes = kept
+        self.skipped &= kept.keys()
+        self._path = None
+
+    def check_known(self, node: int, field_name: str) -> None:
+        if node > self.last:
+            raise _violation(field_name, f"must be a node of the epoch, at most {self.last}, not {node}")
+
+    def _check_room(self, proposal: Proposal, parent: Node, window: Window) -> None:
+        count = len(proposal.token_ids)
+        depth = parent.depth - self.nodes[self.root].depth + count
+        if depth > window.depth:
+            raise _violation("token_ids", f"reach depth {depth}, but the window allows {window.depth}")
+        if self.node_count + count > window.node_count:
+            raise _violation("token_ids", f"make more than the {window.node_count} nodes that the window allows")
+        if proposal.token_ids[0] in parent.children:
+            repeated = proposal.token_ids[0]
+            raise _violation("token_ids", f"begin with {repeated}, but node {proposal.parent_node} has that child already")
+
+
+class Trie:
+    """Speculation trie of one (sequence, drafter).
+
+    What is committed before anything was proposed for it raises the epoch, as a guess that was wrong does; but the proposal may be
+    under way and right. So such epochs are kept until the drafter was heard of in a later one, and a proposal for one of them is
+    hung below the tokens committed since.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self._epochs = [_Epoch(0)]
+
+    @property
+    def epoch(self) -> int:
+        """The one that holds, of which the drafter is told."""
+        return self._epochs[-1].number
+
+    @property
+    def root(self) -> int:
+        """The last committed token's node in that epoch."""
+        return self._epochs[-1].root
+
+    @property
+    def last_node(self) -> int:
+        """The number of the last node that was proposed in that epoch."""
+        return self._epochs[-1].last
+
+    @property
+    def open_epochs(self) -> list[int]:
+        """Those of which a proposal can still be of use, the oldest first."""
+        return [epoch.number for epoch in self._epochs]
+
+    @property
+    def node_count(self) -> int:
+        """Guesses below the last committed token."""
+        return self._source().node_count
+
+    def _source(self) -> _Epoch:
+        """The latest epoch that has something to say, or the one that holds."""
+        latest = self._epochs[-1]
+        if len(self._epochs) == 1 or latest.settled:
+            return latest
+        return next((epoch for epoch in reversed(self._epochs) if epoch.settled), latest)
 
     def add(self, proposal: Proposal) -> Fate:
         """Hang a run of nodes under its parent.
@@ -86,40 +220,37 @@ class Trie:
         Raises OutriderError(PROTOCOL_VIOLATION) for what no delay can explain: an epoch or parent that never was, numbers that are
         not consecutive, two siblings of one token, more nodes or depth than the window allows.
         """
-        if proposal.epoch < self.epoch:
+        epoch = self._heard(proposal.epoch)
+        if epoch is None:
             return Fate.STALE
-        self._check_known(proposal.epoch, proposal.parent_node, "parent_node")
-        if proposal.first_node != self._last + 1:
-            raise _violation("first_node", f"must be {self._last + 1}, the epoch's next node, not {proposal.first_node}")
-        parent = self._nodes.get(proposal.parent_node)
-        if parent is None:
-            self._last += len(proposal.token_ids)  # the drafter has numbered them, so numbering goes on behind them
-            return Fate.STALE
-        self._check_room(proposal, parent)
-        for i, token in enumerate(proposal.token_ids):
-            self._last += 1
-            distribution = proposal.distributions[i] if proposal.distributions else None
-            node = Node(token, parent.depth + 1, distribution)
-            parent.children[token] = self._last
-            self._nodes[self._last] = node
-            parent = node
-        self._path = None
-        return Fate.ADDED
+        fate = epoch.add(proposal, self.window)
+        epoch.follow([])
+        return fate
 
     def skip(self, skip: Skip) -> Fate:
         """Note that nothing will come below a node; raises as `add` does."""
-        if skip.epoch < self.epoch:
+        epoch = self._heard(skip.epoch)
+        if epoch is None:
             return Fate.STALE
-        self._check_known(skip.epoch, skip.node, "node")
-        self._skipped.add(skip.node)
+        epoch.check_known(skip.node, "node")
+        epoch.skipped.add(skip.node)
         return Fate.ADDED
+
+    def _heard(self, number: int) -> _Epoch | None:
+        """The epoch that a message is for; whoever is in it has read what ended those before."""
+        if number > self.epoch:
+            raise _violation("epoch", f"must be at most {self.epoch}, not {number}")
+        while self._epochs[0].number < number:
+            del self._epochs[0]
+        return self._epochs[0] if self._epochs[0].number == number else None
 
     def path(self, depth: int) -> Path:
         """The path of first-proposed children from the root, cut at `depth` tokens; siblings come later, as less likely.
 
         Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
         """
-        nodes = [self._nodes[number] for number in self._favourites()[:depth]]
+        source = self._source()
+        nodes = [source.nodes[number] for number in source.favourites()[:depth]]
         tokens = [node.token for node in nodes]
         distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path is sampled from end to end or counts as one-hot from end to end.
@@ -127,71 +258,28 @@ class Trie:
 
     def ready(self, depth: int) -> bool:
         """Whether waiting could not make the path to `depth` any longer."""
-        path = self._favourites()
-        return len(path) >= depth or (path[-1] if path else self.root) in self._skipped
+        source = self._source()
+        path = source.favourites()
+        return len(path) >= depth or (path[-1] if path else source.root) in source.skipped
 
     def length(self, depth: int) -> int:
         """Tokens of the path, at most `depth`."""
-        return min(len(self._favourites()), depth)
+        return min(len(self._source().favourites()), depth)
 
     def advance(self, token_ids: list[int]) -> Walk:
-        """Move the root along committed tokens. If the trie lacks one of them, it is dropped and the epoch rises."""
-        if self._last == 0 and token_ids:
-            # Nothing was ever hung into it in this epoch.
-            self.epoch += 1
-            self._skipped.clear()
-            return Walk(0, Hit.LATE, 0)
-        held, favoured = self.node_count, True
-        for matched, token in enumerate(token_ids):
-            children = self._nodes[self.root].children
-            child = children.get(token)
-            if child is None:
-                self.epoch += 1
-                self._restart()
-                return Walk(matched, Hit.MISS if children else Hit.LATE, held - matched)
-            favoured &= child == next(iter(children.values()))
-            self.root = child
-        self._prune()
-        hit = Hit.LATE if self.node_count == 0 else Hit.CHAIN if favoured else Hit.OUTCOME
-        return Walk(len(token_ids), hit, held - len(token_ids) - self.node_count)
-
-    def _prune(self) -> None:
-        """Keep the root and what is below it."""
-        kept, pending = {self.root: self._nodes[self.root]}, [self.root]
-        while pending:
-            for child in self._nodes[pending.pop()].children.values():
-                kept[child] = self._nodes[child]
-                pending.append(child)
-        self._nodes = kept
-        self._skipped &= kept.keys()
-        self._path = None
-
-    def _favourites(self) -> list[int]:
-        """Node numbers of the path, from the root's child on."""
-        if self._path is None:
-            self._path, node = [], self._nodes[self.root]
-            while node.children:
-                number = next(iter(node.children.values()))
-                self._path.append(number)
-                node = self._nodes[number]
-        return self._path
-
-    def _check_known(self, epoch: int, node: int, field_name: str) -> None:
-        if epoch > self.epoch:
-            raise _violation("epoch", f"must be at most {self.epoch}, not {epoch}")
-        if node > self._last:
-            raise _violation(field_name, f"must be a node of the epoch, at most {self._last}, not {node}")
-
-    def _check_room(self, proposal: Proposal, parent: Node) -> None:
-        count = len(proposal.token_ids)
-        depth = parent.depth - self._nodes[self.root].depth + count
-        if depth > self.window.depth:
-            raise _violation("token_ids", f"reach depth {depth}, but the window allows {self.window.depth}")
-        if self.node_count + count > self.window.node_count:
-            raise _violation("token_ids", f"make more than the {self.window.node_count} nodes that the window allows")
-        if proposal.token_ids[0] in parent.children:
-            repeated = proposal.token_ids[0]
-            raise _violation("token_ids", f"begin with {repeated}, but node {proposal.parent_node} has that child already")
+        """Move the root along committed tokens. If the epoch lacks one of them, another begins."""
+        source, latest = self._source(), self._epochs[-1]
+        held, walk = source.node_count, Walk(0, Hit.LATE, 0)
+        for epoch in self._epochs:
+            matched, favoured = epoch.follow(token_ids)
+            if epoch is source:
+                left = 0 if epoch.owed else epoch.node_count
+                hit = Hit.MISS if epoch.contradicted else Hit.LATE if left == 0 else Hit.CHAIN if favoured else Hit.OUTCOME
+                walk = Walk(matched, hit, max(held - matched - left, 0))
+        if latest.owed or (latest.last == 0 and token_ids):
+            self._epochs = [epoch for epoch in self._epochs if not epoch.contradicted][-_OPEN_EPOCHS + 1 :]
+            self._epochs.append(_Epoch(latest.number + 1))
+        return walk
 
 
 def _violation(field_name: str, message: str) -> OutriderError:

@@ -297,7 +297,9 @@ def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_if_the_drafts_of_all
 
 
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
-    """A drafter that takes 60 ms to answer, a forward of 50 ms; drafts of 8 have 5 tokens accepted, or every fourth time one."""
+    """A drafter that takes 60 ms of the target's cores for a draft of 8, of which 5 tokens are accepted, or every fourth time one; a
+    forward of 50 ms.
+    """
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
     drafter = ScriptedDrafter(engine)
     for size in (1, 8):
@@ -311,7 +313,8 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
             for turn in range(60):
                 assignment.rate.observe(8, 5 if i < good else int(turn % 4 == 1))
     engine.step()
-    drafter.handle.reply.observe(0.06)
+    drafter.handle.on_target_cores = True
+    drafter.handle.token_time.observe(0.06 / 8)
     for _ in range(5):
         engine.planner.plan(engine.scheduler.running.values())
     return engine, drafter
@@ -376,6 +379,22 @@ def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() ->
     assert not engine.planner.pays(sequence, sequence.assignments["slow"])
 
 
+def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None:
+    def pays(on_target_cores: bool) -> bool:
+        engine, drafter = mixed(good=1, poor=0)
+        [sequence] = engine.sequences.values()
+        drafter.handle.on_target_cores = on_target_cores
+        for _ in range(9):
+            drafter.handle.token_time.observe(0.25 / 8)
+        for _ in range(5):
+            engine.planner.plan(engine.scheduler.running.values())
+        assert engine.planner.worth_waiting_for([sequence]) == ([], 0.0)
+        return engine.planner.pays(sequence, sequence.assignments["scripted"])
+
+    assert not pays(on_target_cores=True)
+    assert pays(on_target_cores=False)
+
+
 def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> None:
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
     drafter = ScriptedDrafter(engine)
@@ -388,7 +407,7 @@ def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> N
         for sequence in sequences:
             trie = sequence.assignments["scripted"].trie
             sequence.assignments["scripted"].asked_at = {trie.epoch: now}
-            proposals.append(Proposal(sequence.id, trie.epoch, trie.root, trie._last + 1, [5]))
+            proposals.append(Proposal(sequence.id, trie.epoch, trie.root, trie.last_node + 1, [5]))
         engine.drafting.take(drafter.handle, DraftBatch(proposals), arrived_at=now + seconds)
         engine.step()
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_svc.chain import Chain
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Proposal, Skip, SparseDistribution, Window
-from verifier_svc.trie import Fate, Trie
+from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, SparseDistribution, Verdict, Window
+from verifier_svc.trie import Fate, Hit, Trie
 
 
 def trie() -> Trie:
@@ -158,3 +159,106 @@ def test_any_growth_and_commits_leave_what_a_naive_set_of_strings_would(data: st
         while children := [n for n, g in guesses.items() if len(g) == len(favourite) + 1 and g[:-1] == favourite]:
             favourite = guesses[min(children)]
         assert tuple(t.path(1000).token_ids) == favourite
+
+
+def test_a_guess_that_comes_after_its_tokens_were_committed_goes_on_behind_them() -> None:
+    t = trie()
+    assert t.advance([5]).matched == 0
+    assert t.advance([6, 7]).matched == 0
+    assert t.epoch == 2
+    assert t.add(run(1, [5, 6, 7, 8, 9])) is Fate.ADDED
+    assert t.path(9).token_ids == [8, 9]
+    walk = t.advance([8])
+    assert (walk.matched, walk.hit) == (1, Hit.CHAIN)
+    assert (t.epoch, t.root, t.path(9).token_ids) == (3, 0, [9]), "the drafter has yet to be heard of in a later epoch"
+
+
+def test_a_late_guess_that_was_wrong_says_nothing() -> None:
+    t = trie()
+    t.advance([5])
+    t.add(run(1, [6, 7]))
+    assert (t.path(9).token_ids, t.node_count, t.ready(1)) == ([], 0, False)
+    t.advance([6])
+    assert t.open_epochs == [1, 2]
+    assert t.add(run(3, [8], parent=2)) is Fate.STALE
+
+
+def test_a_late_guess_that_is_too_short_may_still_go_on() -> None:
+    t = trie()
+    t.advance([5, 6])
+    t.add(run(1, [5]))
+    assert t.path(9).token_ids == []
+    t.add(run(2, [6, 7], parent=1))
+    assert t.path(9).token_ids == [7]
+
+
+def test_what_is_said_in_a_later_epoch_ends_those_before() -> None:
+    t = trie()
+    t.advance([5])
+    t.advance([6])
+    t.add(run(1, [6, 7], epoch=1))
+    assert t.open_epochs == [1, 2]
+    assert t.add(run(1, [5, 6, 9])) is Fate.STALE
+    assert t.path(9).token_ids == [7]
+    t.skip(Skip(1, 2, 0))
+    assert (t.open_epochs, t.path(9).token_ids, t.ready(3)) == ([2], [], True)
+
+
+def test_no_more_than_a_few_epochs_stay_open() -> None:
+    t = trie()
+    for _ in range(100):
+        t.advance([5])
+    assert len(t.open_epochs) == 8
+    assert t.add(run(1, [5] * 3)) is Fate.STALE
+    assert t.add(run(1, [5] * 6, epoch=95)) is Fate.ADDED
+    assert t.path(9).token_ids == [5]
+
+
+@given(st.data())
+def test_however_late_messages_are_both_sides_agree_in_the_end(data: st.DataObject) -> None:
+    """A drafter whose guesses are often right, and a verifier that commits with and without it; messages wait on the way."""
+    window = Window(node_count=24, depth=6)
+    t, chain = Trie(window), Chain(Opened(1, 0, [9], SamplingParams(temperature=0.0), Rule.ONE_HOT, window, depth=3))
+    text, guessed = [9], {(9,)}
+    up: list[Proposal] = []
+    down: list[Verdict] = []
+
+    def draft() -> None:
+        proposal = chain.resend()
+        if proposal is None and chain.room:
+            count = min(chain.room, data.draw(st.integers(1, 4)))
+            proposal = chain.grow(data.draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=count, max_size=count)))
+        if proposal is not None:
+            up.append(proposal)
+            guessed.add((*chain.tokens, *chain.ahead))
+
+    def commit() -> None:
+        path = t.path(3).token_ids
+        new = [*path[: data.draw(st.integers(0, len(path)))], data.draw(st.sampled_from([1, 1, 1, 2]))]
+        text.extend(new)
+        matched = t.advance(new).matched
+        down.append(Verdict(1, t.epoch, t.root, len(text), matched, new))
+
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["draft", "commit", "up", "down"]))
+        if action == "draft":
+            draft()
+        elif action == "commit":
+            commit()
+        elif action == "up" and up:
+            t.add(up.pop(0))
+        elif action == "down" and down:
+            chain.apply(down.pop(0))
+        foretold = (*text, *t.path(9).token_ids)
+        assert not t.node_count or any(guess[: len(foretold)] == foretold for guess in guessed)
+    while up or down:
+        for proposal in up:
+            t.add(proposal)
+        up.clear()
+        for verdict in down:
+            chain.apply(verdict)
+        down.clear()
+        if (proposal := chain.resend()) is not None:
+            up.append(proposal)
+    assert chain.tokens == text
+    assert t.path(99).token_ids == chain.ahead

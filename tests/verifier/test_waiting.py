@@ -7,7 +7,7 @@ import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 
 from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
-from verifier_svc.depth import wait_budget_s
+from verifier_svc.depth import goodput, patience_s
 from verifier_svc.engine import Engine
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -30,9 +30,32 @@ def wait_for(client: Client, count: int) -> None:
         time.sleep(0.002)
 
 
-def test_waiting_to_the_limit_is_as_fast_as_not_waiting() -> None:
-    limit = wait_budget_s(0.1, 1.0, 2.0)
-    assert (1.0 + 2.0) / (0.1 + limit) == pytest.approx(1.0 / 0.1)
+@pytest.mark.parametrize("due_s", [0.02, 0.15])
+def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float) -> None:
+    tokens, forward_s, plain_s, stands = 3.0, 0.12, 0.1, 0.7
+    steps = 1 if due_s < plain_s else 2
+    rate = (stands * tokens + steps) / (stands * forward_s + steps * plain_s)
+    limit_s = patience_s(1.0, due_s, rate, 1, plain_s, stands)
+    assert tokens / (forward_s + limit_s) == pytest.approx(rate)
+
+
+def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
+    def rate(wait_s: float, busy_s: float = 0.0) -> float:
+        return goodput(3.0, 0.12, wait_s, busy_s, (1.0, 0.1), stands=0.8)
+
+    assert rate(0.0) == pytest.approx(3 / 0.12)
+    assert rate(0.001) == pytest.approx(3 / 0.121)
+    assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1)), "hidden behind one step, however long"
+    assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21), "not on the target's own cores"
+    assert rate(60.0) > 1 / 0.1, "never under plain decoding"
+
+
+def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
+    rate, plain_s = 8 * 2.0 / 0.1, 0.1
+    one = patience_s(1.0, 0.01, rate, 8, plain_s, 0.8)
+    assert one == pytest.approx((0.1 - 0.05) / 8 / 0.8)
+    assert patience_s(2.0, 0.01, rate, 8, plain_s, 0.8) == 0.0, "what is there already is as good as what the batch makes"
+    assert patience_s(1.0, 0.01, 8 / plain_s, 8, plain_s, 0.8) == 0.0, "plain steps are as fast"
 
 
 def test_a_drafter_that_skips_is_not_waited_for() -> None:
@@ -43,11 +66,38 @@ def test_a_drafter_that_skips_is_not_waited_for() -> None:
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1], 1))
     engine.step()
+    drafter.handle.reply.observe(0.01)
+    for _ in range(3):
+        engine.planner.plan(engine.scheduler.running.values())
     late, budget_s = engine.planner.worth_waiting_for(engine.scheduler.running.values())
     assert late
     assert budget_s > 0.02
     drafter.skip(sequence.id)
     assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
+
+
+def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    truth = model.greedy([1], 20)
+    sequence = engine.submit(TokenRequest([1], 20, GREEDY), client)
+    slow_forward(model, 0.02)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, truth[:1])
+    engine.step()
+    assert client.tokens == truth[:2]
+    drafter.handle.reply.observe(0.03)
+    for _ in range(3):
+        engine.planner.plan(engine.scheduler.running.values())
+    assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
+    asked = drafter.epoch[sequence.id]
+    engine.step()
+    assert client.tokens == truth[:3]
+    assert drafter.epoch[sequence.id] == asked + 1
+    # Sent before the drafter heard of the third token.
+    engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, asked, 0, 1, truth[2:7])]))
+    engine.step()
+    assert client.tokens == truth[:8]
 
 
 def test_no_more_is_waited_for_than_the_drafter_said_it_can() -> None:
