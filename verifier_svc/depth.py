@@ -47,9 +47,10 @@ class AcceptanceRate:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """One verified path; what follows the first miss was not judged."""
-        for i in range(min(accepted + 1, drafted, len(self._judged))):
-            self._judged[i] = self._judged[i] * self._decay + 1.0
-            self._accepted[i] = self._accepted[i] * self._decay + (i < accepted)
+        judged, stood, decay = self._judged, self._accepted, self._decay
+        for i in range(min(accepted + 1, drafted, len(judged))):
+            judged[i] = judged[i] * decay + 1.0
+            stood[i] = stood[i] * decay + (i < accepted)
         self._survival = None
 
     @property
@@ -67,9 +68,11 @@ class AcceptanceRate:
     @property
     def survival(self) -> list[float]:
         """Probability that at least 1, 2, … draft tokens are accepted."""
-        if self._survival is None:
-            self._survival = list(accumulate(self.by_position, mul))
-            self._expected = list(accumulate(self._survival, initial=1.0))
+        return self._refreshed() if self._survival is None else self._survival
+
+    def _refreshed(self) -> list[float]:
+        self._survival = list(accumulate(self.by_position, mul))
+        self._expected = list(accumulate(self._survival, initial=1.0))
         return self._survival
 
     def expected_tokens(self, depth: int) -> float:
@@ -77,8 +80,10 @@ class AcceptanceRate:
 
         The sum over what survives, which for one rate at all positions is (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, eq. 1).
         """
-        known = len(self.survival)  # which brings `_expected` up to date
-        return self._expected[min(depth, known)]
+        if self._survival is None:
+            self._refreshed()
+        expected = self._expected
+        return expected[depth] if depth < len(expected) else expected[-1]
 
     def stands(self, count: int) -> float:
         """Probability that a draft has the next `count` tokens right; of as many as are known where that is fewer."""

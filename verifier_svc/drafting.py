@@ -172,7 +172,8 @@ class Drafting:
             walk = trie.advance(new_token_ids)
             if pause.steps_left == 0 and not skipped:
                 self._metrics.walked(assignment.drafter, walk)
-                found.append(f"{assignment.drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
+                if span.traceparent:
+                    found.append(f"{assignment.drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
             if pause.steps_left > 0:
                 # The batch, too, decides what pays, and it changes.
                 pays = self.planner.pays(sequence, assignment)
@@ -196,6 +197,8 @@ class Drafting:
     def _steer(self, sequence: Sequence, assignment: Assignment, verdict: Verdict) -> Verdict:
         """The verdict, with depth and window where they change."""
         depth = max(self.planner.depth_to_ask(sequence, assignment), 1)
+        # What is committed until the draft is there counts as its first tokens.
+        depth = min(depth + self.planner.steps_without(assignment, depth), assignment.trie.window.depth)
         window = self._window(assignment, depth)
         if depth != assignment.depth or window != assignment.window:
             assignment.depth, assignment.window = depth, window
@@ -212,7 +215,7 @@ class Drafting:
         drafter, step_s, most = assignment.drafter, self.planner.plain_s, assignment.trie.window
         if drafter.on_target_cores:
             together = min(self.planner.batch, len(drafter.sequence_ids))
-            hit, draft_s = assignment.rate.survival[depth - 1] ** max(together, 1), depth * drafter.token_time.value
+            hit, draft_s = assignment.rate.stands(depth) ** max(together, 1), depth * drafter.token_time.value
             near = drafter.reply.value < _NEAR * step_s
             if near or hit * (drafter.reply.value + draft_s) <= draft_s:
                 return Window(depth, depth)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
-from verifier_svc.trie import Walk
+from verifier_svc.trie import Hit, Walk
 
 _LABELS = ["model_name", "drafter", "placement"]
 _POSITIONS = [str(position) for position in range(MAX_DEPTH)]
@@ -116,6 +116,8 @@ class Metrics:
             "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
         )
         self._answers: list[tuple[Drafter, float]] = []
+        self._walks: dict[tuple[Drafter, Hit], tuple[int, int]] = {}
+        self._verified: dict[tuple[Drafter, int, int], int] = {}
 
     def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
         return self._model_name, drafter.id, drafter.hello.placement.kind
@@ -127,12 +129,28 @@ class Metrics:
 
     def flush(self) -> None:
         """Let what was noted since the last time show."""
+        self._spread()
         pending, self._pending = self._pending, {}
         for (counter, labels), amount in pending.items():
             counter.labels(*labels).inc(amount)
         for drafter, seconds in self._answers:
             self._draft_seconds.labels(*self._labels(drafter)).observe(seconds)
         self._answers.clear()
+
+    def _spread(self) -> None:
+        """Counters of what was noted once for each sequence."""
+        for (drafter, hit), (count, wasted) in self._walks.items():
+            self._add(self._hits, (*self._labels(drafter), hit.value), count)
+            self._add(self._wasted_tokens, self._labels(drafter), wasted)
+        for (drafter, drafted, accepted), count in self._verified.items():
+            labels = self._labels(drafter)
+            self._add(self._drafts, labels, count)
+            self._add(self._draft_tokens, labels, count * drafted)
+            self._add(self._accepted_tokens, labels, count * accepted)
+            for position in range(min(accepted, MAX_DEPTH)):
+                self._add(self._accepted_per_pos, (*labels, _POSITIONS[position]), count)
+        self._walks.clear()
+        self._verified.clear()
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
         """A message of a draft stream arrived."""
@@ -151,18 +169,14 @@ class Metrics:
 
     def walked(self, drafter: Drafter, walk: Walk) -> None:
         """A trie's root moved along a commit."""
-        labels = self._labels(drafter)
-        self._add(self._hits, (*labels, walk.hit.value))
-        self._add(self._wasted_tokens, labels, walk.wasted)
+        key = (drafter, walk.hit)
+        count, wasted = self._walks.get(key, (0, 0))
+        self._walks[key] = (count + 1, wasted + walk.wasted)
 
     def verified(self, drafter: Drafter, drafted: int, accepted: int) -> None:
         """A draft was verified."""
-        labels = self._labels(drafter)
-        self._add(self._drafts, labels)
-        self._add(self._draft_tokens, labels, drafted)
-        self._add(self._accepted_tokens, labels, accepted)
-        for position in range(min(accepted, MAX_DEPTH)):
-            self._add(self._accepted_per_pos, (*labels, _POSITIONS[position]))
+        key = (drafter, drafted, accepted)
+        self._verified[key] = self._verified.get(key, 0) + 1
 
     def generated(self, token_count: int) -> None:
         """Tokens were committed."""

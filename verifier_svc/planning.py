@@ -58,8 +58,9 @@ class Planner:
         self._last = _Outlook()
         self._token_s = 0.0
         self._rate = 0.0
-        # The drafters whose drafts make up for the wait for them, which is for all; None while nobody decodes.
+        # The drafters whose drafts make up for the wait for them, which is for all; found out when somebody asks.
         self._paying: set[Drafter] | None = None
+        self._decoding: list[Sequence] = []
         self._probe_credit_s = 0.0
         # Whether probes were asked for since the last plan.
         self._probing = False
@@ -89,8 +90,7 @@ class Planner:
             self._batch = len(decoding)
             self._set_prices(beside_prompts=bool(reading))
             self._plan_decoding(decoding)
-        else:
-            self._paying = None
+        self._decoding, self._paying = decoding, None
         for sequence in reading:
             sequence.depth = self.depth_of(sequence)
 
@@ -100,7 +100,6 @@ class Planner:
             sequence.depth, assignment = self._choose(sequence)
             if assignment is not None:
                 chosen.append((assignment, sequence.depth))
-        self._paying = self._find_paying(decoding)
         self._last = self._outlook(chosen)
 
     def _outlook(self, drafts: list[tuple[Assignment, int]]) -> _Outlook:
@@ -188,6 +187,15 @@ class Planner:
         """The depth for a drafter that is not paused: of a probe one token, which is what is saved for it, whatever the policy."""
         return 1 if assignment.pause.probing else self.depth_for(sequence, assignment)
 
+    def steps_without(self, assignment: Assignment, depth: int) -> int:
+        """Steps that will go on until a draft of so many tokens is there; 0 if it will be waited for."""
+        wait_s, plain_s = assignment.drafter.latency(depth), self.plain_s
+        if self._always or wait_s == 0.0 or plain_s == 0.0:
+            return 0
+        steps = steps_meanwhile(wait_s, plain_s)
+        one_s = patience_s(1.0, wait_s, self._rate, self._batch, plain_s, assignment.rate.stands(steps))
+        return steps if wait_s > self._batch * one_s + assignment.drafter.busy_s(depth) else 0
+
     def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
         """Draft tokens of this drafter that are worth their place in a step."""
         fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_depth
@@ -208,6 +216,8 @@ class Planner:
         plain_s = self.plain_s
         if self._always or plain_s == 0.0:
             return True
+        if self._decoding and self._paying is None:
+            self._paying = self._find_paying(self._decoding)
         if self._paying is not None and assignment.drafter not in self._paying:
             return False
         depth = self.depth_for(sequence, assignment)
@@ -285,10 +295,13 @@ def _awaited(sequence: Sequence) -> tuple[Assignment, int, float] | None:
     under_way: list[tuple[float, Assignment]] = []
     for assignment in sequence.assignments.values() if limit else ():
         depth = min(limit, assignment.drafter.hello.max_depth)
-        there = assignment.trie.length(depth)
-        if (expected := assignment.rate.expected_tokens(there)) > now:
-            length, now = there, expected
         if assignment.pause.steps_left == 0 and assignment.met and not assignment.trie.ready(depth):
             under_way.append((assignment.rate.expected_tokens(depth), assignment))
-    promised, best = max(under_way, key=lambda pair: pair[0], default=(0.0, None))
-    return (best, length, now) if best is not None and promised > now else None
+    if not under_way:
+        return None
+    for assignment in sequence.assignments.values():
+        there = assignment.trie.length(limit)
+        if (expected := assignment.rate.expected_tokens(there)) > now:
+            length, now = there, expected
+    promised, best = max(under_way, key=itemgetter(0))
+    return (best, length, now) if promised > now else None
