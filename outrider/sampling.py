@@ -1,7 +1,9 @@
 """From logits to tokens: temperature and truncation for a batch of rows, and counter-based randomness.
 
 Every random number is a pure function of (seed, position, purpose), so the batch a row happens to stand in, preemption and the
-order of requests change nothing, and no two purposes ever share noise. docs/coupling.md specifies the noise for other languages.
+order of requests change nothing, and no two purposes ever share noise. What is drawn for draft tokens that may not stand is a
+function of the step as well: a rule may look at all of a draft's tokens and coins, so where it says that none of the last ones
+stands, they are no longer random. docs/coupling.md specifies the noise for other languages.
 """
 
 from __future__ import annotations
@@ -55,21 +57,22 @@ def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> 
     return np.stack([c0, c1, c2, c3])
 
 
-def _words(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.uint64]:
-    """Four random 32-bit words [4, N] for each (seed, position)."""
+def _words(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0) -> npt.NDArray[np.uint64]:
+    """Four random 32-bit words [4, N] for each (seed, position, step)."""
     seed = np.asarray(seeds, dtype=np.uint64)
     position = np.asarray(positions, dtype=np.uint64)
     key = np.stack([seed & _LOW, seed >> _32])
     purposes = np.full_like(position, int(purpose))
-    return philox4x32(np.stack([position & _LOW, position >> _32, purposes, np.zeros_like(position)]), key)
+    step = np.broadcast_to(np.asarray(steps, dtype=np.uint64), position.shape)
+    return philox4x32(np.stack([position & _LOW, position >> _32, purposes, step]), key)
 
 
-def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, one for each (seed, position), [N].
+def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1) with 53 random bits, one for each (seed, position, step), [N].
 
-    `seeds` are 64-bit; `positions` count a sequence's tokens from 0, the prompt included.
+    `seeds` are 64-bit; `positions` count a sequence's tokens from 0, the prompt included; `steps` are under 2^32.
     """
-    words = _words(seeds, positions, purpose)
+    words = _words(seeds, positions, purpose, steps)
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
     numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return numbers

@@ -43,6 +43,8 @@ class Draft:
     distributions: Sequence[SparseDistribution] = ()
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
     thinking: Sequence[bool] = ()
+    step: int = 0
+    """Drafts of the sequence that were judged before, so that no coin is used twice."""
 
     @property
     def needs_probs(self) -> bool:
@@ -232,7 +234,8 @@ class _Rows:
 
     def uniform(self, purpose: Purpose) -> np.ndarray:
         """float64 [R], each row's own number for the purpose."""
-        return uniforms(*self._seeds_and_positions(), purpose)
+        steps = np.repeat([draft.step for draft in self.drafts], self._counts_B)
+        return uniforms(*self._seeds_and_positions(), purpose, steps)
 
     def keys(self, rows: Sequence[int]) -> torch.Tensor:
         """Where the coupled noise of some rows begins."""

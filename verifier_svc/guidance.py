@@ -1,4 +1,4 @@
-"""Grammars at verification: drafts are cut at the first token that is forbidden, and every position gets its mask."""
+"""Grammars at verification: drafts end with the first token that is forbidden, and every position gets its mask."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class Guidance:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
     def cut(self, items: Sequence[Item]) -> list[Item]:
-        """The items, each draft ending before the first token that its grammar forbids, which could not be accepted anyway."""
+        """The items, each draft cut at the first token that its grammar forbids, which could not be accepted.
+
+        Where that token was sampled it stays, to be rejected: what follows must come from what the target has more of than the
+        drafter, and to drop a token for what it is would be to draw anew.
+        """
         return [self._cut(item, item.sequence.matcher) if item.sequence.matcher is not None else item for item in items]
 
     def _cut(self, item: Item, matcher: Matcher) -> Item:
@@ -33,8 +37,8 @@ class Guidance:
                 break
             allowed += 1
         matcher.rollback(allowed)
-        path = Path(item.path.token_ids[:allowed], item.path.distributions[:allowed])
-        return replace(item, path=path)
+        kept = allowed + bool(item.path.distributions)
+        return replace(item, path=Path(item.path.token_ids[:kept], item.path.distributions[:kept]))
 
     def masks(self, items: Sequence[Item]) -> Callable[[], list[Item]]:
         """Start computing; call the result for the items with their masks."""
@@ -51,11 +55,13 @@ def _masked(item: Item) -> Item:
     tokens = item.path.token_ids
     mask: Mask = np.zeros((len(tokens) + 1, item.sequence.mask_width), np.int32)
     matcher.fill(mask, 0)
+    accepted = 0
     for i, token in enumerate(tokens):
-        matcher.accept(token)
-        if matcher.ended:
-            mask[i + 1] = -1  # whatever comes behind an end is never sent
+        stands = matcher.accept(token)
+        accepted += stands
+        if not stands or matcher.ended:
+            mask[i + 1] = -1  # what comes behind a forbidden token is never judged, and behind an end never sent
         else:
             matcher.fill(mask, i + 1)
-    matcher.rollback(len(tokens))
+    matcher.rollback(accepted)
     return replace(item, mask=mask)

@@ -70,6 +70,7 @@ class Judge:
             path.distributions if rule is sampled else (),
             request.speculation,
             self._thinking(sequence, path.token_ids) if rule is AcceptanceRule.RELAXED else (),
+            sequence.stats.forward_count,
         )
 
     def _thinking(self, sequence: Sequence, drafted: SequenceOf[int]) -> list[bool]:

@@ -88,6 +88,8 @@ class _Draft:
     """Those of the chain, by place and first token, until the next verdict."""
     enumerated: tuple[int, int] = (-1, 0)
     """The epoch and length for which outcomes were guessed."""
+    draw_count: int = 0
+    """Tokens that were sampled."""
 
     @property
     def guessed(self) -> list[int]:
@@ -360,12 +362,15 @@ class ModelFamily:
         probs_RV = target_probs(logits_RV, [draft.chain.opened.sampling for draft in drafts])
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
         top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
-        numbers = uniforms([draft.seed for draft in drafts], [draft.length for draft in drafts], Purpose.DRAFT)
+        # Nothing is drawn twice with one number: a token that was drafted and fell has had a say in what came of the others.
+        draws = [draft.draw_count for draft in drafts]
+        numbers = uniforms([draft.seed for draft in drafts], [draft.length for draft in drafts], Purpose.DRAFT, draws)
         picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
         tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
         ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
         for i, draft in enumerate(drafts):
             kept = weights[i] > 0
+            draft.draw_count += 1
             draft.run.append(tokens[i])
             draft.distributions.append(SparseDistribution(ids[i][kept], weights[i][kept]))
 

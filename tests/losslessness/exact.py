@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -185,7 +186,8 @@ class _Known:
 class LawDrafter:
     """Drafts 0 to 5 tokens a step, however many chance says; each drawn from its law as the verifier asked.
 
-    `claims` is the distribution it says it drew from, if that is another one; `drops` ends a draft before a token.
+    `claims` is the distribution it says it drew from, if that is another one; `drops` ends a draft before a token. What it says
+    arrives up to `late` steps later, in order.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class LawDrafter:
         claims: Drafting | None = None,
         sends_distributions: bool = False,
         drops: Callable[[float], bool] = lambda probability: False,
+        late: int = 0,
     ) -> None:
         self.make_engine, self._rng, self._drops = engine, rng, drops
         self._sends_distributions = sends_distributions
@@ -205,6 +208,9 @@ class LawDrafter:
         self._texts: dict[int, tuple[Rule, int, list[int]]] = {}
         self._handle = engine.drafting.join(Hello("laws", "laws", "f", 8, distributions=offers), self._told)
         self._batch = DraftBatch()
+        self._late = late
+        self._under_way: deque[tuple[int, DraftBatch]] = deque()
+        self._step = 0
 
     def _told(self, step: object) -> None:
         assert isinstance(step, StepBatch), step
@@ -257,10 +263,13 @@ class LawDrafter:
         return int(known.law.argmax())
 
     def send(self) -> None:
-        """Say what has gathered."""
+        """Say what has gathered, and deliver what is due."""
+        self._step += 1
         if self._batch.proposals:
-            batch, self._batch = self._batch, DraftBatch()
-            self.make_engine.drafting.take(self._handle, batch)
+            self._under_way.append((self._step + int(self._rng.integers(0, self._late + 1)), self._batch))
+            self._batch = DraftBatch()
+        while self._under_way and self._under_way[0][0] <= self._step:
+            self.make_engine.drafting.take(self._handle, self._under_way.popleft()[1])
 
 
 def generate(

@@ -74,6 +74,12 @@ def test_a_reversed_drafter_leaves_no_trace(rule: str, setting: str) -> None:
     assert p(rule, setting, "reversed", 4_000) > 1e-4
 
 
+@pytest.mark.parametrize("drafter", ["equal", "flat"])
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_trace(rule: str, drafter: str) -> None:
+    assert p(rule, "plain", drafter, 4_000, late=2) > 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -96,7 +102,9 @@ def test_without_a_drafter_output_follows_the_target() -> None:
 # --- the same tests catch what has gone wrong elsewhere ---
 
 
-def reused_uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.float64]:
+def reused_uniform(
+    seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
     """One number of a sequence for everything."""
     return uniforms(seeds, np.zeros_like(positions), Purpose.ACCEPT)
 

@@ -25,6 +25,9 @@ Table = npt.NDArray[np.float64]
 TARGET: Table = np.random.default_rng(0).dirichlet(np.ones(VOCAB) * 0.7, VOCAB)
 CLOSE: Table = 0.7 * TARGET + 0.3 * np.random.default_rng(1).dirichlet(np.ones(VOCAB), VOCAB)
 REVERSED: Table = TARGET[:, ::-1].copy()
+# Where whether a block ends early tells most about the coins behind its end: a coin thrown, a drafter that believes in heads.
+EVEN: Table = np.tile([0.5, 0.5, 0.0, 0.0, 0.0], (VOCAB, 1))
+HEADS: Table = np.tile([0.9, 0.1, 0.0, 0.0, 0.0], (VOCAB, 1))
 
 
 def make_draft(
@@ -34,11 +37,12 @@ def make_draft(
     tokens: Sequence[int] = (),
     distributions: Sequence[SparseDistribution] = (),
     rule: AcceptanceRule = AcceptanceRule.TOKEN_WISE,
+    step: int = 0,
 ) -> Draft:
     """A draft behind `position` committed tokens; `rule` is for the one that brings distributions."""
     own = AcceptanceRule.GREEDY if sampling.greedy else AcceptanceRule.COUPLED
     context = Context(sampling, [0] * position, drafted=tokens)
-    return Draft(context, seed, rule if distributions else own, distributions)
+    return Draft(context, seed, rule if distributions else own, distributions, step=step)
 
 
 def draw(table: Table, contexts: npt.NDArray[np.int64], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
@@ -57,6 +61,7 @@ def generate(
     """`DRAWS` sequences of `length` tokens, [DRAWS, length], each committed by speculative steps from token 0."""
     rng = np.random.default_rng(depth)
     done: list[list[int]] = [[] for _ in range(DRAWS)]
+    step = 0
     while unfinished := [i for i, tokens in enumerate(done) if len(tokens) < length]:
         drafts, rows = [], []
         for i in unfinished:
@@ -69,7 +74,8 @@ def generate(
                 tokens.append(int(rng.choice(VOCAB, p=law)) if sparse else int(law.argmax()))
                 distributions.append(SparseDistribution(np.arange(VOCAB), law))
             rows += [target[t] for t in (context, *tokens)]
-            drafts.append(make_draft(SAMPLED, i, len(done[i]), tokens, distributions if sparse else (), rule))
+            drafts.append(make_draft(SAMPLED, i, len(done[i]), tokens, distributions if sparse else (), rule, step))
+        step += 1
         logits = torch.from_numpy(np.log(np.array(rows) + 1e-300)).float()
         for i, draft, outcome in zip(unfinished, drafts, accept(logits, drafts), strict=True):
             done[i] += [*draft.context.drafted[: outcome.accepted_count], outcome.next_token]
@@ -93,6 +99,12 @@ def test_sampled_output_follows_the_target(drafter: Table, sparse: bool, depth: 
     assert chi_square(generate(TARGET, drafter, depth, sparse=sparse), TARGET) > 1e-4
 
 
+@pytest.mark.parametrize("rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_coins_that_were_looked_at_once_decide_nothing_again(rule: AcceptanceRule, depth: int) -> None:
+    assert chi_square(generate(EVEN, HEADS, depth, sparse=True, rule=rule), EVEN) > 1e-4
+
+
 def test_a_draft_on_a_forbidden_token_changes_nothing() -> None:
     target = TARGET.copy()
     target[:, 2] = 0
@@ -104,7 +116,9 @@ def test_a_draft_on_a_forbidden_token_changes_nothing() -> None:
     assert chi_square(samples, target) > 1e-4
 
 
-def reused_uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose) -> npt.NDArray[np.float64]:
+def reused_uniform(
+    seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
     return uniforms(seeds, positions, Purpose.ACCEPT)
 
 

@@ -1,0 +1,57 @@
+"""A grammar changes what the target says, never how its drafts are judged."""
+
+import numpy as np
+import pytest
+import torch
+from fake_model import Client, ScriptedDrafter, make_engine
+
+from outrider.grammar_backends import Mask
+from outrider.messages import Rule, SamplingParams, SparseDistribution, TokenRequest
+from verifier_svc.guidance import Guidance
+from verifier_svc.judging import Judge
+from verifier_svc.scheduler import Item
+from verifier_svc.trie import Path
+
+
+class Heads:
+    """A grammar of as many tokens 0 and 1 as one likes."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def accept(self, token: int) -> bool:
+        self.held += token < 2
+        return token < 2
+
+    def rollback(self, count: int) -> None:
+        self.held -= count
+
+    def fill(self, mask: Mask, row: int) -> None:
+        mask[row] = 0b11
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -> None:
+    """The drafter draws 0 or the forbidden 2, the target wants 0 as often as 1."""
+    engine, model = make_engine(trust=True)
+    ScriptedDrafter(engine, distributions=frozenset({Rule.ONE_HOT, Rule.SPARSE}))
+    sequence = engine.submit(TokenRequest([3], 9, SamplingParams()), Client())
+    sequence.matcher, sequence.mask_width = (matcher := Heads()), 1
+    [assignment] = sequence.assignments.values()
+    law = SparseDistribution(np.array([0, 2]), np.array([0.5, 0.5]))
+    guidance, judge = Guidance(), Judge()
+    firsts = []
+    for seed in range(900):
+        sequence.seed = seed
+        drafted = [2 * (seed % 2), 1] if sampled else [2, 1]
+        path = Path(drafted, [law, SparseDistribution(np.array([1]), np.array([1.0]))] if sampled else [])
+        items = guidance.cut([Item(sequence, 0, [3], path, assignment, True)])
+        logits = torch.zeros(1 + len(items[0].path.token_ids), model.vocab_size)
+        [judgement] = judge.judge(logits, guidance.masks(items)())
+        assert judgement is not None
+        assert matcher.held == 0
+        firsts.append([*items[0].path.token_ids[: judgement.outcome.accepted_count], judgement.outcome.next_token][0])
+    assert set(firsts) == {0, 1}
+    assert np.mean(firsts) == pytest.approx(0.5, abs=0.07)
