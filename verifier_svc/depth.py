@@ -229,12 +229,15 @@ def goodput(tokens: float, forward_s: float, wait_s: float, busy_s: float, plain
     return max(waiting, (stands * tokens + steps * plain_tokens) / (stands * forward_s + busy_s + steps * plain_s))
 
 
-def patience_s(now: float, due_s: float, batch_rate: float, batch: int, plain_s: float, stands: float) -> float:
+def patience_s(gain: tuple[float, float], due_s: float, batch_rate: float, batch: int, plain_s: float, stands: float) -> float:
     """How long it is worth to wait for one sequence's draft, due in `due_s`, in a batch that commits `batch_rate` tokens a second.
 
-    Going on without, which commits `now` tokens of the sequence in its share of a step, brings so much less than the batch's usual
-    rate, in each of the steps until the draft is there, and again for each time that it then does not stand.
+    `gain`: tokens of the sequence that a step commits without it, and with it. Going on without brings so much less than the
+    batch's usual rate, in each of the steps until the draft is there, and again for each time that it then does not stand. But no
+    draft is worth more than the tokens that come of it.
     """
     if batch_rate <= 0.0 or plain_s <= 0.0:
         return 0.0
-    return max(1, steps_meanwhile(due_s, plain_s)) * max(plain_s / batch - now / batch_rate, 0.0) / max(stands, 0.01)
+    now, promised = gain
+    going_on_s = max(1, steps_meanwhile(due_s, plain_s)) * max(plain_s / batch - now / batch_rate, 0.0)
+    return min(going_on_s / max(stands, 1e-6), (promised - now) / batch_rate)

@@ -104,6 +104,7 @@ class Drafting:
             sequence.assignments[drafter.id] = assignment
             assignment.depth = max(1, self.planner.depth_for(sequence, assignment))
             assignment.window = self._window(assignment, assignment.depth)
+            assignment.ahead, assignment.told_at = assignment.window.depth > assignment.depth, time.monotonic()
             drafter.sequence_ids.add(sequence.id)
             drafter.outbox.opened.append(sequence.opened_for(assignment))
             if not self.planner.pays(sequence, assignment):
@@ -130,30 +131,35 @@ class Drafting:
         self._metrics.received(drafter, byte_count)
         if self.roster.connected.get(drafter.id) is not drafter:
             return
-        # How long replies took besides drafting, how long drafting, and how many tokens. A message counts once: else one slow round
-        # of a large batch would be all that is remembered.
-        replies: list[float] = []
-        draft_s, draft_length = 0.0, 0
+        # How long answers took, and how many tokens were drafted for them. A message counts once: else one slow round of a large
+        # batch would be all that is remembered.
+        answers: list[float] = []
+        draft_length = 0
+        # All are drafted together, and the longest sets the time.
+        draft_s = max((proposal.draft_seconds for proposal in batch.proposals), default=0.0)
         try:
             for proposal in batch.proposals:
                 assignment = self._assignment(drafter, proposal.sequence_id)
                 fate = assignment.trie.add(proposal) if assignment else Fate.STALE
                 self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
-                if assignment and (seconds := assignment.answered(at, proposal.epoch)) is not None:
+                if assignment is None:
+                    continue
+                if (seconds := assignment.answered(at, proposal.epoch)) is not None:
                     self._metrics.answered(drafter, seconds)
-                    replies.append(max(seconds - proposal.draft_seconds, 0.0))
-                    # All are drafted together, and the longest sets the time.
-                    draft_s = max(draft_s, proposal.draft_seconds)
+                    answers.append(seconds)
+                    assignment.undrafted = proposal.epoch
+                if assignment.undrafted == proposal.epoch and proposal.draft_seconds > 0.0:
                     draft_length = max(draft_length, len(proposal.token_ids))
+                    assignment.undrafted = -1
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
                     if (seconds := assignment.answered(at, skip.epoch)) is not None:
-                        replies.append(seconds)
+                        answers.append(seconds)
         except OutriderError as error:
             self.reject(drafter, error)
-        if replies:
-            drafter.reply.observe(max(replies))
+        if answers:
+            drafter.reply.observe(max(max(answers) - draft_s, 0.0))
         if draft_length:
             drafter.token_time.observe(draft_s / draft_length)
 
@@ -196,10 +202,11 @@ class Drafting:
 
     def _steer(self, sequence: Sequence, assignment: Assignment, verdict: Verdict) -> Verdict:
         """The verdict, with depth and window where they change."""
-        depth = max(self.planner.depth_to_ask(sequence, assignment), 1)
+        wanted = max(self.planner.depth_to_ask(sequence, assignment), 1)
         # What is committed until the draft is there counts as its first tokens.
-        depth = min(depth + self.planner.steps_without(assignment, depth), assignment.trie.window.depth)
+        depth = min(wanted + self.planner.steps_without(assignment, wanted), assignment.trie.window.depth)
         window = self._window(assignment, depth)
+        assignment.ahead, assignment.told_at = window.depth > wanted, time.monotonic()
         if depth != assignment.depth or window != assignment.window:
             assignment.depth, assignment.window = depth, window
             return replace(verdict, depth=depth, window=window)

@@ -41,7 +41,7 @@ from verifier_svc.guidance import Guidance
 from verifier_svc.judging import Judge, Judgement
 from verifier_svc.logprobs import split_scored
 from verifier_svc.metrics import Metrics, Phases
-from verifier_svc.planning import Planner
+from verifier_svc.planning import Planner, awaited
 from verifier_svc.scheduler import Item, Scheduler
 from verifier_svc.sequence import Sequence
 from verifier_svc.step_spans import StepSpans
@@ -264,24 +264,24 @@ class Engine:
         planner, running = self.planner, self.scheduler.running
         started = time.monotonic()
         planner.plan(running.values())
-        late, budget_s = planner.worth_waiting_for(running.values())
-        awaited = late
+        worth, budget_s = planner.worth_waiting_for(running.values())
+        late = worth
         while late and not self._stopping:
-            remaining_s = started + budget_s - time.monotonic()
-            if remaining_s <= 0:
+            now = time.monotonic()
+            if now >= started + budget_s:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
-                now = time.monotonic()
                 for drafter in {assignment.drafter for assignment in late}:
                     overdue_s = max(-assignment.due_s(now) for assignment in late if assignment.drafter is drafter)
                     drafter.reply.observe(2 * max(now - started, drafter.reply.value + overdue_s))
                 break
             with self._wake:
                 if not self._inbox:
-                    self._wake.wait(remaining_s)
+                    self._wake.wait(started + budget_s - now)
             self.drain_inbox()
-            late, budget_s = planner.worth_waiting_for(running.values())
+            under_way = {found[0] for sequence in running.values() if (found := awaited(sequence)) is not None}
+            late = [assignment for assignment in worth if assignment in under_way]
         waited_s = time.monotonic() - started
-        planner.waited(waited_s, self._phases.step_s if planner.pausing else 0.0, awaited)
+        planner.waited(waited_s, self._phases.step_s if planner.pausing else 0.0, worth)
         self._phases.waited(waited_s)
 
     # --- requests ---

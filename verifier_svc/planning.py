@@ -101,6 +101,7 @@ class Planner:
             if assignment is not None:
                 chosen.append((assignment, sequence.depth))
         self._last = self._outlook(chosen)
+        self._rate = self._goodput(self._last)
 
     def _outlook(self, drafts: list[tuple[Assignment, int]]) -> _Outlook:
         """Steps of the present batch with these drafts of so many tokens, the other sequences decoding plainly."""
@@ -108,11 +109,13 @@ class Planner:
             return _Outlook()
         gained = sum(assignment.rate.expected_tokens(depth) - 1.0 for assignment, depth in drafts)
         wait_s = max(assignment.drafter.latency(depth) for assignment, depth in drafts)
-        busy_s = max(assignment.drafter.busy_s(depth) for assignment, depth in drafts)
+        busy_s: dict[Drafter, float] = {}
+        for assignment, depth in drafts:
+            _note_busy(busy_s, assignment, depth)
         steps = steps_meanwhile(wait_s, self.plain_s)
-        stands = sum(assignment.rate.stands(steps) for assignment, _ in drafts) / len(drafts)
-        depth = sum(depth for _, depth in drafts) / self._batch
-        return _Outlook(1.0 + gained / self._batch, depth, wait_s, busy_s, stands)
+        stands = sum(_stands(assignment, depth, steps) for assignment, depth in drafts) / len(drafts)
+        mean_depth = sum(depth for _, depth in drafts) / self._batch
+        return _Outlook(1.0 + gained / self._batch, mean_depth, wait_s, sum(busy_s.values()), stands)
 
     def _goodput(self, outlook: _Outlook) -> float:
         """Tokens a second of the present batch; 0 before anything was measured."""
@@ -132,6 +135,7 @@ class Planner:
             # With so many tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
             # own time is no part of what a committed token is worth: it has to be spent either way.
             self._token_s = max(self._token_s, cost.prompt_token_s)
+        # By the last plan at first; the present one follows.
         self._rate = self._goodput(self._last)
 
     def _find_paying(self, decoding: list[Sequence]) -> set[Drafter]:
@@ -193,7 +197,8 @@ class Planner:
         if self._always or wait_s == 0.0 or plain_s == 0.0:
             return 0
         steps = steps_meanwhile(wait_s, plain_s)
-        one_s = patience_s(1.0, wait_s, self._rate, self._batch, plain_s, assignment.rate.stands(steps))
+        gain = (1.0, assignment.rate.expected_tokens(depth))
+        one_s = patience_s(gain, wait_s, self._rate, self._batch, plain_s, _stands(assignment, depth, steps))
         return steps if wait_s > self._batch * one_s + assignment.drafter.busy_s(depth) else 0
 
     def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
@@ -216,8 +221,10 @@ class Planner:
         plain_s = self.plain_s
         if self._always or plain_s == 0.0:
             return True
-        if self._decoding and self._paying is None:
-            self._paying = self._find_paying(self._decoding)
+        if self._paying is None:
+            # Those that ended since have no drafters any more.
+            decoding = [other for other in self._decoding if other.assignments]
+            self._paying = self._find_paying(decoding) if decoding else None
         if self._paying is not None and assignment.drafter not in self._paying:
             return False
         depth = self.depth_for(sequence, assignment)
@@ -232,7 +239,7 @@ class Planner:
         """Tokens a second of the batch, were all its sequences like this one with this drafter."""
         drafter, rate = assignment.drafter, assignment.rate
         wait_s = drafter.latency(depth)
-        stands = rate.stands(steps_meanwhile(wait_s, self.plain_s))
+        stands = _stands(assignment, depth, steps_meanwhile(wait_s, self.plain_s))
         return self._goodput(_Outlook(rate.expected_tokens(depth), depth, wait_s, drafter.busy_s(depth), stands))
 
     def worth_waiting_for(self, running: Iterable[Sequence]) -> tuple[list[Assignment], float]:
@@ -240,22 +247,26 @@ class Planner:
         now_s = time.monotonic()
         late: list[tuple[float, float, Assignment]] = []
         for sequence in running:
-            found = _awaited(sequence) if sequence.pending_count == 1 else None
+            found = awaited(sequence) if sequence.pending_count == 1 else None
             if found is not None:
-                assignment, length, now = found
+                assignment, length, now, promised = found
                 due_s = assignment.due_s(now_s)
-                stands = assignment.rate.stands(length + max(1, steps_meanwhile(due_s, self.plain_s)))
-                late.append((due_s, patience_s(now, due_s, self._rate, self._batch, self.plain_s, stands), assignment))
+                steps = max(1, steps_meanwhile(due_s, self.plain_s))
+                stands = _stands(assignment, length, length + steps)
+                gain = (now, promised)
+                late.append((due_s, patience_s(gain, due_s, self._rate, self._batch, self.plain_s, stands), assignment))
         if self._always:
             return [assignment for _, _, assignment in late], _LONGEST_WAIT_S
-        worth: list[Assignment] = []
-        budget_s = patience = busy_s = 0.0
-        for due_s, seconds, assignment in sorted(late, key=itemgetter(0)):
+        late.sort(key=itemgetter(0))
+        budget_s, patience, count = 0.0, 0.0, 0
+        busy_s: dict[Drafter, float] = {}
+        for i, (due_s, seconds, assignment) in enumerate(late):
             patience += seconds
-            busy_s = max(busy_s, assignment.drafter.busy_s(assignment.depth))
-            if due_s <= patience + busy_s:
-                budget_s = patience + busy_s
-                worth = [a for due, _, a in late if due <= due_s]
+            _note_busy(busy_s, assignment, assignment.depth)
+            most_s = min(patience + sum(busy_s.values()), _LONGEST_WAIT_S)
+            if due_s <= most_s:
+                budget_s, count = most_s, i + 1
+        worth = [assignment for _, _, assignment in late[:count]]
         probes = [a for _, _, a in late if a.pause.probing and a not in worth] if self._probe_credit_s > 0 else []
         if probes or any(assignment.pause.probing for assignment in worth):
             budget_s = max(budget_s, self._probe_credit_s)
@@ -287,9 +298,21 @@ class Planner:
         self._probe_credit_s = min(credit_s, _PROBE_STEPS * self.plain_s)
 
 
-def _awaited(sequence: Sequence) -> tuple[Assignment, int, float] | None:
-    """The best draft under way for a sequence if it is better than what is there: whose it is, and what is there, as draft tokens
-    and as tokens expected of a step.
+def _stands(assignment: Assignment, depth: int, count: int) -> float:
+    """Probability that a draft has its next `count` tokens right; 0 where so many and then `depth` are more than it can have."""
+    return assignment.rate.stands(count) if depth + count <= assignment.trie.window.depth else 0.0
+
+
+def _note_busy(busy_s: dict[Drafter, float], assignment: Assignment, depth: int) -> None:
+    """Seconds that the target's cores spend on drafting, by drafter: what one drafts it drafts together."""
+    drafter = assignment.drafter
+    if drafter.on_target_cores:
+        busy_s[drafter] = max(busy_s.get(drafter, 0.0), drafter.busy_s(depth))
+
+
+def awaited(sequence: Sequence) -> tuple[Assignment, int, float, float] | None:
+    """The best draft under way for a sequence if it is better than what is there: whose it is; what is there, as draft tokens and
+    as tokens expected of a step; and what is expected of a step with that draft.
     """
     limit, length, now = sequence.draft_limit, 0, 1.0
     under_way: list[tuple[float, Assignment]] = []
@@ -304,4 +327,4 @@ def _awaited(sequence: Sequence) -> tuple[Assignment, int, float] | None:
         if (expected := assignment.rate.expected_tokens(there)) > now:
             length, now = there, expected
     promised, best = max(under_way, key=itemgetter(0))
-    return (best, length, now) if promised > now else None
+    return (best, length, now, promised) if promised > now else None

@@ -75,6 +75,13 @@ class Assignment:
     met: bool = False
     """Whether it was heard of this sequence; before that it may be at the prompt, which says nothing of its drafting."""
 
+    undrafted: int = -1
+    """An epoch of which nothing but a resend has come, which says how long the way is, and nothing of drafting."""
+    told_at: float = 0.0
+    """When it was last told of a step (monotonic seconds)."""
+    ahead: bool = False
+    """Whether the drafter goes on while its last draft is verified, or is asked for so much that nobody waits for it."""
+
     def begin_epoch(self) -> None:
         """Note when the drafter was asked, to measure how long it takes."""
         self.asked_at[self.trie.epoch] = time.monotonic()
@@ -90,12 +97,7 @@ class Assignment:
     def due_s(self, now: float) -> float:
         """Seconds until its drafter's next message should be here, by what it usually takes; below 0 when it is late."""
         asked = [at for epoch in self.trie.open_epochs if (at := self.asked_at.get(epoch)) is not None]
-        return self.drafter.latency(self.depth) - (now - min(asked) if asked else 0.0)
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the drafter goes on while its last draft is verified."""
-        return self.window.depth > self.depth
+        return self.drafter.latency(self.depth) - (now - min(asked, default=self.told_at))
 
 
 @dataclass(eq=False, slots=True)

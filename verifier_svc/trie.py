@@ -11,9 +11,6 @@ from enum import Enum, auto
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Proposal, Skip, SparseDistribution, Window
 
-# Epochs that are kept: a proposal that is so many steps late is not waited for, and guessed too far.
-_OPEN_EPOCHS = 8
-
 
 class Hit(Enum):
     """What a commit found in the trie."""
@@ -42,7 +39,7 @@ class Fate(Enum):
 
     ADDED = auto()
     STALE = auto()
-    """It was made for an older epoch, or hangs under a node that the commit has since ruled out."""
+    """What it hangs below was ruled out by a commit since, or it is for an epoch that is over."""
 
 
 @dataclass(slots=True)
@@ -71,19 +68,24 @@ class _Epoch:
 
     __slots__ = ("_path", "last", "nodes", "number", "owed", "root", "skipped")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, owed: list[int]) -> None:
         self.number = number
+        self.owed = owed
         self.root = 0
         self.last = 0
         self.nodes: dict[int, Node] = {0: Node(token=-1, depth=0)}
         self.skipped: set[int] = set()
-        self.owed: list[int] = []
         self._path: list[int] | None = None
 
     @property
     def node_count(self) -> int:
         """Nodes below the root."""
         return len(self.nodes) - 1
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether there are guesses, and others than what was committed."""
+        return bool(self.owed and self.nodes[self.root].children)
 
     def add(self, proposal: Proposal, window: Window) -> Fate:
         self.check_known(proposal.parent_node, "parent_node")
@@ -110,9 +112,9 @@ class _Epoch:
         """
         self.owed += token_ids
         matched, favoured = 0, True
-        while matched < len(self.owed):
+        for token in self.owed:
             children = self.nodes[self.root].children
-            child = children.get(self.owed[matched])
+            child = children.get(token)
             if child is None:
                 break
             favoured &= child == next(iter(children.values()))
@@ -123,18 +125,10 @@ class _Epoch:
             self._prune()
         return matched, favoured
 
-    @property
-    def contradicted(self) -> bool:
-        """Whether there are guesses, and others than what was committed."""
-        return bool(self.owed and self.nodes[self.root].children)
-
-    @property
-    def settled(self) -> bool:
-        """Whether there is something to say about what comes next."""
-        return not self.owed and (self.node_count > 0 or self.root in self.skipped)
-
     def favourites(self) -> list[int]:
-        """Node numbers of the path, from the root's child on."""
+        """Node numbers of the path, from the root's child on; none while something is owed."""
+        if self.owed:
+            return []
         if self._path is None:
             self._path, node = [], self.nodes[self.root]
             while node.children:
@@ -174,45 +168,40 @@ class Trie:
     """Speculation trie of one (sequence, drafter).
 
     What is committed before anything was proposed for it raises the epoch, as a guess that was wrong does; but the proposal may be
-    under way and right. So such epochs are kept until the drafter was heard of in a later one, and a proposal for one of them is
-    hung below the tokens committed since.
+    under way and right. So such epochs stay open until the drafter is heard of in a later one, and a proposal for one of them is
+    hung below the tokens committed since. Only the first of the open epochs can have any nodes.
     """
 
     def __init__(self, window: Window) -> None:
         self.window = window
-        self._epochs = [_Epoch(0)]
-
-    @property
-    def epoch(self) -> int:
+        self.epoch = 0
         """The one that holds, of which the drafter is told."""
-        return self._epochs[-1].number
+        self._heard = _Epoch(0, [])
+        # Later epochs, of which nothing was heard yet, and how many of the tokens committed since the first of them precede each.
+        self._unheard: list[tuple[int, int]] = []
+        self._since: list[int] = []
+        self._dropped = 0
 
     @property
     def root(self) -> int:
-        """The last committed token's node in that epoch."""
-        return self._epochs[-1].root
+        """The last committed token's node in the epoch that holds."""
+        return 0 if self._unheard else self._heard.root
 
     @property
     def last_node(self) -> int:
-        """The number of the last node that was proposed in that epoch."""
-        return self._epochs[-1].last
+        """The number of the last node that was proposed in the epoch that holds."""
+        return 0 if self._unheard else self._heard.last
 
     @property
     def open_epochs(self) -> list[int]:
         """Those of which a proposal can still be of use, the oldest first."""
-        return [epoch.number for epoch in self._epochs]
+        later = [number for number, _ in self._unheard]
+        return later if self._heard.contradicted else [self._heard.number, *later]
 
     @property
     def node_count(self) -> int:
         """Guesses below the last committed token."""
-        return self._source().node_count
-
-    def _source(self) -> _Epoch:
-        """The latest epoch that has something to say, or the one that holds."""
-        latest = self._epochs[-1]
-        if len(self._epochs) == 1 or latest.settled:
-            return latest
-        return next((epoch for epoch in reversed(self._epochs) if epoch.settled), latest)
+        return 0 if self._heard.owed else self._heard.node_count
 
     def add(self, proposal: Proposal) -> Fate:
         """Hang a run of nodes under its parent.
@@ -220,37 +209,55 @@ class Trie:
         Raises OutriderError(PROTOCOL_VIOLATION) for what no delay can explain: an epoch or parent that never was, numbers that are
         not consecutive, two siblings of one token, more nodes or depth than the window allows.
         """
-        epoch = self._heard(proposal.epoch)
+        epoch = self._hear(proposal.epoch)
         if epoch is None:
             return Fate.STALE
         fate = epoch.add(proposal, self.window)
-        epoch.follow([])
+        if epoch.owed:
+            matched, _ = epoch.follow([])
+            if epoch.contradicted:
+                return Fate.STALE
+            self._dropped += matched
         return fate
 
     def skip(self, skip: Skip) -> Fate:
         """Note that nothing will come below a node; raises as `add` does."""
-        epoch = self._heard(skip.epoch)
+        epoch = self._hear(skip.epoch)
         if epoch is None:
             return Fate.STALE
         epoch.check_known(skip.node, "node")
         epoch.skipped.add(skip.node)
         return Fate.ADDED
 
-    def _heard(self, number: int) -> _Epoch | None:
-        """The epoch that a message is for; whoever is in it has read what ended those before."""
+    def _hear(self, number: int) -> _Epoch | None:
+        """The epoch that a message is for, None if it is of no use; whoever is in it has read what ended those before."""
         if number > self.epoch:
             raise _violation("epoch", f"must be at most {self.epoch}, not {number}")
-        while self._epochs[0].number < number:
-            del self._epochs[0]
-        return self._epochs[0] if self._epochs[0].number == number else None
+        at = next((i for i, (later, _) in enumerate(self._unheard) if later == number), None)
+        if at is not None:
+            self._dropped += self.node_count
+            start = self._unheard[at][1]
+            self._heard = _Epoch(number, self._since[start:])
+            self._forget(at + 1)
+        return self._heard if self._heard.number == number and not self._heard.contradicted else None
+
+    def _forget(self, count: int) -> None:
+        """The first of the epochs of which nothing was heard."""
+        del self._unheard[:count]
+        start = self._unheard[0][1] if self._unheard else len(self._since)
+        del self._since[:start]
+        self._unheard = [(number, first - start) for number, first in self._unheard]
+
+    def favourites(self) -> list[int]:
+        """Node numbers of the path, in the epoch that it was proposed in."""
+        return self._heard.favourites()
 
     def path(self, depth: int) -> Path:
         """The path of first-proposed children from the root, cut at `depth` tokens; siblings come later, as less likely.
 
         Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
         """
-        source = self._source()
-        nodes = [source.nodes[number] for number in source.favourites()[:depth]]
+        nodes = [self._heard.nodes[number] for number in self._heard.favourites()[:depth]]
         tokens = [node.token for node in nodes]
         distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path is sampled from end to end or counts as one-hot from end to end.
@@ -258,28 +265,41 @@ class Trie:
 
     def ready(self, depth: int) -> bool:
         """Whether waiting could not make the path to `depth` any longer."""
-        source = self._source()
-        path = source.favourites()
-        return len(path) >= depth or (path[-1] if path else source.root) in source.skipped
+        heard, path = self._heard, self._heard.favourites()
+        if path:
+            return len(path) >= depth or path[-1] in heard.skipped
+        # Who was asked anew may know more than when it skipped.
+        return depth == 0 or (not self._unheard and heard.root in heard.skipped)
 
     def length(self, depth: int) -> int:
         """Tokens of the path, at most `depth`."""
-        return min(len(self._source().favourites()), depth)
+        return min(len(self._heard.favourites()), depth)
 
     def advance(self, token_ids: list[int]) -> Walk:
         """Move the root along committed tokens. If the epoch lacks one of them, another begins."""
-        source, latest = self._source(), self._epochs[-1]
-        held, walk = source.node_count, Walk(0, Hit.LATE, 0)
-        for epoch in self._epochs:
-            matched, favoured = epoch.follow(token_ids)
-            if epoch is source:
-                left = 0 if epoch.owed else epoch.node_count
-                hit = Hit.MISS if epoch.contradicted else Hit.LATE if left == 0 else Hit.CHAIN if favoured else Hit.OUTCOME
-                walk = Walk(matched, hit, max(held - matched - left, 0))
-        if latest.owed or (latest.last == 0 and token_ids):
-            self._epochs = [epoch for epoch in self._epochs if not epoch.contradicted][-_OPEN_EPOCHS + 1 :]
-            self._epochs.append(_Epoch(latest.number + 1))
+        heard, held = self._heard, self.node_count
+        owed_before = bool(heard.owed)
+        matched, favoured = (0, False) if heard.contradicted else heard.follow(token_ids)
+        left = self.node_count
+        hit = Hit.CHAIN if left and favoured else Hit.OUTCOME if left else Hit.LATE
+        if heard.contradicted and not owed_before:
+            hit = Hit.MISS
+        walk = Walk(matched, hit, self._dropped + held - matched - left)
+        self._dropped = 0
+        if self._unheard:
+            self._since += token_ids
+        if self._unheard or heard.owed or (heard.last == 0 and token_ids):
+            self.epoch += 1
+            self._unheard.append((self.epoch, len(self._since)))
+            self._trim()
         return walk
+
+    def _trim(self) -> None:
+        """No guess reaches further than the window, so what is further back cannot be caught up with."""
+        if len(self._unheard) > 2 * self.window.depth:
+            count = len(self._unheard) - self.window.depth
+            self._heard = _Epoch(self._unheard[count - 1][0], self._since[self._unheard[count - 1][1] :])
+            self._forget(count)
 
 
 def _violation(field_name: str, message: str) -> OutriderError:

@@ -91,7 +91,7 @@ def test_both_sides_agree_after_any_interleaving_and_the_protocol_is_never_broke
     assert pair.chain.tokens == pair.committed
     assert pair.chain.epoch == pair.trie.epoch
     assert pair.chain.ahead == pair.trie.path(WINDOW.depth).token_ids
-    assert pair.chain.tip == (pair.trie._favourites() or [pair.trie.root])[-1]
+    assert pair.chain.tip == (pair.trie.favourites() or [pair.trie.root])[-1]
     assert pair.chain.side_room == WINDOW.node_count - pair.trie.node_count
 
 

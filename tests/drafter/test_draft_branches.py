@@ -91,7 +91,7 @@ async def test_an_outcome_that_comes_true_goes_on_as_if_it_had_been_the_chain(
     trie = Trie(WINDOW)
     said = await everything(family, trie)
     chain = trie.path(WINDOW.depth).token_ids
-    numbers = [0, *trie._favourites()]
+    numbers = [0, *trie.favourites()]
     branch = next(p for p in said if p.parent_node == numbers[place] and p.token_ids[0] != chain[place])
     new = [*chain[:place], branch.token_ids[0]]
     walk = trie.advance(new)
@@ -113,7 +113,7 @@ async def test_a_miss_that_nobody_foresaw_gives_every_page_back(
     new = [next(token for token in range(100, 200) if trie.advance([token]).hit.value == "miss")]
     family.verdict(Verdict(1, 1, 0, len(prompt) + 1, 0, new))
     trie = Trie(WINDOW)
-    trie.epoch = 1
+    trie.advance(new)
     await everything(family, trie)
     assert trie.path(9).token_ids == greedy(runner, thread, [*prompt, *new], WINDOW.depth)
     family.close(1)
@@ -133,5 +133,5 @@ async def test_outcomes_of_sampled_drafts_are_never_taken_for_samples(rule: Rule
     family.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), rule=rule))
     trie = Trie(WINDOW)
     said = await everything(family, trie)
-    chain = set(trie._favourites())
+    chain = set(trie.favourites())
     assert all(not p.distributions for p in said if p.first_node not in chain)

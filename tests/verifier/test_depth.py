@@ -297,8 +297,8 @@ def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_if_the_drafts_of_all
 
 
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
-    """A drafter that takes 60 ms of the target's cores for a draft of 8, of which 5 tokens are accepted, or every fourth time one; a
-    forward of 50 ms.
+    """A drafter that takes 60 ms of the target's cores for a draft of 8, of which 5 tokens are accepted, or every fourth time one;
+    a forward of 50 ms.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
     drafter = ScriptedDrafter(engine)

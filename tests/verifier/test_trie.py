@@ -208,10 +208,30 @@ def test_no_more_than_a_few_epochs_stay_open() -> None:
     t = trie()
     for _ in range(100):
         t.advance([5])
-    assert len(t.open_epochs) == 8
+        assert len(t.open_epochs) <= 2 * t.window.depth + 1
     assert t.add(run(1, [5] * 3)) is Fate.STALE
     assert t.add(run(1, [5] * 6, epoch=95)) is Fate.ADDED
     assert t.path(9).token_ids == [5]
+    assert t.open_epochs == [95, 96, 97, 98, 99, 100]
+
+
+def test_what_came_too_late_or_twice_counts_as_wasted() -> None:
+    t = trie()
+    t.advance([5])
+    t.add(run(1, [5, 6, 7]))
+    assert t.advance([6]).wasted == 1, "a token that was committed already"
+    t.add(run(1, [7, 8], epoch=2))
+    assert t.advance([7]).wasted == 1, "which was there, and is proposed once more"
+
+
+def test_a_skip_in_an_epoch_that_is_over_does_not_say_that_waiting_is_no_use() -> None:
+    t = trie()
+    t.advance([5])
+    t.add(run(1, [5]))
+    t.skip(Skip(1, 0, 1))
+    assert not t.ready(1)
+    t.skip(Skip(1, 1, 0))
+    assert t.ready(1)
 
 
 @given(st.data())

@@ -6,9 +6,11 @@ import time
 import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 
+from outrider.depth_policy import DepthPolicy
 from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
 from verifier_svc.depth import goodput, patience_s
-from verifier_svc.engine import Engine
+from verifier_svc.engine import Engine, Limits
+from verifier_svc.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -35,7 +37,7 @@ def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float) -> No
     tokens, forward_s, plain_s, stands = 3.0, 0.12, 0.1, 0.7
     steps = 1 if due_s < plain_s else 2
     rate = (stands * tokens + steps) / (stands * forward_s + steps * plain_s)
-    limit_s = patience_s(1.0, due_s, rate, 1, plain_s, stands)
+    limit_s = patience_s((1.0, 9.0), due_s, rate, 1, plain_s, stands)
     assert tokens / (forward_s + limit_s) == pytest.approx(rate)
 
 
@@ -52,10 +54,11 @@ def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
 
 def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
     rate, plain_s = 8 * 2.0 / 0.1, 0.1
-    one = patience_s(1.0, 0.01, rate, 8, plain_s, 0.8)
+    one = patience_s((1.0, 3.0), 0.01, rate, 8, plain_s, 0.8)
     assert one == pytest.approx((0.1 - 0.05) / 8 / 0.8)
-    assert patience_s(2.0, 0.01, rate, 8, plain_s, 0.8) == 0.0, "what is there already is as good as what the batch makes"
-    assert patience_s(1.0, 0.01, 8 / plain_s, 8, plain_s, 0.8) == 0.0, "plain steps are as fast"
+    assert patience_s((2.0, 3.0), 0.01, rate, 8, plain_s, 0.8) == 0.0, "what is there already is as good as what the batch makes"
+    assert patience_s((1.0, 3.0), 0.01, 8 / plain_s, 8, plain_s, 0.8) == 0.0, "plain steps are as fast"
+    assert patience_s((1.0, 1.2), 0.3, rate, 8, plain_s, 0.001) == pytest.approx(0.2 / rate), "no more than what comes of it"
 
 
 def test_a_drafter_that_skips_is_not_waited_for() -> None:
@@ -100,6 +103,91 @@ def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for() 
     assert client.tokens == truth[:8]
 
 
+def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    engine.cost.calibrate(2, 2, 0.05)
+    engine.cost.calibrate(2, 10, 0.055)
+    drafter = ScriptedDrafter(engine)
+    good, poor = (engine.submit(TokenRequest([1, 2], 40, GREEDY), Client()) for _ in range(2))
+    engine.drain_inbox()
+    engine.step()
+    for sequence, accepted in ((good, 4), (poor, 0)):
+        for turn in range(40):
+            sequence.assignments["scripted"].rate.observe(4, accepted or turn % 3 == 0)
+    for _ in range(7):
+        drafter.handle.reply.observe(0.012)
+
+    def waited_for(*ready: Sequence) -> list[Sequence]:
+        for sequence in ready:
+            drafter.propose(sequence.id, [1] * 4)
+        for _ in range(4):
+            engine.planner.plan(engine.scheduler.running.values())
+        for sequence in (good, poor):
+            assignment = sequence.assignments["scripted"]
+            assignment.met, assignment.asked_at, assignment.told_at = True, {}, time.monotonic()
+        worth, budget_s = engine.planner.worth_waiting_for(engine.scheduler.running.values())
+        assert budget_s <= 0.05
+        return [sequence for sequence in (good, poor) if sequence.assignments["scripted"] in worth]
+
+    assert good in waited_for()
+    assert waited_for(good) == []
+
+
+def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    truth = model.greedy([1], 20)
+    sequence = engine.submit(TokenRequest([1], 20, GREEDY), client)
+    slow_forward(model, 0.1)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, truth[:1])
+    engine.step()
+    for _ in range(7):
+        drafter.handle.reply.observe(0.03)
+    for at_s in (0.005, 0.01, 0.015):
+        threading.Timer(at_s, lambda: engine.post(lambda: None)).start()
+    threading.Timer(0.03, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6]))).start()
+    for _ in range(3):
+        engine.planner.plan(engine.scheduler.running.values())
+    engine._await_drafts()
+    assert sequence.assignments["scripted"].trie.path(9).token_ids == truth[2:6]
+    assert drafter.handle.reply.value < 0.06
+
+
+def test_one_request_after_the_other_is_drafted_from_its_first_token_on() -> None:
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    engine.warm_up()
+    drafter = ScriptedDrafter(engine)
+    for _ in range(3):
+        sequence = engine.submit(TokenRequest([1], 6, GREEDY), Client())
+        engine.drain_inbox()
+        assert sequence.assignments["scripted"].pause.steps_left == 0
+        drafter.propose(sequence.id, model.greedy([1], 6))
+        while sequence.id in engine.sequences:
+            engine._await_drafts()
+            engine.step()
+
+
+def test_who_is_not_waited_for_is_asked_for_more() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine)
+    slow_forward(model, 0.01)
+    engine.submit(TokenRequest([1], 60, GREEDY), Client())
+    engine.drain_inbox()
+
+    def asked(reply_s: float) -> int:
+        for _ in range(7):
+            drafter.handle.reply.observe(reply_s)
+        for _ in range(4):
+            engine.planner.plan(engine.scheduler.running.values())
+            engine.step()
+        [assignment] = next(iter(engine.sequences.values())).assignments.values()
+        return assignment.depth
+
+    assert asked(0.0) == 4
+    assert asked(0.025) in (6, 7), "two or three steps go on meanwhile"
+
+
 def test_no_more_is_waited_for_than_the_drafter_said_it_can() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine, max_depth=2)
@@ -122,12 +210,14 @@ def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for() -> None:
     assert drafter.handle.latency(4) == 0
 
 
-def test_a_silent_drafter_stops_being_waited_for() -> None:
+def test_a_drafter_that_falls_silent_stops_being_waited_for() -> None:
     engine, model = make_engine(eos_bias=-99)
     slow_forward(model, 0.01)
-    ScriptedDrafter(engine)
-    client = Client()
-    engine.submit(TokenRequest([1, 2], 150, GREEDY), client)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(TokenRequest([1, 2], 150, GREEDY), client)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1, 2], 4))
+    assert sequence.assignments["scripted"].met
     thread = run_in_background(engine)
     wait_for(client, 100)
     started = time.monotonic()
