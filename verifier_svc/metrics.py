@@ -69,7 +69,10 @@ class Metrics:
         )
         self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.")
         self._received = counter("draft_bytes", "Bytes of proposals and skips received.")
-        self._stale_tokens = counter("stale_tokens", "Draft tokens received for an epoch, node or sequence that was over.")
+        self._stale_tokens = counter(
+            "stale_tokens",
+            "Draft tokens received for an epoch, node or sequence that was over, or that commits had contradicted by then.",
+        )
         self._hits = counter(
             "draft_lookups",
             "Commits by what they found: the next draft on the chain or as an outcome, nothing yet (late), or a miss.",

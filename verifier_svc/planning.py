@@ -139,7 +139,7 @@ class Planner:
         self._rate = self._goodput(self._last)
 
     def _find_paying(self, decoding: list[Sequence]) -> set[Drafter]:
-        """The drafters, quick ones first, for whose drafts a step that waits for them commits the most for its time.
+        """The drafters, quick ones first, with whose drafts steps commit the most for their time, waits included.
 
         Paused sequences count as if they were not. Empty when plain steps are as good; to begin anew takes more than to go on.
         """
@@ -158,7 +158,7 @@ class Planner:
         return paying
 
     def _rate_with(self, decoding: list[Sequence], asked: set[Drafter]) -> float:
-        """Tokens a second of steps that wait for these drafters; only drafts that are worth their places are asked for."""
+        """Tokens a second of steps with these drafters; only drafts that are worth their places are asked for."""
         drafts: list[tuple[Assignment, int]] = []
         for sequence in decoding:
             found = [(a, self.depth_for(sequence, a)) for a in sequence.assignments.values() if a.drafter in asked]

@@ -68,7 +68,7 @@ class Assignment:
     window: Window
     """How far the drafter was last told to run ahead; its trie has room for more."""
     depth: int
-    """Draft tokens of a step that it was last told to aim at."""
+    """Draft tokens that it was last told to aim at: those of a step, and of the steps that go on until they are there."""
     asked_at: dict[int, float] = field(default_factory=dict)
     """When each of the last few epochs began (monotonic seconds), until its first proposal."""
     pause: Pause = field(default_factory=lambda: Pause())

@@ -6,7 +6,9 @@ The draft stream: a trie of guesses that the commit walks.
 For every sequence it is handed, a drafter grows a speculation trie rooted at the last committed token; the verifier holds a
 copy. Node 0 is the root at the start of an epoch; further nodes are numbered 1, 2, 3, ... in the order they are proposed and
 numbering starts again with each epoch. A commit moves the root along the committed tokens. When the trie lacks the committed
-child, the verifier drops the trie, raises the epoch, and everything that still arrives for an older epoch is ignored.
+child, the verifier raises the epoch and begins a trie anew. What still arrives for an older epoch is ignored if a guess of that
+epoch was wrong. If there was none yet, it may be right: it is hung below the tokens committed since, until the drafter is heard
+of in a later epoch. So a verdict that comes late costs nothing but its own step; drafters need not know of it.
 """
 
 from collections import abc as _abc
@@ -244,7 +246,7 @@ class Opened(_message.Message):
     token with the coupled noise and send ids alone; sampling.seed is set.
     """
     depth: _builtins.int
-    """Draft tokens the verifier takes in one step: the first message of a round should carry this many. A verdict may change it."""
+    """Draft tokens that the verifier has a use for at once: the first message of a round should carry this many. A verdict may change it."""
     tenant: _builtins.str
     """Private pools are keyed by this opaque name; empty is the default tenant."""
     traceparent: _builtins.str
@@ -341,7 +343,7 @@ class Proposal(_message.Message):
     sequence_id: _builtins.int
     """From Opened."""
     epoch: _builtins.int
-    """The epoch the drafter is in; an older one is counted and ignored."""
+    """The epoch the drafter is in; an older one that cannot be used any more is counted and ignored."""
     parent_node: _builtins.int
     """The node that the run hangs under."""
     first_node: _builtins.int
@@ -441,7 +443,7 @@ Global___Features: _TypeAlias = Features  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """What a step committed. The same epoch: the root moved along the trie. A higher epoch: the trie was dropped, node 0 is the last
+    """What a step committed. The same epoch: the root moved along the trie. A higher epoch: a trie begins anew, node 0 is the last
     committed token, and the drafter rewinds its own state to the common prefix.
     """
 
@@ -470,7 +472,7 @@ class Verdict(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not sampled."""
     depth: _builtins.int
-    """Draft tokens the verifier takes in one step from now on; unset leaves it."""
+    """Draft tokens that the verifier has a use for at once, from now on; unset leaves it."""
     @_builtins.property
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens this step committed."""

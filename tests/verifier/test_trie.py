@@ -1,4 +1,4 @@
-"""The speculation trie: what the protocol allows is kept, what no delay can explain is refused, late guesses are ignored."""
+"""The speculation trie: what the protocol allows is kept, what no delay can explain is refused, late guesses are used if right."""
 
 import numpy as np
 import pytest
