@@ -252,7 +252,7 @@ class Planner:
                 assignment, length, now, promised = found
                 due_s = assignment.due_s(now_s)
                 steps = max(1, steps_meanwhile(due_s, self.plain_s))
-                stands = _stands(assignment, length, length + steps)
+                stands = _stands(assignment, 1, length + steps)
                 gain = (now, promised)
                 late.append((due_s, patience_s(gain, due_s, self._rate, self._batch, self.plain_s, stands), assignment))
         if self._always:
