@@ -211,33 +211,40 @@ def _shares(points: Iterable[float], x: float) -> dict[float, float]:
 
 
 def steps_meanwhile(wait_s: float, plain_s: float) -> int:
-    """Steps of `plain_s` that go on until a draft is there which takes `wait_s`; 0 before anything was measured."""
-    return max(math.ceil(wait_s / plain_s), 0) if plain_s > 0.0 else 0
+    """Steps of `plain_s` to take before a draft is waited for that is `wait_s` away; 0 before anything was measured.
+
+    At least one; of what is left, less than half a step is waited for.
+    """
+    return max(math.floor(wait_s / plain_s + 0.5), 1) if plain_s > 0.0 else 0
 
 
 def goodput(tokens: float, forward_s: float, wait_s: float, busy_s: float, plain: tuple[float, float], stands: float) -> float:
     """Tokens a second with drafts that come `wait_s` after they were asked for, `busy_s` of which they take from the target.
 
     The better of two ways. To wait before each forward, which then commits `tokens`; or to go on meanwhile with steps of so many
-    tokens and seconds (`plain`), after which what was drafted is still right with the probability `stands`, or is asked for anew.
+    tokens and seconds (`plain`), after which the rest is waited for, and what was drafted is still right with the probability
+    `stands`, or is asked for anew.
     """
     waiting = tokens / (forward_s + wait_s)
     if wait_s <= 0.0:
         return waiting
     plain_tokens, plain_s = plain
     steps = steps_meanwhile(wait_s, plain_s)
-    return max(waiting, (stands * tokens + steps * plain_tokens) / (stands * forward_s + busy_s + steps * plain_s))
+    meanwhile_s = max(steps * plain_s, wait_s)
+    return max(waiting, (stands * tokens + steps * plain_tokens) / (stands * forward_s + busy_s + meanwhile_s))
 
 
 def patience_s(gain: tuple[float, float], due_s: float, batch_rate: float, batch: int, plain_s: float, stands: float) -> float:
     """How long it is worth to wait for one sequence's draft, due in `due_s`, in a batch that commits `batch_rate` tokens a second.
 
     `gain`: tokens of the sequence that a step commits without it, and with it. Going on without brings so much less than the
-    batch's usual rate, in each of the steps until the draft is there, and again for each time that it then does not stand. But no
-    draft is worth more than the tokens that come of it.
+    batch's usual rate, in each of the steps until the draft is there and while the rest is waited for, and again for each time that
+    it then does not stand. But no draft is worth more than the tokens that come of it.
     """
     if batch_rate <= 0.0 or plain_s <= 0.0:
         return 0.0
     now, promised = gain
-    going_on_s = max(1, steps_meanwhile(due_s, plain_s)) * max(plain_s / batch - now / batch_rate, 0.0)
+    steps = steps_meanwhile(due_s, plain_s)
+    rest_s = max(due_s - steps * plain_s, 0.0) / batch
+    going_on_s = steps * max(plain_s / batch - now / batch_rate, 0.0) + rest_s
     return min(going_on_s / max(stands, 1e-6), (promised - now) / batch_rate)

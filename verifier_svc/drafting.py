@@ -144,7 +144,7 @@ class Drafting:
                 self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
                 if assignment is None:
                     continue
-                if (seconds := assignment.answered(at, proposal.epoch)) is not None:
+                if (seconds := assignment.answered(at, proposal.epoch, drafted=True)) is not None:
                     self._metrics.answered(drafter, seconds)
                     answers.append(seconds)
                     assignment.undrafted = proposal.epoch
@@ -154,7 +154,7 @@ class Drafting:
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
-                    if (seconds := assignment.answered(at, skip.epoch)) is not None:
+                    if (seconds := assignment.answered(at, skip.epoch, drafted=False)) is not None:
                         answers.append(seconds)
         except OutriderError as error:
             self.reject(drafter, error)

@@ -251,10 +251,10 @@ class Planner:
             if found is not None:
                 assignment, length, now, promised = found
                 due_s = assignment.due_s(now_s)
-                steps = max(1, steps_meanwhile(due_s, self.plain_s))
-                stands = _stands(assignment, 1, length + steps)
+                stands = _stands(assignment, 1, length + steps_meanwhile(due_s, self.plain_s))
                 gain = (now, promised)
-                late.append((due_s, patience_s(gain, due_s, self._rate, self._batch, self.plain_s, stands), assignment))
+                seconds = patience_s(gain, due_s, self._rate, self._batch, self.plain_s, stands)
+                late.append((due_s, assignment.answer_rate * seconds, assignment))
         if self._always:
             return [assignment for _, _, assignment in late], _LONGEST_WAIT_S
         late.sort(key=itemgetter(0))

@@ -16,6 +16,7 @@ from verifier_svc.drafters import Drafter
 from verifier_svc.trie import Trie
 
 _EPOCHS_TIMED = 8
+_RECENT = 0.2
 _FIRST_PAUSE = 4
 _LONGEST_PAUSE = 256
 
@@ -77,6 +78,8 @@ class Assignment:
 
     undrafted: int = -1
     """An epoch of which nothing but a resend has come, which says how long the way is, and nothing of drafting."""
+    answer_rate: float = 1.0
+    """Share of its answers that held a draft, the last few counting most; for the others nobody should have waited."""
     told_at: float = 0.0
     """When it was last told of a step (monotonic seconds)."""
     ahead: bool = False
@@ -88,11 +91,17 @@ class Assignment:
         while len(self.asked_at) > _EPOCHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def answered(self, at: float, epoch: int) -> float | None:
-        """A message came, `at` by the monotonic clock: seconds since the verdict if it is the epoch's first, late or not."""
+    def answered(self, at: float, epoch: int, *, drafted: bool) -> float | None:
+        """A message came, `at` by the monotonic clock: seconds since the verdict if it is the epoch's first, late or not.
+
+        Without a draft it says that the drafter has none.
+        """
         self.met = True
         asked_at = self.asked_at.pop(epoch, None)
-        return None if asked_at is None else max(at - asked_at, 0.0)
+        if asked_at is None:
+            return None
+        self.answer_rate += _RECENT * (drafted - self.answer_rate)
+        return max(at - asked_at, 0.0)
 
     def due_s(self, now: float) -> float:
         """Seconds until its drafter's next message should be here, by what it usually takes; below 0 when it is late."""

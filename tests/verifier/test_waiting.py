@@ -32,11 +32,10 @@ def wait_for(client: Client, count: int) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("due_s", [0.02, 0.15])
-def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float) -> None:
+@pytest.mark.parametrize(("due_s", "steps"), [(0.02, 1), (0.13, 1), (0.17, 2)])
+def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float, steps: int) -> None:
     tokens, forward_s, plain_s, stands = 3.0, 0.12, 0.1, 0.7
-    steps = 1 if due_s < plain_s else 2
-    rate = (stands * tokens + steps) / (stands * forward_s + steps * plain_s)
+    rate = (stands * tokens + steps) / (stands * forward_s + max(steps * plain_s, due_s))
     limit_s = patience_s((1.0, 9.0), due_s, rate, 1, plain_s, stands)
     assert tokens / (forward_s + limit_s) == pytest.approx(rate)
 
@@ -49,6 +48,8 @@ def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
     assert rate(0.001) == pytest.approx(3 / 0.121)
     assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1)), "hidden behind one step, however long"
     assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21), "not on the target's own cores"
+    assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13)), "the little that is left is waited for"
+    assert rate(0.17) == pytest.approx((0.8 * 3 + 2) / (0.8 * 0.12 + 0.2))
     assert rate(60.0) > 1 / 0.1, "never under plain decoding"
 
 
@@ -131,6 +132,32 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
 
     assert good in waited_for()
     assert waited_for(good) == []
+
+
+def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(TokenRequest([1], 90, GREEDY), Client())
+    slow_forward(model, 0.05)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1], 1))
+    engine.step()
+    assignment = sequence.assignments["scripted"]
+
+    def is_waited_for() -> bool:
+        for _ in range(7):
+            drafter.handle.reply.observe(0.008)
+        for _ in range(3):
+            engine.planner.plan(engine.scheduler.running.values())
+        assignment.asked_at, assignment.told_at = {}, time.monotonic()
+        return bool(engine.planner.worth_waiting_for(engine.scheduler.running.values())[0])
+
+    assert is_waited_for()
+    for _ in range(12):
+        drafter.skip(sequence.id)
+        engine.step()
+    assert assignment.answer_rate < 0.1
+    assert not is_waited_for()
 
 
 def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow() -> None:
