@@ -25,6 +25,18 @@ def run_in_background(engine: Engine) -> threading.Thread:
     return thread
 
 
+def after_one_step(max_tokens: int, forward_s: float, **hello: object) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
+    """A greedy request of one token, to which a first step of so many seconds added two, one of them drafted."""
+    engine, model = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine, **hello)  # type: ignore[arg-type]  # of Hello's own types
+    sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())
+    slow_forward(model, forward_s)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1], 1))
+    engine.step()
+    return engine, model, drafter, sequence
+
+
 def wait_for(client: Client, count: int) -> None:
     deadline = time.monotonic() + 20
     while len(client.tokens) < count:
@@ -63,13 +75,7 @@ def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
 
 
 def test_a_drafter_that_skips_is_not_waited_for() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter = ScriptedDrafter(engine)
-    sequence = engine.submit(TokenRequest([1], 10, GREEDY), Client())
-    slow_forward(model, 0.05)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1], 1))
-    engine.step()
+    engine, _, drafter, sequence = after_one_step(10, 0.05)
     drafter.handle.reply.observe(0.01)
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
@@ -81,27 +87,21 @@ def test_a_drafter_that_skips_is_not_waited_for() -> None:
 
 
 def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter, client = ScriptedDrafter(engine), Client()
+    engine, model, drafter, sequence = after_one_step(20, 0.02)
     truth = model.greedy([1], 20)
-    sequence = engine.submit(TokenRequest([1], 20, GREEDY), client)
-    slow_forward(model, 0.02)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, truth[:1])
-    engine.step()
-    assert client.tokens == truth[:2]
+    assert sequence.tokens == [1, *truth[:2]]
     drafter.handle.reply.observe(0.03)
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
     assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
     asked = drafter.epoch[sequence.id]
     engine.step()
-    assert client.tokens == truth[:3]
+    assert sequence.tokens == [1, *truth[:3]]
     assert drafter.epoch[sequence.id] == asked + 1
     # Sent before the drafter heard of the third token.
     engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, asked, 0, 1, truth[2:7])]))
     engine.step()
-    assert client.tokens == truth[:8]
+    assert sequence.tokens == [1, *truth[:8]]
 
 
 def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
@@ -135,13 +135,7 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
 
 
 def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter = ScriptedDrafter(engine)
-    sequence = engine.submit(TokenRequest([1], 90, GREEDY), Client())
-    slow_forward(model, 0.05)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1], 1))
-    engine.step()
+    engine, _, drafter, sequence = after_one_step(90, 0.05)
     assignment = sequence.assignments["scripted"]
 
     def is_waited_for() -> bool:
@@ -161,14 +155,8 @@ def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
 
 
 def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter, client = ScriptedDrafter(engine), Client()
+    engine, model, drafter, sequence = after_one_step(20, 0.1)
     truth = model.greedy([1], 20)
-    sequence = engine.submit(TokenRequest([1], 20, GREEDY), client)
-    slow_forward(model, 0.1)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, truth[:1])
-    engine.step()
     for _ in range(7):
         drafter.handle.reply.observe(0.03)
     for at_s in (0.005, 0.01, 0.015):
@@ -216,13 +204,7 @@ def test_who_is_not_waited_for_is_asked_for_more() -> None:
 
 
 def test_no_more_is_waited_for_than_the_drafter_said_it_can() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter = ScriptedDrafter(engine, max_depth=2)
-    sequence = engine.submit(TokenRequest([1], 20, GREEDY), Client())
-    slow_forward(model, 0.05)
-    engine.drain_inbox()
-    drafter.propose(sequence.id, model.greedy([1], 1))
-    engine.step()
+    engine, model, drafter, sequence = after_one_step(20, 0.05, max_depth=2)
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
     assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
 
