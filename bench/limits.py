@@ -29,7 +29,7 @@ from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
-from outrider.messages import Hello, Proposal, SamplingParams, StepBatch, TokenRequest
+from outrider.messages import DraftBatch, Hello, Proposal, SamplingParams, StepBatch, TokenRequest
 from outrider.stack import free_port
 from verifier_svc.engine import Delivery, Engine, Limits
 from verifier_svc.metrics import Metrics
@@ -102,7 +102,7 @@ class _NullModel:
 
 
 def _host_seconds(batch: int, *, drafts: bool) -> float:
-    """Median seconds of a step of `batch` decoding sequences, messages to clients and drafters made but not sent."""
+    """Median seconds of a step of `batch` decoding sequences: drafts taken, messages to clients and drafters made but not sent."""
 
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
@@ -117,13 +117,16 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
     sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
     times = []
     for _ in range(_STEPS):
-        if drafter is not None:
-            for sequence in sequences:
-                trie = sequence.assignments["d"].trie
-                if trie.node_count == 0:
-                    # The bonus token is part of the run, so the next draft hangs below it.
-                    trie.add(Proposal(sequence.id, trie.epoch, trie.root, trie.last_node + 1, [0] * 4))
+        tries = {sequence.id: sequence.assignments["d"].trie for sequence in sequences} if drafter is not None else {}
+        # The bonus token is part of the run, so the next draft hangs below it.
+        runs = [
+            Proposal(number, trie.epoch, trie.root, trie.last_node + 1, [0] * 4)
+            for number, trie in tries.items()
+            if trie.node_count == 0
+        ]
         started = time.perf_counter()
+        if drafter is not None:
+            engine.drafting.take(drafter, DraftBatch(runs))
         engine._await_drafts()
         engine.step()
         times.append(time.perf_counter() - started)

@@ -17,7 +17,7 @@ from outrider.messages import SamplingParams
 from outrider.tensors import on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """The rows of one sequence: row i is the target's word on what follows `tokens` and the first i of `drafted`.
 
@@ -47,7 +47,7 @@ def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor
     """Logits after bias, repetition, presence and frequency penalty, banned and too early end tokens, and grammar mask.
 
     The order and the formulas are those of transformers' processors; presence and frequency are OpenAI's. The given tensor is
-    not changed. A row that nothing is left of is -inf throughout.
+    not changed, and is what comes back if no row asks for anything. A row that nothing is left of is -inf throughout.
     """
     if all(context.plain for context in contexts):
         return logits_RV

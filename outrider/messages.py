@@ -216,7 +216,7 @@ class TokenLogprob:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenChunk:
     """What one engine step committed for one sequence, and how many draft tokens it verified.
 
@@ -318,7 +318,7 @@ class Opened:
     prompt_length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """A run of nodes: the first hangs under `parent_node`, each further one under the one before."""
 
@@ -340,7 +340,7 @@ class Skip:
     node: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """What a step committed. The same epoch: the root moved along the trie; a higher one: the trie was dropped."""
 

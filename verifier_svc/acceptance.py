@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ NO_TOKEN = -1
 _NO_DRAFT = -2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
     """One sequence's share of a batch: its logits rows are those after the last committed token and after each draft token.
 
@@ -51,7 +52,7 @@ class Draft:
         return not self.context.sampling.greedy or self.rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """How many draft tokens of a sequence were accepted, and the recovered, bonus or plain token that follows them.
 
@@ -70,8 +71,8 @@ def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: flo
     """
     if not drafts:
         return []
-    plain = all(draft.context.plain for draft in drafts)
-    logits_RV = adjust(logits_RV, [draft.context for draft in drafts])
+    raw_RV, logits_RV = logits_RV, adjust(logits_RV, [draft.context for draft in drafts])
+    plain = logits_RV is raw_RV
     tokens_R = logits_RV.argmax(-1)
     if plain and len(drafts) == len(logits_RV) and not any(draft.needs_probs for draft in drafts):
         return [Outcome(0, token) for token in tokens_R.tolist()]  # plain greedy decoding, which all else must not slow down
@@ -214,7 +215,6 @@ class _Rows:
         self._device = device
         self._counts_B = np.array([draft.context.row_count for draft in drafts])
         self._first_B = np.cumsum(self._counts_B) - self._counts_B
-        self.of_row = [draft for draft in drafts for _ in range(draft.context.row_count)]
         # The last row of each sequence has nothing to match.
         drafted = np.array([token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)])
         self.draft_R = self.tensor(drafted)
@@ -223,9 +223,15 @@ class _Rows:
     def __iter__(self) -> Iterator[tuple[int, Draft]]:
         return zip(self._first_B.tolist(), self.drafts, strict=True)
 
+    @cached_property
+    def of_row(self) -> list[Draft]:
+        """Each row's draft."""
+        return [draft for draft in self.drafts for _ in range(draft.context.row_count)]
+
     def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
         """The rows of the drafts that are wanted."""
-        return [row for row, draft in enumerate(self.of_row) if wanted(draft)]
+        found: list[int] = np.flatnonzero(np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)).tolist()
+        return found
 
     def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
         seeds = np.repeat(np.array([draft.seed for draft in self.drafts], np.uint64), self._counts_B)

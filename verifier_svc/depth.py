@@ -48,9 +48,13 @@ class AcceptanceRate:
     def observe(self, drafted: int, accepted: int) -> None:
         """One verified path; what follows the first miss was not judged."""
         judged, stood, decay = self._judged, self._accepted, self._decay
-        for i in range(min(accepted + 1, drafted, len(judged))):
+        known = min(drafted, len(judged))
+        for i in range(min(accepted, known)):
             judged[i] = judged[i] * decay + 1.0
-            stood[i] = stood[i] * decay + (i < accepted)
+            stood[i] = stood[i] * decay + 1.0
+        if accepted < known:
+            judged[accepted] = judged[accepted] * decay + 1.0
+            stood[accepted] *= decay
         self._survival = None
 
     @property
@@ -58,11 +62,11 @@ class AcceptanceRate:
         return self._rates(len(self._prior))
 
     def _rates(self, depth: int) -> list[float]:
-        counts = zip(self._accepted[:depth], self._judged, self._prior, strict=False)
         rates: list[float] = []
-        for accepted, judged, prior in counts:
-            expected = prior if self._learned or not rates else rates[-1]
-            rates.append((accepted + expected * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT))
+        rate = self._prior[0]
+        for accepted, judged, prior in zip(self._accepted[:depth], self._judged, self._prior, strict=False):
+            rate = (accepted + (prior if self._learned else rate) * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
+            rates.append(rate)
         return rates
 
     @property
@@ -71,7 +75,7 @@ class AcceptanceRate:
         return self._refreshed() if self._survival is None else self._survival
 
     def _refreshed(self) -> list[float]:
-        self._survival = list(accumulate(self.by_position, mul))
+        self._survival = list(accumulate(self._rates(len(self._prior)), mul))
         self._expected = list(accumulate(self._survival, initial=1.0))
         return self._survival
 

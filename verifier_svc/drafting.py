@@ -134,23 +134,23 @@ class Drafting:
         # How long answers took, and how many tokens were drafted for them. A message counts once: else one slow round of a large
         # batch would be all that is remembered.
         answers: list[float] = []
-        draft_length = 0
+        draft_length = stale_count = 0
         # All are drafted together, and the longest sets the time.
         draft_s = max((proposal.draft_seconds for proposal in batch.proposals), default=0.0)
         try:
             for proposal in batch.proposals:
                 assignment = self._assignment(drafter, proposal.sequence_id)
-                fate = assignment.trie.add(proposal) if assignment else Fate.STALE
-                self._metrics.proposed(drafter, len(proposal.token_ids), stale=fate is Fate.STALE)
+                if assignment is None or assignment.trie.add(proposal) is Fate.STALE:
+                    stale_count += len(proposal.token_ids)
                 if assignment is None:
                     continue
                 if (seconds := assignment.answered(at, proposal.epoch, drafted=True)) is not None:
-                    self._metrics.answered(drafter, seconds)
                     answers.append(seconds)
                     assignment.undrafted = proposal.epoch
                 if assignment.undrafted == proposal.epoch and proposal.draft_seconds > 0.0:
                     draft_length = max(draft_length, len(proposal.token_ids))
                     assignment.undrafted = -1
+            self._metrics.answered(drafter, answers)
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
@@ -158,6 +158,7 @@ class Drafting:
                         answers.append(seconds)
         except OutriderError as error:
             self.reject(drafter, error)
+        self._metrics.proposed(drafter, sum(len(proposal.token_ids) for proposal in batch.proposals), stale_count)
         if answers:
             drafter.reply.observe(max(max(answers) - draft_s, 0.0))
         if draft_length:
@@ -174,7 +175,7 @@ class Drafting:
         for assignment in sequence.assignments.values():
             pause, trie = assignment.pause, assignment.trie
             epoch = trie.epoch
-            skipped = trie.ready(1) and trie.node_count == 0
+            skipped = trie.node_count == 0 and trie.ready(1)
             walk = trie.advance(new_token_ids)
             if pause.steps_left == 0 and not skipped:
                 self._metrics.walked(assignment.drafter, walk)
@@ -207,7 +208,7 @@ class Drafting:
         depth = min(wanted + self.planner.steps_without(assignment, wanted), assignment.trie.window.depth)
         window = self._window(assignment, depth)
         assignment.ahead, assignment.told_at = window.depth > wanted, time.monotonic()
-        if depth != assignment.depth or window != assignment.window:
+        if depth != assignment.depth or window is not assignment.window:
             assignment.depth, assignment.window = depth, window
             return replace(verdict, depth=depth, window=window)
         return verdict
@@ -225,10 +226,10 @@ class Drafting:
             hit, draft_s = assignment.rate.stands(depth) ** max(together, 1), depth * drafter.token_time.value
             near = drafter.reply.value < _NEAR * step_s
             if near or hit * (drafter.reply.value + draft_s) <= draft_s:
-                return Window(depth, depth)
+                return _as_before(assignment, depth, depth)
         steps = 1 + math.ceil(drafter.reply.value / step_s) if step_s > 0.0 else MAX_DEPTH
         reach = min((1 + steps) * (1 + depth) - 1, most.depth)
-        return Window(min(_NODES_PER_DEPTH * reach, most.node_count), reach)
+        return _as_before(assignment, min(_NODES_PER_DEPTH * reach, most.node_count), reach)
 
     def judge(self, sequence: Sequence, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
@@ -240,6 +241,12 @@ class Drafting:
         drafter.verified_count += drafted
         drafter.accepted_count += accepted
         self._metrics.verified(drafter, drafted, accepted)
+
+
+def _as_before(assignment: Assignment, node_count: int, depth: int) -> Window:
+    """The window; the very one that the drafter was told of, if that is the same."""
+    before = assignment.window
+    return before if before.depth == depth and before.node_count == node_count else Window(node_count, depth)
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:

@@ -226,7 +226,7 @@ class Engine:
                     self._commit(item, judgement, scored, span)
             clock.end("commit")
             self._observe(items)
-        self._spans.end(spans)
+        self._spans.end()
         self._measure_occupancy()
         self._flush()
         clock.end("send")
@@ -393,7 +393,8 @@ class Engine:
         if sequence.stats.forward_count == 1:
             self._spans.prefilled(sequence)
         self._metrics.generated(len(new))
-        span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
+        if span.traceparent:
+            span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if item.assignment is not None:
             self.drafting.judge(sequence, item.assignment, len(drafted), outcome.accepted_count)
         self._emit(sequence, chunk_of(item, new, accepted, judgement, finish_reason, scored))

@@ -16,7 +16,7 @@ from verifier_svc.sequence import Sequence
 from verifier_svc.trust import judged_by
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Judgement:
     """An outcome, the rule it came by, and log probabilities of its tokens when the request wants them."""
 
@@ -89,6 +89,8 @@ class Judge:
 
 def _logprobs(logits_RV: torch.Tensor, items: SequenceOf[Item], outcomes: SequenceOf[Outcome]) -> dict[int, list[TokenLogprob]]:
     """Those of the sequences that want them, by their place among `items`."""
+    if all(item.sequence.request.top_logprobs is None for item in items):
+        return {}
     rows: list[int] = []
     tokens: list[int] = []
     counts: list[int] = []

@@ -57,6 +57,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
+        self._generated_count = 0
 
         def counter(name: str, text: str, labels: list[str] = _LABELS) -> Counter:
             return Counter(f"outrider:{name}", text, labels, registry=self.registry)
@@ -118,7 +119,7 @@ class Metrics:
         self._draft_seconds = histogram(
             "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
         )
-        self._answers: list[tuple[Drafter, float]] = []
+        self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, Hit], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int], int] = {}
 
@@ -133,11 +134,15 @@ class Metrics:
     def flush(self) -> None:
         """Let what was noted since the last time show."""
         self._spread()
+        self._generated.labels(self._model_name).inc(self._generated_count)
+        self._generated_count = 0
         pending, self._pending = self._pending, {}
         for (counter, labels), amount in pending.items():
             counter.labels(*labels).inc(amount)
-        for drafter, seconds in self._answers:
-            self._draft_seconds.labels(*self._labels(drafter)).observe(seconds)
+        for drafter, answers in self._answers.items():
+            histogram = self._draft_seconds.labels(*self._labels(drafter))
+            for seconds in answers:
+                histogram.observe(seconds)
         self._answers.clear()
 
     def _spread(self) -> None:
@@ -159,16 +164,15 @@ class Metrics:
         """A message of a draft stream arrived."""
         self._add(self._received, self._labels(drafter), byte_count)
 
-    def answered(self, drafter: Drafter, seconds: float) -> None:
-        """A drafter's first answer to a verdict came after `seconds`."""
-        self._answers.append((drafter, seconds))
+    def answered(self, drafter: Drafter, seconds: list[float]) -> None:
+        """A drafter's first answers to verdicts came after so many seconds each."""
+        self._answers.setdefault(drafter, []).extend(seconds)
 
-    def proposed(self, drafter: Drafter, token_count: int, *, stale: bool) -> None:
-        """A proposal arrived."""
+    def proposed(self, drafter: Drafter, token_count: int, stale_count: int) -> None:
+        """Proposals arrived with so many tokens, some of which were stale."""
         labels = self._labels(drafter)
         self._add(self._proposed_tokens, labels, token_count)
-        if stale:
-            self._add(self._stale_tokens, labels, token_count)
+        self._add(self._stale_tokens, labels, stale_count)
 
     def walked(self, drafter: Drafter, walk: Walk) -> None:
         """A trie's root moved along a commit."""
@@ -183,7 +187,7 @@ class Metrics:
 
     def generated(self, token_count: int) -> None:
         """Tokens were committed."""
-        self._add(self._generated, (self._model_name,), token_count)
+        self._generated_count += token_count
 
     def queued(self, seconds: float) -> None:
         """A sequence became part of a batch."""

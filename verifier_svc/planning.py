@@ -53,9 +53,10 @@ class Planner:
         self._always = always
         self._batch = 1
         self._limit = policy.limit(1)
-        # Of the last plan; and what follows from it for the next one: seconds that a further token of a sequence adds to a
-        # forward, and tokens a second that the batch commits.
+        # Of the last plan; and what follows from it for the next one: seconds of a step without drafts and what a further token of
+        # a sequence adds to that, and tokens a second that the batch commits.
         self._last = _Outlook()
+        self._plain_s = 0.0
         self._token_s = 0.0
         self._rate = 0.0
         # The drafters whose drafts make up for the wait for them, which is for all; found out when somebody asks.
@@ -75,7 +76,7 @@ class Planner:
     @property
     def plain_s(self) -> float:
         """Seconds of a step without drafts at the present batch; 0 before anything was measured."""
-        return self._cost.estimate(self._batch, self._batch)
+        return self._plain_s or self._cost.estimate(self._batch, self._batch)
 
     def plan(self, running: Iterable[Sequence]) -> None:
         """Set the depth of every sequence for the coming step; a draft may also stand behind a prompt's last token."""
@@ -107,15 +108,18 @@ class Planner:
         """Steps of the present batch with these drafts of so many tokens, the other sequences decoding plainly."""
         if not drafts:
             return _Outlook()
-        gained = sum(assignment.rate.expected_tokens(depth) - 1.0 for assignment, depth in drafts)
-        wait_s = max(assignment.drafter.latency(depth) for assignment, depth in drafts)
-        busy_s: dict[Drafter, float] = {}
+        deepest: dict[Drafter, int] = {}
+        gained = total_depth = 0.0
         for assignment, depth in drafts:
-            _note_busy(busy_s, assignment, depth)
+            gained += assignment.rate.expected_tokens(depth) - 1.0
+            total_depth += depth
+            deepest[assignment.drafter] = max(depth, deepest.get(assignment.drafter, 0))
+        wait_s = max(drafter.latency(depth) for drafter, depth in deepest.items())
+        # What a drafter drafts it drafts together.
+        busy_s = sum(drafter.busy_s(depth) for drafter, depth in deepest.items())
         steps = steps_meanwhile(wait_s, self.plain_s)
         stands = sum(_stands(assignment, depth, steps) for assignment, depth in drafts) / len(drafts)
-        mean_depth = sum(depth for _, depth in drafts) / self._batch
-        return _Outlook(1.0 + gained / self._batch, mean_depth, wait_s, sum(busy_s.values()), stands)
+        return _Outlook(1.0 + gained / self._batch, total_depth / self._batch, wait_s, busy_s, stands)
 
     def _goodput(self, outlook: _Outlook) -> float:
         """Tokens a second of the present batch; 0 before anything was measured."""
@@ -129,7 +133,7 @@ class Planner:
     def _set_prices(self, beside_prompts: bool) -> None:
         batch, cost = self._batch, self._cost
         tokens = batch * (1 + _PRICED_DEPTH)
-        plain_s = cost.estimate(batch, batch)
+        self._plain_s = plain_s = cost.estimate(batch, batch)
         self._token_s = max((cost.estimate(batch, tokens) - plain_s) / (tokens - batch), _LEAST_PRICE * plain_s / batch)
         if beside_prompts:
             # With so many tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's

@@ -16,9 +16,10 @@ from verifier_svc.sequence import Assignment, Sequence
 from verifier_svc.trie import Path
 
 NO_PATH = Path([], [])
+_NOTHING = range(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Item:
     """One sequence's part of a batch: committed tokens the model has not seen, then a draft behind the last of them.
 
@@ -33,7 +34,7 @@ class Item:
     path: Path
     assignment: Assignment | None
     samples: bool
-    scored: range = range(0)
+    scored: range = _NOTHING
     mask: npt.NDArray[np.int32] | None = None
 
     @property
@@ -77,32 +78,36 @@ class Scheduler:
         prefilling = [pair for pair in running if pair[1] > 1]
         spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
         for sequence, pending in (*decoding, *prefilling):
-            count = min(_takes(sequence, pending, rows), max(spare, pending == 1))
+            takes = _takes(sequence, pending, rows) if sequence.unscored else pending
+            count = min(takes, max(spare, pending == 1))
             if count == 0:
                 continue
-            last_chunk = count == pending
             spare -= count if count > 1 else 0
-            item = self._schedule(sequence, count, spare if last_chunk else 0, items)
+            item = self._schedule(sequence, count, pending, spare, items)
             if item is not None:
                 spare -= len(item.path.token_ids)
                 rows -= len(item.scored)
         return list(items.values())
 
-    def _schedule(self, sequence: Sequence, count: int, spare: int, items: dict[int, Item]) -> Item | None:
-        """Put `count` tokens of the sequence, and a draft of at most `spare`, into the batch; None if it had to be preempted."""
+    def _schedule(self, sequence: Sequence, count: int, pending: int, spare: int, items: dict[int, Item]) -> Item | None:
+        """Put `count` pending tokens of the sequence, and a draft of at most `spare` behind the last of them, into the batch.
+
+        None if it had to be preempted.
+        """
         if sequence.id not in self.running:
             return None  # preempted for an older one in this very step
-        assignment, path = best_path(sequence, min(spare, sequence.draft_limit))
+        samples = count == pending
+        assignment, path = best_path(sequence, min(spare, sequence.draft_limit)) if samples else (None, NO_PATH)
         start = sequence.kv.length
-        if path.token_ids and not self.pool.reserve(sequence.kv, start + count + len(path.token_ids)):
-            assignment, path = None, NO_PATH
-        while not self.pool.reserve(sequence.kv, start + count + len(path.token_ids)):
+        end = start + count + len(path.token_ids)
+        if path.token_ids and not self.pool.reserve(sequence.kv, end):
+            assignment, path, end = None, NO_PATH, start + count
+        while not self.pool.reserve(sequence.kv, end):
             victim = next((other for other in reversed(self.running.values()) if other.id not in items), sequence)
             self._preempt(victim)
             if victim is sequence:
                 return None
-        samples = count == sequence.pending_count
-        scored = _scored(sequence, start, count)
+        scored = _scored(sequence, start, count) if sequence.unscored else _NOTHING
         item = Item(sequence, start, sequence.tokens[start : start + count], path, assignment, samples, scored)
         items[sequence.id] = item
         return item
@@ -140,7 +145,7 @@ def _takes(sequence: Sequence, pending: int, rows: int) -> int:
 def _scored(sequence: Sequence, start: int, count: int) -> range:
     """The unscored tokens of its prompt that follow one of the `count` tokens from position `start` on."""
     unscored = sequence.unscored
-    return range(unscored.start, min(unscored.stop, start + count + 1)) if unscored else unscored
+    return range(unscored.start, min(unscored.stop, start + count + 1))
 
 
 def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:
@@ -152,7 +157,9 @@ def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:
     best_value = 0.0
     for assignment in sequence.assignments.values() if depth > 0 else ():
         length = assignment.trie.length(depth)
+        if length == 0:
+            continue
         value = assignment.rate.expected_tokens(length) + (depth if assignment.pause.probing else 0)
-        if length and value > best_value:
+        if value > best_value:
             best, best_value = assignment, value
     return (None, NO_PATH) if best is None else (best, best.trie.path(depth))

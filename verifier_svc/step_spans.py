@@ -18,28 +18,29 @@ class StepSpans:
         self._metrics = metrics
         self._share = share
         self._due = 0.0
-        self._batch = NO_SPAN
+        self._open: list[Span] = []
 
     def begin(self, items: list[Item], wait_s: float) -> list[Span]:
         """A step begins: a span for each traced sequence in it, and one for the batch when there are several."""
         for item in items:
             if item.sequence.scheduled_at == 0.0:
                 self._scheduled(item.sequence)
-        parents = [item.sequence.span.traceparent for item in items]
-        traced = [parent for parent in parents if parent]
+        traced = [item.sequence.span.traceparent for item in items if item.sequence.span.traceparent]
         self._due += self._share if traced else 0.0
         if not traced or self._due < 1.0:
             return [NO_SPAN] * len(items)
         self._due -= 1.0
-        if len(items) > 1:
-            self._batch = telemetry.start("step", traced[0], links=traced, outrider__sequences=len(items))
-        return [_verify(item, wait_s, self._batch.traceparent) if item.sequence.span.traceparent else NO_SPAN for item in items]
+        several = len(items) > 1
+        batch = telemetry.start("step", traced[0], links=traced, outrider__sequences=len(items)) if several else NO_SPAN
+        spans = [_verify(item, wait_s, batch.traceparent) if item.sequence.span.traceparent else NO_SPAN for item in items]
+        self._open = [*spans, batch]
+        return spans
 
-    def end(self, spans: list[Span]) -> None:
+    def end(self) -> None:
         """The step is over."""
-        for span in (*spans, self._batch):
+        for span in self._open:
             span.end()
-        self._batch = NO_SPAN
+        self._open.clear()
 
     def _scheduled(self, sequence: Sequence) -> None:
         """A sequence left the queue."""

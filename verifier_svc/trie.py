@@ -6,13 +6,13 @@ Knows tokens and node numbers; not models, streams or who drafts. See protos/out
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Proposal, Skip, SparseDistribution, Window
 
 
-class Hit(Enum):
+class Hit(StrEnum):
     """What a commit found in the trie."""
 
     CHAIN = "chain"
@@ -25,7 +25,7 @@ class Hit(Enum):
     """The commit left the trie."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take three times as long to make; so are others that each step makes anew
 class Walk:
     """What `Trie.advance` came upon: committed tokens that the trie had, and nodes that were dropped without being committed."""
 
@@ -42,17 +42,18 @@ class Fate(Enum):
     """What it hangs below was ruled out by a commit since, or it is for an epoch that is over."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Node:
-    """A guess. `depth` is its distance from node 0 of the epoch; `children` maps tokens to node numbers."""
+    """A guess. `depth` is its distance from node 0 of the epoch; `children` are by token, the favourite first."""
 
+    number: int
     token: int
     depth: int
     distribution: SparseDistribution | None = None
-    children: dict[int, int] = field(default_factory=dict)
+    children: dict[int, Node] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Path:
     """Draft tokens from the root's child on, and what each was sampled from (empty when one-hot)."""
 
@@ -71,11 +72,13 @@ class _Epoch:
     def __init__(self, number: int, owed: list[int]) -> None:
         self.number = number
         self.owed = owed
-        self.root = 0
+        self.root = Node(number=0, token=-1, depth=0)
         self.last = 0
-        self.nodes: dict[int, Node] = {0: Node(token=-1, depth=0)}
+        # The root, and what is below it.
+        self.nodes: dict[int, Node] = {0: self.root}
         self.skipped: set[int] = set()
-        self._path: list[int] | None = None
+        # That of first-proposed children from the root's on.
+        self._path: list[Node] = []
 
     @property
     def node_count(self) -> int:
@@ -85,7 +88,7 @@ class _Epoch:
     @property
     def contradicted(self) -> bool:
         """Whether there are guesses, and others than what was committed."""
-        return bool(self.owed and self.nodes[self.root].children)
+        return bool(self.owed and self.root.children)
 
     def add(self, proposal: Proposal, window: Window) -> Fate:
         self.check_known(proposal.parent_node, "parent_node")
@@ -96,14 +99,14 @@ class _Epoch:
             self.last += len(proposal.token_ids)  # the drafter has numbered them, so numbering goes on behind them
             return Fate.STALE
         self._check_room(proposal, parent, window)
-        for i, token in enumerate(proposal.token_ids):
-            self.last += 1
-            distribution = proposal.distributions[i] if proposal.distributions else None
-            node = Node(token, parent.depth + 1, distribution)
-            parent.children[token] = self.last
-            self.nodes[self.last] = node
-            parent = node
-        self._path = None
+        on_path = parent is (self._path[-1] if self._path else self.root)
+        number, depth, distributions, nodes = self.last, parent.depth, proposal.distributions, self.nodes
+        for i, token in enumerate(proposal.token_ids, 1):
+            node = Node(number + i, token, depth + i, distributions[i - 1] if distributions else None, {})
+            parent.children[token] = nodes[number + i] = parent = node
+            if on_path:
+                self._path.append(node)
+        self.last += len(proposal.token_ids)
         return Fate.ADDED
 
     def follow(self, token_ids: list[int]) -> tuple[int, bool]:
@@ -111,42 +114,40 @@ class _Epoch:
         first-proposed children alone.
         """
         self.owed += token_ids
-        matched, favoured = 0, True
+        matched, favoured, alone = 0, True, True
         for token in self.owed:
-            children = self.nodes[self.root].children
+            children = self.root.children
             child = children.get(token)
             if child is None:
                 break
-            favoured &= child == next(iter(children.values()))
+            favoured = favoured and child is self._path[matched]
+            alone = alone and len(children) == 1
+            del self.nodes[self.root.number]
+            self.skipped.discard(self.root.number)
             self.root = child
             matched += 1
-        if matched:
-            del self.owed[:matched]
+        del self.owed[:matched]
+        if favoured:
+            del self._path[:matched]
+        else:
+            self._path = _favourites(self.root)
+        if not alone:
             self._prune()
         return matched, favoured
 
-    def favourites(self) -> list[int]:
-        """Node numbers of the path, from the root's child on; none while something is owed."""
-        if self.owed:
-            return []
-        if self._path is None:
-            self._path, node = [], self.nodes[self.root]
-            while node.children:
-                number = next(iter(node.children.values()))
-                self._path.append(number)
-                node = self.nodes[number]
-        return self._path
+    def favourites(self) -> list[Node]:
+        """The path, from the root's child on; none while something is owed."""
+        return [] if self.owed else self._path
 
     def _prune(self) -> None:
         """Keep the root and what is below it."""
-        kept, pending = {self.root: self.nodes[self.root]}, [self.root]
+        kept, pending = {self.root.number: self.root}, [self.root]
         while pending:
-            for child in self.nodes[pending.pop()].children.values():
-                kept[child] = self.nodes[child]
+            for child in pending.pop().children.values():
+                kept[child.number] = child
                 pending.append(child)
         self.nodes = kept
         self.skipped &= kept.keys()
-        self._path = None
 
     def check_known(self, node: int, field_name: str) -> None:
         if node > self.last:
@@ -154,7 +155,7 @@ class _Epoch:
 
     def _check_room(self, proposal: Proposal, parent: Node, window: Window) -> None:
         count = len(proposal.token_ids)
-        depth = parent.depth - self.nodes[self.root].depth + count
+        depth = parent.depth - self.root.depth + count
         if depth > window.depth:
             raise _violation("token_ids", f"reach depth {depth}, but the window allows {window.depth}")
         if self.node_count + count > window.node_count:
@@ -162,6 +163,15 @@ class _Epoch:
         if proposal.token_ids[0] in parent.children:
             repeated = proposal.token_ids[0]
             raise _violation("token_ids", f"begin with {repeated}, but node {proposal.parent_node} has that child already")
+
+
+def _favourites(node: Node) -> list[Node]:
+    """The path of first-proposed children below a node."""
+    path: list[Node] = []
+    while node.children:
+        node = next(iter(node.children.values()))
+        path.append(node)
+    return path
 
 
 class Trie:
@@ -185,7 +195,7 @@ class Trie:
     @property
     def root(self) -> int:
         """The last committed token's node in the epoch that holds."""
-        return 0 if self._unheard else self._heard.root
+        return 0 if self._unheard else self._heard.root.number
 
     @property
     def last_node(self) -> int:
@@ -201,7 +211,8 @@ class Trie:
     @property
     def node_count(self) -> int:
         """Guesses below the last committed token."""
-        return 0 if self._heard.owed else self._heard.node_count
+        heard = self._heard
+        return 0 if heard.owed else len(heard.nodes) - 1
 
     def add(self, proposal: Proposal) -> Fate:
         """Hang a run of nodes under its parent.
@@ -233,13 +244,15 @@ class Trie:
         """The epoch that a message is for, None if it is of no use; whoever is in it has read what ended those before."""
         if number > self.epoch:
             raise _violation("epoch", f"must be at most {self.epoch}, not {number}")
-        at = next((i for i, (later, _) in enumerate(self._unheard) if later == number), None)
-        if at is not None:
+        if number != self._heard.number:
+            at = next((i for i, (later, _) in enumerate(self._unheard) if later == number), None)
+            if at is None:
+                return None
             self._dropped += self.node_count
             start = self._unheard[at][1]
             self._heard = _Epoch(number, self._since[start:])
             self._forget(at + 1)
-        return self._heard if self._heard.number == number and not self._heard.contradicted else None
+        return None if self._heard.contradicted else self._heard
 
     def _forget(self, count: int) -> None:
         """The first of the epochs of which nothing was heard."""
@@ -250,14 +263,14 @@ class Trie:
 
     def favourites(self) -> list[int]:
         """Node numbers of the path, in the epoch that it was proposed in."""
-        return self._heard.favourites()
+        return [node.number for node in self._heard.favourites()]
 
     def path(self, depth: int) -> Path:
         """The path of first-proposed children from the root, cut at `depth` tokens; siblings come later, as less likely.
 
         Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
         """
-        nodes = [self._heard.nodes[number] for number in self._heard.favourites()[:depth]]
+        nodes = self._heard.favourites()[:depth]
         tokens = [node.token for node in nodes]
         distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path is sampled from end to end or counts as one-hot from end to end.
@@ -267,9 +280,9 @@ class Trie:
         """Whether waiting could not make the path to `depth` any longer."""
         heard, path = self._heard, self._heard.favourites()
         if path:
-            return len(path) >= depth or path[-1] in heard.skipped
+            return len(path) >= depth or path[-1].number in heard.skipped
         # Who was asked anew may know more than when it skipped.
-        return depth == 0 or (not self._unheard and heard.root in heard.skipped)
+        return depth == 0 or (not self._unheard and heard.root.number in heard.skipped)
 
     def length(self, depth: int) -> int:
         """Tokens of the path, at most `depth`."""

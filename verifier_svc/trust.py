@@ -36,8 +36,9 @@ def judged_by(request: TokenRequest, sampled_rule: AcceptanceRule | None, synthe
     """The rule for a draft; `sampled_rule` is that for sampled drafts, None when this one brings no distributions."""
     if synthetic:
         return AcceptanceRule.SYNTHETIC
-    if request.speculation.acceptance in _LOSSY:
-        return _LOSSY[request.speculation.acceptance]
+    acceptance = request.speculation.acceptance
+    if acceptance is not Acceptance.EXACT:
+        return _LOSSY[acceptance]
     if request.sampling.greedy:
         return AcceptanceRule.GREEDY
     return sampled_rule or AcceptanceRule.COUPLED
