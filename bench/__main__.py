@@ -190,8 +190,10 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
         with Progress(console=console) as progress:
             bar = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways) * len(cells))
             for round_number in range(1 + settings.rounds):
+                # There and back again, so that a machine that gets slower or faster meets all alike.
+                order = list(ways.items())[:: -1 if round_number % 2 == 0 else 1]
                 for cell in cells:
-                    for name, measure in ways.items():
+                    for name, measure in order:
                         progress.update(bar, description=f"{pair.name}: {name}, batch {cell.batch}", advance=1)
                         if name in _ALONE and cell.batch > 1:
                             continue

@@ -7,7 +7,6 @@ import platform
 import random
 import sys
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import uvloop
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.prompts import DEMO_PROMPTS
+from bench.report import spread
 from bench.ways import MakeWay, Pair, Task, outrider_stack
 from drafter_svc.chain import Chain
 from drafter_svc.metrics import Metrics
@@ -69,7 +69,7 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dic
         table.add_column(name, justify="left" if name == "depth" else "right")
     for policy in POLICIES:
         ratios = record[policy] = await _ratios(pair, policy, prompts, rounds, tokens)
-        table.add_row(policy, *(f"{median(r):.3f} ({min(r):.3f}–{max(r):.3f})" for r in ratios.values()))
+        table.add_row(policy, *(spread(r, 3) for r in ratios.values()))
     console.print(table)
     return record
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.prompts import KINDS
-from bench.report import CAUSES
+from bench.report import CAUSES, spread
 from bench.ways import Measure, Pair, Sample, Task, outrider_stack
 from outrider.stack import free_port
 from outrider.tokenizer import load_tokenizer
@@ -102,7 +102,8 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> tup
             "model": way({"drafter": "model"}),
         }
         for round_number in range(1 + rounds):
-            for delay_ms in DELAYS_MS:
+            # There and back again, so that a machine that gets slower or faster meets all alike.
+            for delay_ms in DELAYS_MS[:: -1 if round_number % 2 == 0 else 1]:
                 proxy.delay_s = delay_ms / 1000
                 for name, run in ways.items():
                     await run(short)
@@ -142,18 +143,22 @@ async def _delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, Proxy]]:
 def _table(
     pair: Pair, rates: dict[str, dict[int, list[float]]], accepted: dict[str, list[tuple[float, float]]], rounds: int
 ) -> Table:
-    table = Table(title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, batch 1, median of {rounds} (range)")
+    table = Table(
+        title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, batch 1, median of {rounds} rounds (range); "
+        "ratios are of the same round"
+    )
     for name in ("drafter", "delay, ms", "tokens/s", "× no delay", "× plain", "acceptance", "next draft there"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
     for name, by_delay in rates.items():
-        for delay_ms, values in by_delay.items():
+        for delay_ms in DELAYS_MS:
+            values, plain = by_delay[delay_ms], rates["plain"][delay_ms]
             share = accepted.get(f"{name} at {delay_ms} ms")
             table.add_row(
                 name,
                 str(delay_ms),
-                f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})",
-                f"{median(values) / median(by_delay[0]):.2f}",
-                f"{median(values) / median(rates['plain'][delay_ms]):.2f}",
+                spread(values, 1),
+                spread([ours / its for ours, its in zip(values, by_delay[0], strict=True)], 2),
+                spread([ours / its for ours, its in zip(values, plain, strict=True)], 2),
                 *([f"{median(column):.2f}" for column in zip(*share, strict=True)] if share else ("–", "–")),
             )
     return table
@@ -167,7 +172,7 @@ def _plot(pair: Pair, rates: dict[str, dict[int, list[float]]]) -> bytes:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, by_delay in rates.items():
-        axes.plot(list(by_delay), [median(values) for values in by_delay.values()], marker="o", label=name)
+        axes.plot(DELAYS_MS, [median(by_delay[delay_ms]) for delay_ms in DELAYS_MS], marker="o", label=name)
     axes.set(title=pair.name, xlabel="delay of a round trip, ms", ylabel="tokens/s")
     axes.set_ylim(bottom=0)
     axes.legend()

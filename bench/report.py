@@ -89,11 +89,7 @@ def _overall(sample: Sample) -> float:
 def _rates(title: str, cells: list[Cell], results: Results, bases: Sequence[str], rate: Callable[[Sample], float | None]) -> Table:
     base = results.base(bases, rate)
 
-    def rates_of(cell: Cell, way: str) -> list[float]:
-        found = [rate(sample) for sample in results.samples[cell].get(way, [])]
-        return [value for value in found if value is not None]
-
-    table = Table(title=f"{title}; median of the rounds (range), and × {base}")
+    table = Table(title=f"{title}; median of the rounds (range), and × {base} of the same round")
     table.add_column("way")
     for cell in cells:
         table.add_column(f"batch {cell.batch}", justify="right")
@@ -101,9 +97,11 @@ def _rates(title: str, cells: list[Cell], results: Results, bases: Sequence[str]
     for way in _ways(cells, results):
         row = []
         for cell in cells:
-            rates, own = rates_of(cell, way), rates_of(cell, base)
-            row.append(f"{median(rates):.1f} ({min(rates):.1f}–{max(rates):.1f})" if rates else "–")
-            row.append(f"{median(rates) / median(own):.2f}" if rates and own else "–")
+            samples = results.samples[cell]
+            rates = [value for sample in samples.get(way, []) if (value := rate(sample)) is not None]
+            row.append(spread(rates, 1) if rates else "–")
+            found = _ratios(samples, way, base, rate)
+            row.append(f"{median(found):.2f}" if found else "–")
         table.add_row(way, *row)
     return table
 
@@ -178,7 +176,7 @@ def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
     for title, cells in results.groups():
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         for way in _ways(cells, results):
-            points = [(c.batch, _ratio(results.samples[c], way, base)) for c in cells if {way, base} <= results.samples[c].keys()]
+            points = [(c.batch, median(found)) for c in cells if (found := _ratios(results.samples[c], way, base, _overall))]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=way, linestyle="-" if "outrider" in way else "--")
         axes.axhline(1.0, color="grey", linewidth=0.8)
@@ -193,8 +191,15 @@ def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
     return images
 
 
-def _ratio(samples: dict[str, list[Sample]], way: str, base: str) -> float:
-    return median(s.tokens_per_s for s in samples[way]) / median(s.tokens_per_s for s in samples[base])
+def _ratios(samples: dict[str, list[Sample]], way: str, base: str, rate: Callable[[Sample], float | None]) -> list[float]:
+    """By round, since the machine is faster in some than in others; rounds in which one of both has no rate are left out."""
+    pairs = [(rate(ours), rate(its)) for ours, its in zip(samples.get(way, []), samples.get(base, []), strict=False)]
+    return [ours / its for ours, its in pairs if ours is not None and its is not None]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median, with the range."""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def write(directory: Path, stem: str, record: dict[str, Any], printed: Console, images: dict[str, bytes]) -> list[Path]:

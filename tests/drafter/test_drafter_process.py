@@ -69,7 +69,8 @@ async def verifier() -> AsyncIterator[ScriptedVerifier]:
     await verifier.stop()
 
 
-FAMILIES = [("ngram", []), ("model", ["--model", DRAFT, "--dtype", "float32", "--threads", "1"])]
+DRAFT_MODEL = ["--model", DRAFT, "--dtype", "float32", "--threads", "1"]
+FAMILIES = [("ngram", []), pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("family", "flags"), FAMILIES)
@@ -140,6 +141,7 @@ async def test_bad_settings_end_it_with_a_sentence_that_names_them(flags: list[s
         assert "Traceback" not in error.decode()
 
 
+@pytest.mark.slow
 async def test_another_tokenizer_ends_it_with_both_fingerprints(verifier: ScriptedVerifier) -> None:
     async with drafter("--family", "model", "--model", DRAFT, "--verifier", f"127.0.0.1:{verifier.port}") as process:
         _, error = await asyncio.wait_for(process.communicate(), 60)

@@ -132,7 +132,10 @@ BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_PROPOSALS)
+_QUICK = ("an id out of range", "a proposed token of probability zero")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in _QUICK else pytest.mark.slow) for kind in BAD_PROPOSALS])
 async def test_a_malformed_proposal_ends_that_stream_with_the_reason_and_no_request_suffers(stack: Stack, kind: str) -> None:
     fields, field, message = BAD_PROPOSALS[kind]
     name = kind.replace(" ", "-")

@@ -29,6 +29,10 @@ IDS: list[int] = TOKENIZER.encode(TEXT).ids
 TOP = 3
 
 
+# A stack of its own, for what tests/gateway has with a verifier that is scripted.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     made = Stack("--max-batch-tokens", "64")

@@ -54,7 +54,9 @@ async def texts(
     return [await client.tokens(request(i, options, sampling)) for i in range(count)]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=["plain", "many settings"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(SETTINGS[0], id="plain"), pytest.param(SETTINGS[1], id="many settings", marks=pytest.mark.slow)]
+)
 async def test_with_each_drafter_both_and_none_alone_and_in_a_batch_of_eight(client: Client, sampling: SamplingParams) -> None:
     expected = await texts(client, PLAIN, sampling)
     assert len({tuple(text) for text in expected}) == len(PROMPTS)
@@ -80,6 +82,7 @@ async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) ->
     stack.wait_ready()
 
 
+@pytest.mark.slow
 async def test_when_sequences_are_preempted(client: Client) -> None:
     metrics_port = free_port()
     # Of 16 tokens: three of the eight texts fit at once.

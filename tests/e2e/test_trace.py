@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from stack import TARGET, Process, Stack, free_port
 
@@ -51,6 +52,7 @@ async def complete(url: str) -> None:
             await asyncio.sleep(0.2)
 
 
+@pytest.mark.slow
 async def test_one_request_makes_one_connected_trace() -> None:
     async with collecting() as (collector, endpoint):
         tracing = ("--otlp-endpoint", endpoint)

@@ -92,6 +92,7 @@ async def test_health_is_told_by_service_and_reflection_lists_them(stack: Stack)
     assert services >= {"outrider.v1.VerifierService", "grpc.health.v1.Health"}
 
 
+@pytest.mark.slow
 async def test_a_verifier_that_loads_says_so_and_takes_nothing(tmp_path: Any) -> None:
     address = f"127.0.0.1:{free_port()}"
     process = Process("verifier_svc", "--target", str(tmp_path), "--listen", address)
@@ -100,6 +101,7 @@ async def test_a_verifier_that_loads_says_so_and_takes_nothing(tmp_path: Any) ->
     process.log.close()
 
 
+@pytest.mark.slow
 async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     stack = Stack()
     await asyncio.to_thread(stack.wait_ready)

@@ -12,7 +12,11 @@ import outrider.lm
 from outrider.lm import cpu_attention, cpu_decoder, weights
 from outrider.lm.cpu_library import load_build, runnable_builds
 
-BUILDS = ["_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_avx512_bf16", "_cpu_amx"]
+# The quick suite has the build that this machine uses.
+BUILDS = [
+    pytest.param(name, marks=[] if name == runnable_builds()[0] else pytest.mark.slow)
+    for name in ("_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_avx512_bf16", "_cpu_amx")
+]
 _FLAGS = [
     "-O2",
     "-fopenmp",

@@ -60,6 +60,10 @@ RULES: dict[str, dict[str, Any]] = {
     "coupled": {"offers": frozenset({Rule.ONE_HOT, Rule.COUPLED})},
     "one-hot": {"offers": frozenset({Rule.ONE_HOT})},
 }
+# The quick suite has the ends of each range, with the drafter that is rejected most.
+EXTREMES = ("plain", "everything")
+QUICK = [(setting, "reversed") for setting in EXTREMES]
+BOTH_RULES = ["token-wise", pytest.param("block", marks=pytest.mark.slow)]
 DRAFTERS = {"equal": equal_to_target, "reversed": reversed_target, "unlikely": on_an_unlikely_token, "flat": flat}
 
 
@@ -68,24 +72,23 @@ def p(rule: str, setting: str, drafter: str, draws: int, **more: Any) -> float:
     return p_value(generate(sampling, DRAFTERS[drafter](sampling), draws, **RULES[rule], **more), sampling)
 
 
-@pytest.mark.parametrize("setting", ["plain", "everything"])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_reversed_drafter_leaves_no_trace(rule: str, setting: str) -> None:
-    assert p(rule, setting, "reversed", 4_000) > 1e-4
-
-
-@pytest.mark.parametrize("drafter", ["equal", "flat"])
+@pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_trace(rule: str, drafter: str) -> None:
     assert p(rule, "plain", drafter, 4_000, late=2) > 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "drafter"),
+    [
+        pytest.param(setting, drafter, marks=[] if (setting, drafter) in QUICK else pytest.mark.slow)
+        for setting in SETTINGS
+        for drafter in DRAFTERS
+    ],
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_output_follows_the_target_for_every_rule_setting_and_drafter(rule: str, setting: str, drafter: str) -> None:
-    assert p(rule, setting, drafter, 3_000, seed=1) > 1e-4
+    assert p(rule, setting, drafter, 4_000 if (setting, drafter) in QUICK else 3_000, seed=1) > 1e-4
 
 
 @pytest.mark.slow
@@ -94,9 +97,10 @@ def test_two_hundred_thousand_draws_show_no_bias(rule: str) -> None:
     assert p(rule, "plain", "reversed", 200_000, seed=2) > 1e-4
 
 
-def test_without_a_drafter_output_follows_the_target() -> None:
-    for sampling in SETTINGS.values():
-        assert p_value(generate(sampling, None, 4_000), sampling) > 1e-4
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=[] if name in EXTREMES else pytest.mark.slow) for name in SETTINGS])
+def test_without_a_drafter_output_follows_the_target(setting: str) -> None:
+    sampling = SETTINGS[setting]
+    assert p_value(generate(sampling, None, 4_000), sampling) > 1e-4
 
 
 # --- the same tests catch what has gone wrong elsewhere ---
@@ -114,19 +118,19 @@ def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Ten
     return torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points).squeeze(-1).clamp(max=VOCAB - 1)
 
 
-@pytest.mark.parametrize("rule", ["token-wise", "block"])
+@pytest.mark.parametrize("rule", BOTH_RULES)
 def test_noise_that_serves_two_purposes_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "uniforms", reused_uniform)
     assert p(rule, "plain", "flat", 12_000) < 1e-4
 
 
-@pytest.mark.parametrize("rule", ["token-wise", "block"])
+@pytest.mark.parametrize("rule", BOTH_RULES)
 def test_a_residual_that_is_not_normalised_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "inverse_cdf", unnormalised)
     assert p(rule, "plain", "reversed", 12_000) < 1e-4
 
 
-@pytest.mark.parametrize("rule", ["token-wise", "block"])
+@pytest.mark.parametrize("rule", BOTH_RULES)
 def test_a_drafter_that_drops_tokens_it_is_unsure_of_is_caught(rule: str) -> None:
     assert p(rule, "plain", "equal", 12_000, drops=lambda probability: probability < 0.5) < 1e-4
 

@@ -59,6 +59,7 @@ async def test_the_public_pool_goes_alone(redis_server: Standalone, secret_file:
         assert await found(private, [[1]]) == [[2]]
 
 
+@pytest.mark.slow
 async def test_what_is_missing_or_fails_is_said(redis_server: Standalone, secret_file: Path) -> None:
     secret = ["--pool-secret-file", str(secret_file)]
     for flags, said in (

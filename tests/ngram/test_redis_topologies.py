@@ -71,6 +71,7 @@ def calls(cluster: Cluster) -> list[int]:
     return [stats.get("cmdstat_mget", {"calls": 0})["calls"] for stats in cluster.each("INFO", "commandstats")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grown", [False, True], ids=["to-a-known-node", "to-a-new-node"])
 async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> None:
     """All slots of the first node are moved away behind the pool's back, one of them slowly."""
