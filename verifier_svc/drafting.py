@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 # A drafter may have twice the verified depth under way: the path being verified, its bonus token, and the path behind that.
 _AHEAD = 2
-_NODES_PER_DEPTH = 4
+_NODES_PER_DEPTH = 6
 # A way to the drafter that takes less than this share of a forward is not worth hiding, at the price of the forward's own cores.
 _NEAR = 0.05
 # What is believed of a drafter before it was tried on a sequence. Hopeful, because what is believed bad is never tried.

@@ -252,7 +252,7 @@ class Trie:
             start = self._unheard[at][1]
             self._heard = _Epoch(number, self._since[start:])
             self._forget(at + 1)
-        return None if self._heard.contradicted else self._heard
+        return self._heard
 
     def _forget(self, count: int) -> None:
         """The first of the epochs of which nothing was heard."""
@@ -292,7 +292,7 @@ class Trie:
         """Move the root along committed tokens. If the epoch lacks one of them, another begins."""
         heard, held = self._heard, self.node_count
         owed_before = bool(heard.owed)
-        matched, favoured = (0, False) if heard.contradicted else heard.follow(token_ids)
+        matched, favoured = heard.follow(token_ids)
         left = self.node_count
         hit = Hit.CHAIN if left and favoured else Hit.OUTCOME if left else Hit.LATE
         if heard.contradicted and not owed_before:

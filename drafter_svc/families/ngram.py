@@ -16,8 +16,10 @@ from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisPool
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
 
-# Outcomes that a round prepares for; looking them up is almost free, but sending them is not.
-_BRANCHES = 4
+# Outcomes that are prepared for: one for each place where a draft can end, for all texts together no more than so many, but some
+# for each. Looking them up is almost free, but sending them is not.
+_BRANCHES = 64
+_FEWEST = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +128,8 @@ class NgramFamily:
             return
         text.enumerated = (chain.epoch, len(chain.tokens))
         places = min(chain.depth, len(chain.ahead) - 1)
-        for at, count in enumerate(fan_out(chain.acceptance, places, _BRANCHES)):
+        budget = max(_FEWEST, min(places + 1, _BRANCHES // len(self._texts)))
+        for at, count in enumerate(fan_out(chain.acceptance, places, budget)):
             if count == 0:
                 continue
             size = self._options.max_matching_ngram_size

@@ -152,6 +152,8 @@ def guess_randomly(engine: Engine, drafter: ScriptedDrafter, sequence_id: int, n
     assignment = engine.sequences[sequence_id].assignments[drafter.handle.id] if engine.limits.depth.depth else None
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
         return
+    if drafter.epoch[sequence_id] != assignment.trie.epoch:
+        return  # paused, it has yet to hear of the epoch that holds
     right = noise.randint(0, len(truth))
     tokens = [*truth[:right], *(noise.randrange(VOCAB) for _ in range(3))][: assignment.trie.window.depth]
     if tokens:

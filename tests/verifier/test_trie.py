@@ -183,6 +183,19 @@ def test_a_late_guess_that_was_wrong_says_nothing() -> None:
     assert t.add(run(3, [8], parent=2)) is Fate.STALE
 
 
+def test_of_late_guesses_the_branch_that_was_right_is_kept_though_the_favourite_came_first_and_was_wrong() -> None:
+    t = trie()
+    t.advance([5, 6, 7])
+    assert t.add(run(1, [5, 8, 9])) is Fate.STALE
+    assert (t.path(9).token_ids, t.node_count) == ([], 0)
+    t.advance([1])
+    assert t.add(run(4, [3, 3], parent=0)) is Fate.STALE, "under what is ruled out by the favourite's own first token"
+    assert t.add(run(6, [6, 7, 1, 2, 4], parent=1)) is Fate.ADDED
+    assert (t.path(9).token_ids, t.epoch) == ([2, 4], 2)
+    walk = t.advance([2])
+    assert (walk.matched, walk.hit, t.path(9).token_ids) == (1, Hit.CHAIN, [4])
+
+
 def test_a_late_guess_that_is_too_short_may_still_go_on() -> None:
     t = trie()
     t.advance([5, 6])
