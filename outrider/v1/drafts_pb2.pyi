@@ -6,9 +6,9 @@ The draft stream: a trie of guesses that the commit walks.
 For every sequence it is handed, a drafter grows a speculation trie rooted at the last committed token; the verifier holds a
 copy. Node 0 is the root at the start of an epoch; further nodes are numbered 1, 2, 3, ... in the order they are proposed and
 numbering starts again with each epoch. A commit moves the root along the committed tokens. When the trie lacks the committed
-child, the verifier raises the epoch and begins a trie anew. What still arrives for an older epoch is ignored if a guess of that
-epoch was wrong. If there was none yet, it may be right: it is hung below the tokens committed since, until the drafter is heard
-of in a later epoch. So a verdict that comes late costs nothing but its own step; drafters need not know of it.
+child, the verifier raises the epoch and begins a trie anew. What still arrives for an older epoch may be right: it is hung below
+the tokens committed since, where they do not rule it out, until the drafter is heard of in a later epoch. So a verdict that comes
+late costs nothing but its own step; drafters need not know of it.
 """
 
 from collections import abc as _abc
