@@ -17,11 +17,11 @@ _DECAY = 0.9
 
 @dataclass(slots=True)
 class _Run:
-    """Guesses one below the other, with their node numbers and what each was sampled from (empty when one-hot)."""
+    """Guesses one below the other, with their node numbers and what each was sampled from (None when one-hot)."""
 
     tokens: list[int]
     nodes: list[int]
-    distributions: list[SparseDistribution]
+    distributions: list[SparseDistribution | None]
 
     def behind(self, count: int) -> _Run:
         return _Run(self.tokens[count:], self.nodes[count:], self.distributions[count:])
@@ -124,7 +124,10 @@ class Chain:
         if not self._unsent:
             return None
         self._unsent = False
-        return Proposal(self.opened.sequence_id, self.epoch, 0, 1, list(self.ahead), list(self._main.distributions))
+        known = [distribution for distribution in self._main.distributions if distribution is not None]
+        # Behind an outcome, which is one-hot, a run may have been sampled; together they count as one-hot.
+        distributions = known if len(known) == len(self.ahead) else []
+        return Proposal(self.opened.sequence_id, self.epoch, 0, 1, list(self.ahead), distributions)
 
     def grow(self, token_ids: list[int], distributions: Sequence[SparseDistribution] = (), draft_seconds: float = 0.0) -> Proposal:
         """Hang a run under the tip."""
@@ -133,7 +136,7 @@ class Chain:
         self._main.tokens += run.tokens
         self._main.nodes += run.nodes
         self._main.distributions += run.distributions
-        return Proposal(self.opened.sequence_id, self.epoch, parent, run.nodes[0], token_ids, run.distributions, draft_seconds)
+        return Proposal(self.opened.sequence_id, self.epoch, parent, run.nodes[0], token_ids, list(distributions), draft_seconds)
 
     def branches_at(self, at: int) -> set[int]:
         """The tokens that are guessed below the root and `at` tokens of `ahead`, which goes further than that."""
@@ -148,7 +151,7 @@ class Chain:
     def _number(self, token_ids: list[int], distributions: Sequence[SparseDistribution] = ()) -> _Run:
         first = self._last + 1
         self._last += len(token_ids)
-        return _Run(list(token_ids), list(range(first, first + len(token_ids))), list(distributions))
+        return _Run(list(token_ids), list(range(first, first + len(token_ids))), list(distributions) or [None] * len(token_ids))
 
     def skip(self) -> Skip:
         """Give up below the tip until the next verdict that moves it or raises the epoch."""

@@ -133,8 +133,9 @@ class Drafting:
             return
         # How long answers took, and how many tokens were drafted for them. A message counts once: else one slow round of a large
         # batch would be all that is remembered.
-        answers: list[float] = []
-        draft_length = stale_count = 0
+        drafts_s: list[float] = []
+        skips_s: list[float] = []
+        draft_length = token_count = stale_count = 0
         # All are drafted together, and the longest sets the time.
         draft_s = max((proposal.draft_seconds for proposal in batch.proposals), default=0.0)
         try:
@@ -142,24 +143,25 @@ class Drafting:
                 assignment = self._assignment(drafter, proposal.sequence_id)
                 if assignment is None or assignment.trie.add(proposal) is Fate.STALE:
                     stale_count += len(proposal.token_ids)
+                token_count += len(proposal.token_ids)
                 if assignment is None:
                     continue
                 if (seconds := assignment.answered(at, proposal.epoch, drafted=True)) is not None:
-                    answers.append(seconds)
+                    drafts_s.append(seconds)
                     assignment.undrafted = proposal.epoch
                 if assignment.undrafted == proposal.epoch and proposal.draft_seconds > 0.0:
                     draft_length = max(draft_length, len(proposal.token_ids))
                     assignment.undrafted = -1
-            self._metrics.answered(drafter, answers)
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
                     assignment.trie.skip(skip)
                     if (seconds := assignment.answered(at, skip.epoch, drafted=False)) is not None:
-                        answers.append(seconds)
+                        skips_s.append(seconds)
         except OutriderError as error:
             self.reject(drafter, error)
-        self._metrics.proposed(drafter, sum(len(proposal.token_ids) for proposal in batch.proposals), stale_count)
-        if answers:
+        self._metrics.proposed(drafter, token_count, stale_count)
+        self._metrics.answered(drafter, drafts_s)
+        if answers := [*drafts_s, *skips_s]:
             drafter.reply.observe(max(max(answers) - draft_s, 0.0))
         if draft_length:
             drafter.token_time.observe(draft_s / draft_length)

@@ -39,7 +39,7 @@ class Fate(Enum):
 
     ADDED = auto()
     STALE = auto()
-    """What it hangs below was ruled out by a commit since, or it is for an epoch that is over."""
+    """Commits since then rule it out, or what it hangs below; or it is for an epoch that is over."""
 
 
 @dataclass(eq=False, slots=True)
@@ -204,7 +204,7 @@ class Trie:
 
     @property
     def open_epochs(self) -> list[int]:
-        """Those of which a proposal can still be of use, the oldest first."""
+        """Those of which a draft may be waited for, the oldest first; of one that is contradicted only a branch could be of use."""
         later = [number for number, _ in self._unheard]
         return later if self._heard.contradicted else [self._heard.number, *later]
 
@@ -237,7 +237,8 @@ class Trie:
         if epoch is None:
             return Fate.STALE
         epoch.check_known(skip.node, "node")
-        epoch.skipped.add(skip.node)
+        if skip.node in epoch.nodes:
+            epoch.skipped.add(skip.node)
         return Fate.ADDED
 
     def _hear(self, number: int) -> _Epoch | None:

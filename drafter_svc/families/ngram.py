@@ -16,8 +16,8 @@ from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisPool
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
 
-# Outcomes that are prepared for: one for each place where a draft can end, for all texts together no more than so many, but some
-# for each. Looking them up is almost free, but sending them is not.
+# Outcomes that a round prepares for, one for each place where a draft can end; where the texts are too many for that, so many for
+# each. Looking them up is almost free, but sending them is not.
 _BRANCHES = 64
 _FEWEST = 4
 
@@ -128,14 +128,15 @@ class NgramFamily:
             return
         text.enumerated = (chain.epoch, len(chain.tokens))
         places = min(chain.depth, len(chain.ahead) - 1)
-        budget = max(_FEWEST, min(places + 1, _BRANCHES // len(self._texts)))
-        for at, count in enumerate(fan_out(chain.acceptance, places, budget)):
+        budget = max(_FEWEST, _BRANCHES // len(self._texts))
+        counts = [1] * (places + 1) if places < budget else fan_out(chain.acceptance, places, budget)
+        for at, count in enumerate(counts):
             if count == 0:
                 continue
             size = self._options.max_matching_ngram_size
             context = [*chain.tokens[-size:], *chain.ahead[:at]][-size:]
             for run in text.pool.alternatives(context, chain.depth, chain.branches_at(at), count):
-                if cut := run[: min(chain.side_room, chain.window.depth - at)]:
+                if cut := run[: max(0, min(chain.side_room, chain.window.depth - at))]:
                     batch.proposals.append(chain.branch(at, cut))
 
     def _grow(self, text: _Text, continuation: list[int], batch: DraftBatch) -> bool:

@@ -2,13 +2,14 @@
 
 from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_svc.chain import Chain
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, Verdict, Window
+from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, SparseDistribution, Verdict, Window
 from verifier_svc.trie import Trie
 
 WINDOW = Window(node_count=12, depth=6)
@@ -133,6 +134,29 @@ def test_an_outcome_that_was_foreseen_but_came_too_late_is_offered_again() -> No
     pair.commit(accepted=2, own=2)
     pair.deliver_down()
     assert pair.chain.resend() == Proposal(1, epoch=1, parent_node=0, first_node=1, token_ids=[1, 1])
+
+
+def test_what_was_sampled_behind_a_one_hot_outcome_is_offered_again_as_one_hot() -> None:
+    """A run has a distribution for each of its tokens or for none."""
+    pair = Pair()
+    pair.draft([0])
+    pair.up.append(pair.chain.branch(0, [2, 1]))
+    pair.deliver_up()
+    pair.deliver_up()
+    pair.commit(accepted=0, own=2)
+    pair.deliver_down()
+    sure = [SparseDistribution(np.array([token]), np.array([1.0])) for token in (0, 1, 2)]
+    assert pair.chain.grow([0, 1, 2], sure).distributions == sure
+    for token in (1, 0):
+        pair.commit(accepted=0, own=token)
+        pair.deliver_down()
+    assert pair.chain.resend() == Proposal(1, epoch=1, parent_node=0, first_node=1, token_ids=[1, 2], distributions=sure[1:])
+    pair.chain.grow([1, 1])
+    pair.commit(accepted=0, own=1)
+    pair.deliver_down()
+    again = pair.chain.resend()
+    assert again is not None
+    assert (again.token_ids, again.distributions) == ([2, 1, 1], [])
 
 
 def test_guesses_that_came_too_late_but_were_right_are_offered_again() -> None:

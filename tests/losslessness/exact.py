@@ -187,7 +187,7 @@ class LawDrafter:
     """Drafts 0 to 5 tokens a step, however many chance says; each drawn from its law as the verifier asked.
 
     `claims` is the distribution it says it drew from, if that is another one; `drops` ends a draft before a token. What it says
-    arrives up to `late` steps later, in order.
+    arrives up to `late` steps later, in order. With `branches` another run, drawn likewise, is beside each token.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class LawDrafter:
         sends_distributions: bool = False,
         drops: Callable[[float], bool] = lambda probability: False,
         late: int = 0,
+        branches: bool = False,
     ) -> None:
         self.make_engine, self._rng, self._drops = engine, rng, drops
         self._sends_distributions = sends_distributions
@@ -209,6 +210,7 @@ class LawDrafter:
         self._handle = engine.drafting.join(Hello("laws", "laws", "f", 8, distributions=offers), self._told)
         self._batch = DraftBatch()
         self._late = late
+        self._branches = branches
         self._under_way: deque[tuple[int, DraftBatch]] = deque()
         self._step = 0
 
@@ -256,6 +258,26 @@ class LawDrafter:
         if tokens:
             sends = rule is Rule.SPARSE or self._sends_distributions
             self._batch.proposals.append(Proposal(sequence_id, epoch, 0, 1, tokens, distributions if sends else []))
+            if self._branches:
+                self._propose_branches(sequence_id, epoch, tokens)
+
+    def _propose_branches(self, sequence_id: int, epoch: int, main: list[int]) -> None:
+        """Sampled, as deep as the main run."""
+        _, _, text = self._texts[sequence_id]
+        last = len(main)
+        for at, avoided in enumerate(main):
+            tokens: list[int] = []
+            distributions = []
+            while at + len(tokens) < len(main):
+                known = self._known((*text, *main[:at], *tokens))
+                if not tokens:
+                    law = known.law.copy()
+                    law[avoided] = 0.0
+                    known = _Known.of(law / law.sum(), law / law.sum())
+                tokens.append(int(known.cumulative.searchsorted(self._rng.random(), "right")))
+                distributions.append(known.claimed)
+            self._batch.proposals.append(Proposal(sequence_id, epoch, at, last + 1, tokens, distributions))
+            last += len(tokens)
 
     def _draw(self, rule: Rule, known: _Known) -> int:
         if rule is Rule.SPARSE or self._sends_distributions:

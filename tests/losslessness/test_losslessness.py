@@ -78,6 +78,12 @@ def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_tra
     assert p(rule, "plain", drafter, 4_000, late=2) > 1e-4
 
 
+@pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
+@pytest.mark.parametrize("rule", ["token-wise", "block"])
+def test_sampled_branches_that_come_late_leave_no_trace(rule: str, drafter: str) -> None:
+    assert p(rule, "plain", drafter, 4_000, late=3, branches=True) > 1e-4
+
+
 @pytest.mark.parametrize(
     ("setting", "drafter"),
     [

@@ -66,6 +66,15 @@ async def test_what_else_followed_is_prepared_for_and_found_by_the_verdict() -> 
     assert following.token_ids[0] == 5
 
 
+async def test_an_outcome_is_prepared_for_at_every_place_where_a_draft_can_end() -> None:
+    family = NgramFamily(NgramOptions(max_draft_len=4, max_matching_ngram_size=1), 1000)
+    # Every token was followed by another one before.
+    family.open(replace(opened(1, [1, 11, 2, 12, 3, 13, 4, 14, 1, 2, 3, 4, 5, 1], depth=3), window=Window(40, 6)))
+    chain, *others = (await draft(family)).proposals
+    assert chain.token_ids == [2, 3, 4, 5]
+    assert {(p.parent_node, p.token_ids[0]) for p in others if p.parent_node < 4} == {(0, 11), (1, 12), (2, 13), (3, 14)}
+
+
 async def test_a_drafter_that_is_not_to_run_ahead_prepares_for_nothing() -> None:
     family = NgramFamily(NgramOptions(max_draft_len=4), 1000)
     family.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=4))

@@ -217,6 +217,15 @@ def test_what_is_said_in_a_later_epoch_ends_those_before() -> None:
     assert (t.open_epochs, t.path(9).token_ids, t.ready(3)) == ([2], [], True)
 
 
+def test_skips_of_what_was_passed_are_not_kept() -> None:
+    t = Trie(Window(node_count=12, depth=6))
+    for step in range(100):
+        t.add(run(1 + step, [5], parent=step))
+        t.advance([5])
+        t.skip(Skip(1, 0, step))
+    assert not t._heard.skipped
+
+
 def test_no_more_than_a_few_epochs_stay_open() -> None:
     t = trie()
     for _ in range(100):
