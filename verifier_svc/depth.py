@@ -75,7 +75,7 @@ class AcceptanceRate:
         return self._refreshed() if self._survival is None else self._survival
 
     def _refreshed(self) -> list[float]:
-        self._survival = list(accumulate(self._rates(len(self._prior)), mul))
+        self._survival = list(accumulate(self.by_position, mul))
         self._expected = list(accumulate(self._survival, initial=1.0))
         return self._survival
 

@@ -25,7 +25,7 @@ class Hit(StrEnum):
     """The commit left the trie."""
 
 
-@dataclass(slots=True)  # not frozen, which would take three times as long to make; so are others that each step makes anew
+@dataclass(slots=True)
 class Walk:
     """What `Trie.advance` came upon: committed tokens that the trie had, and nodes that were dropped without being committed."""
 
@@ -64,7 +64,7 @@ class Path:
 class _Epoch:
     """What was proposed in one epoch.
 
-    `owed` are tokens that were committed below `root` and that no proposal has named or contradicted yet: it may be under way.
+    `owed` are tokens that were committed below `root` and that no proposal has named yet: it may be under way.
     """
 
     __slots__ = ("_path", "last", "nodes", "number", "owed", "root", "skipped")
