@@ -143,22 +143,34 @@ INLINE vec exponential(vec x) {
   return y * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
-// What one thread attends for at once: of a slice and a key/value head every `parts`-th block of QUERY_ROWS rows, from `part` on.
+// What one thread attends for at once: of a slice and `kv_heads` key/value heads every `parts`-th block of QUERY_ROWS rows, from
+// `part` on.
 struct item {
-  int64_t slice, kv_head, part, parts;
+  int64_t slice, kv_head, kv_heads, part, parts;
 };
 #define QUERY_ROWS 32
 
-// Blocks that a long prompt's rows are divided among threads by; 1 where no slice has more than one.
-INLINE int64_t divide_rows(const struct layer *layer, const struct batch *batch, int64_t threads) {
-  int64_t longest = 0;
+// How a batch is divided into items, `count` in all. Key/value heads lie side by side in the cache, and are read the faster together,
+// where their rows are few and there is enough for all threads. A long prompt's rows are divided.
+struct division {
+  int64_t kv_heads, parts, count;
+};
+
+INLINE struct division divide_attention(const struct layer *layer, const struct batch *batch, int64_t threads) {
+  int64_t longest = 1;
   for (int64_t i = 0; i < batch->slice_count; i++) longest = batch->lengths[i] > longest ? batch->lengths[i] : longest;
-  int64_t blocks = (longest * (layer->heads / layer->kv_heads) + QUERY_ROWS - 1) / QUERY_ROWS;
-  return blocks < 1 ? 1 : blocks < 2 * threads ? blocks : 2 * threads;
+  int64_t rows = longest * (layer->heads / layer->kv_heads), blocks = (rows + QUERY_ROWS - 1) / QUERY_ROWS;
+  struct division by = {layer->kv_heads, blocks < 2 * threads ? blocks : 2 * threads, 0};
+  while (by.kv_heads > 1 && (layer->kv_heads % by.kv_heads || by.kv_heads * rows > QUERY_ROWS ||
+                             batch->slice_count * (layer->kv_heads / by.kv_heads) < 4 * threads))
+    by.kv_heads--;
+  by.count = batch->slice_count * (layer->kv_heads / by.kv_heads) * by.parts;
+  return by;
 }
 
-INLINE struct item find_item(const struct layer *layer, int64_t number, int64_t parts) {
-  return (struct item){number / parts / layer->kv_heads, number / parts % layer->kv_heads, number % parts, parts};
+INLINE struct item find_item(const struct layer *layer, int64_t number, struct division by) {
+  int64_t groups = layer->kv_heads / by.kv_heads, group = number / by.parts;
+  return (struct item){group / groups, group % groups * by.kv_heads, by.kv_heads, number % by.parts, by.parts};
 }
 
 void outrider_attend(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,

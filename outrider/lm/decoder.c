@@ -141,7 +141,8 @@ INLINE void attend(const struct layer *cache, const struct batch *batch, const s
                    struct item item) {
 #if BFLOAT16 && defined(__AMX_BF16__)
   if (outrider_fits_tiles(cache)) {
-    outrider_attend_by_tiles(cache, batch, query, out, scale, item);
+    for (int64_t end = item.kv_head + item.kv_heads; item.kv_head < end; item.kv_head++)
+      outrider_attend_by_tiles(cache, batch, query, out, scale, item);
     return;
   }
 #endif
@@ -151,19 +152,17 @@ INLINE void attend(const struct layer *cache, const struct batch *batch, const s
 static void run_attention(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
                           const struct room *room, struct team *team) {
   const struct layer *cache = &layer->cache;
-  int64_t width = qkv_width(cache), parts = divide_rows(cache, batch, team->size);
-  int64_t items = batch->slice_count * cache->kv_heads * parts;
+  int64_t width = qkv_width(cache);
+  struct division by = divide_attention(cache, batch, team->size);
 #pragma omp for nowait
   for (int64_t i = 0; i < batch->count; i++)
     place_token(decoder, layer, room->qkv + i * width, room->turns + i * 2 * decoder->pairs, batch->slots[i]);
   meet(team);
   struct rows query = {room->qkv, cache->head_size, width};
   expect_rows(ROWS);
-  // What lies side by side in the cache is best read by one thread, where there is enough for all and no long prompt.
-  int64_t at_once = batch->slice_count >= 4 * team->size && batch->count < 8 * batch->slice_count ? cache->kv_heads * parts : 1;
-#pragma omp for schedule(dynamic, at_once) nowait
-  for (int64_t i = 0; i < items; i++)
-    attend(cache, batch, &query, room->attended, decoder->attention_scale, find_item(cache, i, parts));
+#pragma omp for schedule(dynamic, 1) nowait
+  for (int64_t i = 0; i < by.count; i++)
+    attend(cache, batch, &query, room->attended, decoder->attention_scale, find_item(cache, i, by));
   meet(team);
 }
 

@@ -19,7 +19,7 @@ INLINE float largest_lane(vec x) {
   return x[0];
 }
 
-// Up to QUERY_ROWS queries of one key/value head, and how far their softmax has come. `by_dots` keys and queries are pairs of bfloat16 of
+// Up to QUERY_ROWS queries, those of a key/value head side by side, and how far their softmax has come. `by_dots` keys and queries are pairs of bfloat16 of
 // neighbouring dimensions, and values and weights pairs of neighbouring keys; else they are floats, and `scale` is in the queries.
 struct work {
   int by_dots;
@@ -113,8 +113,26 @@ INLINE void pair_values(struct work *work, const uint16_t *values, int64_t strid
 }
 #endif
 
-// The block's keys, turned, and its values, as floats.
-INLINE void take_block(struct work *work, const struct layer *layer, int64_t slot, int64_t kv_head, int count, int is_bfloat16) {
+// Keys and values to ask memory for: rows of so many bytes, `stride` apart. Where they go is nothing the processor could see, and all
+// at once, they would be waited for, and nothing asked for in the time in which a block is computed with.
+struct ahead {
+  const char *keys, *values;
+  int64_t column, bytes, stride;
+};
+
+INLINE void ask(struct ahead *ahead, int64_t bytes) {
+  __builtin_prefetch(ahead->keys + ahead->column, 0, 2);
+  __builtin_prefetch(ahead->values + ahead->column, 0, 2);
+  ahead->column += bytes;
+  if (ahead->column < ahead->bytes) return;
+  ahead->column = 0;
+  ahead->keys += ahead->stride;
+  ahead->values += ahead->stride;
+}
+
+// The block's keys, turned, and its values, as floats. As much is asked for of what is ahead.
+INLINE void take_block(struct work *work, const struct layer *layer, int64_t slot, int64_t kv_head, int count, struct ahead *ahead,
+                       int is_bfloat16) {
   int head_size = (int)layer->head_size;
   int64_t stride = layer->kv_heads * layer->head_size, at = slot * stride + kv_head * layer->head_size;
   // Two bfloat16 numbers are turned as one, where a head has room for that.
@@ -122,6 +140,7 @@ INLINE void take_block(struct work *work, const struct layer *layer, int64_t slo
   for (int d = 0; d < head_size; d += step) {
     vec block[LANES];
     for (int j = 0; j < LANES; j++) {
+      ask(ahead, step * (is_bfloat16 ? 2 : 4));
       if (j >= count) block[j] = splat(0);
       else if (paired) memcpy(&block[j], (const uint16_t *)layer->keys + at + j * stride + d, sizeof block[j]);
       else block[j] = load(layer->keys, at + j * stride + d, is_bfloat16);
@@ -148,49 +167,44 @@ INLINE void take_block(struct work *work, const struct layer *layer, int64_t slo
     for (int c = 0; c < head_size / LANES; c++) work->values[j][c] = load(layer->values, at + j * stride + c * LANES, is_bfloat16);
 }
 
-// Asks for the keys and values of a block to come: a head's part of a row is too short for the processor to see where that goes.
-INLINE void prefetch_block(const struct layer *layer, int64_t slot, int64_t kv_head, int is_bfloat16) {
-  int64_t width = is_bfloat16 ? 2 : 4, stride = layer->kv_heads * layer->head_size * width, size = layer->head_size * width;
-  int64_t at = slot * stride + kv_head * size;
-  for (int64_t j = 0; j < LANES; j++, at += stride)
-    for (int64_t i = 0; i < size; i += 64) {
-      __builtin_prefetch((const char *)layer->keys + at + i);
-      __builtin_prefetch((const char *)layer->values + at + i);
-    }
-}
-
-INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct work *work, int rows, int64_t kv_head,
+// The rows of each of `heads` key/value heads from `kv_head` on.
+INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct work *work, int rows, int64_t kv_head, int64_t heads,
                         int64_t first_key, int64_t last_key, int is_bfloat16) {
   int head_size = (int)layer->head_size;
+  const int64_t width = is_bfloat16 ? 2 : 4, bytes = heads * head_size * width, stride = layer->kv_heads * head_size * width;
   for (int64_t key = first_key, count; key <= last_key; key += count) {
     int64_t within = key % layer->page_size;
     count = layer->page_size - within;
     if (count > LANES) count = LANES;
     if (count > last_key - key + 1) count = last_key - key + 1;
-    int64_t next = key + count, page = next / layer->page_size;
-    if (next <= last_key) prefetch_block(layer, pages[page] * layer->page_size + next % layer->page_size, kv_head, is_bfloat16);
-    take_block(work, layer, pages[key / layer->page_size] * layer->page_size + within, kv_head, (int)count, is_bfloat16);
+    int64_t slot = pages[key / layer->page_size] * layer->page_size + within, next = key + count <= last_key ? key + count : key;
+    int64_t soon = (pages[next / layer->page_size] * layer->page_size + next % layer->page_size) * stride + kv_head * head_size * width;
+    struct ahead ahead = {(const char *)layer->keys + soon, (const char *)layer->values + soon, 0, bytes, stride};
     // Lanes behind the block are positions that no row sees.
     ivec position = lanes + (int32_t)key;
     position |= (lanes >= (int32_t)count) & INT32_MAX;
-    BY_ROWS(rows, score(work, row, n, head_size))
-    for (int row = 0; row < rows; row++) weigh(work, row, position, head_size);
-    BY_ROWS(rows, add_values(work, row, n, (int)count, head_size))
+    for (int head = 0; head < heads; head++) {
+      int first = head * rows;
+      take_block(work, layer, slot, kv_head + head, (int)count, &ahead, is_bfloat16);
+      BY_ROWS(rows, score(work, first + row, n, head_size))
+      for (int row = 0; row < rows; row++) weigh(work, first + row, position, head_size);
+      BY_ROWS(rows, add_values(work, first + row, n, (int)count, head_size))
+    }
   }
 }
 
-// Some of the rows of one slice and one key/value head: row r is query head r % group of token r / group.
+// Some of the rows of each key/value head of an item: row r is query head r % group of token r / group.
 INLINE void attend_some(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
-                        int64_t window, int64_t slice, int64_t kv_head, int64_t first_row, int rows, int is_bfloat16) {
+                        int64_t window, struct item item, int64_t first_row, int rows, int is_bfloat16) {
   // Not initialized as a whole: most of it is room for the largest heads.
   struct work work;
   work.by_dots = HAS_DOTS && is_bfloat16 && layer->head_size % (2 * LANES) == 0;
   work.scale = scale;
-  int64_t group = layer->heads / layer->kv_heads, size = layer->head_size, start = batch->starts[slice];
-  int64_t first_key = INT32_MAX, last_key = 0;
-  for (int i = 0; i < rows; i++) {
-    int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
-    int64_t at = head * query->head_stride + (batch->rows[slice] + token) * query->token_stride;
+  int64_t group = layer->heads / layer->kv_heads, size = layer->head_size, start = batch->starts[item.slice];
+  int64_t first_key = INT32_MAX, last_key = 0, all = item.kv_heads * rows;
+  for (int64_t i = 0; i < all; i++) {
+    int64_t row = first_row + i % rows, token = row / group, head = (item.kv_head + i / rows) * group + row % group;
+    int64_t at = head * query->head_stride + (batch->rows[item.slice] + token) * query->token_stride;
     for (int64_t d = 0; d < size; d += LANES) {
       vec part = load(query->data, at + d, is_bfloat16) * scale;
       memcpy(&work.queries[i][d], &part, sizeof part);
@@ -204,10 +218,11 @@ INLINE void attend_some(const struct layer *layer, const struct batch *batch, co
     if (work.first[i] < first_key) first_key = work.first[i];
     if (work.last[i] > last_key) last_key = work.last[i];
   }
-  attend_rows(layer, batch->pages + batch->page_at[slice], &work, rows, kv_head, first_key, last_key, is_bfloat16);
-  for (int i = 0; i < rows; i++) {
-    int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
-    int64_t at = ((batch->rows[slice] + token) * layer->heads + head) * size;
+  const int64_t *pages = batch->pages + batch->page_at[item.slice];
+  attend_rows(layer, pages, &work, rows, item.kv_head, item.kv_heads, first_key, last_key, is_bfloat16);
+  for (int64_t i = 0; i < all; i++) {
+    int64_t row = first_row + i % rows, token = row / group, head = (item.kv_head + i / rows) * group + row % group;
+    int64_t at = ((batch->rows[item.slice] + token) * layer->heads + head) * size;
     float total = 0;
     for (int j = 0; j < LANES; j++) total += work.total[i][j];
     for (int64_t c = 0; c < size / LANES; c++) store(work.sums[i][c] / total, out, at + c * LANES, is_bfloat16);
@@ -220,9 +235,9 @@ void outrider_attend(const struct layer *layer, const struct batch *batch, const
   for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
     int some = (int)(rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS);
     if (layer->is_bfloat16)
-      attend_some(layer, batch, query, out, scale, window, item.slice, item.kv_head, row, some, 1);
+      attend_some(layer, batch, query, out, scale, window, item, row, some, 1);
     else
-      attend_some(layer, batch, query, out, scale, window, item.slice, item.kv_head, row, some, 0);
+      attend_some(layer, batch, query, out, scale, window, item, row, some, 0);
   }
 }
 
@@ -240,7 +255,7 @@ void outrider_paged_attention(const struct layer *layer, const struct batch *bat
                               struct rows value, void *out, float scale, int64_t window) {
   put(layer, batch, &key, layer->keys);
   put(layer, batch, &value, layer->values);
-  int64_t parts = divide_rows(layer, batch, omp_get_max_threads()), items = batch->slice_count * layer->kv_heads * parts;
+  struct division by = divide_attention(layer, batch, omp_get_max_threads());
 #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t i = 0; i < items; i++) outrider_attend(layer, batch, &query, out, scale, window, find_item(layer, i, parts));
+  for (int64_t i = 0; i < by.count; i++) outrider_attend(layer, batch, &query, out, scale, window, find_item(layer, i, by));
 }

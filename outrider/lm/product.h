@@ -64,33 +64,38 @@ INLINE void finish_gated(float gates[ROWS][BLOCK], float ups[ROWS][BLOCK], int r
 }
 
 INLINE void multiply(struct input x, int rows, const struct linear *linear, int64_t block, char *out, enum purpose purpose,
-                     int first) {
+                     struct reading reading) {
   float sums[2][ROWS][BLOCK] __attribute__((aligned(64)));
-  sum_block(x, rows, linear, block, sums[0], first);
+  sum_block(x, rows, linear, block, sums[0], reading);
   if (purpose != GATED) {
     finish_block(sums[0], rows, linear, block, out, purpose);
     return;
   }
-  sum_block(x, rows, linear, block + linear->out / (2 * BLOCK), sums[1], first);
+  sum_block(x, rows, linear, block + linear->out / (2 * BLOCK), sums[1], reading);
   finish_gated(sums[0], sums[1], rows, linear, block, (element *)out);
 }
 
 // Shared by the team that calls it: out [rows, out] of x [rows, in]. Some blocks at a time, so that long prompts' rows are read less
-// often, but few enough for all threads to end at about the same time.
+// often, but few enough for all threads to end at about the same time. A thread claims its next blocks before it begins with the
+// present ones, so that it knows what to ask memory for meanwhile.
 static void product(struct team *team, struct input x, int64_t rows, const struct linear *linear, void *out, enum purpose purpose) {
   const int64_t columns = purpose == GATED ? linear->out / 2 : linear->out, blocks = (columns + BLOCK - 1) / BLOCK;
   const int64_t share = blocks / (8 * team->size), some = share < 1 ? 1 : share > 4 ? 4 : share;
   const int64_t row_bytes = columns * (int64_t)(purpose == LOGITS ? sizeof(float) : sizeof(element));
-  int expected = 0;
-#pragma omp for schedule(dynamic, 1) nowait
-  for (int64_t begin = 0; begin < blocks; begin += some) {
+  int expected = 0, asked = 0;
+  for (int64_t begin = some * claim(team), later; begin < blocks; begin = later) {
+    later = some * claim(team);
     int64_t end = begin + some < blocks ? begin + some : blocks;
     for (int64_t row = 0; row < rows; row += ROWS) {
       int count = (int)(rows - row < ROWS ? rows - row : ROWS);
       if (count != expected) expect_rows(expected = count);
-      for (int64_t block = begin; block < end; block++)
+      for (int64_t block = begin; block < end; block++) {
+        int64_t next = block + 1 < end ? block + 1 : later;
+        struct reading reading = {row == 0 && !asked, ASKS(rows) && next < blocks ? next - block : 0};
         multiply((struct input){x.data + row * linear->in, x.tiled}, count, linear, block, (char *)out + row * row_bytes, purpose,
-                 row == 0);
+                 reading);
+        asked = ASKS(rows);
+      }
     }
   }
   meet(team);

@@ -37,6 +37,12 @@ struct input {
   int tiled;
 };
 
+// Whether a block's weights still have to come from memory; and how many blocks behind it is the next one to be asked for, or 0.
+struct reading {
+  int cold;
+  int64_t next;
+};
+
 // Where a row of what is tiled begins; its parts of TILE_DEPTH elements are TILE apart.
 INLINE element *tiled_row(element *data, int64_t row, int64_t in) {
   return data + row / TILE_ROWS * TILE_ROWS * in + row % TILE_ROWS * TILE_DEPTH;

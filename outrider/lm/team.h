@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 struct team {
-  _Atomic unsigned arrived, turn, sleeping;
+  _Atomic unsigned arrived, turn, sleeping, claimed;
   unsigned size;
 };
 #define SPINS 1000
@@ -23,10 +23,14 @@ struct team {
 #define PAUSE()
 #endif
 
+// Numbers from 0 on of pieces of work, each for one thread, until the team meets.
+static inline unsigned claim(struct team *team) { return atomic_fetch_add(&team->claimed, 1); }
+
 static inline void meet(struct team *team) {
   unsigned turn = atomic_load(&team->turn);
   if (atomic_fetch_add(&team->arrived, 1) + 1 == team->size) {
     atomic_store(&team->arrived, 0);
+    atomic_store(&team->claimed, 0);
     atomic_fetch_add(&team->turn, 1);
     if (atomic_load(&team->sleeping)) syscall(SYS_futex, &team->turn, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
     return;

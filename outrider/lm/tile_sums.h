@@ -24,10 +24,12 @@ INLINE void expect_rows(int rows) { configure(rows); }
 
 // Columns of a line: what a row of a tile holds.
 #define LINE 16
+// All rows but a long prompt's are multiplied at once, and leave no time in which to ask for another block.
+#define ASKS(rows) 0
 // How far ahead weights are asked for, in bytes. One tile gets the processor's own prefetching going; farther ahead was slower.
 #define AHEAD 1024
 
-INLINE void sum_tiles(struct input input, int64_t in, const char *weights, float sums[ROWS][BLOCK], int two, int first) {
+INLINE void sum_tiles(struct input input, int64_t in, const char *weights, float sums[ROWS][BLOCK], int two, int cold) {
   const int64_t step = input.tiled ? TILE : TILE_DEPTH, apart = input.tiled ? TILE_DEPTH : in;
   const uint16_t *x = input.data;
   _tile_zero(0);
@@ -39,7 +41,7 @@ INLINE void sum_tiles(struct input input, int64_t in, const char *weights, float
   for (int64_t k = 0; k < in / TILE_DEPTH; k++, x += step) {
     const char *at = weights + k * DEPTH_BYTES;
     // The rows behind the first ROWS find the weights in the cache.
-    for (int i = 0; i < DEPTH_BYTES && first; i += 64) _mm_prefetch(at + AHEAD + i, _MM_HINT_T1);
+    for (int i = 0; i < DEPTH_BYTES && cold; i += 64) _mm_prefetch(at + AHEAD + i, _MM_HINT_T1);
     // More than 16 rows do not stay in the first cache from one block of weights to the next.
     for (int i = 0; i < TILE_ROWS && two; i++) {
       _mm_prefetch(x + step + i * apart, _MM_HINT_T0);
@@ -65,11 +67,12 @@ INLINE void sum_tiles(struct input input, int64_t in, const char *weights, float
   }
 }
 
-// Sums of one block of columns for up to ROWS rows, `first` for those that are the first to need its weights.
-INLINE void sum_block(struct input x, int rows, const struct linear *linear, int64_t block, float sums[ROWS][BLOCK], int first) {
+// Sums of one block of columns for up to ROWS rows.
+INLINE void sum_block(struct input x, int rows, const struct linear *linear, int64_t block, float sums[ROWS][BLOCK],
+                      struct reading reading) {
   const int64_t in = linear->in;
   const char *weights = (const char *)linear->tiles + block * in / TILE_DEPTH * DEPTH_BYTES;
-  switch (first * 2 + (rows > 16)) {
+  switch (reading.cold * 2 + (rows > 16)) {
     case 0: sum_tiles(x, in, weights, sums, 0, 0); break;
     case 1: sum_tiles(x, in, weights, sums, 1, 0); break;
     case 2: sum_tiles(x, in, weights, sums, 0, 1); break;
