@@ -10,10 +10,9 @@
 #include <immintrin.h>
 #endif
 
-// What activations are cut into for products: rows, and elements of each. They are the tile registers' of AMX, in bfloat16.
+// The tile registers of AMX: rows, and bfloat16 elements of each. As many elements of a row lie together in products' inputs.
 #define TILE_ROWS 16
 #define TILE_DEPTH 32
-#define TILE (TILE_ROWS * TILE_DEPTH)
 
 #define INLINE static inline __attribute__((always_inline))
 

@@ -48,7 +48,7 @@ void NAME(product)(const struct linear *linear, const element *x, int64_t rows, 
 #pragma omp parallel
   {
     kept_state kept = join(&team);
-    product(&team, (struct input){x, 0}, rows, linear, out, STORE);
+    product(&team, (struct input){x, tile_rows(rows), 0}, rows, linear, out, STORE);
     restore_state(&kept);
   }
 }
@@ -68,6 +68,12 @@ INLINE void normalize(const element *x, const element *weight, int64_t size, flo
     vec scaled = rounded(load(x, i, BFLOAT16) * scale) * load(weight, i, BFLOAT16);
     store(scaled, out, i / TILE_DEPTH * step + i % TILE_DEPTH, BFLOAT16);
   }
+}
+
+// The same of a row of the stream, to where row number `i` of a tiled input is.
+INLINE void normalize_tiled(const element *x, const element *weight, const struct decoder *decoder, element *out, int64_t i,
+                            int64_t rows) {
+  normalize(x, weight, decoder->hidden, decoder->epsilon, tiled_row(out, i, decoder->hidden, rows), rows * TILE_DEPTH);
 }
 
 // Rotary embedding (Su et al., arXiv 2104.09864) of one head, element i paired with i + pairs; `turns` are cosines, then sines.
@@ -168,26 +174,26 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
 
 static void run_layer(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
                       const struct room *room, struct team *team) {
-  int64_t count = batch->count, hidden = decoder->hidden;
-  const struct input normed = {room->normed, 1};
+  int64_t count = batch->count, hidden = decoder->hidden, together = tile_rows(count);
+  const struct input normed = {room->normed, together, 1};
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
-    normalize(room->stream + i * hidden, layer->input_norm, hidden, decoder->epsilon, tiled_row(room->normed, i, hidden), TILE);
+    normalize_tiled(room->stream + i * hidden, layer->input_norm, decoder, room->normed, i, together);
   meet(team);
   product(team, normed, count, &layer->qkv, room->qkv, STORE);
   run_attention(decoder, layer, batch, room, team);
-  product(team, (struct input){room->attended, 0}, count, &layer->o, room->stream, ADD);
+  product(team, (struct input){room->attended, together, 0}, count, &layer->o, room->stream, ADD);
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
-    normalize(room->stream + i * hidden, layer->post_norm, hidden, decoder->epsilon, tiled_row(room->normed, i, hidden), TILE);
+    normalize_tiled(room->stream + i * hidden, layer->post_norm, decoder, room->normed, i, together);
   meet(team);
   product(team, normed, count, &layer->gate_up, room->gated, GATED);
-  product(team, (struct input){room->gated, 1}, count, &layer->down, room->stream, ADD);
+  product(team, (struct input){room->gated, together, 1}, count, &layer->down, room->stream, ADD);
 }
 
 // Logits [wanted, vocabulary] of a batch whose slices hold all its tokens; keys and values go into the caches.
 void NAME(decode)(const struct decoder *decoder, const struct batch *batch, const struct step *step) {
-  int64_t hidden = decoder->hidden;
+  int64_t hidden = decoder->hidden, wanted_together = tile_rows(step->wanted_count);
   struct room room = divide(decoder, step, batch->count);
   struct team team = {0};
 #pragma omp parallel
@@ -201,12 +207,10 @@ void NAME(decode)(const struct decoder *decoder, const struct batch *batch, cons
     meet(&team);
     for (int64_t i = 0; i < decoder->layer_count; i++) run_layer(decoder, decoder->layers + i, batch, &room, &team);
 #pragma omp for nowait
-    for (int64_t i = 0; i < step->wanted_count; i++) {
-      const element *row = room.stream + step->wanted[i] * hidden;
-      normalize(row, decoder->norm, hidden, decoder->epsilon, tiled_row(room.normed, i, hidden), TILE);
-    }
+    for (int64_t i = 0; i < step->wanted_count; i++)
+      normalize_tiled(room.stream + step->wanted[i] * hidden, decoder->norm, decoder, room.normed, i, wanted_together);
     meet(&team);
-    product(&team, (struct input){room.normed, 1}, step->wanted_count, &decoder->head, step->logits, LOGITS);
+    product(&team, (struct input){room.normed, wanted_together, 1}, step->wanted_count, &decoder->head, step->logits, LOGITS);
     restore_state(&kept);
   }
 }

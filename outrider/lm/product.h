@@ -51,16 +51,18 @@ INLINE void finish_block(float sums[ROWS][BLOCK], int rows, const struct linear 
 
 // silu(gate) * up (Shazeer, arXiv 2002.05202) of one block of columns, from the sums of both; `out` is tiled.
 INLINE void finish_gated(float gates[ROWS][BLOCK], float ups[ROWS][BLOCK], int rows, const struct linear *linear, int64_t block,
-                         element *out) {
+                         element *out, int64_t tile_rows) {
   int64_t half = linear->out / 2;
-  for (int i = 0; i < rows; i++)
+  for (int i = 0; i < rows; i++) {
+    element *to = tiled_row(out, i, half, tile_rows) + block * tile_rows * TILE_DEPTH;
     for (int64_t at = 0, column = block * BLOCK; at < BLOCK; at += LANES, column += LANES) {
       vec x = round_sums(gates[i] + at, linear, column), up = round_sums(ups[i] + at, linear, half + column);
       vec e = exponential(-largest(x, -x));
       ivec positive = x >= splat(0);
       vec top = (vec)(((ivec)splat(1) & positive) | ((ivec)e & ~positive));
-      store(rounded(x * top / (e + 1.0f)) * up, tiled_row(out, i, half), block * TILE + at, BFLOAT16);
+      store(rounded(x * top / (e + 1.0f)) * up, to, at, BFLOAT16);
     }
+  }
 }
 
 INLINE void multiply(struct input x, int rows, const struct linear *linear, int64_t block, char *out, enum purpose purpose,
@@ -72,7 +74,7 @@ INLINE void multiply(struct input x, int rows, const struct linear *linear, int6
     return;
   }
   sum_block(x, rows, linear, block + linear->out / (2 * BLOCK), sums[1], reading);
-  finish_gated(sums[0], sums[1], rows, linear, block, (element *)out);
+  finish_gated(sums[0], sums[1], rows, linear, block, (element *)out, x.tile_rows);
 }
 
 // Shared by the team that calls it: out [rows, out] of x [rows, in]. Some blocks at a time, so that long prompts' rows are read less
@@ -92,8 +94,8 @@ static void product(struct team *team, struct input x, int64_t rows, const struc
       for (int64_t block = begin; block < end; block++) {
         int64_t next = block + 1 < end ? block + 1 : later;
         struct reading reading = {row == 0 && !asked, ASKS(rows) && next < blocks ? next - block : 0};
-        multiply((struct input){x.data + row * linear->in, x.tiled}, count, linear, block, (char *)out + row * row_bytes, purpose,
-                 reading);
+        struct input some_x = {x.data + row * linear->in, x.tile_rows, x.tiled};
+        multiply(some_x, count, linear, block, (char *)out + row * row_bytes, purpose, reading);
         asked = ASKS(rows);
       }
     }

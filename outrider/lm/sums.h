@@ -30,10 +30,11 @@ struct linear {
   int64_t in, out;
 };
 
-// A product's input [rows, in]. Either rows lie one behind the other; or tiles of 16 rows and 32 of `in` do, tiles of the same rows
-// side by side, which are read the faster since their lines fall into different sets of the cache.
+// A product's input [rows, in]. Either rows lie one behind the other; or tiles of `tile_rows` rows and 32 of `in` do, tiles of the same
+// rows side by side, which are read the faster since their lines fall into different sets of the cache.
 struct input {
   const element *data;
+  int64_t tile_rows;
   int tiled;
 };
 
@@ -43,9 +44,9 @@ struct reading {
   int64_t next;
 };
 
-// Where a row of what is tiled begins; its parts of TILE_DEPTH elements are TILE apart.
-INLINE element *tiled_row(element *data, int64_t row, int64_t in) {
-  return data + row / TILE_ROWS * TILE_ROWS * in + row % TILE_ROWS * TILE_DEPTH;
+// Where a row of what is tiled begins; its parts of TILE_DEPTH elements are a tile apart.
+INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_rows) {
+  return data + row / tile_rows * tile_rows * in + row % tile_rows * TILE_DEPTH;
 }
 
 #if BFLOAT16 && defined(__AMX_BF16__)

@@ -19,6 +19,12 @@ INLINE void restore_state(const kept_state *kept) {
     _tile_release();
 }
 
+// Rows of a tile of inputs of so many rows.
+INLINE int64_t tile_rows(int64_t rows) {
+  (void)rows;
+  return TILE_ROWS;
+}
+
 // Before sums of so many rows are taken.
 INLINE void expect_rows(int rows) { configure(rows); }
 
@@ -30,7 +36,7 @@ INLINE void expect_rows(int rows) { configure(rows); }
 #define AHEAD 1024
 
 INLINE void sum_tiles(struct input input, int64_t in, const char *weights, float sums[ROWS][BLOCK], int two, int cold) {
-  const int64_t step = input.tiled ? TILE : TILE_DEPTH, apart = input.tiled ? TILE_DEPTH : in;
+  const int64_t step = input.tiled ? TILE_ROWS * TILE_DEPTH : TILE_DEPTH, apart = input.tiled ? TILE_DEPTH : in;
   const uint16_t *x = input.data;
   _tile_zero(0);
   _tile_zero(1);

@@ -115,6 +115,14 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_whatever_runs_beside_it(dtyp
     assert torch.equal(alone, beside[first : first + 5])
 
 
+def test_it_gets_the_same_with_any_number_of_others_however_they_share_out_the_work(dtype: torch.dtype) -> None:
+    runner = settled(TAKEN["llama"], dtype)
+    mine, others = Slice(ids(2), 0, [0], 2), [Slice(ids(1, i), 0, [1 + i], 1) for i in range(40)]
+    alone = runner.forward([mine])
+    for count in range(1, len(others) + 1):
+        assert torch.equal(runner.forward([*others[:count], mine])[count:], alone), f"beside {count}"
+
+
 def test_only_the_wanted_logits_are_computed(dtype: torch.dtype) -> None:
     runner = settled(TAKEN["llama"], dtype)
     tokens = ids(12)
