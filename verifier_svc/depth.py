@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from statistics import median
 
@@ -189,6 +189,44 @@ class ForwardCost:
             points = {float(count): _between(row, depth) for count, row in self._grid.items()}
             self._known[key] = _between(points, sequence_count) if points else 0.0
         return self._known[key]
+
+    def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
+        """What tokens take beyond one of each sequence: up to how many of them, all in all, and how many seconds each; rising.
+
+        Where forwards grow in steps, as with graphs of fixed sizes, a step is spread over all tokens that it has room for.
+        """
+        # The lower hull of what was measured (Andrew's monotone chain), between which prices are lines.
+        hull = [(0, self.estimate(sequence_count, sequence_count))]
+        for depth in sorted({depth for row in self._grid.values() for depth in row if depth > 1.0}):
+            count = round(sequence_count * depth)
+            point = (count - sequence_count, self.estimate(sequence_count, count))
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):
+                hull.pop()
+            if point[0] > hull[-1][0]:
+                hull.append(point)
+        return [(end[0], _slope(begin, end)) for begin, end in pairwise(hull)]
+
+
+def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
+    return (end[1] - begin[1]) / (end[0] - begin[0])
+
+
+def price_of_tokens(chances: list[float], token_prices: list[tuple[int, float]]) -> float:
+    """The chance of being committed from which on draft tokens are worth their place, where what they cost rises.
+
+    `chances` of all that could be drafted, in rising order; `token_prices` says up to how many of them cost how much each, in
+    tokens. As many are worth it as have a chance of no less than the last of them costs.
+    """
+    begin, price = 0, 0.0
+    for end, price in token_prices:
+        count = len(chances) - bisect_left(chances, price)
+        if count <= begin:
+            # Those before cost less than their chances, those behind more than theirs.
+            return chances[-begin] if begin else price
+        if count < end:
+            return price
+        begin = end
+    return price
 
 
 def _between(points: dict[float, float], x: float) -> float:

@@ -152,7 +152,7 @@ class Engine:
         started = time.monotonic()
         deepest = limits.depth.depth
         for batch in sorted({1, min(8, limits.max_sequences), limits.max_sequences}):
-            for count in sorted({1, 1 + deepest // 2, 1 + deepest}):
+            for count in sorted({1, 2, 1 + deepest // 2, 1 + deepest}):
                 pages = batch * -(-count // pool.page_size)
                 if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
                     seconds = self._trial_s(batch, count, context)

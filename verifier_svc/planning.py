@@ -2,8 +2,9 @@
 
 Goodput is committed tokens over time. A draft token is worth its place in a forward while its chance of being committed is above
 the price: what the same time brings elsewhere. Raising a ratio by such prices, anew from each step's outcome, is Dinkelbach's
-method (On nonlinear fractional programming, 1967). Knows sequences and measured numbers; looks at no token, so it cannot bias the
-output.
+method (On nonlinear fractional programming, 1967). The more draft tokens a forward has, the more a further one takes, so the price
+is that of the last one that is worth it, and they are counted for all sequences together. Knows sequences and measured numbers;
+looks at no token, so it cannot bias the output.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from outrider.depth_policy import DepthPolicy
-from verifier_svc.depth import ForwardCost, goodput, patience_s, steps_meanwhile
+from verifier_svc.depth import ForwardCost, goodput, patience_s, price_of_tokens, steps_meanwhile
 from verifier_svc.drafters import Drafter
 from verifier_svc.sequence import Assignment, Sequence
 
-# The price of a draft token is taken over so many of them, since forwards grow in steps.
-_PRICED_DEPTH = 4
+# Drafters are compared by how soon a draft of so many tokens is there.
+_COMPARED_DEPTH = 4
 # Share of the time that may be spent on probes, and how much of it, in plain steps, can be saved up.
 _PROBE_SHARE = 0.01
 _PROBE_STEPS = 2.0
@@ -53,12 +54,13 @@ class Planner:
         self._always = always
         self._batch = 1
         self._limit = policy.limit(1)
-        # Of the last plan; and what follows from it for the next one: seconds of a step without drafts and what a further token of
-        # a sequence adds to that, and tokens a second that the batch commits.
+        # Of the last plan; and what follows from it for the next one: seconds of a step without drafts and what the first further
+        # token adds to that, tokens a second that the batch commits, and the chance from which on a draft token is worth its place.
         self._last = _Outlook()
         self._plain_s = 0.0
         self._token_s = 0.0
         self._rate = 0.0
+        self._price = 0.0
         # The drafters whose drafts make up for the wait for them, which is for all; found out when somebody asks.
         self._paying: set[Drafter] | None = None
         self._decoding: list[Sequence] = []
@@ -89,7 +91,7 @@ class Planner:
         self.pausing = any(a.pause.steps_left > 0 for sequence in decoding for a in sequence.assignments.values())
         if decoding:
             self._batch = len(decoding)
-            self._set_prices(beside_prompts=bool(reading))
+            self._set_prices(decoding, beside_prompts=bool(reading))
             self._plan_decoding(decoding)
         self._decoding, self._paying = decoding, None
         for sequence in reading:
@@ -130,17 +132,28 @@ class Planner:
         plain = (float(batch), plain_s)
         return goodput(batch * outlook.tokens, forward_s, outlook.wait_s, outlook.busy_s, plain, outlook.stands)
 
-    def _set_prices(self, beside_prompts: bool) -> None:
+    def _set_prices(self, decoding: list[Sequence], beside_prompts: bool) -> None:
         batch, cost = self._batch, self._cost
-        tokens = batch * (1 + _PRICED_DEPTH)
         self._plain_s = plain_s = cost.estimate(batch, batch)
-        self._token_s = max((cost.estimate(batch, tokens) - plain_s) / (tokens - batch), _LEAST_PRICE * plain_s / batch)
-        if beside_prompts:
-            # With so many tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
-            # own time is no part of what a committed token is worth: it has to be spent either way.
-            self._token_s = max(self._token_s, cost.prompt_token_s)
         # By the last plan at first; the present one follows.
         self._rate = self._goodput(self._last)
+        # With a prompt's tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
+        # own time is no part of what a committed token is worth: it has to be spent either way.
+        least_s = max(_LEAST_PRICE * plain_s / batch, cost.prompt_token_s if beside_prompts else 0.0)
+        further = [(count, max(seconds, least_s)) for count, seconds in cost.further_tokens_s(batch)]
+        self._token_s = further[0][1] if further else least_s
+        self._price = price_of_tokens(self._chances(decoding), [(count, self._rate * seconds) for count, seconds in further])
+
+    def _chances(self, decoding: list[Sequence]) -> list[float]:
+        """In rising order how likely each token that could be drafted is to be committed."""
+        chances: list[float] = []
+        for sequence in decoding:
+            drafting = [a.rate.survival for a in sequence.assignments.values() if a.pause.steps_left == 0]
+            if drafting:
+                best = drafting[0] if len(drafting) == 1 else max(drafting, key=itemgetter(0))
+                chances += best[: self._limit]
+        chances.sort()
+        return chances
 
     def _find_paying(self, decoding: list[Sequence]) -> set[Drafter]:
         """The drafters, quick ones first, with whose drafts steps commit the most for their time, waits included.
@@ -154,7 +167,7 @@ class Planner:
         asked: set[Drafter] = set()
         paying: set[Drafter] = set()
         best = margin * self._batch / self.plain_s
-        for drafter in sorted(drafters, key=lambda drafter: drafter.latency(_PRICED_DEPTH)):
+        for drafter in sorted(drafters, key=lambda drafter: drafter.latency(_COMPARED_DEPTH)):
             asked.add(drafter)
             rate = self._rate_with(decoding, asked)
             if rate > best:
@@ -173,7 +186,7 @@ class Planner:
 
     def _gain(self, assignment: Assignment, depth: int) -> float:
         """Tokens expected of a draft of so many tokens, less what their places in the forward bring elsewhere."""
-        return assignment.rate.expected_tokens(depth) - 1.0 - self._rate * self._token_s * depth
+        return assignment.rate.expected_tokens(depth) - 1.0 - self._price * depth
 
     def depth_of(self, sequence: Sequence) -> int:
         """Draft tokens of the coming step for a sequence that is planned for alone."""
@@ -214,7 +227,7 @@ class Planner:
             return min(self._limit, most)
         # Where the drafter does not run ahead, nothing hides the time in which the batch is drafted.
         drafting_s = 0.0 if assignment.ahead else assignment.drafter.token_time.value / self._batch
-        return assignment.rate.depth_worth(self._rate * (self._token_s + drafting_s), min(self._limit, most))
+        return assignment.rate.depth_worth(self._price + self._rate * drafting_s, min(self._limit, most))
 
     def pays(self, sequence: Sequence, assignment: Assignment) -> bool:
         """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do.

@@ -1,7 +1,9 @@
 """Depth follows what was measured: acceptance by position, the price of a forward, the time that drafting takes."""
 
+import operator
 import platform
 import time
+from itertools import accumulate
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.depth import AcceptanceRate, ForwardCost, Latency
+from verifier_svc.depth import AcceptanceRate, ForwardCost, Latency, price_of_tokens
 from verifier_svc.engine import Engine, Limits
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -85,6 +87,40 @@ def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:
     assert cost.estimate(4, 12) == pytest.approx(0.050 + 0.004 + 0.002 * 8, rel=0.05)
     assert cost.estimate(1, 9) == pytest.approx(0.051 + 0.016)
     assert cost.estimate(16, 16) == pytest.approx(0.066)
+
+
+def test_tokens_are_priced_by_how_many_there_are_and_a_step_in_the_price_by_all_that_it_has_room_for() -> None:
+    cost = ForwardCost()
+    for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
+        cost.calibrate(8, 8 * (1 + depth), seconds)
+    assert [(count, round(seconds, 5)) for count, seconds in cost.further_tokens_s(8)] == [(8, 0.00075), (48, 0.002)]
+    stepped = ForwardCost()
+    for depth, seconds in ((0, 0.030), (1, 0.038), (3, 0.038), (6, 0.053)):
+        stepped.calibrate(1, 1 + depth, seconds)
+    assert [(count, round(seconds, 5)) for count, seconds in stepped.further_tokens_s(1)] == [(3, 0.00267), (6, 0.005)]
+    assert ForwardCost().further_tokens_s(1) == []
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), max_size=40).map(sorted),
+    st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 1.0)), min_size=1, max_size=4),
+)
+def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_price_of_the_last(
+    chances: list[float], segments: list[tuple[int, float]]
+) -> None:
+    ends = list(accumulate(count for count, _ in segments))
+    rising = list(zip(ends, sorted(price for _, price in segments), strict=True))
+    each = [price for begin, (end, price) in zip([0, *ends], rising, strict=False) for _ in range(end - begin)]
+
+    def worth(count: int) -> float:
+        costs = each[:count] + [each[-1]] * (count - len(each))
+        return sum(sorted(chances, reverse=True)[:count]) - sum(costs)
+
+    price = price_of_tokens(chances, rising)
+    # Of several with the very chance that is the price it does not matter which are taken.
+    surely, at_most = (sum(bound(chance, price) for chance in chances) for bound in (operator.gt, operator.ge))
+    most = max(worth(count) for count in range(len(chances) + 1))
+    assert max(worth(count) for count in range(surely, at_most + 1)) == pytest.approx(most)
 
 
 def test_steps_correct_the_price_of_their_own_size_most() -> None:
