@@ -129,7 +129,7 @@ class ForwardCost:
 
     def __init__(self) -> None:
         # By sequences, then by tokens of each sequence.
-        self._grid: dict[int, dict[float, float]] = {}
+        self._grid: dict[float, dict[float, float]] = {}
         self._known: dict[tuple[int, int], float] = {}
         self.prompt_step_s = 0.0
         """What a step with a prompt takes besides."""
@@ -186,8 +186,8 @@ class ForwardCost:
         key = (sequence_count, token_count)
         if key not in self._known:
             depth = token_count / max(sequence_count, 1)
-            points = {float(count): _between(row, depth) for count, row in self._grid.items()}
-            self._known[key] = _between(points, sequence_count) if points else 0.0
+            about = _about(self._grid, sequence_count)
+            self._known[key] = _between({n: _between(self._grid[n], depth) for n in about}, sequence_count) if about else 0.0
         return self._known[key]
 
     def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
@@ -229,27 +229,32 @@ def price_of_tokens(chances: list[float], token_prices: list[tuple[int, float]])
     return price
 
 
+def _about(points: Iterable[float], x: float) -> list[float]:
+    """The two about `x`, or nearest to it if it lies outside; fewer where there are no more."""
+    xs = sorted(points)
+    i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    return xs[max(i - 1, 0) : i + 1]
+
+
 def _between(points: dict[float, float], x: float) -> float:
     """The value at `x` on the line through the two nearest points about it; never less than the smallest point's."""
-    xs = sorted(points)
+    xs = _about(points, x)
     if len(xs) == 1:
         return points[xs[0]]
-    i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
-    low, high = xs[i - 1], xs[i]
+    low, high = xs
     slope = (points[high] - points[low]) / (high - low)
     return max(points[low] + slope * (x - low), min(points.values()))
 
 
 def _shares(points: Iterable[float], x: float) -> dict[float, float]:
     """How far each of the two points about `x` moves if the value there, between them, is to move by 1: the least squares."""
-    xs = sorted(points)
+    xs = _about(points, x)
     if len(xs) == 1:
         return {xs[0]: 1.0}
-    i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
-    high = min(max((x - xs[i - 1]) / (xs[i] - xs[i - 1]), 0.0), 1.0)
+    high = min(max((x - xs[0]) / (xs[1] - xs[0]), 0.0), 1.0)
     low = 1.0 - high
     squares = low * low + high * high
-    return {xs[i - 1]: low / squares, xs[i]: high / squares}
+    return {xs[0]: low / squares, xs[1]: high / squares}
 
 
 def steps_meanwhile(wait_s: float, plain_s: float) -> int:

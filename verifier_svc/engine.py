@@ -151,7 +151,8 @@ class Engine:
         limits, pool = self.limits, self.pool
         started = time.monotonic()
         deepest = limits.depth.depth
-        for batch in sorted({1, min(8, limits.max_sequences), limits.max_sequences}):
+        doubling = (2**i for i in range(3, limits.max_sequences.bit_length()))
+        for batch in sorted({1, *doubling, limits.max_sequences}):
             for count in sorted({1, 2, 1 + deepest // 2, 1 + deepest}):
                 pages = batch * -(-count // pool.page_size)
                 if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
