@@ -1,9 +1,7 @@
 """Depth follows what was measured: acceptance by position, the price of a forward, the time that drafting takes."""
 
-import operator
 import platform
 import time
-from itertools import accumulate
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.depth import AcceptanceRate, ForwardCost, Latency, price_of_tokens
+from verifier_svc.depth import AcceptanceRate, Latency
 from verifier_svc.engine import Engine, Limits
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -78,110 +76,6 @@ def test_the_deeper_a_token_the_less_it_is_worth(outcomes: list[tuple[int, int]]
     assert all(survives < price for survives in rate.survival[depth:])
 
 
-def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:
-    cost = ForwardCost()
-    assert cost.estimate(1, 5) == 0.0
-    for batch in (1, 8):
-        for depth in (0, 4):
-            cost.calibrate(batch, batch * (1 + depth), 0.050 + 0.001 * batch + 0.002 * batch * depth)
-    assert cost.estimate(4, 12) == pytest.approx(0.050 + 0.004 + 0.002 * 8, rel=0.05)
-    assert cost.estimate(1, 9) == pytest.approx(0.051 + 0.016)
-    assert cost.estimate(16, 16) == pytest.approx(0.066)
-
-
-def test_tokens_are_priced_by_how_many_there_are_and_a_step_in_the_price_by_all_that_it_has_room_for() -> None:
-    cost = ForwardCost()
-    for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
-        cost.calibrate(8, 8 * (1 + depth), seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in cost.further_tokens_s(8)] == [(8, 0.00075), (48, 0.002)]
-    stepped = ForwardCost()
-    for depth, seconds in ((0, 0.030), (1, 0.038), (3, 0.038), (6, 0.053)):
-        stepped.calibrate(1, 1 + depth, seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in stepped.further_tokens_s(1)] == [(3, 0.00267), (6, 0.005)]
-    assert ForwardCost().further_tokens_s(1) == []
-
-
-@given(
-    st.lists(st.floats(0.0, 1.0), max_size=40).map(sorted),
-    st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 1.0)), min_size=1, max_size=4),
-)
-def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_price_of_the_last(
-    chances: list[float], segments: list[tuple[int, float]]
-) -> None:
-    ends = list(accumulate(count for count, _ in segments))
-    rising = list(zip(ends, sorted(price for _, price in segments), strict=True))
-    each = [price for begin, (end, price) in zip([0, *ends], rising, strict=False) for _ in range(end - begin)]
-
-    def worth(count: int) -> float:
-        costs = each[:count] + [each[-1]] * (count - len(each))
-        return sum(sorted(chances, reverse=True)[:count]) - sum(costs)
-
-    price = price_of_tokens(chances, rising)
-    # Of several with the very chance that is the price it does not matter which are taken.
-    surely, at_most = (sum(bound(chance, price) for chance in chances) for bound in (operator.gt, operator.ge))
-    most = max(worth(count) for count in range(len(chances) + 1))
-    assert max(worth(count) for count in range(surely, at_most + 1)) == pytest.approx(most)
-
-
-def test_steps_correct_the_price_of_their_own_size_most() -> None:
-    cost = ForwardCost()
-    for batch in (1, 32):
-        cost.calibrate(batch, batch, 0.1)
-    for _ in range(10):
-        cost.observe(1, 1, 0.15)
-    near, far = cost.estimate(1, 1), cost.estimate(32, 32)
-    assert near == pytest.approx(0.15, rel=0.15)
-    assert 0.1 < far < near
-
-
-def test_drafted_steps_teach_what_further_tokens_cost_and_do_not_make_plain_steps_dear() -> None:
-    cost = ForwardCost()
-    for batch in (1, 8, 64):
-        for depth in (0, 4, 8):
-            cost.calibrate(batch, batch * (1 + depth), 0.045 + 0.0006 * batch * (1 + depth))
-    for i in range(300):
-        tokens = 60 + 7 * i % 50
-        cost.observe(32, tokens, 0.045 + 0.0009 * tokens)
-    assert cost.estimate(32, 32) == pytest.approx(0.045 + 0.0009 * 32, rel=0.05)
-    assert cost.estimate(32, 96) == pytest.approx(0.045 + 0.0009 * 96, rel=0.03)
-
-
-def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> None:
-    cost = ForwardCost()
-    for depth in (0, 4, 8):
-        cost.calibrate(32, 32 * (1 + depth), 0.045 + 0.0003 * 32 * (1 + depth))
-    cost.prompt_token_s = 0.0005
-    for i in range(300):
-        tokens, prompt = 60 + 7 * i % 50, 20 + 31 * i % 300
-        cost.observe(32, tokens, 0.07 + 0.0009 * tokens + 0.001 * prompt, prompt)
-    assert cost.prompt_token_s == pytest.approx(0.001, rel=0.15)
-    for tokens in (60, 100):
-        assert cost.estimate(32, tokens) == pytest.approx(0.07 + 0.0009 * tokens, rel=0.15)
-
-
-@pytest.mark.parametrize("token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"])
-def test_a_wrong_price_of_prompts_is_mended_though_no_step_is_without_one(token_s: float) -> None:
-    cost = ForwardCost()
-    for depth in (0, 8):
-        cost.calibrate(8, 8 * (1 + depth), 0.012 + 0.0002 * 8 * (1 + depth))
-    cost.prompt_token_s = token_s
-    for i in range(600):
-        tokens, prompt = 8 + 5 * i % 40, 10 + 37 * i % 300
-        cost.observe(8, tokens, 0.012 + 0.0002 * tokens + 0.0004 * prompt, prompt)
-    assert cost.prompt_token_s == pytest.approx(0.0004, rel=0.3)
-    assert cost.estimate(8, 24) == pytest.approx(0.012 + 0.0002 * 24, rel=0.4)
-
-
-def test_what_a_step_with_a_prompt_takes_besides_is_no_price_of_its_tokens() -> None:
-    cost = ForwardCost()
-    cost.calibrate(1, 1, 0.010)
-    cost.calibrate_prompts((64, 0.030 + 64 * 1e-5), (256, 0.030 + 256 * 1e-5))
-    for _ in range(100):
-        cost.observe(1, 1, 0.010)
-        cost.observe(1, 1, 0.030 + 10 * 1e-5, 10)
-    assert cost.prompt_token_s == pytest.approx(1e-5, rel=0.3)
-
-
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
     for depth in (0, 8):
@@ -197,13 +91,6 @@ def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> Non
         engine.submit(TokenRequest([1] * 40, 50, GREEDY), Client())
         engine.scheduler._admit()
     assert depths[0] > 2 * depths[1]
-
-
-def test_one_step_that_was_held_up_does_not_change_the_price_much() -> None:
-    cost = ForwardCost()
-    cost.calibrate(1, 1, 0.01)
-    cost.observe(1, 1, 10.0)
-    assert cost.estimate(1, 1) < 0.013
 
 
 def test_one_late_answer_does_not_change_a_drafters_latency() -> None:
