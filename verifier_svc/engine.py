@@ -149,22 +149,26 @@ class Engine:
         pages are overwritten.
         """
         limits, pool = self.limits, self.pool
-        started = time.monotonic()
-        deepest = limits.depth.depth
-        doubling = (2**i for i in range(3, limits.max_sequences.bit_length()))
-        for batch in sorted({1, *doubling, limits.max_sequences}):
-            for count in sorted({1, 2, 1 + deepest // 2, 1 + deepest}):
-                pages = batch * -(-count // pool.page_size)
-                if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
-                    seconds = self._trial_s(batch, count, context)
-                    for cost in (self.cost, self.bare_cost):
-                        cost.calibrate(batch, batch * count, seconds)
-            if time.monotonic() - started > _WARM_UP_S:
-                break
+        end = time.monotonic() + _WARM_UP_S
+        self._try_batch(1, context)
         longest = min(_TRIAL_PROMPT, context, limits.max_batch_tokens, pool.page_count * pool.page_size)
-        if longest > 3 and time.monotonic() - started <= _WARM_UP_S:
+        if longest > 3 and time.monotonic() < end:
             short, long = ((count, self._trial_s(1, count, 0, 1)) for count in (longest // 4, longest))
             self.cost.calibrate_prompts(short, long)
+        # The largest first, in case there is not the time for those between.
+        for batch in dict.fromkeys([limits.max_sequences, *(2**i for i in range(3, limits.max_sequences.bit_length()))]):
+            if batch > 1 and time.monotonic() < end:
+                self._try_batch(batch, context)
+
+    def _try_batch(self, batch: int, context: int) -> None:
+        """Note what forwards of so many sequences take, up to the depth that may be drafted."""
+        limits, pool, deepest = self.limits, self.pool, self.limits.depth.depth
+        for count in sorted({1, 2, 1 + deepest // 2, 1 + deepest}):
+            pages = batch * -(-count // pool.page_size)
+            if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
+                seconds = self._trial_s(batch, count, context)
+                for cost in (self.cost, self.bare_cost):
+                    cost.calibrate(batch, batch * count, seconds)
 
     def _trial_s(self, batch: int, count: int, context: int, logit_count: int = 0) -> float:
         """Seconds of a forward of so many sequences with so many tokens each, the better of two; zeros are before them.

@@ -26,8 +26,9 @@ _PROBE_SHARE = 0.01
 _PROBE_STEPS = 2.0
 # What a further token of a sequence costs at least, in forwards: a large model's few tokens seem free within what can be measured.
 _LEAST_PRICE = 0.005
-# By how much speculation must be the faster way: neither prices nor acceptance are known better than that.
-_MARGIN = 1.02
+# By how much speculation must be the faster way, and by how much chance a sequence that drafts may fall short of the price: neither
+# prices nor acceptance are known better than that.
+_MARGIN, _SLACK = 1.02, 0.05
 # For a draft that is waited for whether it pays or not; its drafter may be gone without a word.
 _LONGEST_WAIT_S = 1.0
 
@@ -54,15 +55,17 @@ class Planner:
         self._always = always
         self._batch = 1
         self._limit = policy.limit(1)
-        # Of the last plan; and what follows from it for the next one: seconds of a step without drafts and what the first further
-        # token adds to that, tokens a second that the batch commits, and the chance from which on a draft token is worth its place.
+        # Of the last plan; and what follows from it for the next one: seconds of a step without drafts, tokens a second that the
+        # batch commits, and up to how many draft tokens take how many of those each.
         self._last = _Outlook()
         self._plain_s = 0.0
-        self._token_s = 0.0
         self._rate = 0.0
+        self._token_prices: list[tuple[int, float]] = []
+        # The chance from which on a draft token is worth its place, among those who draft now.
         self._price = 0.0
-        # The drafters whose drafts make up for the wait for them, which is for all; found out when somebody asks.
-        self._paying: set[Drafter] | None = None
+        # The drafters whose drafts make up for the wait for them, which is for all, and the price if all of theirs draft; found out
+        # when somebody asks.
+        self._paying: tuple[set[Drafter], float] | None = None
         self._decoding: list[Sequence] = []
         self._probe_credit_s = 0.0
         # Whether probes were asked for since the last plan.
@@ -140,53 +143,64 @@ class Planner:
         # With a prompt's tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
         # own time is no part of what a committed token is worth: it has to be spent either way.
         least_s = max(_LEAST_PRICE * plain_s / batch, cost.prompt_token_s if beside_prompts else 0.0)
-        further = [(count, max(seconds, least_s)) for count, seconds in cost.further_tokens_s(batch)]
-        self._token_s = further[0][1] if further else least_s
-        self._price = price_of_tokens(self._chances(decoding), [(count, self._rate * seconds) for count, seconds in further])
+        further = cost.further_tokens_s(batch) or [(1, 0.0)]
+        self._token_prices = [(count, self._rate * max(seconds, least_s)) for count, seconds in further]
+        self._price = self._price_among(decoding, None)
 
-    def _chances(self, decoding: list[Sequence]) -> list[float]:
-        """In rising order how likely each token that could be drafted is to be committed."""
+    def _price_among(self, decoding: list[Sequence], asked: set[Drafter] | None) -> float:
+        """The price of a draft token if these drafters draft, paused or not; or, of all, those who are not paused."""
         chances: list[float] = []
         for sequence in decoding:
-            drafting = [a.rate.survival for a in sequence.assignments.values() if a.pause.steps_left == 0]
-            if drafting:
-                best = drafting[0] if len(drafting) == 1 else max(drafting, key=itemgetter(0))
-                chances += best[: self._limit]
+            found = [
+                self._chances(sequence, assignment)
+                for assignment in sequence.assignments.values()
+                if (assignment.pause.steps_left == 0 if asked is None else assignment.drafter in asked)
+            ]
+            # Of several that of which the first token is the likeliest.
+            best: list[float] = max(found, key=lambda some: some[:1], default=[]) if len(found) != 1 else found[0]
+            chances += best
         chances.sort()
-        return chances
+        return price_of_tokens(chances, self._token_prices)
 
-    def _find_paying(self, decoding: list[Sequence]) -> set[Drafter]:
-        """The drafters, quick ones first, with whose drafts steps commit the most for their time, waits included.
+    def _chances(self, sequence: Sequence, assignment: Assignment) -> list[float]:
+        """How likely each token that could be drafted is to be committed; 1 for those that are drafted whatever they cost."""
+        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_depth
+        if fixed is not None or assignment.pause.probing:
+            return [1.0] * min(1 if fixed is None else fixed, most)
+        return assignment.rate.survival[: min(self._limit, most)]
+
+    def _find_paying(self, decoding: list[Sequence]) -> tuple[set[Drafter], float]:
+        """The drafters, quick ones first, with whose drafts steps commit the most for their time, waits included; and their price.
 
         Paused sequences count as if they were not. Empty when plain steps are as good; to begin anew takes more than to go on.
         """
-        if self.plain_s == 0.0:
-            return set()
         drafters = {a.drafter for sequence in decoding for a in sequence.assignments.values()}
         margin = _MARGIN if self._last.depth > 0 else _MARGIN**2
         asked: set[Drafter] = set()
-        paying: set[Drafter] = set()
+        paying: tuple[set[Drafter], float] = (set(), self._price)
         best = margin * self._batch / self.plain_s
         for drafter in sorted(drafters, key=lambda drafter: drafter.latency(_COMPARED_DEPTH)):
             asked.add(drafter)
-            rate = self._rate_with(decoding, asked)
+            price = self._price_among(decoding, asked)
+            rate = self._rate_with(decoding, asked, price)
             if rate > best:
-                best, paying = rate, set(asked)
+                best, paying = rate, (set(asked), price)
         return paying
 
-    def _rate_with(self, decoding: list[Sequence], asked: set[Drafter]) -> float:
+    def _rate_with(self, decoding: list[Sequence], asked: set[Drafter], price: float) -> float:
         """Tokens a second of steps with these drafters; only drafts that are worth their places are asked for."""
         drafts: list[tuple[Assignment, int]] = []
         for sequence in decoding:
-            found = [(a, self.depth_for(sequence, a)) for a in sequence.assignments.values() if a.drafter in asked]
-            best = max(found, key=lambda pair: self._gain(*pair), default=None)
-            if best is not None and self._gain(*best) > 0.0:
+            found = [(a, self.depth_for(sequence, a, price)) for a in sequence.assignments.values() if a.drafter in asked]
+            best = max(found, key=lambda pair: self._gain(pair[0], pair[1], price), default=None)
+            if best is not None and best[1] > 0 and self._gain(best[0], best[1], price) >= 0.0:
                 drafts.append(best)
         return self._goodput(self._outlook(drafts))
 
-    def _gain(self, assignment: Assignment, depth: int) -> float:
+    def _gain(self, assignment: Assignment, depth: int, price: float) -> float:
         """Tokens expected of a draft of so many tokens, less what their places in the forward bring elsewhere."""
-        return assignment.rate.expected_tokens(depth) - 1.0 - self._price * depth
+        survival = assignment.rate.survival
+        return sum(survival[:depth]) - price * depth
 
     def depth_of(self, sequence: Sequence) -> int:
         """Draft tokens of the coming step for a sequence that is planned for alone."""
@@ -218,8 +232,8 @@ class Planner:
         one_s = patience_s(gain, wait_s, self._rate, self._batch, plain_s, _stands(assignment, depth, steps))
         return steps if wait_s > self._batch * one_s + assignment.drafter.busy_s(depth) else 0
 
-    def depth_for(self, sequence: Sequence, assignment: Assignment) -> int:
-        """Draft tokens of this drafter that are worth their place in a step."""
+    def depth_for(self, sequence: Sequence, assignment: Assignment, price: float | None = None) -> int:
+        """Draft tokens of this drafter that are worth their place in a step, at the plan's price or another."""
         fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_depth
         if fixed is not None:
             return min(fixed, most)
@@ -227,7 +241,8 @@ class Planner:
             return min(self._limit, most)
         # Where the drafter does not run ahead, nothing hides the time in which the batch is drafted.
         drafting_s = 0.0 if assignment.ahead else assignment.drafter.token_time.value / self._batch
-        return assignment.rate.depth_worth(self._price + self._rate * drafting_s, min(self._limit, most))
+        price = self._price if price is None else price
+        return assignment.rate.depth_worth(price + self._rate * drafting_s, min(self._limit, most))
 
     def pays(self, sequence: Sequence, assignment: Assignment) -> bool:
         """Whether asking this drafter for another draft beats plain steps, and what the sequence's other drafters do.
@@ -242,19 +257,28 @@ class Planner:
             # Those that ended since have no drafters any more.
             decoding = [other for other in self._decoding if other.assignments]
             self._paying = self._find_paying(decoding) if decoding else None
-        if self._paying is not None and assignment.drafter not in self._paying:
+            # Who comes back from a pause because of that is not alone.
+            self._price = max(self._price, self._paying[1]) if self._paying is not None else self._price
+        others = [other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0]
+        if self._paying is None:
+            rate = self._goodput_alike(sequence, assignment)
+            worth_it = rate * plain_s > _MARGIN * self._batch
+            return worth_it and all(rate >= self._goodput_alike(sequence, other) for other in others)
+        paying, price = self._paying
+        if assignment.drafter not in paying:
             return False
-        depth = self.depth_for(sequence, assignment)
-        rate = self._goodput_alike(assignment, depth)
-        worth_it = rate * plain_s > _MARGIN * self._batch if self._paying is None else self._gain(assignment, depth) > 0.0
-        if depth == 0 or not worth_it:
-            return False
-        others = (other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0)
-        return all(rate >= self._goodput_alike(other, self.depth_for(sequence, other)) for other in others)
+        # Else a sequence whose chance is about the price, which its own last draft moves, would be paused and asked by turns.
+        least = price if assignment.pause.steps_left > 0 else max(price - _SLACK, 0.0)
+        depth = self.depth_for(sequence, assignment, least)
+        gain = self._gain(assignment, depth, least)
+        rivals = [other for other in others if other.drafter in paying]
+        gains = [self._gain(other, self.depth_for(sequence, other, least), least) for other in rivals]
+        return depth > 0 and gain >= max([0.0, *gains])
 
-    def _goodput_alike(self, assignment: Assignment, depth: int) -> float:
+    def _goodput_alike(self, sequence: Sequence, assignment: Assignment) -> float:
         """Tokens a second of the batch, were all its sequences like this one with this drafter."""
-        drafter, rate = assignment.drafter, assignment.rate
+        price = price_of_tokens(sorted(self._chances(sequence, assignment) * self._batch), self._token_prices)
+        drafter, rate, depth = assignment.drafter, assignment.rate, self.depth_for(sequence, assignment, price)
         wait_s = drafter.latency(depth)
         stands = _stands(assignment, depth, steps_meanwhile(wait_s, self.plain_s))
         return self._goodput(_Outlook(rate.expected_tokens(depth), depth, wait_s, drafter.busy_s(depth), stands))
@@ -296,7 +320,8 @@ class Planner:
         fifteen; so those that are due with it are free. What is left has to last for the answer, since one that comes late
         teaches nothing.
         """
-        places_s = 0.0 if self._probing else self._batch * self._token_s
+        batch = self._batch
+        places_s = 0.0 if self._probing else max(self._cost.estimate(batch, 2 * batch) - self.plain_s, 0.0)
         # No more than can be saved up at all.
         if self._probe_credit_s < min(places_s + assignment.drafter.latency(1), _PROBE_STEPS * self.plain_s):
             return False

@@ -48,7 +48,7 @@ void NAME(product)(const struct linear *linear, const element *x, int64_t rows, 
 #pragma omp parallel
   {
     kept_state kept = join(&team);
-    product(&team, (struct input){x, tile_rows(rows), 0}, rows, linear, out, STORE);
+    product(&team, (struct input){x, choose_tile_rows(rows), 0}, rows, linear, out, STORE);
     restore_state(&kept);
   }
 }
@@ -72,8 +72,8 @@ INLINE void normalize(const element *x, const element *weight, int64_t size, flo
 
 // The same of a row of the stream, to where row number `i` of a tiled input is.
 INLINE void normalize_tiled(const element *x, const element *weight, const struct decoder *decoder, element *out, int64_t i,
-                            int64_t rows) {
-  normalize(x, weight, decoder->hidden, decoder->epsilon, tiled_row(out, i, decoder->hidden, rows), rows * TILE_DEPTH);
+                            int64_t tile_rows) {
+  normalize(x, weight, decoder->hidden, decoder->epsilon, tiled_row(out, i, decoder->hidden, tile_rows), tile_rows * TILE_DEPTH);
 }
 
 // Rotary embedding (Su et al., arXiv 2104.09864) of one head, element i paired with i + pairs; `turns` are cosines, then sines.
@@ -166,7 +166,10 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
   meet(team);
   struct rows query = {room->qkv, cache->head_size, width};
   expect_rows(ROWS);
-#pragma omp for schedule(dynamic, 1) nowait
+  // What lies side by side in the cache is best read by one thread, where there is enough for all and no long prompt.
+  int enough = batch->slice_count >= 4 * team->size && batch->count < 8 * batch->slice_count;
+  int64_t at_once = enough ? cache->kv_heads / by.kv_heads * by.parts : 1;
+#pragma omp for schedule(dynamic, at_once) nowait
   for (int64_t i = 0; i < by.count; i++)
     attend(cache, batch, &query, room->attended, decoder->attention_scale, find_item(cache, i, by));
   meet(team);
@@ -174,26 +177,26 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
 
 static void run_layer(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
                       const struct room *room, struct team *team) {
-  int64_t count = batch->count, hidden = decoder->hidden, together = tile_rows(count);
-  const struct input normed = {room->normed, together, 1};
+  int64_t count = batch->count, hidden = decoder->hidden, tile_rows = choose_tile_rows(count);
+  const struct input normed = {room->normed, tile_rows, 1};
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
-    normalize_tiled(room->stream + i * hidden, layer->input_norm, decoder, room->normed, i, together);
+    normalize_tiled(room->stream + i * hidden, layer->input_norm, decoder, room->normed, i, tile_rows);
   meet(team);
   product(team, normed, count, &layer->qkv, room->qkv, STORE);
   run_attention(decoder, layer, batch, room, team);
-  product(team, (struct input){room->attended, together, 0}, count, &layer->o, room->stream, ADD);
+  product(team, (struct input){room->attended, tile_rows, 0}, count, &layer->o, room->stream, ADD);
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
-    normalize_tiled(room->stream + i * hidden, layer->post_norm, decoder, room->normed, i, together);
+    normalize_tiled(room->stream + i * hidden, layer->post_norm, decoder, room->normed, i, tile_rows);
   meet(team);
   product(team, normed, count, &layer->gate_up, room->gated, GATED);
-  product(team, (struct input){room->gated, together, 1}, count, &layer->down, room->stream, ADD);
+  product(team, (struct input){room->gated, tile_rows, 1}, count, &layer->down, room->stream, ADD);
 }
 
 // Logits [wanted, vocabulary] of a batch whose slices hold all its tokens; keys and values go into the caches.
 void NAME(decode)(const struct decoder *decoder, const struct batch *batch, const struct step *step) {
-  int64_t hidden = decoder->hidden, wanted_together = tile_rows(step->wanted_count);
+  int64_t hidden = decoder->hidden, wanted_tile_rows = choose_tile_rows(step->wanted_count);
   struct room room = divide(decoder, step, batch->count);
   struct team team = {0};
 #pragma omp parallel
@@ -208,9 +211,9 @@ void NAME(decode)(const struct decoder *decoder, const struct batch *batch, cons
     for (int64_t i = 0; i < decoder->layer_count; i++) run_layer(decoder, decoder->layers + i, batch, &room, &team);
 #pragma omp for nowait
     for (int64_t i = 0; i < step->wanted_count; i++)
-      normalize_tiled(room.stream + step->wanted[i] * hidden, decoder->norm, decoder, room.normed, i, wanted_together);
+      normalize_tiled(room.stream + step->wanted[i] * hidden, decoder->norm, decoder, room.normed, i, wanted_tile_rows);
     meet(&team);
-    product(&team, (struct input){room.normed, wanted_together, 1}, step->wanted_count, &decoder->head, step->logits, LOGITS);
+    product(&team, (struct input){room.normed, wanted_tile_rows, 1}, step->wanted_count, &decoder->head, step->logits, LOGITS);
     restore_state(&kept);
   }
 }

@@ -19,8 +19,9 @@ INLINE float largest_lane(vec x) {
   return x[0];
 }
 
-// Up to QUERY_ROWS queries, those of a key/value head side by side, and how far their softmax has come. `by_dots` keys and queries are pairs of bfloat16 of
-// neighbouring dimensions, and values and weights pairs of neighbouring keys; else they are floats, and `scale` is in the queries.
+// Up to QUERY_ROWS queries, those of a key/value head side by side, and how far their softmax has come. `by_dots` keys and queries are
+// pairs of bfloat16 of neighbouring dimensions, and values and weights pairs of neighbouring keys; else they are floats, and `scale` is
+// in the queries.
 struct work {
   int by_dots;
   float scale;
@@ -113,8 +114,8 @@ INLINE void pair_values(struct work *work, const uint16_t *values, int64_t strid
 }
 #endif
 
-// Keys and values to ask memory for: rows of so many bytes, `stride` apart. Where they go is nothing the processor could see, and all
-// at once, they would be waited for, and nothing asked for in the time in which a block is computed with.
+// Keys and values to ask memory for: rows of so many bytes, `stride` apart. The processor cannot foresee these addresses. Asked for all
+// at once they would be waited for; one by one beside the loads of a block, they come while it is computed with.
 struct ahead {
   const char *keys, *values;
   int64_t column, bytes, stride;
@@ -177,6 +178,7 @@ INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct 
     count = layer->page_size - within;
     if (count > LANES) count = LANES;
     if (count > last_key - key + 1) count = last_key - key + 1;
+    // Behind the last block nothing is asked for but what is there.
     int64_t slot = pages[key / layer->page_size] * layer->page_size + within, next = key + count <= last_key ? key + count : key;
     int64_t soon = (pages[next / layer->page_size] * layer->page_size + next % layer->page_size) * stride + kv_head * head_size * width;
     struct ahead ahead = {(const char *)layer->keys + soon, (const char *)layer->values + soon, 0, bytes, stride};

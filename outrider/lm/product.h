@@ -78,15 +78,15 @@ INLINE void multiply(struct input x, int rows, const struct linear *linear, int6
 }
 
 // Shared by the team that calls it: out [rows, out] of x [rows, in]. Some blocks at a time, so that long prompts' rows are read less
-// often, but few enough for all threads to end at about the same time. A thread claims its next blocks before it begins with the
-// present ones, so that it knows what to ask memory for meanwhile.
+// often, but few enough for all threads to end at about the same time. Where a thread asks memory for what is next, it claims that
+// before it begins with the present blocks.
 static void product(struct team *team, struct input x, int64_t rows, const struct linear *linear, void *out, enum purpose purpose) {
   const int64_t columns = purpose == GATED ? linear->out / 2 : linear->out, blocks = (columns + BLOCK - 1) / BLOCK;
   const int64_t share = blocks / (8 * team->size), some = share < 1 ? 1 : share > 4 ? 4 : share;
   const int64_t row_bytes = columns * (int64_t)(purpose == LOGITS ? sizeof(float) : sizeof(element));
   int expected = 0, asked = 0;
-  for (int64_t begin = some * claim(team), later; begin < blocks; begin = later) {
-    later = some * claim(team);
+  for (int64_t begin = some * claim(team), later; begin < blocks; begin = ASKS(rows) ? later : some * claim(team)) {
+    later = ASKS(rows) ? some * claim(team) : blocks;
     int64_t end = begin + some < blocks ? begin + some : blocks;
     for (int64_t row = 0; row < rows; row += ROWS) {
       int count = (int)(rows - row < ROWS ? rows - row : ROWS);

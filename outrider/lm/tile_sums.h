@@ -20,7 +20,7 @@ INLINE void restore_state(const kept_state *kept) {
 }
 
 // Rows of a tile of inputs of so many rows.
-INLINE int64_t tile_rows(int64_t rows) {
+INLINE int64_t choose_tile_rows(int64_t rows) {
   (void)rows;
   return TILE_ROWS;
 }

@@ -18,8 +18,8 @@
 // More rows than are held at once take longer to compute than a block's weights to come, half of the time without a look at memory.
 // So all of them ask for the next block, bit by bit: on an EPYC (Zen 4) 16 rows then take 0.85 to 0.95 of the time.
 #define ASKS(rows) ((rows) > HELD && (rows) <= ROWS)
-// How far ahead weights are asked for otherwise, in bytes: two pages, where the processor's own prefetching stops at the end of each. On an
-// EPYC (Zen 4) 8 rows took 0.57 of the time that they took with 1 KiB, or with none.
+// How far ahead weights are asked for otherwise, in bytes: two pages, where the processor's own prefetching stops at the end of each.
+// On an EPYC (Zen 4) 8 rows took 0.57 of the time that they took with 1 KiB, or with none.
 #define AHEAD 8192
 
 // What tiles need, and vectors do not.
@@ -28,9 +28,10 @@ INLINE kept_state keep_state(void) { return 0; }
 INLINE void restore_state(const kept_state *kept) { (void)kept; }
 INLINE void expect_rows(int rows) { (void)rows; }
 
-// Rows of a tile of inputs of so many rows. As many are held at once each time that weights are read, since a single row waits for
-// them as long as six: by 8, 8 and 1, 17 rows took a tenth more time. By 8 and 8, 16 take a tenth less in one tile than in two.
-INLINE int64_t tile_rows(int64_t rows) {
+// Rows of a tile of inputs of so many rows: as many as are held at once, the same number each time that weights are read, since a
+// single row waits for them as long as six (by 8, 8 and 1, 17 rows took a tenth more time). Only of 8 and 8 there is one tile: that
+// took a tenth less time than two.
+INLINE int64_t choose_tile_rows(int64_t rows) {
   int64_t turns = (rows + HELD - 1) / HELD, held = rows < 1 || rows > ROWS ? HELD : (rows + turns - 1) / turns;
   return held == HELD ? TILE_ROWS : held;
 }

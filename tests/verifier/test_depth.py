@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections.abc import Mapping, Sequence
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
@@ -136,6 +137,82 @@ def test_a_free_draft_token_is_taken_and_a_dear_one_is_not() -> None:
 def test_a_batch_that_fills_the_processor_drafts_less() -> None:
     alone, crowded = planned(0.002, accepted=2, batch=1), planned(0.002, accepted=2, batch=24)
     assert max(depths(crowded)) < min(depths(alone))
+
+
+def kneed(rates: Mapping[str, Sequence[float]], max_depth: int = 64) -> Engine:
+    """Eight sequences, drafters with these chances to be right for each; 16 tokens take little more than 8, further ones 2 ms."""
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    for name in rates:
+        ScriptedDrafter(engine, name, name, max_depth=max_depth)
+    for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
+        engine.cost.calibrate(8, 8 * (1 + depth), seconds)
+    for _ in range(8):
+        engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
+    engine.step()
+    for i, sequence in enumerate(engine.sequences.values()):
+        for name, assignment in sequence.assignments.items():
+            assignment.pause.steps_left = 0
+            assignment.rate = AcceptanceRate(float(rates[name][i]), 8)
+    return engine
+
+
+def settle(engine: Engine) -> list[int]:
+    """Depths after some plans, after each of which drafters that do not pay are paused, and those that do are not."""
+    for _ in range(6):
+        engine.planner.plan(engine.scheduler.running.values())
+        for sequence in engine.sequences.values():
+            for assignment in sequence.assignments.values():
+                assignment.pause.steps_left = 0 if engine.planner.pays(sequence, assignment) else 4
+    engine.planner.plan(engine.scheduler.running.values())
+    return depths(engine)
+
+
+@pytest.mark.parametrize("chance", [0.4, 0.5, 0.7])
+def test_sequences_that_are_all_alike_share_what_is_cheap_however_they_begin(chance: float) -> None:
+    engine = kneed({"one": [chance] * 8})
+    assert settle(engine) == [1] * 8
+    for sequence in engine.sequences.values():
+        sequence.assignments["one"].pause.begin([])
+    assert settle(engine) == [1] * 8
+
+
+def test_places_go_to_the_likeliest_tokens_of_all_sequences() -> None:
+    first, *_, last = settle(kneed({"one": [0.9, 0.9, 0.9, 0.8, 0.2, 0.2, 0.1, 0.1]}))
+    assert first >= 2
+    assert last == 0
+
+
+def test_what_a_drafter_cannot_draft_leaves_its_place_to_others() -> None:
+    assert settle(kneed({"one": [0.9] * 4 + [0.4] * 4}, max_depth=1)) == [1] * 8
+
+
+def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> None:
+    engine = kneed({"good": [0.6] * 8, "poor": [0.3] * 8})
+    first, *others = engine.sequences.values()
+    for sequence in others:
+        sequence.assignments.clear()
+    settle(engine)
+    assert [assignment.pause.steps_left > 0 for assignment in first.assignments.values()] == [False, True]
+
+
+def test_a_sequence_whose_chance_is_about_the_price_is_not_paused_and_asked_by_turns() -> None:
+    engine = kneed({"one": [0.5] * 8})
+    engine.planner.plan(engine.scheduler.running.values())
+    first = next(iter(engine.sequences.values()))
+    first.assignments["one"].rate.observe(1, 0)
+    engine.planner.plan(engine.scheduler.running.values())
+    assert engine.planner.pays(first, first.assignments["one"])
+
+
+def test_with_only_plain_steps_known_hopeless_drafts_are_not_deep() -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    ScriptedDrafter(engine)
+    engine.cost.observe(1, 1, 0.03)
+    sequence = engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
+    engine.step()
+    sequence.assignments["scripted"].rate = AcceptanceRate(0.01, 8)
+    engine.planner.plan([sequence])
+    assert sequence.depth <= 1
 
 
 def test_prompts_do_not_count_towards_the_batch() -> None:
