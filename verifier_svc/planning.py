@@ -156,9 +156,9 @@ class Planner:
                 for assignment in sequence.assignments.values()
                 if (assignment.pause.steps_left == 0 if asked is None else assignment.drafter in asked)
             ]
-            # Of several that of which the first token is the likeliest.
-            best: list[float] = max(found, key=lambda some: some[:1], default=[]) if len(found) != 1 else found[0]
-            chances += best
+            if found:
+                # Of several that of which the first token is the likeliest.
+                chances += max(found)
         chances.sort()
         return price_of_tokens(chances, self._token_prices)
 
@@ -191,16 +191,21 @@ class Planner:
         """Tokens a second of steps with these drafters; only drafts that are worth their places are asked for."""
         drafts: list[tuple[Assignment, int]] = []
         for sequence in decoding:
-            found = [(a, self.depth_for(sequence, a, price)) for a in sequence.assignments.values() if a.drafter in asked]
-            best = max(found, key=lambda pair: self._gain(pair[0], pair[1], price), default=None)
-            if best is not None and best[1] > 0 and self._gain(best[0], best[1], price) >= 0.0:
-                drafts.append(best)
+            found = [
+                (self._gain(assignment, depth, price), assignment, depth)
+                for assignment in sequence.assignments.values()
+                if assignment.drafter in asked and (depth := self.depth_for(sequence, assignment, price)) > 0
+            ]
+            if found:
+                gain, chosen, depth = max(found, key=itemgetter(0))
+                if gain >= 0.0:
+                    drafts.append((chosen, depth))
         return self._goodput(self._outlook(drafts))
 
     def _gain(self, assignment: Assignment, depth: int, price: float) -> float:
         """Tokens expected of a draft of so many tokens, less what their places in the forward bring elsewhere."""
-        survival = assignment.rate.survival
-        return sum(survival[:depth]) - price * depth
+        # One by one, so that tokens whose chance is the very price make exactly nothing, and not less by a rounding.
+        return sum(chance - price for chance in assignment.rate.survival[:depth])
 
     def depth_of(self, sequence: Sequence) -> int:
         """Draft tokens of the coming step for a sequence that is planned for alone."""
@@ -253,12 +258,11 @@ class Planner:
         plain_s = self.plain_s
         if self._always or plain_s == 0.0:
             return True
-        if self._paying is None:
-            # Those that ended since have no drafters any more.
-            decoding = [other for other in self._decoding if other.assignments]
-            self._paying = self._find_paying(decoding) if decoding else None
+        # Those that ended since have no drafters any more.
+        if self._paying is None and (decoding := [other for other in self._decoding if other.assignments]):
+            self._paying = self._find_paying(decoding)
             # Who comes back from a pause because of that is not alone.
-            self._price = max(self._price, self._paying[1]) if self._paying is not None else self._price
+            self._price = max(self._price, self._paying[1])
         others = [other for other in sequence.assignments.values() if other is not assignment and other.pause.steps_left == 0]
         if self._paying is None:
             rate = self._goodput_alike(sequence, assignment)

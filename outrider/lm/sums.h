@@ -31,8 +31,8 @@ struct linear {
 };
 
 // A product's input [rows, in]. Either rows lie one behind the other; or tiles of `tile_rows` rows and 32 of `in` do, tiles of the same
-// rows side by side, which are read the faster since their lines fall into different sets of the cache. In both cases no more than
-// `tile_rows` are multiplied at once, and a gated product's output is in such tiles.
+// rows side by side, which are read the faster since their lines fall into different sets of the cache. By vectors, no more
+// than `tile_rows` are multiplied at once in both cases; and a gated product's output is in such tiles.
 struct input {
   const element *data;
   int64_t tile_rows;
