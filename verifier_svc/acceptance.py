@@ -72,18 +72,32 @@ def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: flo
     if not drafts:
         return []
     raw_RV, logits_RV = logits_RV, adjust(logits_RV, [draft.context for draft in drafts])
-    plain = logits_RV is raw_RV
     tokens_R = logits_RV.argmax(-1)
-    if plain and len(drafts) == len(logits_RV) and not any(draft.needs_probs for draft in drafts):
-        return [Outcome(0, token) for token in tokens_R.tolist()]  # plain greedy decoding, which all else must not slow down
+    nothing_R = None if logits_RV is raw_RV else logits_RV.isneginf().all(-1)
+    if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
+        return _greedy((tokens_R if nothing_R is None else torch.where(nothing_R, NO_TOKEN, tokens_R)).tolist(), drafts)
     rows = _Rows(drafts, logits_RV.device)
     matches_R = _judge(logits_RV, rows, tokens_R)
     if synthetic_rate is not None:
         matches_R = rows.tensor(rows.uniform(Purpose.ACCEPT) < synthetic_rate) & rows.drafted_R
-    if not plain:
-        tokens_R = torch.where(logits_RV.isneginf().all(-1), NO_TOKEN, tokens_R)
-        matches_R &= tokens_R != NO_TOKEN
+    if nothing_R is not None:
+        tokens_R = torch.where(nothing_R, NO_TOKEN, tokens_R)
+        matches_R &= ~nothing_R
     return rows.outcomes(*torch.stack([tokens_R, matches_R]).cpu().numpy())
+
+
+def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[Outcome]:
+    """Outcomes where the target's own token is the likeliest one; done on the host, sooner than tensors would be laid out."""
+    outcomes, first = [], 0
+    for draft in drafts:
+        end = first
+        for token in draft.context.drafted:
+            if token != tokens[end]:
+                break
+            end += 1
+        outcomes.append(Outcome(end - first, tokens[end]))
+        first += draft.context.row_count
+    return outcomes
 
 
 def _judge(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The engine: a step is `batch = scheduler.next()`, `logits = model.forward(batch)`, `commit(accept(...))`.
 
-It runs on a thread of its own. Other threads only `post` work to it; what it has to say leaves through sinks, which are called
-together after each step. Knows token ids and drafters; not text, protobuf or grpc.
+It runs on a thread of its own. Other threads only `post` work to it; what it has to say leaves through sinks, those of drafters
+after each step and those of clients when the next forward begins. Knows token ids and drafters; not text, protobuf or grpc.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from outrider.messages import (
     Acceptance,
     FinishReason,
     SpeculationStats,
-    StepBatch,
     TokenChunk,
     TokenLogprob,
     TokenRequest,
@@ -41,6 +40,7 @@ from verifier_svc.guidance import Guidance
 from verifier_svc.judging import Judge, Judgement
 from verifier_svc.logprobs import split_scored
 from verifier_svc.metrics import Metrics, Phases
+from verifier_svc.outgoing import Delivery, Outgoing
 from verifier_svc.planning import Planner, awaited
 from verifier_svc.scheduler import Item, Scheduler
 from verifier_svc.sequence import Sequence
@@ -48,15 +48,13 @@ from verifier_svc.step_spans import StepSpans
 
 log = logging.getLogger(__name__)
 
-Delivery = tuple[Callable[..., None], object]
-"""A sink, and what to call it with."""
-
-
 _EXACT = Judge()
 # Trial forwards end after about so long, before the larger batches of a large model.
 _WARM_UP_S = 5.0
 # Tokens of the prompt that is tried.
 _TRIAL_PROMPT = 256
+# What clients are to be told waits no longer than this for a draft to come.
+_LONGEST_HELD_S = 0.005
 
 
 class LanguageModel(Protocol):
@@ -122,8 +120,8 @@ class Engine:
         self._spans = StepSpans(metrics, traced_steps)
         self._guidance = Guidance()
         self._metrics = metrics
-        self._deliver = deliver
-        self._deliveries: list[Delivery] = []
+        self.outgoing = Outgoing(deliver, self.drafting)
+        """What was not said yet."""
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -200,19 +198,22 @@ class Engine:
             self.drain_inbox()
             self._await_drafts()
             self.step()
+        self.outgoing.tell_clients()
 
     def drain_inbox(self) -> None:
         """Run everything that was posted."""
         while self._inbox:
             self._inbox.popleft()()
-        self._flush()
+        self._metrics.flush()
+        self.outgoing.tell_drafters()
 
     def step(self) -> None:
-        """One forward and what it commits; then everything that was said is delivered."""
+        """One forward and what it commits; then drafters are told of it, and clients if there is nobody to compute for."""
         clock, preempted = self._phases, self.scheduler.preemption_count
         clock.begin()
         items = self._guidance.cut(self.scheduler.next())
         if not items:
+            self.outgoing.tell_clients()
             return
         spans = self._spans.begin(items, clock.last["wait"])
         try:
@@ -233,7 +234,10 @@ class Engine:
             self._observe(items)
         self._spans.end()
         self._measure_occupancy()
-        self._flush()
+        self._metrics.flush()
+        self.outgoing.tell_drafters()
+        if not self.sequences:
+            self.outgoing.tell_clients()
         clock.end("send")
         self._metrics.step(clock, self.scheduler.preemption_count - preempted, len(items))
 
@@ -243,6 +247,8 @@ class Engine:
         slices = [_slice(item) for item in items]
         masked = self._guidance.masks(items)
         clock.end("pack")
+        self.outgoing.tell_clients()
+        clock.end("send")
         logits_RV = self.model.forward(slices)
         clock.end("forward")
         logits_RV, scores = split_scored(logits_RV, items)
@@ -279,10 +285,13 @@ class Engine:
                     overdue_s = max(-assignment.due_s(now) for assignment in late if assignment.drafter is drafter)
                     drafter.reply.observe(2 * max(now - started, drafter.reply.value + overdue_s))
                 break
+            held_s = _LONGEST_HELD_S if self.outgoing.holds_chunks else budget_s
             with self._wake:
                 if not self._inbox:
-                    self._wake.wait(started + budget_s - now)
+                    self._wake.wait(started + min(budget_s, held_s) - now)
             self.drain_inbox()
+            if time.monotonic() >= started + held_s:
+                self.outgoing.tell_clients()
             under_way = {found[0] for sequence in running.values() if (found := awaited(sequence)) is not None}
             late = [assignment for assignment in worth if assignment in under_way]
         waited_s = time.monotonic() - started
@@ -364,7 +373,7 @@ class Engine:
         """End the sequences of a batch whose forward failed; the others go on."""
         told = error if isinstance(error, OutriderError) else OutriderError(Reason.INTERNAL, "the target's forward failed")
         for item in items:
-            self._deliveries.append((item.sequence.sink, told))
+            self.outgoing.add(item.sequence.sink, told)
             self._close(item.sequence)
 
     # --- committing ---
@@ -377,7 +386,7 @@ class Engine:
         if judgement is None:
             self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
             if scored:
-                self._deliveries.append((sequence.sink, TokenChunk([], [], prompt_logprobs=scored)))
+                self.outgoing.add(sequence.sink, TokenChunk([], [], prompt_logprobs=scored))
             return
         outcome, drafted = judgement.outcome, item.path.token_ids
         new = [*drafted[: outcome.accepted_count], outcome.next_token]
@@ -414,26 +423,10 @@ class Engine:
             chunk = sequence.unsent.joined(chunk)
         first = sequence.stats.forward_count == 1
         if first or chunk.finish_reason is not None or len(chunk.token_ids) >= sequence.request.min_chunk_tokens:
-            self._deliveries.append((sequence.sink, chunk))
+            self.outgoing.add(sequence.sink, chunk)
             sequence.unsent = None
         else:
             sequence.unsent = chunk
-
-    def _flush(self) -> None:
-        """Hand everything that was said to its sinks, in one go."""
-        self._metrics.flush()
-        drafting = self.drafting
-        # Drafters first, since the next step may wait for them.
-        said: list[Delivery] = [(drafter.sink, error) for drafter, error in drafting.rejections]
-        drafting.rejections.clear()
-        for drafter in drafting.roster.connected.values():
-            if drafter.outbox:
-                said.append((drafter.sink, drafter.outbox))
-                drafter.outbox = StepBatch()
-        said += self._deliveries
-        if said:
-            self._deliver(said)
-            self._deliveries = []
 
 
 def _slice(item: Item) -> Slice:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from outrider.errors import OutriderError
-from verifier_svc.engine import Delivery, Engine
+from verifier_svc.engine import Engine
+from verifier_svc.outgoing import Delivery
 
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

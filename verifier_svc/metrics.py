@@ -41,7 +41,7 @@ class Phases:
     def end(self, name: str) -> None:
         """A phase ended; what began with the end of the one before it."""
         now = time.monotonic()
-        self.last[name] = now - self._at
+        self.last[name] = self.last.get(name, 0.0) + now - self._at
         self._at = now
 
     @property

@@ -23,10 +23,11 @@ from outrider.metrics_export import serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
-from verifier_svc.engine import Delivery, Engine, Limits
+from verifier_svc.engine import Engine, Limits
 from verifier_svc.engine_thread import EngineThread
 from verifier_svc.judging import Judge
 from verifier_svc.metrics import Metrics
+from verifier_svc.outgoing import Delivery
 from verifier_svc.servicer import VerifierServicer
 
 # Length of the sequences in trial forwards: few are shorter for long, and how much longer others get is learned as they do.

@@ -48,9 +48,10 @@ from outrider.messages import (
     TokenRequest,
 )
 from outrider.sampling import coupled_exponentials, coupled_keys
-from verifier_svc.engine import Delivery, Engine, Limits
+from verifier_svc.engine import Engine, Limits
 from verifier_svc.judging import Judge
 from verifier_svc.metrics import Metrics
+from verifier_svc.outgoing import Delivery
 
 VOCAB = 16
 LENGTH = 3
@@ -362,6 +363,7 @@ def _run(
         if laws is not None:
             laws.send()
         engine.step()
+        engine.outgoing.tell_clients()
 
 
 def _collect(chunk: object, tokens: list[int], finish: Callable[[], None]) -> None:

@@ -10,8 +10,9 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import DraftBatch, FinishReason, Hello, Proposal, Skip, StepBatch, TokenChunk
 from verifier_svc.drafters import Drafter
-from verifier_svc.engine import Delivery, Engine, Limits
+from verifier_svc.engine import Engine, Limits
 from verifier_svc.metrics import Metrics
+from verifier_svc.outgoing import Delivery
 
 VOCAB = 8
 EOS = 7

@@ -7,7 +7,7 @@ import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 
 from outrider.depth_policy import DepthPolicy
-from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
+from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenRequest
 from verifier_svc.depth import goodput, patience_s
 from verifier_svc.engine import Engine, Limits
 from verifier_svc.sequence import Sequence
@@ -242,20 +242,20 @@ def test_a_prompt_answer_is_waited_for_and_used() -> None:
     slow_forward(model, 0.02)
     drafter, client = ScriptedDrafter(engine), Client()
     truth = model.greedy([1, 2], 60)
-    deliver = engine._deliver
+    deliver = engine.outgoing._deliver
 
     def answer_soon(deliveries: list[object]) -> None:
         deliver(deliveries)  # type: ignore[arg-type]
 
         def answer() -> None:
-            done = len(client.tokens)
-            if sequence.id in engine.sequences and len(client.tokens) < 55:
+            done = len(sequence.tokens) - 2
+            if sequence.id in engine.sequences and done < 55:
                 drafter.propose(sequence.id, truth[done : done + 4])
 
-        if any(argument is not client for _, argument in deliveries):  # type: ignore[misc]
+        if any(isinstance(argument, StepBatch) for _, argument in deliveries):  # type: ignore[misc]
             threading.Timer(0.004, lambda: engine.post(answer)).start()
 
-    engine._deliver = answer_soon  # type: ignore[assignment]
+    engine.outgoing._deliver = answer_soon  # type: ignore[assignment]
     sequence = engine.submit(TokenRequest([1, 2], 60, GREEDY), client)
     thread = run_in_background(engine)
     wait_for(client, 60)

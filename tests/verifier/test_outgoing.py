@@ -1,0 +1,65 @@
+"""Drafters hear of a step at once, clients while the target computes the next one or when it has nothing to compute."""
+
+import threading
+import time
+
+from fake_model import Client, ScriptedDrafter, make_engine
+
+from outrider.depth_policy import DepthPolicy
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.engine import Limits
+from verifier_svc.planning import Planner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_drafters_hear_of_a_step_at_once_and_clients_when_the_next_forward_begins() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    drafter, client = ScriptedDrafter(engine), Client()
+    engine.submit(TokenRequest([1, 2], 8, GREEDY), client)
+    known_at_forward: list[int] = []
+    model.broken = lambda slices: known_at_forward.append(len(client.tokens))
+    engine.step()
+    assert drafter.told[-1].verdicts[0].new_token_ids == model.greedy([1, 2], 1)
+    assert client.tokens == []
+    engine.step()
+    engine.step()
+    assert known_at_forward == [0, 1, 2]
+
+
+def test_with_nothing_left_to_compute_clients_are_told_at_once() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    short, long = Client(), Client()
+    engine.submit(TokenRequest([1, 2], 1, GREEDY), short)
+    waited_for = engine.submit(TokenRequest([1], 9, GREEDY), long)
+    engine.step()
+    assert short.tokens == []
+    engine.cancel(waited_for)
+    engine.step()
+    assert short.tokens == model.greedy([1, 2], 1)
+    last = Client()
+    engine.submit(TokenRequest([3], 1, GREEDY), last)
+    engine.step()
+    assert last.tokens == model.greedy([3], 1)
+
+
+def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None:
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)))
+    engine.planner = engine.drafting.planner = Planner(engine.limits.depth, engine.cost, always=True)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
+    engine.drain_inbox()
+    truth = model.greedy([1, 2], 20)
+    drafter.propose(sequence.id, truth[:1])
+    engine.step()
+    assert client.tokens == []
+    thread = threading.Thread(target=engine._await_drafts)
+    started = time.monotonic()
+    thread.start()
+    while not client.tokens and time.monotonic() < started + 0.5:
+        time.sleep(0.001)
+    assert client.tokens == truth[:2]
+    assert thread.is_alive(), "the drafter is still waited for, for up to a second"
+    engine.post(lambda: drafter.propose(sequence.id, truth[2:6]))
+    thread.join()
+    assert time.monotonic() < started + 0.9
