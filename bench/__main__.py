@@ -78,7 +78,7 @@ class BenchSettings(Settings):
     """Temperatures; at 0 decoding is greedy."""
 
     ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure, such as outrider*."""
+    """Patterns of the ways to measure, such as outrider*; of the policies of depth with `--only adversary`."""
 
     depth: int | None = Field(None, ge=1, le=16)
     """Draft tokens verified in one step by the peers; unset is 4 for the bundled target and 6 for the grown one, whose forward
@@ -116,7 +116,8 @@ def main(arguments: list[str]) -> int:
         record["tracing"] = asyncio.run(tracing.measure(bundled, settings.rounds, settings.tokens, console))
     elif settings.only == "adversary":
         [grown] = _pairs(settings, console)
-        record["adversary"] = asyncio.run(adversary.measure(grown, settings.rounds, settings.tokens, console))
+        policies = [policy for policy in adversary.POLICIES if any(fnmatch.fnmatch(policy, p) for p in settings.ways)]
+        record["adversary"] = asyncio.run(adversary.measure(grown, policies, settings.rounds, settings.tokens, console))
     elif settings.only == "delay":
         [grown] = _pairs(settings, console)
         record["delay"], images["delay"] = asyncio.run(delay.measure(grown, settings.rounds, settings.tokens, console))

@@ -59,7 +59,7 @@ class RandomFamily:
         self._chains.clear()
 
 
-async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dict[str, Any]:
+async def measure(pair: Pair, policies: list[str], rounds: int, tokens: int, console: Console) -> dict[str, Any]:
     """tokens/s with and without the drafter in turn, by policy and batch."""
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
@@ -67,7 +67,7 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dic
     table = Table(title=f"{pair.name}: a drafter that is always wrong, × plain decoding, median of {rounds} rounds (range)")
     for name in ("depth", *(f"batch {batch}" for batch in BATCHES)):
         table.add_column(name, justify="left" if name == "depth" else "right")
-    for policy in POLICIES:
+    for policy in policies:
         ratios = record[policy] = await _ratios(pair, policy, prompts, rounds, tokens)
         table.add_row(policy, *(spread(r, 3) for r in ratios.values()))
     console.print(table)

@@ -17,6 +17,8 @@ from outrider.messages import MAX_DEPTH
 
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0
+# Drafts after which the prior is looked up again where it learns as well.
+_PRIOR_KEPT = 8
 _SAMPLES = 7
 # How much one step moves the price of forwards of its own size, of those with as many sequences, and of all others. What slows a
 # step down slows those down that are like it; were they left behind, further tokens would seem to cost nothing.
@@ -28,18 +30,19 @@ _TYPICAL_PROMPT_TOKEN = 0.01
 class AcceptanceRate:
     """Probability that a draft token is accepted, given that those before it were: decayed counts over a prior, by position."""
 
-    __slots__ = ("_accepted", "_decay", "_expected", "_judged", "_learned", "_prior", "_survival")
+    __slots__ = ("_accepted", "_base", "_count", "_decay", "_expected", "_judged", "_prior", "_survival")
 
     def __init__(self, prior: AcceptanceRate | float, depth: int = MAX_DEPTH, *, decay: float = _DECAY) -> None:
-        """The prior is one rate, or what is known of the drafter elsewhere by position; no more than `depth` are kept.
+        """The prior is one rate, or what is known of the drafter elsewhere, by position and as it is learned; `depth` are kept.
 
         With one rate, a position is taken to be like the one before it until more is known: what never comes to be judged, since
         the guesses before it fail, must not be believed in.
         With `decay` d at most 1 / (1 - d) drafts count, against a prior that counts as much as 4.
         """
         self._decay = decay
-        self._learned = not isinstance(prior, float)
+        self._base = None if isinstance(prior, float) else prior
         self._prior = [prior] * depth if isinstance(prior, float) else prior._rates(depth)
+        self._count = 0
         self._accepted = [0.0] * depth
         self._judged = [0.0] * depth
         self._survival: list[float] | None = None
@@ -56,6 +59,10 @@ class AcceptanceRate:
             judged[accepted] = judged[accepted] * decay + 1.0
             stood[accepted] *= decay
         self._survival = None
+        self._count += 1
+        if self._base is not None and self._count % _PRIOR_KEPT == 0:
+            # Else a drafter's first sequence would go on with hopes that were given up long ago.
+            self._prior = self._base._rates(len(judged))
 
     @property
     def by_position(self) -> list[float]:
@@ -65,7 +72,7 @@ class AcceptanceRate:
         rates: list[float] = []
         rate = self._prior[0]
         for accepted, judged, prior in zip(self._accepted[:depth], self._judged, self._prior, strict=False):
-            rate = (accepted + (prior if self._learned else rate) * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
+            rate = (accepted + (rate if self._base is None else prior) * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
             rates.append(rate)
         return rates
 

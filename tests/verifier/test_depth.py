@@ -66,6 +66,16 @@ def test_a_new_sequence_begins_with_what_is_known_of_the_drafter() -> None:
     assert AcceptanceRate(learned, 4).by_position[0] < 0.25
 
 
+def test_a_drafters_first_sequence_gives_up_hopes_with_the_drafter() -> None:
+    drafter = AcceptanceRate(0.8)
+    first = AcceptanceRate(drafter, 8)
+    for _ in range(40):
+        first.observe(drafted=8, accepted=0)
+        drafter.observe(drafted=8, accepted=0)
+    assert first.by_position[0] < 0.1
+    assert first.expected_tokens(8) < 1.1
+
+
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
 def test_the_deeper_a_token_the_less_it_is_worth(outcomes: list[tuple[int, int]], price: float) -> None:
     rate = AcceptanceRate(0.8, 8)
