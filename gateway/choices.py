@@ -79,6 +79,26 @@ async def _after_scoring(
             prompt = []
 
 
+def repeated(stream: AsyncGenerator[Piece, None], n: int) -> list[AsyncGenerator[Piece, None]]:
+    """A stream n times over, generated once: for choices that nothing is drawn for. All but the first come when it is over."""
+    whole: asyncio.Future[list[Piece]] = asyncio.get_running_loop().create_future()
+    return [_recorded(stream, whole), *(_replayed(whole) for _ in range(n - 1))]
+
+
+async def _recorded(stream: AsyncGenerator[Piece, None], whole: asyncio.Future[list[Piece]]) -> AsyncGenerator[Piece, None]:
+    pieces: list[Piece] = []
+    async with aclosing(stream) as told:
+        async for piece in told:
+            pieces.append(piece)
+            yield piece
+    whole.set_result(pieces)
+
+
+async def _replayed(whole: asyncio.Future[list[Piece]]) -> AsyncGenerator[Piece, None]:
+    for piece in await whole:
+        yield piece
+
+
 class Tally:
     """Adds up the endings of a request's choices; choice i belongs to prompt i // n."""
 

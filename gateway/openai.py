@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.choices import Event, Tally, collect, merge, scored_once
+from gateway.choices import Event, Tally, collect, merge, repeated, scored_once
 from gateway.generate import Generation, Piece, TextRequest
 from gateway.parameters import text_request
 from gateway.request_span import begin, describe
@@ -110,6 +110,8 @@ async def _answer(
 
 def _streams(generation: Generation, job: TextRequest, n: int) -> list[AsyncGenerator[Piece, None]]:
     """The choices of one prompt."""
+    if job.max_tokens == 0:
+        return repeated(generation.stream(job), n)
     choices = [_choice(job, choice) for choice in range(n)]
     if job.prompt_logprobs is None:
         return [generation.stream(choice) for choice in choices]

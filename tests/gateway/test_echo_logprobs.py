@@ -122,6 +122,19 @@ async def test_only_the_first_choice_of_each_prompt_scores_it_and_the_others_beg
         assert asked[0].prompt != asked[1].prompt
 
 
+@pytest.mark.parametrize("scores", [{"logprobs": 1}, {}], ids=["scored", "not scored"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_without_tokens_to_generate_all_choices_of_a_prompt_take_one_pass(
+    rig: Rig, stream: bool, scores: dict[str, int]
+) -> None:
+    rig.script.answer = scoring([50])
+    prompts = ["once upon a time", "x"]
+    found = await ask(rig, stream, prompt=prompts, echo=True, n=3, max_tokens=0, **scores)
+    assert [text for text, _ in found] == [prompt for prompt in prompts for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert len(rig.script.requests) == len(prompts)
+
+
 async def test_of_several_tokens_with_one_text_the_likeliest_is_told(rig: Rig) -> None:
     first, second = rig.prompts.tokenizer.encode("😀").ids[:2]
     assert rig.prompts.decode([first]) == rig.prompts.decode([second])
