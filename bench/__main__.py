@@ -16,11 +16,11 @@ import time
 from contextlib import AsyncExitStack, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import transformers
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
@@ -96,6 +96,17 @@ class BenchSettings(Settings):
     out: Path = Path("bench/out")
     """Directory for the grown checkpoint and what is written."""
 
+    @property
+    def policies(self) -> list[str]:
+        """The policies of depth that `ways` names."""
+        return [policy for policy in adversary.POLICIES if any(fnmatch.fnmatch(policy, pattern) for pattern in self.ways)]
+
+    @model_validator(mode="after")
+    def _names_a_policy(self) -> Self:
+        if self.only == "adversary" and not self.policies:
+            raise ValueError(f"ways must match one of {', '.join(adversary.POLICIES)}")
+        return self
+
 
 def main(arguments: list[str]) -> int:
     """The exit status."""
@@ -116,8 +127,8 @@ def main(arguments: list[str]) -> int:
         record["tracing"] = asyncio.run(tracing.measure(bundled, settings.rounds, settings.tokens, console))
     elif settings.only == "adversary":
         [grown] = _pairs(settings, console)
-        policies = [policy for policy in adversary.POLICIES if any(fnmatch.fnmatch(policy, p) for p in settings.ways)]
-        record["adversary"] = asyncio.run(adversary.measure(grown, policies, settings.rounds, settings.tokens, console))
+        measured = adversary.measure(grown, settings.policies, settings.rounds, settings.tokens, console)
+        record["adversary"] = asyncio.run(measured)
     elif settings.only == "delay":
         [grown] = _pairs(settings, console)
         record["delay"], images["delay"] = asyncio.run(delay.measure(grown, settings.rounds, settings.tokens, console))

@@ -191,14 +191,17 @@ class Engine:
 
     def run(self) -> None:
         """Step until stopped; sleeps while there is nothing to do."""
-        while not self._stopping:
-            with self._wake:
-                while not self._inbox and not self.sequences:
-                    self._wake.wait()
-            self.drain_inbox()
-            self._await_drafts()
-            self.step()
-        self.outgoing.tell_clients()
+        try:
+            while not self._stopping:
+                with self._wake:
+                    while not self._inbox and not self.sequences:
+                        self._wake.wait()
+                self.drain_inbox()
+                self._await_drafts()
+                self.step()
+        finally:
+            # What was committed is told, whatever ended the loop.
+            self.outgoing.tell_clients()
 
     def drain_inbox(self) -> None:
         """Run everything that was posted."""
@@ -212,8 +215,10 @@ class Engine:
         clock, preempted = self._phases, self.scheduler.preemption_count
         clock.begin()
         items = self._guidance.cut(self.scheduler.next())
+        clock.end("pack")
+        self.outgoing.tell_clients()
+        clock.end("send")
         if not items:
-            self.outgoing.tell_clients()
             return
         spans = self._spans.begin(items, clock.last["wait"])
         try:
@@ -247,8 +252,6 @@ class Engine:
         slices = [_slice(item) for item in items]
         masked = self._guidance.masks(items)
         clock.end("pack")
-        self.outgoing.tell_clients()
-        clock.end("send")
         logits_RV = self.model.forward(slices)
         clock.end("forward")
         logits_RV, scores = split_scored(logits_RV, items)
@@ -257,7 +260,7 @@ class Engine:
         return judgements, scores
 
     def _observe(self, items: list[Item]) -> None:
-        """Let a step teach what such steps take, the host's part included but for sending, which is little.
+        """Let a step teach what such steps take, the host's part included but for telling drafters, which is little.
 
         What scoring a prompt takes is nobody else's price.
         """

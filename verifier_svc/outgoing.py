@@ -13,7 +13,8 @@ Delivery = tuple[Callable[..., None], object]
 
 
 class Outgoing:
-    """For the engine's thread alone; `deliver` takes what is said to wherever sinks may be called.
+    """For the engine's thread alone; `deliver` takes what is said to wherever sinks may be called, which must not change the engine
+    but by what they `post`: clients are told in the middle of a step.
 
     A step's chunks are many messages, and whoever reads them has work to do at once, all of which would stand between a drafter's
     answer and a target that waits for it.

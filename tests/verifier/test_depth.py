@@ -66,6 +66,18 @@ def test_a_new_sequence_begins_with_what_is_known_of_the_drafter() -> None:
     assert AcceptanceRate(learned, 4).by_position[0] < 0.25
 
 
+def test_a_sequence_that_turns_out_well_is_drafted_deeply_though_its_drafter_was_always_wrong_elsewhere() -> None:
+    drafter = AcceptanceRate(0.8, decay=0.99)
+    for _ in range(200):
+        drafter.observe(drafted=4, accepted=0)
+    good = AcceptanceRate(drafter, 8)
+    for _ in range(60):
+        depth = max(1, good.depth_worth(0.15, 8))
+        good.observe(drafted=depth, accepted=depth)
+        drafter.observe(drafted=depth, accepted=depth)
+    assert good.depth_worth(0.15, 8) == 8
+
+
 def test_a_drafters_first_sequence_gives_up_hopes_with_the_drafter() -> None:
     drafter = AcceptanceRate(0.8)
     first = AcceptanceRate(drafter, 8)

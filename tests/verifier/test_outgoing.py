@@ -2,7 +2,9 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
+import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.depth_policy import DepthPolicy
@@ -56,10 +58,21 @@ def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None
     thread = threading.Thread(target=engine._await_drafts)
     started = time.monotonic()
     thread.start()
-    while not client.tokens and time.monotonic() < started + 0.5:
+    while not client.tokens and time.monotonic() < started + 0.25:
         time.sleep(0.001)
     assert client.tokens == truth[:2]
     assert thread.is_alive(), "the drafter is still waited for, for up to a second"
     engine.post(lambda: drafter.propose(sequence.id, truth[2:6]))
     thread.join()
-    assert time.monotonic() < started + 0.9
+
+
+def test_whatever_ends_the_engine_clients_are_told_what_was_committed() -> None:
+    for ending, told in ((lambda engine: engine.stop(), 2), (lambda engine: engine.post(lambda: 1 / 0), 1)):
+        engine, model = make_engine(eos_bias=-99)
+        client = Client()
+        engine.submit(TokenRequest([1, 2], 8, GREEDY), client)
+        engine.step()
+        ending(engine)
+        with nullcontext() if told == 2 else pytest.raises(ZeroDivisionError):
+            engine.run()
+        assert client.tokens == model.greedy([1, 2], told)
