@@ -211,7 +211,10 @@ class Engine:
         self.outgoing.tell_drafters()
 
     def step(self) -> None:
-        """One forward and what it commits; then drafters are told of it, and clients if there is nobody to compute for."""
+        """Tell clients of the step before, then one forward and what it commits, of which drafters are told at once.
+
+        So are clients if there is nobody left to compute for.
+        """
         clock, preempted = self._phases, self.scheduler.preemption_count
         clock.begin()
         items = self._guidance.cut(self.scheduler.next())
