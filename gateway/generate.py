@@ -6,13 +6,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-import grpc
-
 from gateway.metrics import Metrics, SequenceClock
 from gateway.prompts import Prompts
-from gateway.routing import Replica, Router
+from gateway.routing import Router
 from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
-from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import (
     FinishReason,
@@ -151,7 +148,7 @@ class Generation:
         sequence = _Sequence(request, tokens, info, self._table)
         try:
             with replica.busy():
-                async with aclosing(_chunks(replica, tokens)) as chunks:
+                async with aclosing(replica.tokens.generate(tokens)) as chunks:
                     async for chunk in chunks:
                         if chunk.token_ids:
                             clock.chunk(len(chunk.token_ids))
@@ -261,22 +258,6 @@ class _Sequence:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
-
-
-async def _chunks(replica: Replica, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
-    """The verifier's chunks; closing the iterator cancels the call."""
-    metadata = (("traceparent", request.traceparent),) if request.traceparent else ()
-    call = replica.stub.GenerateTokens(wire.request_to_proto(request), metadata=metadata)
-    try:
-        async for response in call:
-            yield wire.chunk_from_proto(response)
-    except grpc.aio.AioRpcError as failure:
-        error = rpc.error_of(failure)
-        if failure.code() is grpc.StatusCode.UNAVAILABLE and error.reason is Reason.VERIFIER_UNAVAILABLE:
-            replica.lost(error)
-        raise error from failure
-    finally:
-        call.cancel()
 
 
 def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import grpc
 
+from gateway.token_stream import TokenStream
 from outrider import rpc, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import ModelInfo, Stage
@@ -33,7 +34,8 @@ class Replica:
         self.round_trip_s: float | None = None
         """Of the last question how the verifier is."""
         self._channel = rpc.dial(address)
-        self.stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+        self._stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+        self.tokens = TokenStream(self._stub, self.lost)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -48,7 +50,7 @@ class Replica:
         """Ask how far the verifier is."""
         asked = time.perf_counter()
         try:
-            response = await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=_POLL_TIMEOUT_S)
+            response = await self._stub.GetModel(verifier_pb2.GetModelRequest(), timeout=_POLL_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
             self.lost(rpc.error_of(failure))
             return
@@ -62,6 +64,7 @@ class Replica:
         self.problem = OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
     async def close(self) -> None:
+        await self.tokens.close()
         await self._channel.close(None)
 
 

@@ -76,7 +76,17 @@ def error_of(failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_
     """The error that a peer reported; `otherwise` is the reason for a failure that no Outrider process described."""
     status = rpc_status.from_call(failure)  # type: ignore[arg-type]  # reads code, details and trailing metadata alone
     error = OutriderError(otherwise, failure.details() or failure.code().name)
-    for packed in status.details if status is not None else ():
+    return error if status is None else _with_details(error, status)
+
+
+def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> OutriderError:
+    """The error that a peer reported in a message, as a serialized google.rpc.Status; `otherwise` as in `error_of`."""
+    status = status_pb2.Status.FromString(serialized)
+    return _with_details(OutriderError(otherwise, status.message), status)
+
+
+def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderError:
+    for packed in status.details:
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if packed.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
             error.reason, error.metadata = Reason[info.reason], dict(info.metadata)
@@ -96,7 +106,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
-def _unexpected(method: str) -> OutriderError:
+def unexpected(method: str) -> OutriderError:
+    """Log the exception that is being handled, and what to answer: not its text, which may hold a user's data."""
     log.exception("%s failed", method)
     return OutriderError(Reason.INTERNAL, f"{method} failed; the server's log has the reason")
 
@@ -118,7 +129,7 @@ def reports_errors(handler: _Handler) -> _Handler:
             except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
                 raise
             except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
-                await abort(context, _unexpected(handler.__name__))
+                await abort(context, unexpected(handler.__name__))
 
         return cast(_Handler, stream)
 
@@ -131,7 +142,7 @@ def reports_errors(handler: _Handler) -> _Handler:
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
-            await abort(context, _unexpected(handler.__name__))
+            await abort(context, unexpected(handler.__name__))
 
     return cast(_Handler, unary)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.draft_streams import DraftStream
 from verifier_svc.engine_thread import EngineThread
 from verifier_svc.sequence import Sequence
+from verifier_svc.token_streams import TokenStream
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,6 +33,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._engine: EngineThread | None = None
         self._grammars: GrammarCompiler | None = None
         self._streams: set[DraftStream] = set()
+        self._token_streams: set[TokenStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._active = 0
@@ -48,10 +51,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self.report(Stage.DRAINING, "finishing what runs")
         for stream in self._streams:
             stream.say_draining("the verifier is about to stop")
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
-        except TimeoutError:
-            return
+        for callers in self._token_streams:
+            callers.end()
 
     def _ready(self) -> EngineThread:
         if self.info.stage is Stage.DRAINING:
@@ -74,8 +77,28 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self, request: verifier_pb2.GenerateTokensRequest, context: Context
     ) -> AsyncIterator[verifier_pb2.GenerateTokensResponse]:
         """Stream what each step commits; a call that is cancelled frees its sequence."""
-        engine = self._ready()
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        async with aclosing(self._generate(request, metadata.get("traceparent", ""))) as responses:
+            async for response in responses:
+                yield response
+
+    @reports_errors
+    async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+        self, request_iterator: AsyncIterator[verifier_pb2.StreamTokensRequest], context: Context
+    ) -> None:
+        """The same for all sequences of one caller."""
+        stream = TokenStream(self._generate, aiter(request_iterator), context)
+        self._token_streams.add(stream)
+        try:
+            await stream.run()
+        finally:
+            self._token_streams.discard(stream)
+
+    async def _generate(
+        self, request: verifier_pb2.GenerateTokensRequest, traceparent: str
+    ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
+        """What each step commits for one sequence, which is freed when this is closed; raises OutriderError."""
+        engine = self._ready()
         parsed = wire.request_from_proto(request, vocab_size=self.info.vocab_size, context_length=self.info.context_length)
         chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
         submitted: list[Sequence] = []
@@ -86,7 +109,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
         grammar = await self._compiled(parsed.grammar)
         self._enter()
-        with telemetry.start("generate_tokens", metadata.get("traceparent", "")) as span:
+        with telemetry.start("generate_tokens", traceparent) as span:
             span.set(outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=len(parsed.prompt))
             try:
                 await engine.call(lambda: submitted.append(engine.engine.submit(parsed, chunks.put_nowait, span, grammar)))

@@ -219,6 +219,121 @@ class GenerateTokensResponse(_message.Message):
 Global___GenerateTokensResponse: _TypeAlias = GenerateTokensResponse  # noqa: Y015
 
 @_typing.final
+class StreamTokensRequest(_message.Message):
+    """Begins or ends a sequence of the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    GENERATE_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """The caller's number for the sequence, which no other of the stream has had."""
+    traceparent: _builtins.str
+    """W3C trace context of what begins; empty is not traced. GenerateTokens takes it from the call's metadata."""
+    @_builtins.property
+    def generate(self) -> Global___GenerateTokensRequest:
+        """Begins it."""
+
+    @_builtins.property
+    def cancel(self) -> Global___CancelTokens:
+        """Ends it. What was said of it before that may still come."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        generate: Global___GenerateTokensRequest | None = ...,
+        cancel: Global___CancelTokens | None = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generate", b"generate", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "cancel", b"cancel", "generate", b"generate", "message", b"message", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["generate", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___StreamTokensRequest: _TypeAlias = StreamTokensRequest  # noqa: Y015
+
+@_typing.final
+class CancelTokens(_message.Message):
+    """Frees a sequence that nobody waits for any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelTokens: _TypeAlias = CancelTokens  # noqa: Y015
+
+@_typing.final
+class StreamTokensResponse(_message.Message):
+    """What was committed for some sequences of the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokensPart]:
+        """In the order in which it was committed."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___TokensPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015
+
+@_typing.final
+class TokensPart(_message.Message):
+    """What was committed for one of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """From the request that began it."""
+    status: _builtins.bytes
+    """The serialized google.rpc.Status that GenerateTokens would have ended with."""
+    @_builtins.property
+    def tokens(self) -> Global___GenerateTokensResponse:
+        """As GenerateTokens streams it."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        tokens: Global___GenerateTokensResponse | None = ...,
+        status: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "status", b"status", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "message", b"message", "status", b"status", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["tokens", "status"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___TokensPart: _TypeAlias = TokensPart  # noqa: Y015
+
+@_typing.final
 class StreamDraftsRequest(_message.Message):
     """From a drafter to the verifier."""
 

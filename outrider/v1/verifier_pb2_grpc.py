@@ -40,6 +40,11 @@ class VerifierServiceStub:
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensResponse.FromString,
                 _registered_method=True)
+        self.StreamTokens = channel.stream_stream(
+                '/outrider.v1.VerifierService/StreamTokens',
+                request_serializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensResponse.FromString,
+                _registered_method=True)
         self.StreamDrafts = channel.stream_stream(
                 '/outrider.v1.VerifierService/StreamDrafts',
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.StreamDraftsRequest.SerializeToString,
@@ -58,6 +63,14 @@ class VerifierServiceServicer:
 
     def GenerateTokens(self, request, context):
         """Generates tokens for one prompt and streams them as they are committed. Cancelling the call frees the sequence.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamTokens(self, request_iterator, context):
+        """The same for many sequences on one stream, as gateways use it: what a step commits for all of them is one message, since a message
+        costs more than what is in it. Ending the stream frees them all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +97,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.GenerateTokens,
                     request_deserializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensResponse.SerializeToString,
+            ),
+            'StreamTokens': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamTokens,
+                    request_deserializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensResponse.SerializeToString,
             ),
             'StreamDrafts': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamDrafts,
@@ -124,6 +142,33 @@ class VerifierService:
             '/outrider.v1.VerifierService/GenerateTokens',
             outrider_dot_v1_dot_verifier__pb2.GenerateTokensRequest.SerializeToString,
             outrider_dot_v1_dot_verifier__pb2.GenerateTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamTokens(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.VerifierService/StreamTokens',
+            outrider_dot_v1_dot_verifier__pb2.StreamTokensRequest.SerializeToString,
+            outrider_dot_v1_dot_verifier__pb2.StreamTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from outrider import rpc, wire, wire_model
 from outrider.errors import OutriderError
 from outrider.messages import FinishReason, ModelInfo, SpeculationStats, Stage, TokenChunk, TokenRequest, TokenSource
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+from verifier_svc.token_streams import TokenStream
 
 Step = TokenChunk | OutriderError | float
 """A chunk to send, an error to end with, or seconds to wait."""
@@ -29,6 +30,8 @@ class Script:
     running: int = 0
     cancelled: int = 0
     unreachable: bool = False
+    hangs_up: bool = False
+    stream_count: int = 0
 
 
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
@@ -44,14 +47,32 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         return wire_model.model_to_proto(self.script.info)
 
     @rpc.reports_errors
-    async def GenerateTokens(
-        self, request: verifier_pb2.GenerateTokensRequest, context: Any
-    ) -> AsyncIterator[verifier_pb2.GenerateTokensResponse]:
+    async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+        self, request_iterator: AsyncIterator[verifier_pb2.StreamTokensRequest], context: Any
+    ) -> None:
+        self.script.stream_count += 1
+        stream = TokenStream(self._generate, aiter(request_iterator), context)
+        serving, hung_up = asyncio.ensure_future(stream.run()), asyncio.ensure_future(self._hang_up(stream))
+        try:
+            await serving
+        finally:
+            serving.cancel()
+            hung_up.cancel()
+
+    async def _hang_up(self, stream: TokenStream) -> None:
+        while not self.script.hangs_up:  # noqa: ASYNC110  # a test's wish has no event to wait for
+            await asyncio.sleep(0.02)
+        self.script.hangs_up = False
+        stream.end()
+
+    async def _generate(
+        self, request: verifier_pb2.GenerateTokensRequest, traceparent: str
+    ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
         script = self.script
         info = script.info
         asked = wire.request_from_proto(request, vocab_size=info.vocab_size, context_length=info.context_length)
         script.requests.append(asked)
-        script.traceparents += [value for key, value in context.invocation_metadata() if key == "traceparent"]
+        script.traceparents += [traceparent] if traceparent else []
         script.running += 1
         try:
             for step in script.answer(asked):

@@ -1,0 +1,115 @@
+"""A gateway's sequences at one verifier, all on one stream: what a step commits for them comes in one message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from outrider import rpc, wire
+from outrider.errors import OutriderError, Reason
+from outrider.messages import TokenChunk, TokenRequest
+from outrider.v1 import verifier_pb2
+
+if TYPE_CHECKING:
+    from outrider.v1.verifier_pb2_grpc import VerifierServiceAsyncStub  # which only the type stubs have
+
+_Parts = asyncio.Queue[verifier_pb2.TokensPart | OutriderError | None]
+
+
+class TokenStream:
+    """Opened by the first request, and again by the first one after it broke."""
+
+    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: Callable[[OutriderError], None]) -> None:
+        """`on_lost` hears why the verifier cannot be reached."""
+        self._stub = stub
+        self._on_lost = on_lost
+        self._link: _Link | None = None
+
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The chunks of one sequence, to its last or to where the verifier hung up; closing the iterator frees the sequence.
+
+        Raises OutriderError: what the verifier reports, VERIFIER_UNAVAILABLE when the stream breaks.
+        """
+        if self._link is None or self._link.over:
+            self._link = _Link(self._stub, self._on_lost)
+        link, number, parts = self._link, *self._link.begin(request)
+        goes_on = True
+        try:
+            while (part := await parts.get()) is not None:
+                if isinstance(part, OutriderError):
+                    raise part
+                goes_on = part.HasField("tokens") and not part.tokens.finish_reason
+                if part.HasField("status"):
+                    raise rpc.error_in(part.status)
+                yield wire.chunk_from_proto(part.tokens)
+                if not goes_on:
+                    return
+        finally:
+            link.end(number, cancel=goes_on)
+
+    async def close(self) -> None:
+        """Free all sequences and hang up."""
+        if self._link is not None:
+            await self._link.close()
+
+
+class _Link:
+    """One call of StreamTokens, until it ends."""
+
+    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: Callable[[OutriderError], None]) -> None:
+        self._on_lost = on_lost
+        self._last = 0
+        self._parts: dict[int, _Parts] = {}
+        self._unsent: asyncio.Queue[verifier_pb2.StreamTokensRequest] = asyncio.Queue()
+        self._call = stub.StreamTokens(self._requests())
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def over(self) -> bool:
+        return self._reading.done()
+
+    def begin(self, request: TokenRequest) -> tuple[int, _Parts]:
+        """Ask for a sequence: its number, and where what is said of it comes; None when the verifier has hung up."""
+        self._last += 1
+        parts = self._parts[self._last] = _Parts()
+        generate = wire.request_to_proto(request)
+        begin = verifier_pb2.StreamTokensRequest(call_id=self._last, generate=generate, traceparent=request.traceparent)
+        self._unsent.put_nowait(begin)
+        return self._last, parts
+
+    def end(self, number: int, *, cancel: bool) -> None:
+        """Forget a sequence, and free it if it goes on."""
+        del self._parts[number]
+        if cancel:
+            self._unsent.put_nowait(verifier_pb2.StreamTokensRequest(call_id=number, cancel=verifier_pb2.CancelTokens()))
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
+        self._hang_up(OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up"))
+
+    async def _requests(self) -> AsyncIterator[verifier_pb2.StreamTokensRequest]:
+        while True:
+            yield await self._unsent.get()
+
+    async def _read(self) -> None:
+        why: OutriderError | None = None
+        try:
+            async for response in self._call:
+                for part in response.parts:
+                    # What was freed meanwhile may still be spoken of.
+                    if (parts := self._parts.get(part.call_id)) is not None:
+                        parts.put_nowait(part)
+        except grpc.aio.AioRpcError as failure:
+            why = rpc.error_of(failure)
+            if failure.code() is grpc.StatusCode.UNAVAILABLE and why.reason is Reason.VERIFIER_UNAVAILABLE:
+                self._on_lost(why)
+        self._hang_up(why)
+
+    def _hang_up(self, why: OutriderError | None) -> None:
+        self._call.cancel()
+        for parts in self._parts.values():
+            parts.put_nowait(why)

@@ -1,0 +1,61 @@
+"""What a gateway asks of a verifier shares one stream; when that breaks, who is on it hears so and the next one opens another."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from gateway_rig import Rig, until
+from scripted_verifier import last, plain
+
+from outrider import rpc
+from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def ask(rig: Rig) -> str:
+    answer = await rig.client.completions.create(model="models/target", prompt="x", max_tokens=5)
+    return answer.choices[0].text
+
+
+async def test_requests_one_after_the_other_and_at_once_share_a_stream(rig: Rig) -> None:
+    await ask(rig)
+    before = rig.script.stream_count
+    await asyncio.gather(*(ask(rig) for _ in range(8)))
+    await rig.client.completions.create(model="models/target", prompt="x", n=3)
+    assert rig.script.stream_count == before
+
+
+async def test_a_verifier_that_hangs_up_fails_what_it_owes_and_the_next_request_opens_another_stream(rig: Rig) -> None:
+    rig.script.answer = lambda _: [plain([5]), 60.0]
+    asked = [asyncio.create_task(ask(rig)) for _ in range(3)]
+    await until(lambda: rig.script.running == 3)
+    before = rig.script.stream_count
+    rig.script.hangs_up = True
+    for failure in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(failure, openai.InternalServerError)
+        assert failure.status_code == 503
+        assert failure.code == "verifier_unavailable"
+        assert "ended without a finish reason" in failure.message
+    assert rig.script.running == 0
+    rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
+    await ask(rig)
+    assert rig.script.stream_count == before + 1
+
+
+async def test_one_sequence_that_fails_leaves_the_stream_to_the_others(rig: Rig) -> None:
+    refused = OutriderError(Reason.OVERLOADED, "64 requests are waiting already", retry_after_s=1.0)
+    rig.script.answer = lambda request: [refused] if len(request.prompt) > 2 else [0.2, plain([5]), last([], FinishReason.LENGTH)]
+    good = asyncio.create_task(ask(rig))
+    await until(lambda: rig.script.running == 1)
+    with pytest.raises(openai.RateLimitError, match="64 requests are waiting already"):
+        await rig.client.completions.create(model="models/target", prompt=[5, 6, 7], max_tokens=5)
+    assert await good
+
+
+async def test_an_error_in_a_message_is_the_one_that_was_put_there() -> None:
+    error = OutriderError(Reason.OVERLOADED, "too many", "max_tokens", retry_after_s=2.5, metadata={"a": "b"})
+    assert rpc.error_in(rpc.status_of(error).SerializeToString()) == error

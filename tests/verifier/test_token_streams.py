@@ -1,0 +1,215 @@
+"""Many sequences on one stream: each is as if it were alone, and what they say together comes together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider import rpc
+from outrider.errors import OutriderError, Reason
+from outrider.v1 import verifier_pb2
+from outrider.v1.verifier_pb2_grpc import (
+    VerifierServiceServicer,
+    VerifierServiceStub,
+    add_VerifierServiceServicer_to_server,
+)
+from verifier_svc.token_streams import TokenStream
+
+Request = verifier_pb2.StreamTokensRequest
+Tokens = verifier_pb2.GenerateTokensResponse
+FOREVER = 60.0
+
+
+class Verifier(VerifierServiceServicer):
+    """Answers each request with what `steps` has for its first prompt token: ids to say, seconds to wait, or an error to raise."""
+
+    def __init__(self, steps: Callable[[int], list[Any]]) -> None:
+        self.steps = steps
+        self.running = 0
+        self.traceparents: list[str] = []
+        self.stream: TokenStream | None = None
+
+    @rpc.reports_errors
+    async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+        self, request_iterator: AsyncIterator[Request], context: Any
+    ) -> None:
+        self.stream = TokenStream(self.generate, aiter(request_iterator), context)
+        await self.stream.run()
+
+    async def generate(self, request: verifier_pb2.GenerateTokensRequest, traceparent: str) -> AsyncGenerator[Tokens, None]:
+        self.traceparents.append(traceparent)
+        self.running += 1
+        try:
+            for step in self.steps(request.prompt_token_ids[0]):
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                else:
+                    yield Tokens(token_ids=step)
+        finally:
+            self.running -= 1
+
+
+@asynccontextmanager
+async def calling(verifier: Verifier) -> AsyncIterator[Any]:
+    """A call of StreamTokens over real gRPC."""
+    server = rpc.Server()
+    add_VerifierServiceServicer_to_server(verifier, server.grpc)
+    [port] = await server.start("127.0.0.1:0")
+    try:
+        async with asyncio.timeout(20.0), rpc.dial(f"127.0.0.1:{port}") as channel:
+            yield VerifierServiceStub(channel).StreamTokens()
+    finally:
+        await server.stop(0.0)
+
+
+def begin(number: int, prompt: int, traceparent: str = "") -> Request:
+    return Request(call_id=number, generate=verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt]), traceparent=traceparent)
+
+
+def cancel(number: int) -> Request:
+    return Request(call_id=number, cancel=verifier_pb2.CancelTokens())
+
+
+async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
+    """All messages to the end of the stream, each as the numbers and tokens of its parts."""
+    return [[(part.call_id, list(part.tokens.token_ids)) for part in message.parts] async for message in call]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():  # noqa: ASYNC110  # another task's progress has no event to wait for
+            await asyncio.sleep(0.01)
+
+
+async def test_what_sequences_say_in_one_turn_comes_in_one_message() -> None:
+    verifier = Verifier(lambda prompt: [0.3, [prompt], 0.3, [prompt, prompt]])
+    async with calling(verifier) as call:
+        for number in (1, 2, 3):
+            await call.write(begin(number, 10 * number))
+        await call.done_writing()
+        told = await messages(call)
+    assert [part for message in told for part in message] == [
+        *((number, [10 * number]) for number in (1, 2, 3)),
+        *((number, [10 * number] * 2) for number in (1, 2, 3)),
+    ]
+    # Three requests may begin in as many turns of the loop, but timers of one length end together.
+    assert len(told) < 6
+
+
+async def test_a_sequence_that_fails_says_why_and_the_others_go_on() -> None:
+    refused = OutriderError(Reason.OVERLOADED, "too many wait", "max_tokens", retry_after_s=2.0)
+    verifier = Verifier(lambda prompt: [[[1], refused], [RuntimeError("a user's secret")], [0.2, [3], 0.2, [4]]][prompt])
+    async with calling(verifier) as call:
+        for number in (0, 1, 2):
+            await call.write(begin(number, number))
+        await call.done_writing()
+        parts = [part async for message in call for part in message.parts]
+    ends = {part.call_id: rpc.error_in(part.status) for part in parts if part.HasField("status")}
+    assert ends[0] == refused
+    assert ends[1].reason is Reason.INTERNAL
+    assert "secret" not in ends[1].message
+    assert [list(part.tokens.token_ids) for part in parts if part.call_id == 2] == [[3], [4]]
+
+
+async def test_a_cancelled_sequence_is_freed_and_no_other() -> None:
+    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
+    async with calling(verifier) as call:
+        for number in (1, 2):
+            await call.write(begin(number, number))
+        await until(lambda: verifier.running == 2)
+        await call.write(cancel(1))
+        await until(lambda: verifier.running == 1)
+        await call.write(cancel(2))
+        await until(lambda: verifier.running == 0)
+        # What is over, or was never there, may be cancelled: the caller cannot know.
+        for number in (2, 77):
+            await call.write(cancel(number))
+        await call.write(begin(3, 9))
+        await until(lambda: verifier.running == 1)
+
+
+async def test_a_sequence_that_is_cancelled_at_once_leaves_nothing_behind() -> None:
+    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
+    async with calling(verifier) as call:
+        for number in range(50):
+            await call.write(begin(number, 1))
+            await call.write(cancel(number))
+        await call.done_writing()
+        await messages(call)
+    assert verifier.running == 0
+
+
+async def test_hanging_up_frees_all() -> None:
+    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
+    async with calling(verifier) as call:
+        for number in range(5):
+            await call.write(begin(number, 1))
+        await until(lambda: verifier.running == 5)
+        call.cancel()
+        await until(lambda: verifier.running == 0)
+
+
+@pytest.mark.parametrize(
+    ("messages_sent", "said"),
+    [
+        ([begin(1, 1), begin(1, 2)], "call_id 1 is that of a sequence that goes on"),
+        ([Request(call_id=1)], "a message must be generate or cancel"),
+    ],
+    ids=["a number twice", "no message"],
+)
+async def test_a_message_without_meaning_ends_the_stream_with_the_reason(messages_sent: list[Request], said: str) -> None:
+    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
+    async with calling(verifier) as call:
+        for message in messages_sent:
+            await call.write(message)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await messages(call)
+        error = rpc.error_of(caught.value)
+        assert (error.reason, error.message) == (Reason.PROTOCOL_VIOLATION, said)
+        await until(lambda: verifier.running == 0)
+
+
+async def test_a_verifier_that_ends_the_stream_sends_what_was_said_before() -> None:
+    verifier = Verifier(lambda prompt: [[prompt], FOREVER])
+
+    async with calling(verifier) as call:
+        await call.write(begin(1, 1))
+        await until(lambda: verifier.running == 1)
+        await asyncio.sleep(0.05)
+        assert verifier.stream is not None
+        verifier.stream._say(verifier_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
+        verifier.stream.end()
+        verifier.stream.end()
+        told = await messages(call)
+        assert [part for message in told for part in message] == [(1, [1]), (1, [8])]
+        await until(lambda: verifier.running == 0)
+
+
+async def test_much_that_is_said_at_once_is_divided_among_messages() -> None:
+    """So that what many sequences say of their prompts stays under what a message may have."""
+    long = list(range(1_000_000, 1_000_000 + 200_000))
+    verifier = Verifier(lambda prompt: [0.2, long])
+    async with calling(verifier) as call:
+        for number in range(30):
+            await call.write(begin(number, 1))
+        await call.done_writing()
+        sizes = [(message.ByteSize(), len(message.parts)) async for message in call]
+    assert sum(count for _, count in sizes) == 30
+    assert max(size for size, _ in sizes) < 3 * 2**20
+
+
+async def test_a_trace_context_belongs_to_its_sequence() -> None:
+    verifier = Verifier(lambda prompt: [[prompt]])
+    async with calling(verifier) as call:
+        await call.write(begin(1, 1, "00-a-b-01"))
+        await call.write(begin(2, 1))
+        await call.done_writing()
+        await messages(call)
+    assert verifier.traceparents == ["00-a-b-01", ""]
