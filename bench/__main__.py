@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 
 import torch
 import transformers
+import uvloop
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
@@ -121,7 +122,8 @@ def main(arguments: list[str]) -> int:
     elif settings.only == "judging":
         console.print(acceptance.judging())
     elif settings.only == "limits":
-        record["limits"] = asyncio.run(limits.measure(settings.models, settings.out, console))
+        # On the event loop that all services run on.
+        record["limits"] = uvloop.run(limits.measure(settings.models, settings.out, console))
     elif settings.only == "tracing":
         [bundled] = _pairs(settings, console)
         record["tracing"] = asyncio.run(tracing.measure(bundled, settings.rounds, settings.tokens, console))

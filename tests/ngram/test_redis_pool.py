@@ -9,6 +9,7 @@ import pytest
 from pools import TENANT, found, pool, until, written
 from redis_servers import Deployment, Standalone
 
+from drafter_svc.pools import redis_client
 from drafter_svc.pools.keys import is_index
 from drafter_svc.pools.redis_server import RedisServer
 
@@ -83,7 +84,7 @@ async def test_rubbish_in_redis_is_dropped_and_counted_and_a_shorter_n_gram_is_t
 
 async def test_a_batch_is_one_round_trip_on_one_server(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as made:
-        await written(made, ([1], [2]))
+        await found(made, [[1]])  # so that there is a connection
         with redis_server.data[0].admin() as client:
             before = client.info("stats")["total_commands_processed"]
             await found(made, *([[i, i + 1], [i + 1]] for i in range(32)))
@@ -119,6 +120,24 @@ async def test_when_redis_dies_lookups_go_on_at_once_and_it_is_rejoined_when_it_
             await written(made, ([1], [3]))
             assert await found(made, [[1]]) == [[3]]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+async def test_a_redis_that_hangs_makes_lookups_late_then_fails_and_its_reply_is_nobodys(
+    redis_server: Standalone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redis_client, "_SOCKET_TIMEOUT_S", 0.3)
+    async with pool(redis_server.server, budget_s=0.05) as made:
+        await written(made, ([1], [2]), ([3], [4]))
+        assert await found(made, [[1]]) == [[2]]
+        with redis_server.data[0].admin() as client:
+            client.execute_command("CLIENT", "PAUSE", 1000)
+            assert await found(made, [[1]]) == [[]]
+            assert (made.counters.late, made.counters.failed) == (1, 0)
+            await until(lambda: made.counters.failed == 1, 2)
+            assert "no answer in 0.3 s" in caplog.text
+            client.ping()  # answered when the pause is over
+        await until(lambda: made.available)
+        assert await found(made, [[3]]) == [[4]]
 
 
 async def test_a_redis_that_was_never_there_costs_nothing() -> None:
