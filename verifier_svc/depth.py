@@ -51,8 +51,8 @@ class AcceptanceRate:
     def observe(self, drafted: int, accepted: int) -> None:
         """One verified path; what follows the first miss was not judged."""
         judged, stood, decay = self._judged, self._accepted, self._decay
-        known = min(drafted, len(judged))
-        for i in range(min(accepted, known)):
+        known = drafted if drafted < len(judged) else len(judged)
+        for i in range(accepted if accepted < known else known):
             judged[i] = judged[i] * decay + 1.0
             stood[i] = stood[i] * decay + 1.0
         if accepted < known:
@@ -69,10 +69,13 @@ class AcceptanceRate:
         return self._rates(len(self._prior))
 
     def _rates(self, depth: int) -> list[float]:
+        known = zip(self._accepted[:depth], self._judged, self._prior, strict=False)
+        if self._base is not None:
+            return [(accepted + prior * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT) for accepted, judged, prior in known]
         rates: list[float] = []
         rate = self._prior[0]
-        for accepted, judged, prior in zip(self._accepted[:depth], self._judged, self._prior, strict=False):
-            rate = (accepted + (rate if self._base is None else prior) * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
+        for accepted, judged, _ in known:
+            rate = (accepted + rate * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
             rates.append(rate)
         return rates
 
@@ -82,9 +85,9 @@ class AcceptanceRate:
         return self._refreshed() if self._survival is None else self._survival
 
     def _refreshed(self) -> list[float]:
-        self._survival = list(accumulate(self.by_position, mul))
-        self._expected = list(accumulate(self._survival, initial=1.0))
-        return self._survival
+        self._survival = survival = list(accumulate(self.by_position, mul))
+        self._expected = list(accumulate(survival, initial=1.0))
+        return survival
 
     def expected_tokens(self, depth: int) -> float:
         """Tokens that a step commits with `depth` draft tokens, its own included.

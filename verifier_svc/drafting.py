@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from outrider.errors import OutriderError
@@ -100,7 +99,7 @@ class Drafting:
             learned = drafter.rates.get(kind)
             if learned is None:
                 learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM, decay=_LONG_MEMORY)
-            assignment = Assignment(drafter, trie, rule, AcceptanceRate(learned, limit), trie.window, limit)
+            assignment = Assignment(drafter, trie, rule, AcceptanceRate(learned, limit), learned, trie.window, limit)
             sequence.assignments[drafter.id] = assignment
             assignment.depth = max(1, self.planner.depth_for(sequence, assignment))
             assignment.window = self._window(assignment, assignment.depth)
@@ -193,9 +192,8 @@ class Drafting:
                     pause.begin(new_token_ids)
                     continue
                 pause.forget()
-            told = pause.end() or new_token_ids
-            verdict = sequence.verdict_for(assignment, told, walk.matched, span.traceparent)
-            assignment.drafter.outbox.verdicts.append(self._steer(sequence, assignment, verdict))
+            told = pause.end() if pause.withheld else new_token_ids
+            assignment.drafter.outbox.verdicts.append(self._verdict(sequence, assignment, told, walk.matched, span.traceparent))
             # What a drafter has to read first, back from a pause, is not how long it takes to draft; a probe is meant to tell.
             timed = assignment.met and (told is new_token_ids or pause.probing)
             if timed and (trie.epoch != epoch or trie.node_count == 0):
@@ -203,17 +201,18 @@ class Drafting:
         if found:
             span.set(outrider__lookups="; ".join(found))
 
-    def _steer(self, sequence: Sequence, assignment: Assignment, verdict: Verdict) -> Verdict:
-        """The verdict, with depth and window where they change."""
-        wanted = max(self.planner.depth_to_ask(sequence, assignment), 1)
+    def _verdict(self, sequence: Sequence, assignment: Assignment, told: list[int], accepted: int, traceparent: str) -> Verdict:
+        """The acknowledgement of a step, after the trie has been advanced; with depth and window where they change."""
+        trie = assignment.trie
+        wanted = self.planner.depth_to_ask(sequence, assignment) or 1
         # What is committed until the draft is there counts as its first tokens.
-        depth = min(wanted + self.planner.steps_without(assignment, wanted), assignment.trie.window.depth)
+        depth = min(wanted + self.planner.steps_without(assignment, wanted), trie.window.depth)
         window = self._window(assignment, depth)
         assignment.ahead, assignment.told_at = window.depth > wanted, time.monotonic()
-        if depth != assignment.depth or window is not assignment.window:
-            assignment.depth, assignment.window = depth, window
-            return replace(verdict, depth=depth, window=window)
-        return verdict
+        if depth == assignment.depth and window is assignment.window:
+            return Verdict(sequence.id, trie.epoch, trie.root, len(sequence.tokens), accepted, told, None, traceparent)
+        assignment.depth, assignment.window = depth, window
+        return Verdict(sequence.id, trie.epoch, trie.root, len(sequence.tokens), accepted, told, window, traceparent, depth)
 
     def _window(self, assignment: Assignment, depth: int) -> Window:
         """How far to run ahead: a draft for each step until the drafter hears of this one, as far as the trie has room; or not at
@@ -233,13 +232,13 @@ class Drafting:
         reach = min((1 + steps) * (1 + depth) - 1, most.depth)
         return _as_before(assignment, min(_NODES_PER_DEPTH * reach, most.node_count), reach)
 
-    def judge(self, sequence: Sequence, assignment: Assignment, drafted: int, accepted: int) -> None:
+    def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
         drafter = assignment.drafter
         # A probe has its answer; from here on the drafter is judged as all others are.
         assignment.pause.probing = False
         assignment.rate.observe(drafted, accepted)
-        drafter.rates[_kind(sequence)].observe(drafted, accepted)
+        assignment.learned.observe(drafted, accepted)
         drafter.verified_count += drafted
         drafter.accepted_count += accepted
         self._metrics.verified(drafter, drafted, accepted)

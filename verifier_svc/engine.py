@@ -416,7 +416,7 @@ class Engine:
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if item.assignment is not None:
-            self.drafting.judge(sequence, item.assignment, len(drafted), outcome.accepted_count)
+            self.drafting.judge(item.assignment, len(drafted), outcome.accepted_count)
         self._emit(sequence, chunk_of(item, new, accepted, judgement, finish_reason, scored))
         if finish_reason is not None:
             self._close(sequence)

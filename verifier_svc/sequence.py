@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from outrider.errors import OutriderError
 from outrider.grammar_backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Verdict, Window
+from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Window
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import Drafter
@@ -66,6 +66,8 @@ class Assignment:
     trie: Trie
     rule: Rule
     rate: AcceptanceRate
+    learned: AcceptanceRate
+    """What its drafter's sequences of this kind teach together."""
     window: Window
     """How far the drafter was last told to run ahead; its trie has room for more."""
     depth: int
@@ -171,8 +173,3 @@ class Sequence:
             prediction=self.request.prediction,
             prompt_length=len(self.request.prompt),
         )
-
-    def verdict_for(self, assignment: Assignment, new_token_ids: list[int], accepted_count: int, traceparent: str) -> Verdict:
-        """The acknowledgement of a step, after the trie has been advanced."""
-        trie = assignment.trie
-        return Verdict(self.id, trie.epoch, trie.root, len(self.tokens), accepted_count, new_token_ids, traceparent=traceparent)

@@ -21,7 +21,7 @@ def doubted(policy: DepthPolicy, **limits: int) -> tuple[Engine, ScriptedDrafter
         engine.cost.calibrate(1, 1 + depth, seconds)
     first = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     for _ in range(100):
-        engine.drafting.judge(first, first.assignments["scripted"], 8, 0)
+        engine.drafting.judge(first.assignments["scripted"], 8, 0)
     engine.cancel(first)
     sequence = engine.submit(TokenRequest(list(range(1, 7)), 40, GREEDY), Client())
     engine.drain_inbox()
