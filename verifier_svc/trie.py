@@ -43,14 +43,13 @@ class Fate(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Node:
-    """A guess. `depth` is its distance from node 0 of the epoch; `children` are by token, the favourite first."""
+class _Branch:
+    """A guess beside the path. `depth` is its distance from node 0 of the epoch; `children` are by token, the favourite first."""
 
     number: int
     token: int
     depth: int
-    distribution: SparseDistribution | None = None
-    children: dict[int, Node] = field(default_factory=dict)
+    children: dict[int, _Branch] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -64,114 +63,162 @@ class Path:
 class _Epoch:
     """What was proposed in one epoch.
 
-    `owed` are tokens that were committed below `root` and that no proposal has named yet: it may be under way.
+    `owed` are tokens that were committed below `root` and that no proposal has named yet: it may be under way. The path, that of
+    first-proposed children from the root's on, is flat lists, since mostly there is nothing beside it.
     """
 
-    __slots__ = ("_path", "last", "nodes", "number", "owed", "root", "skipped")
+    __slots__ = ("_branches", "_depth", "_laws", "_sides", "last", "number", "numbers", "owed", "root", "skipped", "tokens")
 
     def __init__(self, number: int, owed: list[int]) -> None:
         self.number = number
         self.owed = owed
-        self.root = Node(number=0, token=-1, depth=0)
+        self.root = 0
         self.last = 0
-        # The root, and what is below it.
-        self.nodes: dict[int, Node] = {0: self.root}
+        self.tokens: list[int] = []
+        """The path's, and its nodes' numbers."""
+        self.numbers: list[int] = []
         self.skipped: set[int] = set()
-        # That of first-proposed children from the root's on.
-        self._path: list[Node] = []
+        # The root's distance from node 0.
+        self._depth = 0
+        # What tokens were sampled from, by number.
+        self._laws: dict[int, SparseDistribution] = {}
+        # The path's nodes' other children, by their parent's number and by token; and all that is in and below those, by number.
+        self._sides: dict[int, dict[int, _Branch]] = {}
+        self._branches: dict[int, _Branch] = {}
 
     @property
     def node_count(self) -> int:
         """Nodes below the root."""
-        return len(self.nodes) - 1
+        return len(self.tokens) + len(self._branches)
 
     @property
     def contradicted(self) -> bool:
         """Whether there are guesses, and others than what was committed."""
-        return bool(self.owed and self.root.children)
+        return bool(self.owed and self.tokens)
 
     def add(self, proposal: Proposal, window: Window) -> Fate:
-        self.check_known(proposal.parent_node, "parent_node")
-        if proposal.first_node != self.last + 1:
-            raise _violation("first_node", f"must be {self.last + 1}, the epoch's next node, not {proposal.first_node}")
-        parent = self.nodes.get(proposal.parent_node)
-        if parent is None:
-            self.last += len(proposal.token_ids)  # the drafter has numbered them, so numbering goes on behind them
+        parent, tokens, count = proposal.parent_node, proposal.token_ids, len(proposal.token_ids)
+        self.check_known(parent, "parent_node")
+        first = self.last + 1
+        if proposal.first_node != first:
+            raise _violation("first_node", f"must be {first}, the epoch's next node, not {proposal.first_node}")
+        tip = self.numbers[-1] if self.numbers else self.root
+        if parent == tip:
+            self._check_room(count, self._depth + len(self.tokens), window)
+            self.tokens += tokens
+            self.numbers += range(first, first + count)
+        elif self.knows(parent):
+            self._branch_off(proposal, window)
+        else:
+            self.last += count  # the drafter has numbered them, so numbering goes on behind them
             return Fate.STALE
-        self._check_room(proposal, parent, window)
-        on_path = parent is (self._path[-1] if self._path else self.root)
-        number, depth, distributions, nodes = self.last, parent.depth, proposal.distributions, self.nodes
-        for i, token in enumerate(proposal.token_ids, 1):
-            node = Node(number + i, token, depth + i, distributions[i - 1] if distributions else None, {})
-            parent.children[token] = nodes[number + i] = parent = node
-            if on_path:
-                self._path.append(node)
-        self.last += len(proposal.token_ids)
+        self.last += count
+        if proposal.distributions:
+            self._laws.update(enumerate(proposal.distributions, first))
         return Fate.ADDED
+
+    def _branch_off(self, proposal: Proposal, window: Window) -> None:
+        """Add a run that does not lengthen the path."""
+        parent, number, repeated = proposal.parent_node, proposal.first_node, proposal.token_ids[0]
+        branch = self._branches.get(parent)
+        if branch is not None:
+            siblings, depth, taken = branch.children, branch.depth, repeated in branch.children
+        else:
+            at = 0 if parent == self.root else self.numbers.index(parent) + 1
+            siblings, depth = self._sides.get(parent, {}), self._depth + at
+            taken = repeated in siblings or repeated == self.tokens[at]
+        self._check_room(len(proposal.token_ids), depth, window)
+        if taken:
+            raise _violation("token_ids", f"begin with {repeated}, but node {parent} has that child already")
+        if branch is None:
+            self._sides[parent] = siblings
+        for i, token in enumerate(proposal.token_ids):
+            siblings[token] = self._branches[number + i] = branch = _Branch(number + i, token, depth + 1 + i)
+            siblings = branch.children
 
     def follow(self, token_ids: list[int]) -> tuple[int, bool]:
         """Move the root along committed tokens as far as there are nodes, the rest is owed; how far that was, and whether along
         first-proposed children alone.
         """
-        self.owed += token_ids
-        matched, favoured, alone = 0, True, True
-        for token in self.owed:
-            children = self.root.children
-            child = children.get(token)
-            if child is None:
+        owed, matched = self.owed, 0
+        owed += token_ids
+        for token, guess in zip(owed, self.tokens, strict=False):
+            if token != guess:
                 break
-            favoured = favoured and child is self._path[matched]
-            alone = alone and len(children) == 1
-            del self.nodes[self.root.number]
-            self.skipped.discard(self.root.number)
-            self.root = child
+            matched += 1
+        if matched:
+            passed = [self.root, *self.numbers[: matched - 1]]
+            self.root = self.numbers[matched - 1]
+            self._depth += matched
+            del self.tokens[:matched], self.numbers[:matched], owed[:matched]
+            if self._sides or self._laws or self.skipped:
+                self._forget(passed)
+        branch = self._sides.get(self.root, {}).get(owed[0]) if owed and self._sides else None
+        if branch is None:
+            return matched, True
+        return matched + self._leave_path(branch), False
+
+    def _leave_path(self, branch: _Branch) -> int:
+        """Move the root to a child beside the path and on from there; how far that was."""
+        matched = 1
+        while matched < len(self.owed) and self.owed[matched] in branch.children:
+            branch = branch.children[self.owed[matched]]
             matched += 1
         del self.owed[:matched]
-        if favoured:
-            del self._path[:matched]
-        else:
-            self._path = _favourites(self.root)
-        if not alone:
-            self._prune()
-        return matched, favoured
+        self.root, self._depth = branch.number, branch.depth
+        self.tokens, self.numbers, self._sides = [], [], {}
+        while branch.children:
+            favourite, *others = branch.children.values()
+            if others:
+                self._sides[branch.number] = {other.token: other for other in others}
+            self.tokens.append(favourite.token)
+            self.numbers.append(favourite.number)
+            branch = favourite
+        self._prune()
+        return matched
 
-    def favourites(self) -> list[Node]:
-        """The path, from the root's child on; none while something is owed."""
-        return [] if self.owed else self._path
+    def _forget(self, passed: list[int]) -> None:
+        """Forget nodes of the path that are no longer below the root, and what was beside them."""
+        ruled_out = False
+        for number in passed:
+            self._laws.pop(number, None)
+            self.skipped.discard(number)
+            ruled_out = self._sides.pop(number, None) is not None or ruled_out
+        if ruled_out:
+            self._prune()
 
     def _prune(self) -> None:
-        """Keep the root and what is below it."""
-        kept, pending = {self.root.number: self.root}, [self.root]
+        """Forget what is neither the root nor below it."""
+        kept: dict[int, _Branch] = {}
+        pending = [branch for side in self._sides.values() for branch in side.values()]
         while pending:
-            for child in pending.pop().children.values():
-                kept[child.number] = child
-                pending.append(child)
-        self.nodes = kept
-        self.skipped &= kept.keys()
+            branch = pending.pop()
+            kept[branch.number] = branch
+            pending += branch.children.values()
+        self._branches = kept
+        known = {self.root, *self.numbers, *kept}
+        self.skipped &= known
+        self._laws = {number: law for number, law in self._laws.items() if number in known}
+
+    def laws(self, depth: int) -> list[SparseDistribution]:
+        """What the path's first tokens were sampled from, of as many as were."""
+        return [self._laws[number] for number in self.numbers[:depth] if number in self._laws] if self._laws else []
+
+    def knows(self, node: int) -> bool:
+        """Whether it is the root or below it."""
+        return node == self.root or node in self._branches or node in self.numbers
 
     def check_known(self, node: int, field_name: str) -> None:
         if node > self.last:
             raise _violation(field_name, f"must be a node of the epoch, at most {self.last}, not {node}")
 
-    def _check_room(self, proposal: Proposal, parent: Node, window: Window) -> None:
-        count = len(proposal.token_ids)
-        depth = parent.depth - self.root.depth + count
+    def _check_room(self, count: int, parent_depth: int, window: Window) -> None:
+        """For so many nodes below one of that depth."""
+        depth = parent_depth - self._depth + count
         if depth > window.depth:
             raise _violation("token_ids", f"reach depth {depth}, but the window allows {window.depth}")
         if self.node_count + count > window.node_count:
             raise _violation("token_ids", f"make more than the {window.node_count} nodes that the window allows")
-        if proposal.token_ids[0] in parent.children:
-            repeated = proposal.token_ids[0]
-            raise _violation("token_ids", f"begin with {repeated}, but node {proposal.parent_node} has that child already")
-
-
-def _favourites(node: Node) -> list[Node]:
-    """The path of first-proposed children below a node."""
-    path: list[Node] = []
-    while node.children:
-        node = next(iter(node.children.values()))
-        path.append(node)
-    return path
 
 
 class Trie:
@@ -195,7 +242,7 @@ class Trie:
     @property
     def root(self) -> int:
         """The last committed token's node in the epoch that holds."""
-        return 0 if self._unheard else self._heard.root.number
+        return 0 if self._unheard else self._heard.root
 
     @property
     def last_node(self) -> int:
@@ -212,7 +259,7 @@ class Trie:
     def node_count(self) -> int:
         """Guesses below the last committed token."""
         heard = self._heard
-        return 0 if heard.owed else len(heard.nodes) - 1
+        return 0 if heard.owed else heard.node_count
 
     def add(self, proposal: Proposal) -> Fate:
         """Hang a run of nodes under its parent.
@@ -237,7 +284,7 @@ class Trie:
         if epoch is None:
             return Fate.STALE
         epoch.check_known(skip.node, "node")
-        if skip.node in epoch.nodes:
+        if epoch.knows(skip.node):
             epoch.skipped.add(skip.node)
         return Fate.ADDED
 
@@ -263,31 +310,34 @@ class Trie:
         self._unheard = [(number, first - start) for number, first in self._unheard]
 
     def favourites(self) -> list[int]:
-        """Node numbers of the path, in the epoch that it was proposed in."""
-        return [node.number for node in self._heard.favourites()]
+        """Node numbers of the path, in the epoch that it was proposed in; none while something is owed."""
+        return [] if self._heard.owed else self._heard.numbers
 
     def path(self, depth: int) -> Path:
         """The path of first-proposed children from the root, cut at `depth` tokens; siblings come later, as less likely.
 
         Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
         """
-        nodes = self._heard.favourites()[:depth]
-        tokens = [node.token for node in nodes]
-        distributions = [node.distribution for node in nodes if node.distribution is not None]
+        heard = self._heard
+        if heard.owed:
+            return Path([], [])
+        tokens, distributions = heard.tokens[:depth], heard.laws(depth)
         # A path is sampled from end to end or counts as one-hot from end to end.
         return Path(tokens, distributions if len(distributions) == len(tokens) else [])
 
     def ready(self, depth: int) -> bool:
         """Whether waiting could not make the path to `depth` any longer."""
-        heard, path = self._heard, self._heard.favourites()
-        if path:
-            return len(path) >= depth or path[-1].number in heard.skipped
+        heard = self._heard
+        if heard.numbers and not heard.owed:
+            return len(heard.numbers) >= depth or heard.numbers[-1] in heard.skipped
         # Who was asked anew may know more than when it skipped.
-        return depth == 0 or (not self._unheard and heard.root.number in heard.skipped)
+        return depth == 0 or (not self._unheard and heard.root in heard.skipped)
 
     def length(self, depth: int) -> int:
         """Tokens of the path, at most `depth`."""
-        return min(len(self._heard.favourites()), depth)
+        heard = self._heard
+        length = 0 if heard.owed else len(heard.tokens)
+        return length if length < depth else depth
 
     def advance(self, token_ids: list[int]) -> Walk:
         """Move the root along committed tokens. If the epoch lacks one of them, another begins."""
