@@ -200,7 +200,8 @@ class SpeculationStats:
         self.draft_count += 1
         self.draft_token_count += drafted
         self.accepted_token_count += accepted
-        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        if accepted >= len(self.histogram):
+            self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
 
 

@@ -96,7 +96,7 @@ def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[Outcome]:
                 break
             end += 1
         outcomes.append(Outcome(end - first, tokens[end]))
-        first += draft.context.row_count
+        first += len(draft.context.drafted) + 1
     return outcomes
 
 

@@ -13,10 +13,9 @@ def end(sequence: Sequence, new: list[int]) -> FinishReason | None:
     if sequence.request.max_tokens == 0:
         new.clear()  # only the prompt's log probabilities were wanted
         return FinishReason.LENGTH
-    for i, token in enumerate(new):
-        if token in sequence.end_ids:
-            del new[i + 1 :]
-            return FinishReason.STOP
+    if not sequence.end_ids.isdisjoint(new):
+        del new[next(i for i, token in enumerate(new) if token in sequence.end_ids) + 1 :]
+        return FinishReason.STOP
     generated = len(sequence.tokens) - len(sequence.request.prompt) + len(new)
     return FinishReason.LENGTH if generated >= sequence.request.max_tokens else None
 
@@ -30,19 +29,18 @@ def chunk_of(
     scored: list[TokenLogprob],
 ) -> TokenChunk:
     """What the step committed, each token with its author."""
-    sources = [TokenSource.ACCEPTED] * accepted
+    sources, drafted = [TokenSource.ACCEPTED] * accepted, len(item.path.token_ids)
     if len(new) > accepted:
-        drafted = len(item.path.token_ids)
         own = TokenSource.BONUS if accepted == drafted else TokenSource.RECOVERED
         sources.append(own if drafted else TokenSource.PLAIN)
     return TokenChunk(
-        token_ids=new,
-        sources=sources,
-        drafter_id=item.assignment.drafter.id if item.assignment is not None else "",
-        finish_reason=finish_reason,
-        stats=item.sequence.stats if finish_reason is not None else None,
-        cached_token_count=item.sequence.cached_token_count,
-        draft_token_count=len(item.path.token_ids),
-        logprobs=list(judgement.logprobs[: len(new)]),
-        prompt_logprobs=scored,
+        new,
+        sources,
+        item.assignment.drafter.hello.drafter_id if item.assignment is not None else "",
+        finish_reason,
+        item.sequence.stats if finish_reason is not None else None,
+        item.sequence.cached_token_count,
+        drafted,
+        list(judgement.logprobs[: len(new)]) if judgement.logprobs else [],
+        scored,
     )

@@ -269,9 +269,9 @@ class Engine:
         """
         if any(item.scored for item in items):
             return
-        decoding = [item for item in items if item.samples]
-        token_count = sum(1 + len(item.path.token_ids) for item in decoding)
-        prompt_token_count = sum(len(item.token_ids) - item.samples for item in items)
+        decoding = [len(item.path.token_ids) for item in items if item.samples]
+        token_count = len(decoding) + sum(decoding)
+        prompt_token_count = sum([len(item.token_ids) for item in items]) - len(decoding)
         self.cost.observe(len(decoding), token_count, self._phases.step_s, prompt_token_count)
         if prompt_token_count == 0:
             self._phases.bare_s = self.bare_cost.estimate(len(items), token_count)
@@ -388,7 +388,8 @@ class Engine:
         """Take over what a forward said about one sequence."""
         sequence = item.sequence
         sequence.kv.length = item.start + len(item.token_ids)
-        sequence.unscored = sequence.unscored[len(scored) :]
+        if scored:
+            sequence.unscored = sequence.unscored[len(scored) :]
         if judgement is None:
             self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
             if scored:
@@ -436,7 +437,7 @@ class Engine:
 
 
 def _slice(item: Item) -> Slice:
-    return Slice([*item.token_ids, *item.path.token_ids], item.start, item.sequence.kv.pages, item.logit_count)
+    return Slice(item.token_ids + item.path.token_ids, item.start, item.sequence.kv.pages, item.logit_count)
 
 
 def _nothing_allowed() -> OutriderError:

@@ -42,12 +42,13 @@ class Judge:
         judged = [item for item in items if item.samples]
         drafts = [self._draft(item) for item in judged]
         outcomes = accept(logits_RV, drafts, self.synthetic_rate)
-        likely = _logprobs(logits_RV, judged, outcomes)
-        told = iter(
-            Judgement(outcome, draft.rule, likely.get(i, ()))
-            for i, (outcome, draft) in enumerate(zip(outcomes, drafts, strict=True))
-        )
-        return [next(told) if item.samples else None for item in items]
+        told = [Judgement(outcome, draft.rule) for outcome, draft in zip(outcomes, drafts, strict=True)]
+        for i, found in _logprobs(logits_RV, judged, outcomes).items():
+            told[i].logprobs = found
+        if len(judged) == len(items):
+            return [*told]
+        rest = iter(told)
+        return [next(rest) if item.samples else None for item in items]
 
     def _draft(self, item: Item) -> Draft:
         sequence = item.sequence
@@ -89,7 +90,7 @@ class Judge:
 
 def _logprobs(logits_RV: torch.Tensor, items: SequenceOf[Item], outcomes: SequenceOf[Outcome]) -> dict[int, list[TokenLogprob]]:
     """Those of the sequences that want them, by their place among `items`."""
-    if all(item.sequence.request.top_logprobs is None for item in items):
+    if not [item for item in items if item.sequence.request.top_logprobs is not None]:
         return {}
     rows: list[int] = []
     tokens: list[int] = []

@@ -89,9 +89,12 @@ class Planner:
         reading: list[Sequence] = []
         for sequence in running:
             (decoding if sequence.pending_count == 1 else reading).append(sequence)
-        self._limit = self.policy.limit(max(1, len(decoding)))
-        self._probing = False
-        self.pausing = any(a.pause.steps_left > 0 for sequence in decoding for a in sequence.assignments.values())
+        self._limit = self.policy.limit(len(decoding) or 1)
+        self._probing = self.pausing = False
+        for sequence in decoding:
+            for assignment in sequence.assignments.values():
+                if assignment.pause.steps_left > 0:
+                    self.pausing = True
         if decoding:
             self._batch = len(decoding)
             self._set_prices(decoding, beside_prompts=bool(reading))
@@ -118,12 +121,13 @@ class Planner:
         for assignment, depth in drafts:
             gained += assignment.rate.expected_tokens(depth) - 1.0
             total_depth += depth
-            deepest[assignment.drafter] = max(depth, deepest.get(assignment.drafter, 0))
+            if depth > deepest.get(assignment.drafter, 0):
+                deepest[assignment.drafter] = depth
         wait_s = max(drafter.latency(depth) for drafter, depth in deepest.items())
         # What a drafter drafts it drafts together.
         busy_s = sum(drafter.busy_s(depth) for drafter, depth in deepest.items())
         steps = steps_meanwhile(wait_s, self.plain_s)
-        stands = sum(_stands(assignment, depth, steps) for assignment, depth in drafts) / len(drafts)
+        stands = sum([_stands(assignment, depth, steps) for assignment, depth in drafts]) / len(drafts)
         return _Outlook(1.0 + gained / self._batch, total_depth / self._batch, wait_s, busy_s, stands)
 
     def _goodput(self, outlook: _Outlook) -> float:
@@ -145,7 +149,8 @@ class Planner:
         least_s = max(_LEAST_PRICE * plain_s / batch, cost.prompt_token_s if beside_prompts else 0.0)
         further = cost.further_tokens_s(batch) or [(1, 0.0)]
         self._token_prices = [(count, self._rate * max(seconds, least_s)) for count, seconds in further]
-        self._price = self._price_among(decoding, None)
+        if self.policy.kind == "goodput":
+            self._price = self._price_among(decoding, None)
 
     def _price_among(self, decoding: list[Sequence], asked: set[Drafter] | None) -> float:
         """The price of a draft token if these drafters draft, paused or not; or, of all, those who are not paused."""
@@ -229,13 +234,14 @@ class Planner:
 
     def steps_without(self, assignment: Assignment, depth: int) -> int:
         """Steps that will go on until a draft of so many tokens is there; 0 if it will be waited for."""
-        wait_s, plain_s = assignment.drafter.latency(depth), self.plain_s
+        drafter, plain_s = assignment.drafter, self.plain_s
+        wait_s = drafter.latency(depth)
         if self._always or wait_s == 0.0 or plain_s == 0.0:
             return 0
         steps = steps_meanwhile(wait_s, plain_s)
         gain = (1.0, assignment.rate.expected_tokens(depth))
         one_s = patience_s(gain, wait_s, self._rate, self._batch, plain_s, _stands(assignment, depth, steps))
-        return steps if wait_s > self._batch * one_s + assignment.drafter.busy_s(depth) else 0
+        return steps if wait_s > self._batch * one_s + drafter.busy_s(depth) else 0
 
     def depth_for(self, sequence: Sequence, assignment: Assignment, price: float | None = None) -> int:
         """Draft tokens of this drafter that are worth their place in a step, at the plan's price or another."""
@@ -361,11 +367,14 @@ def awaited(sequence: Sequence) -> tuple[Assignment, int, float, float] | None:
     as tokens expected of a step; and what is expected of a step with that draft.
     """
     limit, length, now = sequence.draft_limit, 0, 1.0
+    if limit == 0:
+        return None
     under_way: list[tuple[float, Assignment]] = []
-    for assignment in sequence.assignments.values() if limit else ():
-        depth = min(limit, assignment.drafter.hello.max_depth)
-        if assignment.pause.steps_left == 0 and assignment.met and not assignment.trie.ready(depth):
-            under_way.append((assignment.rate.expected_tokens(depth), assignment))
+    for assignment in sequence.assignments.values():
+        if assignment.pause.steps_left == 0 and assignment.met:
+            depth = min(limit, assignment.drafter.hello.max_depth)
+            if not assignment.trie.ready(depth):
+                under_way.append((assignment.rate.expected_tokens(depth), assignment))
     if not under_way:
         return None
     for assignment in sequence.assignments.values():

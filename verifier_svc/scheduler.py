@@ -73,11 +73,11 @@ class Scheduler:
         items: dict[int, Item] = {}
         budget = self._max_batch_tokens
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
-        running = [(sequence, sequence.pending_count) for sequence in self.running.values()]
+        running = [(sequence, len(sequence.tokens) - sequence.kv.length) for sequence in self.running.values()]
         decoding = [pair for pair in running if pair[1] == 1]
         prefilling = [pair for pair in running if pair[1] > 1]
         spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
-        for sequence, pending in (*decoding, *prefilling):
+        for sequence, pending in decoding + prefilling:
             takes = _takes(sequence, pending, rows) if sequence.unscored else pending
             count = min(takes, max(spare, pending == 1))
             if count == 0:
@@ -100,9 +100,10 @@ class Scheduler:
         assignment, path = best_path(sequence, min(spare, sequence.draft_limit)) if samples else (None, NO_PATH)
         start = sequence.kv.length
         end = start + count + len(path.token_ids)
-        if path.token_ids and not self.pool.reserve(sequence.kv, end):
+        reserved = self.pool.reserve(sequence.kv, end)
+        if not reserved and path.token_ids:
             assignment, path, end = None, NO_PATH, start + count
-        while not self.pool.reserve(sequence.kv, end):
+        while not reserved and not self.pool.reserve(sequence.kv, end):
             victim = next((other for other in reversed(self.running.values()) if other.id not in items), sequence)
             self._preempt(victim)
             if victim is sequence:
@@ -155,7 +156,9 @@ def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:
     """
     best: Assignment | None = None
     best_value = 0.0
-    for assignment in sequence.assignments.values() if depth > 0 else ():
+    if depth <= 0:
+        return None, NO_PATH
+    for assignment in sequence.assignments.values():
         length = assignment.trie.length(depth)
         if length == 0:
             continue

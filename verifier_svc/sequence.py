@@ -88,8 +88,8 @@ class Assignment:
     """Whether the drafter goes on while its last draft is verified, or is asked for so much that nobody waits for it."""
 
     def begin_epoch(self) -> None:
-        """Note when the drafter was asked, to measure how long it takes."""
-        self.asked_at[self.trie.epoch] = time.monotonic()
+        """Note when the drafter was asked, which is when it was told, to measure how long it takes."""
+        self.asked_at[self.trie.epoch] = self.told_at
         while len(self.asked_at) > _EPOCHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
@@ -153,8 +153,9 @@ class Sequence:
         """Draft tokens that could still be committed: one token of each step is the target's own."""
         if self.depth == 0:
             return 0
-        left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
-        return max(0, min(self.depth, left - 1))
+        # All but one of the tokens that are left.
+        most = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt)) - 1
+        return self.depth if self.depth < most else max(0, most)
 
     def opened_for(self, assignment: Assignment) -> Opened:
         """The announcement to a drafter."""

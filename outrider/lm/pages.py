@@ -52,6 +52,8 @@ class PagePool:
     def reserve(self, sequence: KVSequence, length: int) -> bool:
         """Give the sequence pages for `length` tokens; False, and nothing has changed, when there are not enough."""
         missing = -(-length // self.page_size) - len(sequence.pages)
+        if missing <= 0:
+            return True
         if missing > self.free_count:
             return False
         for _ in range(missing):
@@ -77,7 +79,8 @@ class PagePool:
         if published < len(sequence.digests):
             length = published * self.page_size
             del sequence.digests[published:]
-        sequence.length = min(sequence.length, length)
+        if length < sequence.length:
+            sequence.length = length
         keep = -(-length // self.page_size)
         # Backwards, so that of a cached prefix the end is forgotten before the beginning.
         while len(sequence.pages) > keep:
@@ -114,8 +117,11 @@ class PagePool:
         """Make the full pages of committed tokens findable; pages published before cost nothing."""
         if not self._prefix_caching:
             return
+        published = len(sequence.digests)
+        if sequence.length < (published + 1) * self.page_size:
+            return
         full = min(sequence.length, len(token_ids)) // self.page_size
-        for i in range(len(sequence.digests), full):
+        for i in range(published, full):
             digest = self._digest(sequence.digests, token_ids, i, salt)
             sequence.digests.append(digest)
             if digest not in self._by_digest:
