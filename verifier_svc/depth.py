@@ -101,7 +101,10 @@ class AcceptanceRate:
 
     def stands(self, count: int) -> float:
         """Probability that a draft has the next `count` tokens right; of as many as are known where that is fewer."""
-        return self.survival[min(count, len(self._prior)) - 1] if count else 1.0
+        if count == 0:
+            return 1.0
+        survival = self.survival
+        return survival[count - 1] if count < len(survival) else survival[-1]
 
     def depth_worth(self, price: float, limit: int) -> int:
         """The draft tokens whose chance of being committed is at least `price`; it falls with each position, so they come first."""

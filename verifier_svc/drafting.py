@@ -139,17 +139,17 @@ class Drafting:
         draft_s = max((proposal.draft_seconds for proposal in batch.proposals), default=0.0)
         try:
             for proposal in batch.proposals:
-                assignment = self._assignment(drafter, proposal.sequence_id)
+                assignment, length = self._assignment(drafter, proposal.sequence_id), len(proposal.token_ids)
                 if assignment is None or assignment.trie.add(proposal) is Fate.STALE:
-                    stale_count += len(proposal.token_ids)
-                token_count += len(proposal.token_ids)
+                    stale_count += length
+                token_count += length
                 if assignment is None:
                     continue
                 if (seconds := assignment.answered(at, proposal.epoch, drafted=True)) is not None:
                     drafts_s.append(seconds)
                     assignment.undrafted = proposal.epoch
                 if assignment.undrafted == proposal.epoch and proposal.draft_seconds > 0.0:
-                    draft_length = max(draft_length, len(proposal.token_ids))
+                    draft_length = max(draft_length, length)
                     assignment.undrafted = -1
             for skip in batch.skips:
                 if assignment := self._assignment(drafter, skip.sequence_id):
@@ -174,14 +174,14 @@ class Drafting:
         """Move every trie's root along the committed tokens and tell its drafter, unless it is paused; `span` is the step's."""
         found: list[str] = []
         for assignment in sequence.assignments.values():
-            pause, trie = assignment.pause, assignment.trie
+            pause, trie, drafter = assignment.pause, assignment.trie, assignment.drafter
             epoch = trie.epoch
             skipped = trie.node_count == 0 and trie.ready(1)
             walk = trie.advance(new_token_ids)
             if pause.steps_left == 0 and not skipped:
-                self._metrics.walked(assignment.drafter, walk)
+                self._metrics.walked(drafter, walk)
                 if span.traceparent:
-                    found.append(f"{assignment.drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
+                    found.append(f"{drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
             if pause.steps_left > 0:
                 # The batch, too, decides what pays, and it changes.
                 pays = self.planner.pays(sequence, assignment)
@@ -193,7 +193,7 @@ class Drafting:
                     continue
                 pause.forget()
             told = pause.end() if pause.withheld else new_token_ids
-            assignment.drafter.outbox.verdicts.append(self._verdict(sequence, assignment, told, walk.matched, span.traceparent))
+            drafter.outbox.verdicts.append(self._verdict(sequence, assignment, told, walk.matched, span.traceparent))
             # What a drafter has to read first, back from a pause, is not how long it takes to draft; a probe is meant to tell.
             timed = assignment.met and (told is new_token_ids or pause.probing)
             if timed and (trie.epoch != epoch or trie.node_count == 0):
@@ -206,7 +206,9 @@ class Drafting:
         trie = assignment.trie
         wanted = self.planner.depth_to_ask(sequence, assignment) or 1
         # What is committed until the draft is there counts as its first tokens.
-        depth = min(wanted + self.planner.steps_without(assignment, wanted), trie.window.depth)
+        depth = wanted + self.planner.steps_without(assignment, wanted)
+        if depth > trie.window.depth:
+            depth = trie.window.depth
         window = self._window(assignment, depth)
         assignment.ahead, assignment.told_at = window.depth > wanted, time.monotonic()
         if depth == assignment.depth and window is assignment.window:
@@ -222,13 +224,13 @@ class Drafting:
         since a step waits for all; else it was for nothing.
         """
         drafter, step_s, most = assignment.drafter, self.planner.plain_s, assignment.trie.window
+        reply_s = drafter.reply.value
         if drafter.on_target_cores:
             together = min(self.planner.batch, len(drafter.sequence_ids))
             hit, draft_s = assignment.rate.stands(depth) ** max(together, 1), depth * drafter.token_time.value
-            near = drafter.reply.value < _NEAR * step_s
-            if near or hit * (drafter.reply.value + draft_s) <= draft_s:
+            if reply_s < _NEAR * step_s or hit * (reply_s + draft_s) <= draft_s:
                 return _as_before(assignment, depth, depth)
-        steps = 1 + math.ceil(drafter.reply.value / step_s) if step_s > 0.0 else MAX_DEPTH
+        steps = 1 + math.ceil(reply_s / step_s) if step_s > 0.0 else MAX_DEPTH
         reach = min((1 + steps) * (1 + depth) - 1, most.depth)
         return _as_before(assignment, min(_NODES_PER_DEPTH * reach, most.node_count), reach)
 

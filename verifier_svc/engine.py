@@ -409,7 +409,8 @@ class Engine:
         sequence.stats.record(len(drafted), accepted, judgement.rule)
         # Keep the cache of what was accepted; the target's own token was sampled, not fed, so it comes with the next forward.
         sequence.kv.length += accepted
-        self.pool.truncate(sequence.kv, sequence.kv.length)
+        if accepted < len(drafted):
+            self.pool.truncate(sequence.kv, sequence.kv.length)
         self.pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
         if sequence.stats.forward_count == 1:
             self._spans.prefilled(sequence)

@@ -53,6 +53,8 @@ class Planner:
         self.policy = policy
         self._cost = cost
         self._always = always
+        # Whether the depth is the policy's limit, whatever it brings.
+        self._by_limit = policy.kind != "goodput" or always
         self._batch = 1
         self._limit = policy.limit(1)
         # Of the last plan; and what follows from it for the next one: seconds of a step without drafts, tokens a second that the
@@ -149,7 +151,7 @@ class Planner:
         least_s = max(_LEAST_PRICE * plain_s / batch, cost.prompt_token_s if beside_prompts else 0.0)
         further = cost.further_tokens_s(batch) or [(1, 0.0)]
         self._token_prices = [(count, self._rate * max(seconds, least_s)) for count, seconds in further]
-        if self.policy.kind == "goodput":
+        if not self._by_limit:
             self._price = self._price_among(decoding, None)
 
     def _price_among(self, decoding: list[Sequence], asked: set[Drafter] | None) -> float:
@@ -246,10 +248,9 @@ class Planner:
     def depth_for(self, sequence: Sequence, assignment: Assignment, price: float | None = None) -> int:
         """Draft tokens of this drafter that are worth their place in a step, at the plan's price or another."""
         fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_depth
-        if fixed is not None:
-            return min(fixed, most)
-        if self.policy.kind != "goodput" or self._always:
-            return min(self._limit, most)
+        if fixed is not None or self._by_limit:
+            limit = self._limit if fixed is None else fixed
+            return limit if limit < most else most
         # Where the drafter does not run ahead, nothing hides the time in which the batch is drafted.
         drafting_s = 0.0 if assignment.ahead else assignment.drafter.token_time.value / self._batch
         price = self._price if price is None else price

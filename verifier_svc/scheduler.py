@@ -78,8 +78,9 @@ class Scheduler:
         prefilling = [pair for pair in running if pair[1] > 1]
         spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
         for sequence, pending in decoding + prefilling:
-            takes = _takes(sequence, pending, rows) if sequence.unscored else pending
-            count = min(takes, max(spare, pending == 1))
+            count = _takes(sequence, pending, rows) if sequence.unscored else pending
+            if pending > 1:
+                count = min(count, spare)
             if count == 0:
                 continue
             spare -= count if count > 1 else 0
@@ -154,15 +155,14 @@ def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:
 
     A probe goes first, since it is made to learn whether its drafter got better.
     """
-    best: Assignment | None = None
-    best_value = 0.0
     if depth <= 0:
         return None, NO_PATH
-    for assignment in sequence.assignments.values():
-        length = assignment.trie.length(depth)
-        if length == 0:
-            continue
-        value = assignment.rate.expected_tokens(length) + (depth if assignment.pause.probing else 0)
-        if value > best_value:
-            best, best_value = assignment, value
-    return (None, NO_PATH) if best is None else (best, best.trie.path(depth))
+    found = [(assignment, length) for assignment in sequence.assignments.values() if (length := assignment.trie.length(depth))]
+    if not found:
+        return None, NO_PATH
+    best, _ = found[0] if len(found) == 1 else max(found, key=lambda pair: _value(pair[0], pair[1], depth))
+    return best, best.trie.path(depth)
+
+
+def _value(assignment: Assignment, length: int, depth: int) -> float:
+    return assignment.rate.expected_tokens(length) + (depth if assignment.pause.probing else 0)

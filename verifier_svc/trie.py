@@ -341,18 +341,18 @@ class Trie:
 
     def advance(self, token_ids: list[int]) -> Walk:
         """Move the root along committed tokens. If the epoch lacks one of them, another begins."""
-        heard, held = self._heard, self.node_count
+        heard = self._heard
         owed_before = bool(heard.owed)
+        held = 0 if owed_before else heard.node_count
         matched, favoured = heard.follow(token_ids)
-        left = self.node_count
+        left = 0 if heard.owed else heard.node_count
         hit = Hit.CHAIN if left and favoured else Hit.OUTCOME if left else Hit.LATE
-        if heard.contradicted and not owed_before:
+        if heard.owed and not owed_before and heard.tokens:
             hit = Hit.MISS
         walk = Walk(matched, hit, self._dropped + held - matched - left)
         self._dropped = 0
-        if self._unheard:
-            self._since += token_ids
         if self._unheard or heard.owed or (heard.last == 0 and token_ids):
+            self._since += token_ids if self._unheard else ()
             self.epoch += 1
             self._unheard.append((self.epoch, len(self._since)))
             self._trim()
