@@ -39,8 +39,7 @@ class Context:
     @property
     def plain(self) -> bool:
         """Whether its logits stay as they are."""
-        s = self.sampling
-        return not (s.logit_bias or s.penalised or s.banned_token_ids or s.min_tokens) and self.mask is None
+        return self.mask is None and not self.sampling.adjusts
 
 
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:

@@ -127,10 +127,15 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     banned_token_ids: tuple[int, ...] = ()
+    # Found once, since each step asks it of every sequence.
+    greedy: bool = field(init=False, repr=False, compare=False)
+    adjusts: bool = field(init=False, repr=False, compare=False)
+    """Whether it changes logits before the temperature does."""
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "greedy", self.temperature == 0.0)
+        adjusts = self.logit_bias or self.penalised or self.banned_token_ids or self.min_tokens
+        object.__setattr__(self, "adjusts", bool(adjusts))
 
     @property
     def penalised(self) -> bool:

@@ -305,6 +305,10 @@ def patience_s(gain: tuple[float, float], due_s: float, batch_rate: float, batch
         return 0.0
     now, promised = gain
     steps = steps_meanwhile(due_s, plain_s)
-    rest_s = max(due_s - steps * plain_s, 0.0) / batch
-    going_on_s = steps * max(plain_s / batch - now / batch_rate, 0.0) + rest_s
-    return min(going_on_s / max(stands, 1e-6), (promised - now) / batch_rate)
+    # Without `max` and `min`, whose calls take longer than the rest of it.
+    rest_s = due_s - steps * plain_s
+    missed_s = plain_s / batch - now / batch_rate
+    going_on_s = (steps * missed_s if missed_s > 0.0 else 0.0) + (rest_s / batch if rest_s > 0.0 else 0.0)
+    going_on_s /= stands if stands > 1e-6 else 1e-6
+    most_s = (promised - now) / batch_rate
+    return going_on_s if going_on_s < most_s else most_s
