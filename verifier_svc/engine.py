@@ -316,8 +316,7 @@ class Engine:
         """Take a request, with its grammar compiled; its chunks and, at worst, an error go to `sink`.
 
         Raises OutriderError: CONTEXT_LENGTH_EXCEEDED when it could never fit the cache, OVERLOADED when too many wait,
-        DRAFTER_NOT_FOUND for a drafter nobody knows, INVALID_VALUE
-        for relaxed acceptance with a model that does not think.
+        DRAFTER_NOT_FOUND for a drafter nobody knows, INVALID_VALUE for relaxed acceptance with a model that does not think.
         """
         needed, held = len(request.prompt) + request.max_tokens, self.pool.page_count * self.pool.page_size
         if needed > held:
