@@ -34,13 +34,13 @@ def chunk_of(
         own = TokenSource.BONUS if accepted == drafted else TokenSource.RECOVERED
         sources.append(own if drafted else TokenSource.PLAIN)
     return TokenChunk(
-        new,
-        sources,
-        item.assignment.drafter.hello.drafter_id if item.assignment is not None else "",
-        finish_reason,
-        item.sequence.stats if finish_reason is not None else None,
-        item.sequence.cached_token_count,
-        drafted,
-        list(judgement.logprobs[: len(new)]) if judgement.logprobs else [],
-        scored,
+        token_ids=new,
+        sources=sources,
+        drafter_id=item.assignment.drafter.id if item.assignment is not None else "",
+        finish_reason=finish_reason,
+        stats=item.sequence.stats if finish_reason is not None else None,
+        cached_token_count=item.sequence.cached_token_count,
+        draft_token_count=drafted,
+        logprobs=list(judgement.logprobs[: len(new)]),
+        prompt_logprobs=scored,
     )

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 
 from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
@@ -53,29 +48,6 @@ class Phases:
     def step_s(self) -> float:
         """The last step without the wait before it."""
         return sum(self.last.values()) - self.last.get("wait", 0.0)
-
-
-class _Latencies(Collector):
-    """A histogram by labels of values that come many at once; prometheus_client's takes a microsecond for each of them."""
-
-    def __init__(self, name: str, text: str, bounds: list[float]) -> None:
-        self._family = name, text
-        self._bounds = bounds
-        # How many values came up to each bound and beyond the last, not counting those of the bounds before; and their sum.
-        self._found: dict[tuple[str, ...], tuple[list[int], float]] = {}
-
-    def observe(self, labels: tuple[str, ...], values: list[float]) -> None:
-        counts, total = self._found.get(labels) or ([0] * (len(self._bounds) + 1), 0.0)
-        for value in values:
-            counts[bisect_left(self._bounds, value)] += 1
-        self._found[labels] = counts, total + sum(values)
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(*self._family, labels=_LABELS)
-        names = [*map(str, self._bounds), "+Inf"]
-        for labels, (counts, total) in list(self._found.items()):
-            family.add_metric(labels, list(zip(names, accumulate(counts), strict=True)), total)
-        yield family
 
 
 class Metrics:
@@ -144,10 +116,9 @@ class Metrics:
         self._prefill_seconds = histogram(
             "request_prefill_time_seconds", "From the first step to the first token.", _doubling(0.001, 16), model
         )
-        self._draft_seconds = _Latencies(
-            "outrider:draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16)
+        self._draft_seconds = histogram(
+            "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
         )
-        self.registry.register(self._draft_seconds)
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, Hit], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int], int] = {}
@@ -169,7 +140,9 @@ class Metrics:
         for (counter, labels), amount in pending.items():
             counter.labels(*labels).inc(amount)
         for drafter, answers in self._answers.items():
-            self._draft_seconds.observe(self._labels(drafter), answers)
+            histogram = self._draft_seconds.labels(*self._labels(drafter))
+            for seconds in answers:
+                histogram.observe(seconds)
         self._answers.clear()
 
     def _spread(self) -> None:
