@@ -111,9 +111,10 @@ class ScriptedDrafter:
         """Hang tokens under `parent`, the tip of the last run unless given."""
         under = self.tip[sequence_id] if parent is None else parent
         first = self.next_node[sequence_id]
-        self.send(Proposal(sequence_id, self.epoch[sequence_id], under, first, tokens))
+        # Before it is sent, since the engine may answer at once.
         self.next_node[sequence_id] += len(tokens)
-        self.tip[sequence_id] = self.next_node[sequence_id] - 1
+        self.tip[sequence_id] = first + len(tokens) - 1
+        self.send(Proposal(sequence_id, self.epoch[sequence_id], under, first, tokens))
 
     def skip(self, sequence_id: int) -> None:
         self.engine.drafting.take(
