@@ -23,6 +23,8 @@ from drafter_svc.pools.redis_server import RedisServer
 log = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.5, 10.0)
+# A warning is not said again for so long.
+_WARNED_EVERY_S = 60.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
@@ -136,6 +138,7 @@ class RedisPool:
         self._running: set[asyncio.Task[Any]] = set()
         # Apart, since a Redis that is full or read-only still answers lookups.
         self._reading, self._writing = _Standing(), _Standing()
+        self._silent_until = 0.0
         self._writer = asyncio.create_task(self._write_forever())
 
     @property
@@ -258,7 +261,9 @@ class RedisPool:
 
     def _failed(self, standing: _Standing, error: Exception) -> None:
         self.counters.failed += 1
-        if not (self._reading.is_down or self._writing.is_down):
+        # A Redis at the limit of its memory takes some writes and not others.
+        if not (self._reading.is_down or self._writing.is_down) and time.monotonic() >= self._silent_until:
+            self._silent_until = time.monotonic() + _WARNED_EVERY_S
             what = "lookups" if standing is self._reading else "writes"
             log.warning("Redis fails (%s: %s); going on without its pool", what, error)
         standing.failed()
