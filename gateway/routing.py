@@ -58,10 +58,11 @@ class Replica:
         self.info = wire_model.model_from_proto(response)
         self.problem = _problem(self.address, self.info, fingerprint)
 
-    def lost(self, error: OutriderError) -> None:
-        """Take no request until the verifier answers again."""
+    def lost(self, error: OutriderError) -> OutriderError:
+        """Take no request until the verifier answers again; what those who wait for it are told."""
         message = f"verifier {self.address} does not answer: {error.message}"
-        self.problem = OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+        self.problem = problem = OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+        return problem
 
     async def close(self) -> None:
         await self.tokens.close()

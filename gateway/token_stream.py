@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextvars import Context
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,14 +18,20 @@ from outrider.v1 import verifier_pb2
 if TYPE_CHECKING:
     from outrider.v1.verifier_pb2_grpc import VerifierServiceAsyncStub  # which only the type stubs have
 
+# So that no request can end the stream for the others.
+_MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
 _Parts = asyncio.Queue[verifier_pb2.TokensPart | OutriderError | None]
+
+
+_OnLost = Callable[[OutriderError], OutriderError]
+_HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
 
 class TokenStream:
     """Opened by the first request, and again by the first one after it broke."""
 
-    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: Callable[[OutriderError], None]) -> None:
-        """`on_lost` hears why the verifier cannot be reached."""
+    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: _OnLost) -> None:
+        """`on_lost` hears why the verifier cannot be reached, and says what callers are to be told."""
         self._stub = stub
         self._on_lost = on_lost
         self._link: _Link | None = None
@@ -31,10 +39,11 @@ class TokenStream:
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of one sequence, to its last or to where the verifier hung up; closing the iterator frees the sequence.
 
-        Raises OutriderError: what the verifier reports, VERIFIER_UNAVAILABLE when the stream breaks.
+        Raises OutriderError: what the verifier reports, VERIFIER_UNAVAILABLE when the stream breaks, REQUEST_TOO_LARGE.
         """
         if self._link is None or self._link.over:
-            self._link = _Link(self._stub, self._on_lost)
+            # Not in the context of the request that happens to be the first: what is logged later is not of its trace.
+            self._link = Context().run(_Link, self._stub, self._on_lost)
         link, number, parts = self._link, *self._link.begin(request)
         goes_on = True
         try:
@@ -59,11 +68,11 @@ class TokenStream:
 class _Link:
     """One call of StreamTokens, until it ends."""
 
-    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: Callable[[OutriderError], None]) -> None:
+    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: _OnLost) -> None:
         self._on_lost = on_lost
         self._last = 0
         self._parts: dict[int, _Parts] = {}
-        self._unsent: asyncio.Queue[verifier_pb2.StreamTokensRequest] = asyncio.Queue()
+        self._unsent: asyncio.Queue[verifier_pb2.StreamTokensRequest | None] = asyncio.Queue()
         self._call = stub.StreamTokens(self._requests())
         self._reading = asyncio.create_task(self._read())
 
@@ -74,10 +83,14 @@ class _Link:
     def begin(self, request: TokenRequest) -> tuple[int, _Parts]:
         """Ask for a sequence: its number, and where what is said of it comes; None when the verifier has hung up."""
         self._last += 1
-        parts = self._parts[self._last] = _Parts()
         generate = wire.request_to_proto(request)
         begin = verifier_pb2.StreamTokensRequest(call_id=self._last, generate=generate, traceparent=request.traceparent)
+        if (size := begin.ByteSize()) > _MOST_BYTES:
+            raise OutriderError(
+                Reason.REQUEST_TOO_LARGE, f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
+            )
         self._unsent.put_nowait(begin)
+        parts = self._parts[self._last] = _Parts()
         return self._last, parts
 
     def end(self, number: int, *, cancel: bool) -> None:
@@ -89,27 +102,36 @@ class _Link:
     async def close(self) -> None:
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        self._hang_up(OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up"))
+        # In case it had not begun.
+        self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[verifier_pb2.StreamTokensRequest]:
-        while True:
-            yield await self._unsent.get()
+        while (request := await self._unsent.get()) is not None:
+            yield request
 
     async def _read(self) -> None:
-        why: OutriderError | None = None
+        why: OutriderError | None = _HUNG_UP
         try:
             async for response in self._call:
                 for part in response.parts:
                     # What was freed meanwhile may still be spoken of.
                     if (parts := self._parts.get(part.call_id)) is not None:
                         parts.put_nowait(part)
+            why = None
         except grpc.aio.AioRpcError as failure:
             why = rpc.error_of(failure)
-            if failure.code() is grpc.StatusCode.UNAVAILABLE and why.reason is Reason.VERIFIER_UNAVAILABLE:
-                self._on_lost(why)
-        self._hang_up(why)
+            # A verifier of another version may lack the call.
+            gone = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
+            if gone and why.reason is Reason.VERIFIER_UNAVAILABLE:
+                why = self._on_lost(why)
+        except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+            why = rpc.unexpected("StreamTokens")
+        finally:
+            self._hang_up(why)
 
     def _hang_up(self, why: OutriderError | None) -> None:
         self._call.cancel()
+        # gRPC goes on to wait for requests after a call has ended.
+        self._unsent.put_nowait(None)
         for parts in self._parts.values():
-            parts.put_nowait(why)
+            parts.put_nowait(why and replace(why))

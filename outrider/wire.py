@@ -70,7 +70,7 @@ def request_from_proto(
         tenant=proto.tenant,
         request_id=proto.request_id,
         traceparent=traceparent,
-        min_chunk_tokens=max(1, proto.min_chunk_token_count),
+        min_chunk_tokens=min(max(1, proto.min_chunk_token_count), m.MAX_GATHERED_TOKENS),
         top_logprobs=top_logprobs,
         grammar=grammar_from_proto(proto.grammar),
         prediction=list(proto.prediction_token_ids),

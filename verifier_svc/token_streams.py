@@ -18,7 +18,7 @@ from outrider import rpc
 from outrider.errors import OutriderError, Reason
 from outrider.v1 import verifier_pb2
 
-# Beyond this a message is sent and another one begun; one part alone may be larger.
+# What a message has at most, unless one part alone is larger.
 _MESSAGE_BYTES = 2**20
 
 Requests = AsyncIterator[verifier_pb2.StreamTokensRequest]
@@ -86,8 +86,15 @@ class TokenStream:
             async with aclosing(self._generate(request, traceparent)) as responses:
                 async for response in responses:
                     self._say(verifier_pb2.TokensPart(call_id=number, tokens=response))
+                    if response.finish_reason:
+                        return
+            raise OutriderError(Reason.INTERNAL, "a sequence ended without a finish reason")
         except OutriderError as error:
             self._fail(number, error)
+        except asyncio.CancelledError:
+            # If it was the caller who freed it, nobody listens any more.
+            self._fail(number, OutriderError(Reason.DRAINING, "the verifier is about to stop", retry_after_s=1.0))
+            raise
         except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
             self._fail(number, rpc.unexpected("StreamTokens"))
 
@@ -104,9 +111,8 @@ class TokenStream:
             await self._said.wait()
             self._said.clear()
             while self._unsent:
-                count, size = 0, 0
-                while count < len(self._unsent) and size < _MESSAGE_BYTES:
-                    size += self._unsent[count].ByteSize()
+                count, size = 1, self._unsent[0].ByteSize()
+                while count < len(self._unsent) and (size := size + self._unsent[count].ByteSize()) <= _MESSAGE_BYTES:
                     count += 1
                 parts, self._unsent = self._unsent[:count], self._unsent[count:]
                 await self._context.write(verifier_pb2.StreamTokensResponse(parts=parts))

@@ -86,8 +86,8 @@ class GenerateTokensRequest(_message.Message):
     tenant: _builtins.str
     """Caches and pools are private to a tenant; at most 128 characters, empty is the default tenant."""
     min_chunk_token_count: _builtins.int
-    """After the first response, gather at least this many tokens for each; 0 and 1 send what each step commits. Callers that do not
-    show the text as it grows spare both sides the messages.
+    """After the first response, gather at least this many tokens for each, or 4096 where that is less; 0 and 1 send what each step
+    commits. Callers that do not show the text as it grows spare both sides the messages.
     """
     top_logprob_count: _builtins.int
     """Unset: no log probabilities. Otherwise each token comes with its own and with those of this many of the likeliest. Range [0, 20]."""

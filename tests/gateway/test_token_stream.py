@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import openai
 import pytest
@@ -11,7 +12,7 @@ from scripted_verifier import last, plain
 
 from outrider import rpc
 from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason
+from outrider.messages import FinishReason, TokenRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,8 +39,9 @@ async def test_a_verifier_that_hangs_up_fails_what_it_owes_and_the_next_request_
     for failure in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(failure, openai.InternalServerError)
         assert failure.status_code == 503
-        assert failure.code == "verifier_unavailable"
-        assert "ended without a finish reason" in failure.message
+        assert failure.code == "draining"
+        assert "the verifier is about to stop" in failure.message
+        assert failure.response.headers["retry-after"] == "1"
     assert rig.script.running == 0
     rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
     await ask(rig)
@@ -59,3 +61,30 @@ async def test_one_sequence_that_fails_leaves_the_stream_to_the_others(rig: Rig)
 async def test_an_error_in_a_message_is_the_one_that_was_put_there() -> None:
     error = OutriderError(Reason.OVERLOADED, "too many", "max_tokens", retry_after_s=2.5, metadata={"a": "b"})
     assert rpc.error_in(rpc.status_of(error).SerializeToString()) == error
+
+
+async def test_a_verifier_that_hangs_up_while_nothing_runs_leaves_nothing_behind(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ask(rig)
+    rig.script.hangs_up = True
+    await until(lambda: not rig.script.hangs_up)
+    before = rig.script.stream_count
+    stream = rig.gateway.router.replicas[0].tokens
+    await until(lambda: stream._link is not None and stream._link.over)
+    await ask(rig)
+    assert rig.script.stream_count == before + 1
+    gc.collect()
+    await asyncio.sleep(0.05)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def test_a_request_too_large_for_a_message_fails_alone(rig: Rig) -> None:
+    rig.script.answer = lambda _: [0.3, plain([5]), last([], FinishReason.LENGTH)]
+    good = asyncio.create_task(ask(rig))
+    await until(lambda: rig.script.running == 1)
+    stream = rig.gateway.router.replicas[0].tokens
+    with pytest.raises(OutriderError, match="the request makes 1") as caught:
+        await anext(stream.generate(TokenRequest([5], 5, prediction=[4000] * 9_000_000)))
+    assert caught.value.reason is Reason.REQUEST_TOO_LARGE
+    assert await good

@@ -55,6 +55,11 @@ def test_a_request_comes_back_as_it_was(
     assert wire.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
 
 
+def test_no_more_tokens_are_gathered_than_a_message_holds() -> None:
+    proto = wire.request_to_proto(m.TokenRequest([1], 5, min_chunk_tokens=2**30))
+    assert wire.request_from_proto(proto, vocab_size=VOCAB, context_length=1000).min_chunk_tokens == 4096
+
+
 def test_a_chunk_comes_back_as_it_was() -> None:
     likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
     sources = [m.TokenSource.PLAIN]

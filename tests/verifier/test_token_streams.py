@@ -12,7 +12,7 @@ import pytest
 
 from outrider import rpc
 from outrider.errors import OutriderError, Reason
-from outrider.v1 import verifier_pb2
+from outrider.v1 import common_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import (
     VerifierServiceServicer,
     VerifierServiceStub,
@@ -45,13 +45,15 @@ class Verifier(VerifierServiceServicer):
         self.traceparents.append(traceparent)
         self.running += 1
         try:
-            for step in self.steps(request.prompt_token_ids[0]):
+            steps = self.steps(request.prompt_token_ids[0])
+            for i, step in enumerate(steps, 1):
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, float):
                     await asyncio.sleep(step)
                 else:
-                    yield Tokens(token_ids=step)
+                    reason = common_pb2.FINISH_REASON_LENGTH if i == len(steps) else None
+                    yield Tokens(token_ids=step, finish_reason=reason)
         finally:
             self.running -= 1
 
@@ -116,6 +118,15 @@ async def test_a_sequence_that_fails_says_why_and_the_others_go_on() -> None:
     assert ends[1].reason is Reason.INTERNAL
     assert "secret" not in ends[1].message
     assert [list(part.tokens.token_ids) for part in parts if part.call_id == 2] == [[3], [4]]
+
+
+async def test_a_sequence_that_ends_in_any_other_way_is_an_error_and_not_silence() -> None:
+    verifier = Verifier(lambda prompt: [[1], 0.0])
+    async with calling(verifier) as call:
+        await call.write(begin(1, 1))
+        await call.done_writing()
+        parts = [part async for message in call for part in message.parts]
+    assert rpc.error_in(parts[-1].status).reason is Reason.INTERNAL
 
 
 async def test_a_cancelled_sequence_is_freed_and_no_other() -> None:
@@ -187,8 +198,9 @@ async def test_a_verifier_that_ends_the_stream_sends_what_was_said_before() -> N
         verifier.stream._say(verifier_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
         verifier.stream.end()
         verifier.stream.end()
-        told = await messages(call)
-        assert [part for message in told for part in message] == [(1, [1]), (1, [8])]
+        parts = [part async for message in call for part in message.parts]
+        assert [list(part.tokens.token_ids) for part in parts[:-1]] == [[1], [8]]
+        assert rpc.error_in(parts[-1].status).reason is Reason.DRAINING
         await until(lambda: verifier.running == 0)
 
 
