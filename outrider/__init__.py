@@ -7,4 +7,8 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
+# What gRPC does around a fork is for children that go on with gRPC. Ours are always other programs, and one that was started while
+# other threads were in gRPC crashed now and then before it could become one.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 __version__ = "0.1.0"
