@@ -1,4 +1,7 @@
-"""Without a GPU Triton interprets its kernels, whoever imports it first: it asks for that once, when it is imported."""
+"""What libraries ask for once, when they are imported, whoever imports them first.
+
+Without a GPU Triton interprets its kernels. And gRPC leaves forks alone, as `outrider` has it for those who import that first.
+"""
 
 import os
 
@@ -6,3 +9,4 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
