@@ -126,8 +126,10 @@ async def all_scraped(url: str, count: int) -> None:
         deadline = time.monotonic() + 60
         while True:
             try:
-                up = (await client.get(f"{url}/api/v1/query", params={"query": "up == 1"})).json()["data"]["result"]
-            except (httpx.TransportError, KeyError):
+                answer = await client.get(f"{url}/api/v1/query", params={"query": "up == 1"})
+                # Unavailable while it starts.
+                up = answer.raise_for_status().json()["data"]["result"]
+            except httpx.HTTPError:
                 up = []
             if len(up) == count:
                 return
