@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # So that no request can end the stream for the others.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
-_Parts = asyncio.Queue[verifier_pb2.TokensPart | OutriderError | None]
-
-
+# What one sequence's client leaves unread cannot hold up the stream, and must not fill the gateway's memory either.
+MOST_UNREAD_CHUNKS = 8192
+_Said = asyncio.Queue[TokenChunk | OutriderError | None]
 _OnLost = Callable[[OutriderError], OutriderError]
 _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
@@ -39,25 +39,22 @@ class TokenStream:
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of one sequence, to its last or to where the verifier hung up; closing the iterator frees the sequence.
 
-        Raises OutriderError: what the verifier reports, VERIFIER_UNAVAILABLE when the stream breaks, REQUEST_TOO_LARGE.
+        Raises OutriderError: what the verifier reports, VERIFIER_UNAVAILABLE when the stream breaks, REQUEST_TOO_LARGE, and
+        SLOW_READER after MOST_UNREAD_CHUNKS that were not asked for.
         """
         if self._link is None or self._link.over:
             # Not in the context of the request that happens to be the first: what is logged later is not of its trace.
             self._link = Context().run(_Link, self._stub, self._on_lost)
-        link, number, parts = self._link, *self._link.begin(request)
-        goes_on = True
+        link, number, said = self._link, *self._link.begin(request)
         try:
-            while (part := await parts.get()) is not None:
-                if isinstance(part, OutriderError):
-                    raise part
-                goes_on = part.HasField("tokens") and not part.tokens.finish_reason
-                if part.HasField("status"):
-                    raise rpc.error_in(part.status)
-                yield wire.chunk_from_proto(part.tokens)
-                if not goes_on:
+            while (chunk := await said.get()) is not None:
+                if isinstance(chunk, OutriderError):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
                     return
         finally:
-            link.end(number, cancel=goes_on)
+            link.end(number)
 
     async def close(self) -> None:
         """Free all sequences and hang up."""
@@ -71,7 +68,7 @@ class _Link:
     def __init__(self, stub: VerifierServiceAsyncStub, on_lost: _OnLost) -> None:
         self._on_lost = on_lost
         self._last = 0
-        self._parts: dict[int, _Parts] = {}
+        self._going_on: dict[int, _Said] = {}
         self._unsent: asyncio.Queue[verifier_pb2.StreamTokensRequest | None] = asyncio.Queue()
         self._call = stub.StreamTokens(self._requests())
         self._reading = asyncio.create_task(self._read())
@@ -80,7 +77,7 @@ class _Link:
     def over(self) -> bool:
         return self._reading.done()
 
-    def begin(self, request: TokenRequest) -> tuple[int, _Parts]:
+    def begin(self, request: TokenRequest) -> tuple[int, _Said]:
         """Ask for a sequence: its number, and where what is said of it comes; None when the verifier has hung up."""
         self._last += 1
         generate = wire.request_to_proto(request)
@@ -90,13 +87,12 @@ class _Link:
                 Reason.REQUEST_TOO_LARGE, f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
             )
         self._unsent.put_nowait(begin)
-        parts = self._parts[self._last] = _Parts()
-        return self._last, parts
+        said = self._going_on[self._last] = _Said()
+        return self._last, said
 
-    def end(self, number: int, *, cancel: bool) -> None:
+    def end(self, number: int) -> None:
         """Forget a sequence, and free it if it goes on."""
-        del self._parts[number]
-        if cancel:
+        if self._going_on.pop(number, None) is not None:
             self._unsent.put_nowait(verifier_pb2.StreamTokensRequest(call_id=number, cancel=verifier_pb2.CancelTokens()))
 
     async def close(self) -> None:
@@ -115,8 +111,8 @@ class _Link:
             async for response in self._call:
                 for part in response.parts:
                     # What was freed meanwhile may still be spoken of.
-                    if (parts := self._parts.get(part.call_id)) is not None:
-                        parts.put_nowait(part)
+                    if (said := self._going_on.get(part.call_id)) is not None:
+                        self._take(part, said)
             why = None
         except grpc.aio.AioRpcError as failure:
             why = rpc.error_of(failure)
@@ -129,9 +125,19 @@ class _Link:
         finally:
             self._hang_up(why)
 
+    def _take(self, part: verifier_pb2.TokensPart, said: _Said) -> None:
+        # Not the part itself, which would keep what was said of all others in the same message.
+        chunk = rpc.error_in(part.status) if part.HasField("status") else wire.chunk_from_proto(part.tokens)
+        if isinstance(chunk, OutriderError) or chunk.finish_reason is not None:
+            del self._going_on[part.call_id]
+        elif said.qsize() >= MOST_UNREAD_CHUNKS:
+            chunk = OutriderError(Reason.SLOW_READER, f"the client left {MOST_UNREAD_CHUNKS} chunks unread and is cut off")
+            self.end(part.call_id)
+        said.put_nowait(chunk)
+
     def _hang_up(self, why: OutriderError | None) -> None:
         self._call.cancel()
         # gRPC goes on to wait for requests after a call has ended.
         self._unsent.put_nowait(None)
-        for parts in self._parts.values():
-            parts.put_nowait(why and replace(why))
+        for said in self._going_on.values():
+            said.put_nowait(why and replace(why))

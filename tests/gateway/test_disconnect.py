@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
+from gateway.token_stream import MOST_UNREAD_CHUNKS
 from outrider.messages import FinishReason
 from outrider.v1 import generation_pb2
 
@@ -27,6 +29,16 @@ def endless(rig: Rig, first: list[Any]) -> None:
 async def freed(rig: Rig, count: int) -> None:
     await until(lambda: rig.script.running == 0, timeout_s=1.0)
     assert rig.script.cancelled == count
+
+
+def asks_and_reads_nothing(rig: Rig) -> socket.socket:
+    where = urlsplit(rig.gateway.http_url)
+    connection = socket.create_connection((where.hostname, where.port))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    body = b'{"prompt": "x", "stream": true}'
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
 
 
 @pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
@@ -55,17 +67,31 @@ async def test_a_client_that_hangs_up_between_tokens_frees_its_sequence(rig: Rig
 async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(rig: Rig) -> None:
     """The gateway is then in the middle of a write that its full socket does not take."""
     rig.script.answer = lambda _: [step for _ in range(20_000) for step in (plain([5] * 200), 0.001)]
-    where = urlsplit(rig.gateway.http_url)
-    connection = socket.create_connection((where.hostname, where.port))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    body = b'{"prompt": "x", "stream": true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    connection = asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
     await asyncio.sleep(1.0)
     assert rig.script.running == 1
     connection.close()
     await freed(rig, 1)
+
+
+async def test_a_client_that_reads_nothing_is_cut_off_and_told_so_after_what_it_left_unread(rig: Rig) -> None:
+    rig.script.answer = lambda _: [*[plain([5] * 50)] * 20, 0.0] * 5000
+    connection = asks_and_reads_nothing(rig)
+    await until(lambda: rig.script.running == 1)
+    await until(lambda: rig.script.running == 0, timeout_s=60.0)
+    assert rig.script.cancelled == 1
+    rig.says("It goes on.")
+    other = await rig.client.completions.create(model="models/target", prompt="x")
+    assert other.choices[0].text == "It goes on."
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+    with connection, connection.makefile("rb") as answer:
+        events = await asyncio.to_thread(lambda: [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")])
+    *chunks, last_event = events
+    assert len(chunks) >= MOST_UNREAD_CHUNKS
+    assert all(chunk["choices"][0]["text"] for chunk in chunks)
+    assert last_event["error"]["code"] == "slow_reader"
+    assert str(MOST_UNREAD_CHUNKS) in last_event["error"]["message"]
 
 
 async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig: Rig) -> None:
