@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,8 @@ _STEPS = 60
 _POOL_ENTRIES = 10_000_000
 _LOOKUPS = 5_000
 _MEMORY_TOKENS = 1_000_000
+# As it is where a wheel was installed.
+_COMPILED = not str(sys.modules[Engine.__module__].__file__).endswith(".py")
 
 
 async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
@@ -52,7 +55,8 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
     gc.freeze()
     host = {batch: _host_seconds(batch, drafts=False) for batch in _BATCHES}
     drafted = {batch: _host_seconds(batch, drafts=True) for batch in _BATCHES}
-    table = Table(title="the engine's host time a step, with a model that costs nothing, µs (median of 60 steps)")
+    how = "compiled" if _COMPILED else "not compiled"
+    table = Table(title=f"the engine's host time a step, with a model that costs nothing, µs (median of 60 steps); {how}")
     for name in ("sequences", "plain", "each", "3 drafted tokens each", "each"):
         table.add_column(name, justify="right")
     for batch in _BATCHES:
@@ -60,7 +64,7 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
         each = [_each(seconds, batch) for seconds in (host, drafted)]
         table.add_row(str(batch), cells[0], each[0], cells[1], each[1])
     console.print(table)
-    record["host"] = {"plain": host, "drafted": drafted}
+    record["host"] = {"plain": host, "drafted": drafted, "compiled": _COMPILED}
     table = Table(title="n-gram lookups")
     for name in ("pool", "p50, µs", "p99, µs", "remarks"):
         table.add_column(name, justify="left" if name in ("pool", "remarks") else "right")

@@ -248,13 +248,13 @@ class _Rows:
         return found
 
     def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
-        seeds = np.repeat(np.array([draft.seed for draft in self.drafts], np.uint64), self._counts_B)
+        seeds: np.ndarray = np.repeat(np.array([draft.seed for draft in self.drafts], np.uint64), self._counts_B)
         offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
         return seeds, np.repeat([len(draft.context.tokens) for draft in self.drafts], self._counts_B) + offsets
 
     def uniform(self, purpose: Purpose) -> np.ndarray:
         """float64 [R], each row's own number for the purpose."""
-        steps = np.repeat([draft.step for draft in self.drafts], self._counts_B)
+        steps: np.ndarray = np.repeat([draft.step for draft in self.drafts], self._counts_B)
         return uniforms(*self._seeds_and_positions(), purpose, steps)
 
     def keys(self, rows: Sequence[int]) -> torch.Tensor:

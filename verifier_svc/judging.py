@@ -12,7 +12,6 @@ from outrider.messages import AcceptanceRule, Rule, TokenLogprob
 from verifier_svc.acceptance import Draft, Outcome, accept
 from verifier_svc.logprobs import logprobs
 from verifier_svc.scheduler import Item
-from verifier_svc.sequence import Sequence
 from verifier_svc.trust import judged_by
 
 
@@ -70,16 +69,16 @@ class Judge:
             rule,
             path.distributions if rule is sampled else (),
             request.speculation,
-            self._thinking(sequence, path.token_ids) if rule is AcceptanceRule.RELAXED else (),
+            self._thinking(sequence.tokens, path.token_ids) if rule is AcceptanceRule.RELAXED else (),
             sequence.stats.forward_count,
         )
 
-    def _thinking(self, sequence: Sequence, drafted: SequenceOf[int]) -> list[bool]:
-        """For each draft token, whether it stands in the thinking phase; a phase that the prompt opened counts."""
+    def _thinking(self, text: SequenceOf[int], drafted: SequenceOf[int]) -> list[bool]:
+        """For each draft token behind a text, whether it stands in the thinking phase; a phase that the prompt opened counts."""
         if self.thinking_ids is None:
             return [False] * len(drafted)
         begin, end = self.thinking_ids
-        inside = next((token == begin for token in reversed(sequence.tokens) if token in (begin, end)), False)
+        inside = next((token == begin for token in reversed(text) if token in (begin, end)), False)
         states = []
         for token in drafted:
             # The end itself is judged exactly: when thinking stops is the target's decision.

@@ -1,7 +1,6 @@
 """The acceptance rules one by one, on cases that can be worked out by hand."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,11 +126,9 @@ def test_relaxed_acceptance_is_exact_outside_the_thinking_phase() -> None:
 def test_the_thinking_phase_ends_before_its_end_token() -> None:
     judge = Judge(thinking_ids=(5, 6))
 
-    text = SimpleNamespace(tokens=[1, 5, 2])
-    assert judge._thinking(text, [3, 4, 6, 3, 5, 3]) == [True, True, False, False, False, True]  # type: ignore[arg-type]
-    text.tokens = [1, 5, 2, 6, 2]
-    assert judge._thinking(text, [3, 3]) == [False, False]  # type: ignore[arg-type]
-    assert Judge()._thinking(text, [3]) == [False]  # type: ignore[arg-type]
+    assert judge._thinking([1, 5, 2], [3, 4, 6, 3, 5, 3]) == [True, True, False, False, False, True]
+    assert judge._thinking([1, 5, 2, 6, 2], [3, 3]) == [False, False]
+    assert Judge()._thinking([1, 5, 2], [3]) == [False]
 
 
 def test_a_synthetic_rate_is_met_whatever_the_target_says() -> None:
