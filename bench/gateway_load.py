@@ -1,4 +1,4 @@
-"""How fast a gateway on one core streams, and how long a token is on its way: a real verifier, a model that costs nothing."""
+"""How fast a gateway on one core streams, and how much later tokens come: a real verifier, a model that costs nothing."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import httpx
 import torch
 
 from bench.raw_client import stream
+from gateway.token_stream import TokenStream
 from outrider import rpc
 from outrider.depth_policy import DepthPolicy
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
-from outrider.messages import ModelInfo, Stage
+from outrider.messages import ModelInfo, SamplingParams, SpeculationOptions, Stage, TokenRequest
 from outrider.stack import free_port
 from outrider.tokenizer import fingerprint, load_tokenizer
-from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
+from outrider.v1.verifier_pb2_grpc import VerifierServiceStub, add_VerifierServiceServicer_to_server
 from verifier_svc.engine import Engine, Limits
 from verifier_svc.engine_thread import EngineThread
 from verifier_svc.metrics import Metrics
 from verifier_svc.servicer import VerifierServicer
 
 _CONNECTIONS = 64
-_TOKENS_PER_S = 5_000
+# For latencies; what one connection has, and all.
+_PACES = {1: 50, _CONNECTIONS: 5_000}
 _TOKENS = 600
+_TURNS = 2
+_PROMPT = [5, 6, 7]
 _WORD = 500
 
 
@@ -56,26 +61,36 @@ class _PacedModel:
 
 
 async def measure(models: Path) -> dict[str, float]:
-    """`tokens_per_s` that a client of 64 connections was sent, `gateway_cpu_us_per_token`, and milliseconds from the end of a
-    forward to the client, the median over chunks: `latency_ms_64` at that load, `latency_ms_1` with one connection at 50 tokens/s.
+    """`tokens_per_s` that clients of 64 connections are sent, as fast as it goes, in so many `chunks`, with
+    `gateway_cpu_us_per_token`; and milliseconds from the end of a forward to the client, the median over chunks, with one
+    connection at 50 tokens/s and 64 at 5,000: `latency_ms_*`, and how much of it a caller is spared who reads from the verifier
+    as the gateway does, `added_ms_*`.
     """
     tokenizer = load_tokenizer(str(models / "target"))
     model = _PacedModel(tokenizer.get_vocab_size())
-    async with _verifier(model, fingerprint(tokenizer)) as address, _gateway(address, models) as (port, pid):
-        model.interval_s = 0.02
-        alone, _ = await _load(port, model, 1, 100)
-        model.interval_s = _CONNECTIONS / _TOKENS_PER_S
+    found: dict[str, float] = {}
+    async with (
+        _verifier(model, fingerprint(tokenizer)) as address,
+        _gateway(address, models) as (port, pid),
+        rpc.dial(address) as channel,
+    ):
+        tokens = TokenStream(VerifierServiceStub(channel), lambda error: error)
         before, started = _cpu_seconds(pid), time.perf_counter()
-        crowded, chunks = await _load(port, model, _CONNECTIONS, _TOKENS)
-        seconds, cpu = time.perf_counter() - started, _cpu_seconds(pid) - before
-    tokens = _CONNECTIONS * _TOKENS
-    return {
-        "tokens_per_s": tokens / seconds,
-        "chunks": chunks,
-        "gateway_cpu_us_per_token": 1e6 * cpu / tokens,
-        "latency_ms_1": 1000 * alone,
-        "latency_ms_64": 1000 * crowded,
-    }
+        arrivals = await asyncio.gather(*(_through_gateway(port, _TOKENS) for _ in range(_CONNECTIONS)))
+        count = _CONNECTIONS * _TOKENS
+        found["tokens_per_s"] = count / (time.perf_counter() - started)
+        found["chunks"] = sum(map(len, arrivals))
+        found["gateway_cpu_us_per_token"] = 1e6 * (_cpu_seconds(pid) - before) / count
+        for connections, pace in _PACES.items():
+            model.interval_s = connections / pace
+            through, direct = [], []
+            for _ in range(_TURNS):
+                direct.append(await _latency_s(model, connections, lambda: _from_verifier(tokens, _TOKENS // 4)))
+                through.append(await _latency_s(model, connections, lambda: _through_gateway(port, _TOKENS // 4)))
+            found[f"latency_ms_{connections}"] = 1000 * median(through)
+            found[f"added_ms_{connections}"] = 1000 * (median(through) - median(direct))
+        await tokens.close()
+    return found
 
 
 @asynccontextmanager
@@ -133,19 +148,26 @@ async def _gateway(verifier: str, models: Path) -> AsyncIterator[tuple[int, int]
         await process.wait()
 
 
-async def _load(port: int, model: _PacedModel, connections: int, tokens: int) -> tuple[float, int]:
-    """Median seconds from the end of a forward to its chunks' arrival, over all connections, and how many chunks there were."""
-    arrivals = await asyncio.gather(*(_stream(port, tokens) for _ in range(connections)))
+async def _latency_s(model: _PacedModel, connections: int, stream: Callable[[], Coroutine[Any, Any, list[float]]]) -> float:
+    """Median seconds from the end of a forward to its chunks' arrival, over all connections."""
+    arrivals = await asyncio.gather(*(stream() for _ in range(connections)))
     # The first tenth is while requests still come in.
     times = [at for each in arrivals for at in each[len(each) // 10 : -2]]
-    return median(at - model.ends[bisect_right(model.ends, at) - 1] for at in times), sum(map(len, arrivals))
+    return median(at - model.ends[bisect_right(model.ends, at) - 1] for at in times)
 
 
-async def _stream(port: int, tokens: int) -> list[float]:
+async def _from_verifier(stream: TokenStream, tokens: int) -> list[float]:
+    """When each chunk of one sequence came from the verifier itself."""
+    speculation = SpeculationOptions(enabled=False)
+    request = TokenRequest(_PROMPT, tokens, SamplingParams(0.0), ignore_eos=True, speculation=speculation)
+    return [time.perf_counter() async for _ in stream.generate(request)]
+
+
+async def _through_gateway(port: int, tokens: int) -> list[float]:
     """When each event of one streamed completion came."""
     limits = {"max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, "speculation": {"enabled": False}}
     times: list[float] = []
-    async for block in stream(port, {"model": "null", "prompt": [5, 6, 7], **limits}, {}):
+    async for block in stream(port, {"model": "null", "prompt": _PROMPT, **limits}, {}):
         times += [time.perf_counter()] * block.count(b"data: ")
     return times
 
