@@ -83,9 +83,7 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
         record[f"redis_memory_{size}"] = {"ngrams": count, "bytes": held, "seconds": seconds}
     console.print(table)
     record["gateway"] = gateway = await gateway_load.measure(models)
-    table = Table(
-        title="a gateway on one core: 64 connections as fast as it goes; latency at 50 tokens/s (1) and 5,000 (64)"
-    )
+    table = Table(title="a gateway on one core: 64 connections as fast as it goes; latency at 50 tokens/s (1) and 5,000 (64)")
     for name in gateway:
         table.add_column(name, justify="right")
     table.add_row(*(f"{value:.2f}" for value in gateway.values()))
