@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -111,6 +112,7 @@ class Supervisor:
     async def _run(self, child: Child) -> int:
         """Run once, to the end."""
         child.process = await asyncio.create_subprocess_exec(
+            *_not_orphaned(),
             sys.executable,
             "-m",
             child.module,
@@ -126,6 +128,12 @@ class Supervisor:
         while output is not None and (line := await _line(output)):
             self._tell(child.name, line.decode(errors="replace").rstrip())
         return await child.process.wait()
+
+
+def _not_orphaned() -> list[str]:
+    """What has the kernel end a program in good order when this process is gone, even killed; empty but on Linux."""
+    setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
+    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
 
 
 async def _line(output: asyncio.StreamReader) -> bytes:

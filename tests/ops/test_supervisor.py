@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -14,6 +17,20 @@ LIVES = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "raise SystemExit('no such model')"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 WITH_CHILD = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '60'])"
+LEAVES_A_NOTE = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path("note").touch(), sys.exit()))
+print("up", flush=True)
+time.sleep(60)
+"""
+SUPERVISES = """
+import asyncio
+from outrider.supervisor import Child, Supervisor
+async def main():
+    Supervisor(lambda name, line: print(f"{name}: {line}", flush=True)).start(Child("waits", "waits", []))
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
 
 
 class Rig:
@@ -73,6 +90,20 @@ async def test_once_all_are_up_a_failing_child_is_tried_again(rig: Rig) -> None:
     await rig.supervisor.settle(asyncio.sleep(0))
     child = rig.start("fails", FAILS)
     await rig.until(lambda: child.restarts == 1)
+
+
+def test_children_end_in_good_order_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(LEAVES_A_NOTE)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", SUPERVISES]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.readline() == "waits: up\n"
+        supervisor.kill()
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "note").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 async def test_stopping_ends_a_child_and_what_it_started(rig: Rig) -> None:

@@ -1,0 +1,75 @@
+"""`outrider serve` as a user starts it: it answers, and nothing of it is left, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from outrider.stack import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def serving(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The process, and the URL at which it answers."""
+    port = free_port("127.0.0.1")
+    flags = [
+        "--target",
+        "models/target",
+        "--drafter",
+        "ngram",
+        "--http-port",
+        str(port),
+        "--grpc-port",
+        str(free_port("127.0.0.1")),
+    ]
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "outrider.cli", "serve", *flags]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: b"Ready." in log.read_bytes() or process.poll() is not None, 120)
+        assert process.poll() is None, log.read_text()
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_it_answers_and_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
+    with serving(tmp_path / "log") as (process, url):
+        body = {"model": "models/target", "prompt": "def main(", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        started = children(process.pid)
+        assert len(started) == 3  # a verifier, a drafter and the gateway
+        os.kill(process.pid, number)
+        status = process.wait(20)
+        assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+        until(lambda: not any(map(runs, started)), 15)
