@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 DONE = b"data: [DONE]\n\n"
+# `json.dumps` would make one for each event.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -47,7 +49,7 @@ async def _hung_up(request: Request) -> None:
 
 def event(data: Json) -> bytes:
     """One server-sent event. Non-ASCII is escaped: some clients take U+2028 and its like for the end of a line."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODER.encode(data).encode() + b"\n\n"
 
 
 class EventStream(StreamingResponse):
