@@ -87,6 +87,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self, request_iterator: AsyncIterator[verifier_pb2.StreamTokensRequest], context: Context
     ) -> None:
         """The same for all sequences of one caller."""
+        self._ready()
         stream = TokenStream(self._generate, aiter(request_iterator), context)
         self._token_streams.add(stream)
         try:
