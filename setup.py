@@ -1,10 +1,12 @@
-"""Compiles the engine's step for a wheel, which halves its host time; an editable installation runs the sources as they are."""
+"""Compiles the engine's step for a wheel: 40 % less host time a sequence. An editable installation runs the sources as they are."""
 
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-# What a step does for each of its sequences.
+# What a step does for each of its sequences. What is compiled can be neither copied, pickled nor derived from, and checks types.
 _STEP = [
     "outrider/lm/pages.py",
     "outrider/messages.py",
@@ -31,10 +33,28 @@ def _compiled() -> list[Extension]:
 
     # What is imported from elsewhere may not be installed where this is built, and what the sources are worth `make lint` says.
     flags = ["--config-file=", "--ignore-missing-imports", "--follow-imports=skip"]
-    extensions: list[Extension] = mypycify([*flags, *_STEP], opt_level="1", debug_level="0")
+    try:
+        extensions: list[Extension] = mypycify([*flags, *_STEP], opt_level="1", debug_level="0")
+    except SystemExit:  # of a mypy that finds fault with what others did not
+        print("warning: the engine's step is not compiled, since mypy refuses it", file=sys.stderr)
+        return []
     for extension in extensions:
-        extension.optional = True  # as the C sources are
+        # As the C sources are; and a warning of some compiler is no reason to do without.
+        extension.optional = True
+        extension.extra_compile_args.append("-Wno-error")
     return extensions
 
 
-setup(ext_modules=_compiled())
+class _AllOrNothing(build_ext):
+    """The step's modules are shells around one library, and without it none of them could be imported."""
+
+    def build_extensions(self) -> None:
+        super().build_extensions()
+        paths = [Path(self.get_ext_fullpath(extension.name)) for extension in _EXTENSIONS]
+        if not all(path.exists() for path in paths):
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+
+_EXTENSIONS = _compiled()
+setup(ext_modules=_EXTENSIONS, cmdclass={"build_ext": _AllOrNothing})

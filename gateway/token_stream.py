@@ -127,11 +127,13 @@ class _Link:
 
     def _take(self, part: verifier_pb2.TokensPart, said: _Said) -> None:
         # Not the part itself, which would keep what was said of all others in the same message.
-        chunk = rpc.error_in(part.status) if part.HasField("status") else wire.chunk_from_proto(part.tokens)
-        if isinstance(chunk, OutriderError) or chunk.finish_reason is not None:
+        chunk = _meaning(part)
+        if part.HasField("status") or part.tokens.finish_reason:
             del self._going_on[part.call_id]
+        elif isinstance(chunk, OutriderError):
+            self.end(part.call_id)
         elif said.qsize() >= MOST_UNREAD_CHUNKS:
-            chunk = OutriderError(Reason.SLOW_READER, f"the client left {MOST_UNREAD_CHUNKS} chunks unread and is cut off")
+            chunk = OutriderError(Reason.SLOW_READER, f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here")
             self.end(part.call_id)
         said.put_nowait(chunk)
 
@@ -141,3 +143,11 @@ class _Link:
         self._unsent.put_nowait(None)
         for said in self._going_on.values():
             said.put_nowait(why and replace(why))
+
+
+def _meaning(part: verifier_pb2.TokensPart) -> TokenChunk | OutriderError:
+    """What a part says; that it cannot be made out is its own sequence's failure, and not the stream's."""
+    try:
+        return rpc.error_in(part.status) if part.HasField("status") else wire.chunk_from_proto(part.tokens)
+    except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+        return rpc.unexpected("StreamTokens")

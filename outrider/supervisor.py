@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
-import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -130,10 +131,16 @@ class Supervisor:
         return await child.process.wait()
 
 
+@functools.cache
 def _not_orphaned() -> list[str]:
-    """What has the kernel end a program in good order when this process is gone, even killed; empty but on Linux."""
-    setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
-    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
+    """What has Linux end a program in good order when the thread that started it is gone, even killed; empty where nothing does."""
+    command = ["setpriv", "--pdeathsig", "TERM"]
+    try:
+        # Not every setpriv knows of it.
+        known = subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    except OSError:
+        known = False
+    return command if known else []
 
 
 async def _line(output: asyncio.StreamReader) -> bytes:

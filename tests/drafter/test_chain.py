@@ -52,7 +52,7 @@ class Pair:
     def commit(self, accepted: int, own: int) -> None:
         """A step accepts some of the path and adds a token of its own."""
         new = [*self.trie.path(accepted).token_ids, own]
-        matched = self.trie.advance(new)
+        matched = self.trie.advance(new).matched
         self.committed += new
         self.down.append(Verdict(1, self.trie.epoch, self.trie.root, len(self.committed), matched, new))
 

@@ -1,4 +1,4 @@
-"""`outrider serve` as a user starts it: it answers, and nothing of it is left, however it ends."""
+"""`outrider serve` as a user starts it: it answers, and no process of it is left, however it ends."""
 
 import os
 import signal

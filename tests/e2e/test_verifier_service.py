@@ -115,6 +115,9 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.generate(GOOD)
         assert rpc.error_of(caught.value).reason is Reason.DRAINING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(client.stub.StreamTokens(iter([]))))
+        assert rpc.error_of(caught.value).reason is Reason.DRAINING
         chunks = await running
     assert sum(len(chunk.token_ids) for chunk in chunks) == 300
     assert await asyncio.to_thread(stack.verifier.popen.wait, 10) == 0

@@ -75,7 +75,7 @@ async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(ri
     await freed(rig, 1)
 
 
-async def test_a_client_that_reads_nothing_is_cut_off_and_told_so_after_what_it_left_unread(rig: Rig) -> None:
+async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread(rig: Rig) -> None:
     rig.script.answer = lambda _: [*[plain([5] * 50)] * 20, 0.0] * 5000
     connection = asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
