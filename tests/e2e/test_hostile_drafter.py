@@ -45,7 +45,8 @@ class RawDrafter:
     async def insist(self, **fields: Any) -> OutriderError:
         """Propose in one announced epoch after another until the stream ends, since an epoch may be over when the proposal arrives.
 
-        With a rest in between: grpc.aio forgets the status of a call that is being written to when it ends.
+        With a rest in between, in which a busy machine answers too: grpc.aio forgets the status of a call that is being written to when
+        it ends.
         """
         rested_at = 0.0
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -53,7 +54,7 @@ class RawDrafter:
                 for said in response.step.verdicts:
                     if time.monotonic() > rested_at:
                         await self.propose(**{"sequence_id": said.sequence_id, "epoch": said.epoch, "first_node": 1, **fields})
-                        rested_at = time.monotonic() + 0.02
+                        rested_at = time.monotonic() + 0.2
         return await self.error()
 
     async def error(self) -> OutriderError:
