@@ -45,7 +45,7 @@ class RawDrafter:
     async def insist(self, **fields: Any) -> OutriderError:
         """Propose in one announced epoch after another until the stream ends, since an epoch may be over when the proposal arrives.
 
-        With a rest in between, in which a busy machine answers too: grpc.aio forgets the status of a call that is being written to when
+        With a rest in between, long enough on a busy machine: grpc.aio forgets the status of a call that is being written to when
         it ends.
         """
         rested_at = 0.0
