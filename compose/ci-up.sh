@@ -111,11 +111,12 @@ builder() {
 
 have_image() { docker image inspect "$1" >/dev/null 2>&1 || timeout 300 docker pull --quiet "$1"; }
 
-# Where the official image cannot be had: the same release of Debian with its own Python, which has the same version.
+# Where the official image cannot be had: the same release of Debian with its own Python, which has the same version, and its headers,
+# which the official one has as well.
 base_image() {
   have_image "$base" && return
   local root=$work/root
-  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root"
+  debootstrap --variant=minbase --include=python3,python3-venv,libpython3-dev,ca-certificates bookworm "$root"
   rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
   ln -sf python3 "$root/usr/bin/python"
   tar -C "$root" -c . | docker import --change 'CMD ["python3"]' - "$base"
@@ -183,6 +184,7 @@ images_hold_no_more() {
     in_image "$target" sh -ec 'for no in /run/secrets/* /opt/outrider/bin/pip /usr/bin/gcc; do test ! -e $no; done; test $(id -u) = 10001'
   done
   in_image gateway outrider --help >/dev/null
+  in_image verifier python -c 'import verifier_svc.engine as engine; assert engine.__file__.endswith(".so"), "the step is not compiled"'
   in_image verifier python -c 'from outrider.lm.cpu_library import *; assert load_build(runnable_builds()[0])'
   case $(in_image gateway python -m verifier_svc --target x 2>&1) in
     *"install outrider[models]"*) ;;
