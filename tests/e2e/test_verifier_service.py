@@ -9,9 +9,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from stack import Client, Process, Stack, free_port
+from stack import Client, Process, Stack, free_port, running
 
-from outrider import rpc, wire, wire_model
+from outrider import rpc, wire
 from outrider.errors import Reason
 from outrider.messages import SamplingParams, SpeculationOptions, Stage, TokenRequest
 from outrider.v1 import verifier_pb2
@@ -103,22 +103,20 @@ async def test_a_verifier_that_loads_says_so_and_takes_nothing(tmp_path: Any) ->
 
 @pytest.mark.slow
 async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
-    stack = Stack()
-    await asyncio.to_thread(stack.wait_ready)
-    async with Client(stack.address) as client:
-        running = asyncio.create_task(client.generate(replace(GOOD, max_tokens=300, ignore_eos=True)))
-        await asyncio.sleep(0.3)
-        stack.verifier.popen.terminate()
-        await asyncio.sleep(0.2)
-        response = await client.stub.GetModel(verifier_pb2.GetModelRequest())
-        assert wire_model.model_from_proto(response).stage is Stage.DRAINING
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.generate(GOOD)
-        assert rpc.error_of(caught.value).reason is Reason.DRAINING
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(client.stub.StreamTokens(iter([]))))
-        assert rpc.error_of(caught.value).reason is Reason.DRAINING
-        chunks = await running
-    assert sum(len(chunk.token_ids) for chunk in chunks) == 300
-    assert await asyncio.to_thread(stack.verifier.popen.wait, 10) == 0
-    stack.verifier.log.close()
+    long = replace(GOOD, max_tokens=2000, ignore_eos=True)  # for seconds, whatever the machine
+    with running(Stack("--drain-seconds", "60")) as stack:
+        async with Client(stack.address) as client:
+            running_call = aiter(client.stub.GenerateTokens(wire.request_to_proto(long)))
+            chunks = [wire.chunk_from_proto(await anext(running_call))]
+            stack.verifier.popen.terminate()
+            while (await client.model()).stage is not Stage.DRAINING:
+                await asyncio.sleep(0.01)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.generate(GOOD)
+            assert rpc.error_of(caught.value).reason is Reason.DRAINING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(client.stub.StreamTokens(iter([]))))
+            assert rpc.error_of(caught.value).reason is Reason.DRAINING
+            chunks += [wire.chunk_from_proto(response) async for response in running_call]
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 2000
+        assert await asyncio.to_thread(stack.verifier.popen.wait, 10) == 0
