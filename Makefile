@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-quick bench lint proto clean
+.PHONY: demo serve test test-quick test-together test-apart bench lint proto clean
 
 demo: $(VENV)/installed
 	$(BIN)/outrider demo
@@ -12,14 +12,21 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/outrider serve --target models/target --drafter ngram --drafter model=models/draft
 
-# What knows no clock runs on all cores at once; the rest alone, since clients, servers and their time-outs share the cores.
+# What has clients, servers and their time-outs runs one by one and mostly waits. What knows no clock runs beside it, on what
+# the cores have left, and is shown when it has ended.
 TOGETHER := tests/losslessness tests/lm tests/shared tests/repo
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
-	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER)
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together
+
+test-apart:
 	$(BIN)/python -m pytest $(PYTEST) $(APART)
 
-test-quick: PYTEST := -m "not slow"
+test-together:
+	@nice -n 19 $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER) >$(VENV)/together.log 2>&1; \
+	  status=$$?; cat $(VENV)/together.log; exit $$status
+
+test-quick: export PYTEST := -m "not slow"
 test-quick: test
 
 bench: $(VENV)/installed-bench
