@@ -73,6 +73,7 @@ def run(models: Path, max_tokens: int) -> int:
             "drafter": ["ngram", draft, f"{draft},id=model-pinned,placement=cpu,cores={max(os.sched_getaffinity(0))}"],
             "http_port": 0,
             "grpc_port": 0,
+            "verifier_port": 0,
             "log_level": "warning",
         }
     )

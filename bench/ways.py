@@ -164,7 +164,7 @@ async def serving(target: Path, drafters: list[str], **settings: Any) -> AsyncIt
     Raises RuntimeError with its processes' last words when it does not start.
     """
     metrics_port = free_port("127.0.0.1")
-    wanted = {"target": str(target), "drafter": drafters, "metrics_port": metrics_port, **settings}
+    wanted = {"target": str(target), "drafter": drafters, "metrics_port": metrics_port, "verifier_port": 0, **settings}
     serve = ServeSettings.model_validate({**wanted, "http_port": 0, "grpc_port": 0, "log_level": "warning"})
     words: deque[str] = deque(maxlen=50)
     supervisor = Supervisor(lambda name, line: words.append(f"{name}: {line}"))

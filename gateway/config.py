@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.config import Settings
@@ -14,7 +14,8 @@ class GatewaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
 
     verifier: list[str] = Field(min_length=1)
-    """Addresses of the verifier's replicas, host:port or unix:/path; a request goes to the least busy one that is ready."""
+    """Addresses of the verifier's replicas, host:port or unix:/path, with commas between them or one by one; a request goes to the
+    least busy one that is ready."""
 
     tokenizer: str
     """Model directory or hub id whose tokenizer and chat template are used; it must be the target's."""
@@ -39,3 +40,8 @@ class GatewaySettings(Settings):
 
     drain_seconds: float = Field(default=10.0, ge=0.0)
     """On SIGTERM, how long running requests may still take before they are cut off."""
+
+    @field_validator("verifier")
+    @classmethod
+    def _one_by_one(cls, texts: list[str]) -> list[str]:
+        return [address for text in texts for address in text.split(",")]

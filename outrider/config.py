@@ -1,17 +1,20 @@
-"""One pydantic schema a process for flags, environment and YAML; unknown keys are refused."""
+"""One pydantic schema a process for flags, environment and YAML; unknown flags and keys are refused."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -20,6 +23,15 @@ from pydantic_settings import (
 from yaml import YAMLError
 
 _Settings = TypeVar("_Settings", bound="Settings")
+
+
+class _Environment(EnvSettingsSource):
+    """Where a list may be one value as it is, or several in JSON."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if field.annotation == list[str] and not value.startswith("["):
+            return [value]
+        return super().decode_complex_value(field_name, field, value)
 
 
 class Settings(BaseSettings):
@@ -51,7 +63,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+        return init_settings, _Environment(settings_cls), YamlConfigSettingsSource(settings_cls)
 
 
 class ScrapedSettings(Settings):
@@ -68,7 +80,8 @@ def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Setti
     """Read the settings of a process; prints each problem with its setting's name and exits with status 2 on any."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
-    path = finder.parse_known_args(arguments)[0].config
+    named = os.environ.get(f"{schema.model_config.get('env_prefix')}CONFIG")
+    path = finder.parse_known_args(arguments)[0].config or (Path(named) if named else None)
     if path is not None and not path.is_file():
         _exit(program, f"config: {path} is not a file")
 

@@ -24,7 +24,7 @@ MAX_GATHERED_TOKENS = 4096
 
 
 class Rule(IntEnum):
-    """How a drafter's proposals are to be judged; the values are those of `DraftDistribution`."""
+    """What a drafter is to send with a sequence's proposals, which decides how they are judged; `DraftDistribution` in the proto."""
 
     ONE_HOT = 1
     SPARSE = 2

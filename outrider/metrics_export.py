@@ -42,7 +42,6 @@ SEMANTIC_LABELS = {
     "gen_ai_operation_name": "gen_ai.operation.name",
     "gen_ai_provider_name": "gen_ai.provider.name",
     "gen_ai_request_model": "gen_ai.request.model",
-    "gen_ai_response_model": "gen_ai.response.model",
     "error_type": "error.type",
 }
 _LAST_SEND_S = 3.0

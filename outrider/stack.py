@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.config import Settings
+from outrider.cores import parse_cores
 from outrider.depth_policy import DepthSetting
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.supervisor import Child
@@ -23,7 +24,7 @@ _REDIS = ("redis", "redis_password_file", "redis_ca_file", "pool_secret_file")
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """`family[=model][,key=value...]`; the keys are the drafter's own settings."""
+    """`family[=model][,key=value...]`; the keys are the drafter's own settings, whose values may have commas: `cores=0,2,4-7`."""
 
     family: str
     model: str
@@ -34,7 +35,14 @@ class DrafterSpec:
         """Raises OutriderError(INVALID_VALUE) that shows what a drafter looks like."""
         head, *pairs = text.split(",")
         family, _, model = head.partition("=")
-        options = dict(pair.partition("=")[::2] for pair in pairs)
+        options: dict[str, str] = {}
+        for pair in pairs:
+            key, given, value = pair.partition("=")
+            if given or not options:
+                options[key] = value
+            else:
+                last = next(reversed(options))
+                options[last] = options[last] and f"{options[last]},{pair}"
         if family not in FAMILIES or not all(key and value for key, value in options.items()):
             raise invalid("drafter", f"must be ngram, suffix or model=PATH, with key=value after commas, not {text!r}")
         if (family == "model") != bool(model):
@@ -68,8 +76,11 @@ class ServeSettings(Settings):
     grpc_port: int = Field(8001, ge=0, le=65535)
     """Port of the gateway's gRPC service; 0 takes a free one."""
 
-    verifier_port: int = Field(0, ge=0, le=65535)
-    """Port of the verifier on the loopback interface, for drafters that are started by hand; 0 takes a free one."""
+    verifier_host: str = "127.0.0.1"
+    """Address that the verifier listens on, for drafters that are started by hand; 0.0.0.0 lets other machines in."""
+
+    verifier_port: int = Field(50051, ge=0, le=65535)
+    """Port of the verifier; 0 takes a free one."""
 
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of the verifier's /metrics on the loopback interface; 0 is off."""
@@ -134,11 +145,13 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     """Raises OutriderError(INVALID_VALUE) that names the port when it is in use."""
     http_port = _port("http_port", settings.host, settings.http_port)
     grpc_port = _port("grpc_port", settings.host, settings.grpc_port)
-    verifier = f"127.0.0.1:{_port('verifier_port', '127.0.0.1', settings.verifier_port)}"
+    verifier_port = _port("verifier_port", settings.verifier_host, settings.verifier_port)
+    # Who listens on all addresses listens on the loopback interface.
+    verifier = f"{'127.0.0.1' if settings.verifier_host == '0.0.0.0' else settings.verifier_host}:{verifier_port}"
     uds = socket_directory / "verifier.sock"
     specs = [DrafterSpec.parse(text) for text in settings.drafter]
     children = [
-        Child("verifier", "verifier_svc", _verifier_arguments(settings, specs, verifier, uds)),
+        Child("verifier", "verifier_svc", _verifier_arguments(settings, specs, f"{settings.verifier_host}:{verifier_port}", uds)),
         *(Child(name, "drafter_svc", arguments) for name, arguments in _drafters(settings, specs, verifier, uds)),
         Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
     ]
@@ -152,17 +165,24 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
 
 
 def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> list[str]:
-    # Of the cores this process may use, which in a container can be fewer than there are.
-    # Two processes whose threads meet at barriers on the same cores hold each other up; so each draft model gets a core.
-    models = sum(spec.family == "model" for spec in specs)
-    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - models)
     arguments = ["--target", settings.target, "--dtype", settings.dtype, "--device", settings.device, "--listen", address]
-    arguments += ["--uds", str(uds), "--depth", settings.depth, "--threads", str(threads)]
+    arguments += ["--uds", str(uds), "--depth", settings.depth, "--threads", str(settings.threads or _free_cores(specs))]
     arguments += ["--metrics-port", str(settings.metrics_port)]
     arguments += [] if settings.prefix_caching else ["--no-prefix-caching"]
     arguments += ["--always-draft"] if settings.always_draft else []
     arguments += ["--sampled-rule", settings.sampled_rule, "--grammar-backend", settings.grammar_backend]
     return [*arguments, *(["--trust-draft-distributions"] if settings.trust_draft_distributions else [])]
+
+
+def _free_cores(specs: list[DrafterSpec]) -> int:
+    """How many cores draft models leave to the target: two processes whose threads meet at barriers on the same ones hold each
+    other up.
+    """
+    # In a container these can be fewer than the machine has.
+    mine = os.sched_getaffinity(0)
+    models = [spec for spec in specs if spec.family == "model"]
+    pinned = [set(parse_cores(spec.options["cores"])) for spec in models if "cores" in spec.options]
+    return max(1, len(mine.difference(*pinned)) - (len(models) - len(pinned)))
 
 
 def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, uds: Path) -> list[tuple[str, list[str]]]:
@@ -172,7 +192,9 @@ def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, 
         name = spec.options.get("id") or f"{spec.family}-{counts[spec.family]}"
         options = {"family": spec.family, "verifier": verifier, "uds": str(uds), "id": name}
         if spec.family == "model":
-            options |= {"model": spec.model, "dtype": settings.dtype, "threads": "1"}
+            options |= {"model": spec.model, "dtype": settings.dtype}
+            # Who is placed has a thread for each of its cores.
+            options |= {} if "placement" in spec.options else {"threads": "1"}
         elif spec.family == "ngram" and settings.redis is not None:
             options |= {name: str(value) for name in _REDIS if (value := getattr(settings, name)) is not None}
         options |= spec.options

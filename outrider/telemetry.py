@@ -1,7 +1,7 @@
 """Traces: OpenTelemetry spans that cross the draft stream, off by default and free when off; and logs that name their trace.
 
-A trace context travels as a W3C `traceparent` string: in gRPC metadata for unary and server-streaming calls, in the messages for
-the draft stream. The empty string means "not sampled", and every span under it is the one no-op span.
+A trace context travels as a W3C `traceparent` string: in gRPC metadata for calls of one request, in the messages of those
+that many sequences share. The empty string means "not sampled", and every span under it is the one no-op span.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from outrider.errors import OutriderError, Reason
@@ -75,14 +76,15 @@ class Roster:
         self.connected: dict[str, Drafter] = {}
         self._lost: dict[str, tuple[float, Drafter]] = {}
         self._faults: dict[str, list[float]] = {}
+        self._banned_until: dict[str, float] = {}
 
     def join(self, drafter: Drafter) -> None:
         """Raises OutriderError when the id is taken, or in quarantine after repeated protocol violations."""
-        now = time.monotonic()
-        recent = [at for at in self._faults.get(drafter.id, []) if now - at < _QUARANTINE_S]
-        if len(recent) >= _FAULTS_ALLOWED:
-            message = f"drafter {drafter.id} broke the protocol {len(recent)} times and is in quarantine for {_QUARANTINE_S:.0f} s"
-            raise OutriderError(Reason.QUARANTINED, message, retry_after_s=_QUARANTINE_S - (now - recent[0]))
+        if (left_s := self._banned_until.get(drafter.id, 0.0) - time.monotonic()) > 0:
+            message = (
+                f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times and is in quarantine for {ceil(left_s)} s more"
+            )
+            raise OutriderError(Reason.QUARANTINED, message, retry_after_s=left_s)
         if drafter.id in self.connected:
             raise OutriderError(Reason.DRAFTER_ID_TAKEN, f"a drafter with the id {drafter.id} is connected", "hello.drafter_id")
         self.connected[drafter.id] = drafter
@@ -99,9 +101,14 @@ class Roster:
 
     def fault(self, drafter: Drafter) -> None:
         """Count a protocol violation."""
-        self._faults.setdefault(drafter.id, []).append(time.monotonic())
-        self._faults[drafter.id] = self._faults[drafter.id][-_FAULTS_ALLOWED:]
-        _drop_oldest(self._faults)
+        now = time.monotonic()
+        recent = [at for at in self._faults.pop(drafter.id, []) if now - at < _QUARANTINE_S]
+        if len(recent) + 1 < _FAULTS_ALLOWED:
+            self._faults[drafter.id] = [*recent, now]
+            _drop_oldest(self._faults)
+        else:
+            self._banned_until[drafter.id] = now + _QUARANTINE_S
+            _drop_oldest(self._banned_until)
 
     def choose(self, options: SpeculationOptions, assigned: Iterable[str]) -> list[Drafter]:
         """The drafters to hand a sequence to besides those `assigned` (ids): of each family that may draft, the least busy one."""

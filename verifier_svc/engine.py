@@ -1,4 +1,4 @@
-"""The engine: a step is `batch = scheduler.next()`, `logits = model.forward(batch)`, `commit(accept(...))`.
+"""The engine: a step is `items = scheduler.next()`, `model.forward(...)`, `judge.judge(...)`, and a commit of each item.
 
 It runs on a thread of its own. Other threads only `post` work to it; what it has to say leaves through sinks, those of drafters
 after each step and those of clients when the next forward begins. Knows token ids and drafters; not text, protobuf or grpc.

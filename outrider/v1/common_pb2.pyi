@@ -386,7 +386,7 @@ class SpeculationOptions(_message.Message):
     enabled: _builtins.bool
     """False decodes plainly; unset means true."""
     drafter: _builtins.str
-    """Restricts drafting to one drafter id or to one family ("ngram", "model"); empty lets the verifier choose."""
+    """Restricts drafting to one drafter id or to one family ("ngram", "suffix", "model"); empty lets the verifier choose."""
     depth: _builtins.int
     """Largest number of draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""
     acceptance: Global___Acceptance.ValueType

@@ -30,6 +30,8 @@ def serving(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         str(port),
         "--grpc-port",
         str(free_port("127.0.0.1")),
+        "--verifier-port",
+        "0",
     ]
     with log.open("wb") as output:
         command = [sys.executable, "-m", "outrider.cli", "serve", *flags]

@@ -14,7 +14,6 @@ from stack import Client, Process, Stack, free_port, running
 from outrider import rpc, wire
 from outrider.errors import Reason
 from outrider.messages import SamplingParams, SpeculationOptions, Stage, TokenRequest
-from outrider.v1 import verifier_pb2
 
 GREEDY = SamplingParams(temperature=0.0)
 GOOD = TokenRequest([5, 6, 7], 4, GREEDY)
@@ -109,7 +108,7 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
             running_call = aiter(client.stub.GenerateTokens(wire.request_to_proto(long)))
             chunks = [wire.chunk_from_proto(await anext(running_call))]
             stack.verifier.popen.terminate()
-            while (await client.model()).stage is not Stage.DRAINING:
+            while (await client.model()).stage is not Stage.DRAINING:  # noqa: ASYNC110  # another process has no event to wait for
                 await asyncio.sleep(0.01)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await client.generate(GOOD)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.placement import choose_address, format_cores, parse_cores, plan
+from drafter_svc.placement import choose_address, plan
+from outrider.cores import format_cores, parse_cores
 from outrider.errors import OutriderError
 
 GRACE_MIDR = "0x00000000410fd4f0"

@@ -1,12 +1,14 @@
 """Settings refuse what they do not know; spans cross processes, and are nothing when tracing is off."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from gateway.config import GatewaySettings
 from outrider import telemetry
 from outrider.config import parse
 from outrider.errors import OutriderError
@@ -20,6 +22,28 @@ def test_flags_go_before_environment_and_that_before_the_file(tmp_path: Path, mo
     monkeypatch.setenv("OUTRIDER_HTTP_PORT", "2")
     settings = parse(ServeSettings, "serve", ["--config", str(file), "--http-port", "3"])
     assert (settings.target, settings.depth, settings.http_port) == ("from-file", "2", 3)
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(file))
+    assert parse(ServeSettings, "serve", []).target == "from-file"
+
+
+@pytest.mark.parametrize(("text", "drafters"), [("ngram", ["ngram"]), ('["ngram", "suffix"]', ["ngram", "suffix"])])
+def test_a_list_in_the_environment_is_one_value_or_json(monkeypatch: pytest.MonkeyPatch, text: str, drafters: list[str]) -> None:
+    monkeypatch.setenv("OUTRIDER_DRAFTER", text)
+    assert parse(ServeSettings, "serve", ["--target", "x"]).drafter == drafters
+
+
+def test_a_list_in_the_environment_that_is_broken_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_DRAFTER", '["ngram"')
+    with pytest.raises(SystemExit):
+        parse(ServeSettings, "serve", ["--target", "x"])
+    assert '"drafter"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--verifier", "a:1,b:2"], ["--verifier", "a:1", "--verifier", "b:2"]])
+def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: list[str]) -> None:
+    assert parse(GatewaySettings, "gateway", [*arguments, "--tokenizer", "t"]).verifier == ["a:1", "b:2"]
 
 
 @pytest.mark.parametrize(
@@ -48,44 +72,50 @@ def test_unknown_flags_and_missing_files_are_refused(capsys: pytest.CaptureFixtu
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3"])
+@pytest.mark.parametrize("text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,cores=,1"])
 def test_a_drafter_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         DrafterSpec.parse(text)
     assert caught.value.field == "drafter"
 
 
+def planned(directory: Path, *arguments: str) -> dict[str, dict[str, str]]:
+    """The flags of each process with their values."""
+    ports = ["--http-port", "0", "--grpc-port", "0", "--verifier-port", "0"]
+    settings = parse(ServeSettings, "serve", ["--target", "t", *ports, *arguments])
+    children = plan_stack(settings, directory).children
+    return {child.name: dict(pairwise([*child.arguments, ""])) for child in children}
+
+
 def test_a_drafters_own_settings_become_its_flags(tmp_path: Path) -> None:
-    settings = parse(
-        ServeSettings,
-        "serve",
-        [
-            "--target",
-            "t",
-            "--drafter",
-            "model=m,placement=cpu,cores=0-1",
-            "--drafter",
-            "ngram",
-            "--http-port",
-            "0",
-            "--grpc-port",
-            "0",
-        ],
-    )
-    children = {child.name: child.arguments for child in plan_stack(settings, tmp_path).children}
+    children = planned(tmp_path, "--drafter", "model=m,placement=cpu,cores=0,2,4-7", "--drafter", "ngram")
     assert list(children) == ["verifier", "model-1", "ngram-1", "gateway"]
-    words = children["model-1"]
-    assert words[words.index("--cores") + 1] == "0-1"
-    assert words[words.index("--model") + 1] == "m"
+    assert (children["model-1"]["--cores"], children["model-1"]["--model"]) == ("0,2,4-7", "m")
+
+
+def test_a_draft_model_has_a_core_of_its_own_and_one_that_is_placed_all_that_it_is_placed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    children = planned(tmp_path, "--drafter", "model=m", "--drafter", "model=m,placement=cpu,cores=0-3,8", "--drafter", "ngram")
+    assert children["model-1"]["--threads"] == "1"
+    assert "--threads" not in children["model-2"]
+    assert children["verifier"]["--threads"] == "10"
+
+
+def test_a_verifier_that_lets_other_machines_in_is_dialled_at_home(tmp_path: Path) -> None:
+    children = planned(tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0")
+    host, _, port = children["verifier"]["--listen"].partition(":")
+    assert host == "0.0.0.0"
+    assert children["ngram-1"]["--verifier"] == children["gateway"]["--verifier"] == f"127.0.0.1:{port}"
 
 
 def test_n_gram_drafters_share_redis_by_tenant_and_others_hear_nothing_of_it(tmp_path: Path) -> None:
     redis = ["--redis", "redis+sentinel://u@a,b/pool", "--redis-password-file", "password", "--pool-secret-file", "secret"]
     drafters = ["--drafter", "ngram", "--drafter", "suffix", "--drafter", "ngram,is_public_pool=true"]
-    settings = parse(ServeSettings, "serve", ["--target", "t", "--http-port", "0", "--grpc-port", "0", *drafters, *redis])
-    children = {child.name: child.arguments for child in plan_stack(settings, tmp_path).children}
+    children = planned(tmp_path, *drafters, *redis)
     for name in ("ngram-1", "ngram-2"):
-        assert " ".join(redis) in " ".join(children[name])
+        assert dict(pairwise(redis)).items() <= children[name].items()
         assert ("--is-public-pool" in children[name]) == (name == "ngram-2")
     assert "--redis" not in children["suffix-1"]
 

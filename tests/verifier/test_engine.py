@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,6 +267,21 @@ def test_a_drafter_that_keeps_breaking_the_protocol_is_quarantined() -> None:
         ScriptedDrafter(engine, "bad")
     assert caught.value.reason is Reason.QUARANTINED
     ScriptedDrafter(engine, "another")
+
+
+def test_a_quarantine_is_counted_from_the_third_violation_within_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    engine, _ = make_engine()
+    sequence = engine.submit(request([1, 2], 10), Client())
+    for clock.now in (0.0, 10.0, 31.0, 39.0):
+        ScriptedDrafter(engine, "bad").send(Proposal(sequence.id, 5, 0, 1, [1]))
+    clock.now = 68.9
+    with pytest.raises(OutriderError, match="in quarantine for 1 s more") as caught:
+        ScriptedDrafter(engine, "bad")
+    assert caught.value.retry_after_s == pytest.approx(0.1)
+    clock.now = 69.1
+    ScriptedDrafter(engine, "bad")
 
 
 def test_proposals_for_unknown_and_finished_sequences_are_ignored() -> None:
