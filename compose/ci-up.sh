@@ -187,7 +187,7 @@ images_hold_no_more() {
   in_image verifier python -c 'import verifier_svc.engine as engine; assert engine.__file__.endswith(".so"), "the step is not compiled"'
   in_image verifier python -c 'from outrider.lm.cpu_library import *; assert load_build(runnable_builds()[0])'
   case $(in_image gateway python -m verifier_svc --target x 2>&1) in
-    *"install outrider[models]"*) ;;
+    *"in Outrider's sources, pip install '.[models]'"*) ;;
     *) echo "a verifier without torch does not name the extra"; return 1 ;;
   esac
 }

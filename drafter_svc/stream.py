@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ _POLL_LOADING_S = 0.25
 _GOODBYE_S = 1.0
 # More than these wait in the verifier, which cuts off who does not read.
 _MAX_UNREAD_STEPS = 256
+# Proposals or skips in a message: the largest ones, of sampled runs, stay below what gRPC lets through.
+_MOST_ENTRIES = 512
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 # What a verifier will say again however often it is asked.
 _FINAL = (Reason.TOKENIZER_MISMATCH, Reason.INVALID_VALUE)
@@ -224,7 +226,8 @@ class _Session:
             if batch.proposals or batch.skips:
                 self._metrics.drafted(batch, time.monotonic() - started)
                 self._trace(batch)
-                await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(batch)))
+                for part in _messages(batch):
+                    await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(part)))
             else:
                 await self._wake.wait()
         goodbye = drafts_pb2.Draining(reason="the drafter is stopping")
@@ -261,3 +264,11 @@ class _Session:
                 outrider__draft_tokens=len(proposal.token_ids),
             )
             span.end()
+
+
+def _messages(batch: DraftBatch) -> Iterator[DraftBatch]:
+    """The batch in as many messages as it needs."""
+    for first in range(0, len(batch.proposals), _MOST_ENTRIES):
+        yield DraftBatch(batch.proposals[first : first + _MOST_ENTRIES])
+    for first in range(0, len(batch.skips), _MOST_ENTRIES):
+        yield DraftBatch(skips=batch.skips[first : first + _MOST_ENTRIES])

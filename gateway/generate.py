@@ -82,12 +82,13 @@ class Ending:
 class ShownToken:
     """A token as log probabilities show it, with the likeliest alternatives, best first.
 
-    `logprob` is None for the first token of a prompt, which nothing precedes. `offset` is where in the answer's text it begins, in
-    characters; alternatives have none.
+    `raw` are its own bytes, which `text` cannot show of part of a character. `logprob` is None for the first token of a prompt,
+    which nothing precedes. `offset` is where in the answer's text it begins, in characters; alternatives have none.
     """
 
     token_id: int
     text: str
+    raw: bytes
     logprob: float | None
     rank: int = 0
     offset: int = 0
@@ -133,9 +134,12 @@ class Generation:
         self._metrics = metrics
         self._table = TokenTable(prompts.tokenizer)
 
-    def echo(self, prompt: str | Sequence[int]) -> str:
-        """The text of a prompt, as the answer repeats it."""
-        return prompt if isinstance(prompt, str) else self._table.decode(prompt)
+    def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
+        """The text of a prompt, as the answer repeats it; raises OutriderError(INVALID_VALUE) for ids that there are not."""
+        if isinstance(prompt, str):
+            return prompt
+        _check_ids("prompt", prompt, info)
+        return self._table.decode(prompt)
 
     async def stream(self, request: TextRequest) -> AsyncGenerator[Piece, None]:
         """The text of one request, piece by piece. Closing the iterator cancels the sequence everywhere.
@@ -239,12 +243,12 @@ class _Sequence:
         return [AuthoredToken(text, source, chunk.drafter_id) for text, source in zip(texts, chunk.sources, strict=False)]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> ShownToken:
-        text, offset = self._table.piece(token), offsets.push(token)
+        table, offset = self._table, offsets.push(token)
         if known is None:
-            return ShownToken(token, text, None, offset=offset)
+            return ShownToken(token, table.piece(token), table.raw(token), None, offset=offset)
         likeliest = enumerate(zip(known.top_token_ids, known.top_logprobs, strict=True), 1)
-        top = [ShownToken(other, self._table.piece(other), _finite(value), rank) for rank, (other, value) in likeliest]
-        return ShownToken(token, text, _finite(known.logprob), known.rank, offset, top)
+        top = [ShownToken(other, table.piece(other), table.raw(other), _finite(value), rank) for rank, (other, value) in likeliest]
+        return ShownToken(token, table.piece(token), table.raw(token), _finite(known.logprob), known.rank, offset, top)
 
     def _ending(self, chunk: TokenChunk, ended_by_token: bool) -> Ending | None:
         stopped = self._text.stopped
@@ -265,9 +269,7 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
     prompt, name = request.prompt, request.prompt_field
     if not prompt:
         raise invalid(name, "must hold at least 1 token")
-    outside = next((index for index in (min(prompt), max(prompt)) if not 0 <= index < info.vocab_size), None)
-    if outside is not None:
-        raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {outside}")
+    _check_ids(name, prompt, info)
     max_tokens = _max_tokens(request, info.context_length)
     if request.sampling.min_tokens > max_tokens:
         raise invalid(
@@ -291,6 +293,12 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
         prediction=request.prediction,
         tenant=request.tenant,
     )
+
+
+def _check_ids(name: str, prompt: list[int], info: ModelInfo) -> None:
+    outside = next((index for index in prompt if not 0 <= index < info.vocab_size), None)
+    if outside is not None:
+        raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {outside}")
 
 
 def _max_tokens(request: TextRequest, context_length: int) -> int:

@@ -35,7 +35,7 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         template = replace(text_request(body, name, info), default_max_tokens=_COMPLETION_MAX_TOKENS)
         template = replace(template, prediction=await _prediction(generation, body, info))
         prompts = [p if isinstance(p, list) else await generation.prompts.encode(p) for p in body.prompt]
-        echoes = [generation.echo(p) if body.echo else None for p in body.prompt]
+        echoes = [generation.echo(p, info) if body.echo else None for p in body.prompt]
         jobs = [replace(template, prompt=ids, echo=echo) for ids, echo in zip(prompts, echoes, strict=True)]
         return await _answer(generation, request, body, jobs, n, CompletionShape)
 
@@ -111,7 +111,7 @@ async def _answer(
 def _streams(generation: Generation, job: TextRequest, n: int) -> list[AsyncGenerator[Piece, None]]:
     """The choices of one prompt."""
     if job.max_tokens == 0:
-        return repeated(generation.stream(job), n)
+        return repeated(generation.stream(_choice(job, 0)), n)
     choices = [_choice(job, choice) for choice in range(n)]
     if job.prompt_logprobs is None:
         return [generation.stream(choice) for choice in choices]

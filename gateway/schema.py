@@ -75,7 +75,7 @@ class SpeculationBody(Body):
     """
 
     enabled: bool = True
-    drafter: str = ""
+    drafter: Text = ""
     depth: int | None = None
     acceptance: Literal["exact", "typical", "relaxed"] = "exact"
     typical_epsilon: float = 0.09
@@ -140,7 +140,7 @@ def _stops(value: object) -> object:
     return [value] if isinstance(value, str) else ([] if value is None else value)
 
 
-JsonValue = dict[str, Any] | bool | str
+JsonValue = dict[str, Any] | bool | Text
 
 
 class StructuredOutputs(Body):
@@ -148,10 +148,10 @@ class StructuredOutputs(Body):
 
     json_: JsonValue | None = Field(default=None, alias="json")
     json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    structural_tag: dict[str, Any] | Text | None = None
 
 
 class GenerationBody(Body):
@@ -179,15 +179,15 @@ class GenerationBody(Body):
     min_tokens: int | None = Field(default=None, description="vLLM's extension; no end of text before so many tokens.")
     banned_token_ids: list[int] | None = Field(default=None, description="Ids that are never sampled.")
     response_format: ResponseFormat | None = None
-    regex: str | None = Field(default=None, description="What the answer must match.")
-    grammar: str | None = Field(default=None, description="What the answer must be, in GBNF.")
-    choice: list[str] | None = Field(default=None, description="Texts of which the answer must be one.")
+    regex: Text | None = Field(default=None, description="What the answer must match.")
+    grammar: Text | None = Field(default=None, description="What the answer must be, in GBNF.")
+    choice: list[Text] | None = Field(default=None, description="Texts of which the answer must be one.")
     structural_tag: dict[str, Any] | None = Field(default=None, description="XGrammar's structural tag.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's extension.")
     guided_json: JsonValue | None = Field(default=None, description="vLLM's older name of structured_outputs.json.")
-    guided_regex: str | None = Field(default=None, description="vLLM's older name of structured_outputs.regex.")
-    guided_choice: list[str] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
-    guided_grammar: str | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
+    guided_regex: Text | None = Field(default=None, description="vLLM's older name of structured_outputs.regex.")
+    guided_choice: list[Text] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
+    guided_grammar: Text | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
     prediction: Prediction | None = None
     prompt_logprobs: int | None = Field(default=None, description="vLLM's extension; the likeliest tokens at each of the prompt's.")
     # Labels for OpenAI's own records and caches; they have no meaning for the answer.

@@ -18,7 +18,7 @@ _FINGERPRINT = f"outrider-{__version__}"
 
 
 def _named(token: ShownToken) -> Json:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
 
 
 def _top_logprobs(token: ShownToken) -> dict[str, float | None] | None:

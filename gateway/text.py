@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -13,6 +14,12 @@ _UNSURE_CHARACTERS = 3
 # replacement characters until the last character of the run is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
+# How tokenizers write a byte that is no text: with a token of its own (sentencepiece's byte fallback), or, in byte-level ones, each
+# byte as a letter. The letters are GPT-2's: a byte that prints stands for itself, the others for the letters from 256 on.
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)}
 
 
 class TokenTable:
@@ -33,6 +40,18 @@ class TokenTable:
         """One token alone, special ones by their names; part of a character shows as a replacement character."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's own bytes, which in UTF-8 may be part of a character; those of several joined are those of their text."""
+        text = self.piece(token_id)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        name: str = self._tokenizer.id_to_token(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        letters = [_BYTE_OF_LETTER.get(letter) for letter in name]
+        known = [byte for byte in letters if byte is not None]
+        return bytes(known) if name and len(known) == len(letters) else text.encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.errors import OutriderError, invalid
+from outrider.errors import OutriderError, Reason, invalid
 from outrider.grammar_backends import Backend, Compiled, LLGuidance, Matcher, XGrammar
 from outrider.grammar_cache import GrammarCache
 from outrider.grammar_repetition import check_ebnf, check_pattern, check_times
@@ -67,15 +67,20 @@ class GrammarCompiler:
         return self.cache.get(grammar) or self._pool.submit(self._remembered, grammar).result()
 
     async def compile_async(self, grammar: Grammar) -> Compiled:
-        """As `compile`, off the event loop and within the time allowed."""
+        """As `compile`, off the event loop and within the time allowed; raises OutriderError(OVERLOADED) if others took it all."""
         if (known := self.cache.get(grammar)) is not None:
             return known
-        work = asyncio.get_running_loop().run_in_executor(self._pool, self._remembered, grammar)
+        work = self._pool.submit(self._remembered, grammar)
         try:
-            return await asyncio.wait_for(asyncio.shield(work), self._seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(work), self._seconds)
         except TimeoutError as cause:
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if work.cancel():
+                message = f"{_field(grammar)}: other grammars took {self._seconds:g} s to compile, so that this one was not begun"
+                raise OutriderError(Reason.OVERLOADED, message, _field(grammar), retry_after_s=1.0) from cause
             raise invalid(_field(grammar), f"takes longer than {self._seconds:g} s to compile") from cause
+        finally:
+            # What nobody waits for any more is not begun; what was begun ends, and is remembered.
+            work.cancel()
 
     def _remembered(self, grammar: Grammar) -> Compiled:
         """On a thread of the pool; the same may have been compiled while this waited."""

@@ -17,6 +17,8 @@ MAX_NAME_LENGTH = 128
 MAX_STOP_TOKENS = 64
 MAX_LISTED_TOKENS = 1024
 MAX_TOP_LOGPROBS = 20
+# Below it sampling is greedy, as in vLLM: logits over so little are beyond float32, and the argmax has all the probability.
+MIN_TEMPERATURE = 1e-5
 MAX_GRAMMAR_CHARACTERS = 65536
 MAX_CHOICES = 1024
 MAX_RELAXED_TOPK = 64
@@ -24,7 +26,7 @@ MAX_GATHERED_TOKENS = 4096
 
 
 class Rule(IntEnum):
-    """What a drafter is to send with a sequence's proposals, which decides how they are judged; `DraftDistribution` in the proto."""
+    """What a drafter sends with a sequence's proposals, which decides how they are judged: the proto's `DraftDistribution`."""
 
     ONE_HOT = 1
     SPARSE = 2
@@ -134,6 +136,8 @@ class SamplingParams:
     """Whether it changes logits before the temperature does."""
 
     def __post_init__(self) -> None:
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         object.__setattr__(self, "greedy", self.temperature == 0.0)
         adjusts = self.logit_bias or self.penalised or self.banned_token_ids or self.min_tokens
         object.__setattr__(self, "adjusts", bool(adjusts))

@@ -24,6 +24,8 @@ from outrider.wire_settings import (
 
 MAX_DISTRIBUTION_ENTRIES = 256
 MAX_BATCH_ENTRIES = 4096
+# No more is believed of a drafter's own clock.
+MAX_DRAFT_SECONDS = 60.0
 MAX_WINDOW_DEPTH = 128
 MAX_WINDOW_NODES = 4096
 SUM_TOLERANCE = 1e-3
@@ -236,7 +238,7 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Propo
             "proposal.distributions", f"must be empty or one for each of {len(ids)} tokens, not {len(proto.distributions)}"
         )
     distributions = [_distribution(d, token, vocab_size) for d, token in zip(proto.distributions, ids, strict=False)]
-    seconds = max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9)
+    seconds = min(max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9), MAX_DRAFT_SECONDS)
     return m.Proposal(proto.sequence_id, proto.epoch, proto.parent_node, proto.first_node, ids, distributions, seconds)
 
 

@@ -39,7 +39,7 @@ def check_sampling(sampling: m.SamplingParams, vocab_size: int, prefix: str = ""
         ("top_p", 0.0 < s.top_p <= 1.0, "must be in (0, 1]"),
         ("min_p", 0.0 <= s.min_p <= 1.0, "must be in [0, 1]"),
         ("typical_p", 0.0 < s.typical_p <= 1.0, "must be in (0, 1]"),
-        ("repetition_penalty", 0.0 < s.repetition_penalty <= 10.0, "must be in (0, 10]"),
+        ("repetition_penalty", 0.01 <= s.repetition_penalty <= 10.0, "must be in [0.01, 10]"),
         ("presence_penalty", -2.0 <= s.presence_penalty <= 2.0, "must be in [-2, 2]"),
         ("frequency_penalty", -2.0 <= s.frequency_penalty <= 2.0, "must be in [-2, 2]"),
         ("min_tokens", s.min_tokens >= 0, "must not be negative"),

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
 import grpc
 
-from outrider import wire
+from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Hello, StepBatch
 from outrider.v1 import drafts_pb2, verifier_pb2
-from verifier_svc.drafters import Drafter
+from verifier_svc.drafters import MESSAGE_BYTES, Drafter
 from verifier_svc.engine_thread import EngineThread
 
 # A drafter that does not read for this many engine steps is cut off before memory grows.
 MAX_UNSENT = 1024
 _HELLO_S = 10.0
+# Of a message, so that with the longest sequence it still takes it stays below what gRPC lets through.
+_MOST_BYTES = rpc.MAX_MESSAGE_BYTES // 4
+# What a drafter says during a step waits in memory, as objects many times that large; the rest waits with the drafter.
+_MOST_UNTAKEN, _LOOK_AGAIN_S = 2**20, 0.005
 
 Requests = AsyncIterator[verifier_pb2.StreamDraftsRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -93,13 +97,17 @@ class DraftStream:
         return hello
 
     async def _read(self, drafter: Drafter) -> None:
-        engine, drafting = self._engine, self._engine.engine.drafting
+        engine, drafting, read_bytes = self._engine, self._engine.engine.drafting, 0
         async for request in self._requests:
+            while read_bytes - drafter.taken_bytes > _MOST_UNTAKEN:  # noqa: ASYNC110  # told of each message, the loop would do little else
+                await asyncio.sleep(_LOOK_AGAIN_S)
             kind = request.WhichOneof("message")
             try:
                 if kind == "drafts":
                     batch = wire.drafts_from_proto(request.drafts, self._model.vocab_size)
-                    engine.post(partial(drafting.take, drafter, batch, request.ByteSize(), time.monotonic()))
+                    size = request.ByteSize()
+                    read_bytes += size + MESSAGE_BYTES
+                    engine.post(partial(drafting.take, drafter, batch, size, time.monotonic()))
                 elif kind == "draining":
                     engine.post(partial(drafting.drain, drafter))
                 else:
@@ -121,7 +129,25 @@ class DraftStream:
         elif self._unsent.qsize() >= MAX_UNSENT:
             self._failure.set_exception(OutriderError(Reason.SLOW_READER, f"{MAX_UNSENT} steps are unread; the stream is cut off"))
         else:
-            self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=wire.step_to_proto(message)))
+            for step in _messages(wire.step_to_proto(message)):
+                self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=step))
+
+
+def _messages(step: drafts_pb2.StepBatch) -> Iterator[drafts_pb2.StepBatch]:
+    """The step in several messages if its prompts are too long for one: what was opened first, then what became of it."""
+    if step.ByteSize() <= _MOST_BYTES:
+        yield step
+        return
+    part, byte_count = drafts_pb2.StepBatch(), 0
+    for opened in step.opened:
+        size = opened.ByteSize()
+        if part.opened and byte_count + size > _MOST_BYTES:
+            yield part
+            part, byte_count = drafts_pb2.StepBatch(), 0
+        part.opened.append(opened)
+        byte_count += size
+    yield part
+    yield drafts_pb2.StepBatch(verdicts=step.verdicts, closed=step.closed)
 
 
 def _violation(message: str) -> OutriderError:

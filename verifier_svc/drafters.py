@@ -17,6 +17,8 @@ _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
 _REMEMBERED = 256
+# What a message takes in memory, however little it says.
+MESSAGE_BYTES = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +38,8 @@ class Drafter:
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     draining: bool = False
+    taken_bytes: int = 0
+    """Of its messages that the engine is done with, `MESSAGE_BYTES` besides for each."""
     verified_count: int = 0
     accepted_count: int = 0
 

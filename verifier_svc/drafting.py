@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
 from outrider.telemetry import Span
 from verifier_svc.depth import AcceptanceRate
-from verifier_svc.drafters import Drafter, Roster
+from verifier_svc.drafters import MESSAGE_BYTES, Drafter, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.planning import Planner
 from verifier_svc.sequence import Assignment, Sequence
@@ -31,6 +31,8 @@ _OPTIMISM = 0.8
 # Of what is known of a drafter beyond one sequence a hundred drafts count: with ten, optimism alone would leave one that is always
 # wrong a rate of 0.23 on each new sequence.
 _LONG_MEMORY = 0.99
+# How many drafters that left metrics tell of, and for how long: some scrapes at least.
+_DEPARTED, _DEPARTED_S = 256, 600.0
 
 
 class Drafting:
@@ -53,16 +55,20 @@ class Drafting:
         self._metrics = metrics
         self._trust_distributions = trust_distributions
         self._own_cores = own_cores
+        # When each of the drafters left that metrics still tell of, the longest gone first.
+        self._left_at: dict[str, float] = {}
 
     # --- drafters come and go ---
 
     def join(self, hello: Hello, sink: Callable[[StepBatch | OutriderError], None]) -> Drafter:
-        """Register a drafter and hand it the sequences that lack one of its family; raises as `Roster.join`."""
+        """Register a drafter and hand it the admitted sequences that lack one of its family; raises as `Roster.join`."""
         drafter = Drafter(hello, sink)
         drafter.on_target_cores = self._own_cores is not None and drafter.shares(self._own_cores)
         self.roster.join(drafter)
+        self._left_at.pop(drafter.id, None)
         for sequence in self._sequences.values():
-            self.hand_out(sequence)
+            if sequence.admitted:
+                self.hand_out(sequence)
         return drafter
 
     def leave(self, drafter: Drafter) -> None:
@@ -72,6 +78,16 @@ class Drafting:
         for sequence in orphans:
             sequence.assignments.pop(drafter.id, None)
             self.hand_out(sequence)
+        if drafter.id not in self.roster.connected:
+            self._left_at[drafter.id] = time.monotonic()
+            self._forget_the_longest_gone()
+
+    def _forget_the_longest_gone(self) -> None:
+        """Ids are the drafters' to choose, and by default each start has a new one."""
+        while len(self._left_at) > _DEPARTED or time.monotonic() - next(iter(self._left_at.values())) > _DEPARTED_S:
+            drafter_id = next(iter(self._left_at))
+            del self._left_at[drafter_id]
+            self._metrics.forget(drafter_id)
 
     def drain(self, drafter: Drafter) -> None:
         """It is about to leave: hand it no more sequences."""
@@ -87,7 +103,7 @@ class Drafting:
     # --- sequences come and go ---
 
     def hand_out(self, sequence: Sequence) -> None:
-        """Announce the sequence to the drafters it lacks."""
+        """Announce the sequence to the drafters it lacks, once it is admitted: what only waits would fill a draft model's cache."""
         if sequence.depth_limit == 0:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
@@ -108,7 +124,7 @@ class Drafting:
             drafter.outbox.opened.append(sequence.opened_for(assignment))
             if not self.planner.pays(sequence, assignment):
                 assignment.pause.begin([])
-        # What waits in the queue may be drafted before it is planned for.
+        # It may be drafted before it is planned for.
         sequence.depth = self.planner.depth_of(sequence)
 
     def close(self, sequence: Sequence) -> None:
@@ -127,9 +143,10 @@ class Drafting:
         the drafter's time, one answer that came just too late would make it seem too slow to be waited for, and so all after it.
         """
         at = time.monotonic() if arrived_at is None else arrived_at
-        self._metrics.received(drafter, byte_count)
+        drafter.taken_bytes += byte_count + MESSAGE_BYTES
         if self.roster.connected.get(drafter.id) is not drafter:
             return
+        self._metrics.received(drafter, byte_count)
         # How long answers took, and how many tokens were drafted for them. A message counts once: else one slow round of a large
         # batch would be all that is remembered.
         drafts_s: list[float] = []

@@ -169,9 +169,8 @@ class Engine:
                     cost.calibrate(batch, batch * count, seconds)
 
     def _trial_s(self, batch: int, count: int, context: int, logit_count: int = 0) -> float:
-        """Seconds of a forward of so many sequences with so many tokens each, the better of two; zeros are before them.
-
-        Of each the last `logit_count` tokens are scored, or all.
+        """Seconds of a forward of so many sequences with so many tokens each, the better of two, behind zeros; the last
+        `logit_count` of each are scored, or all.
         """
         size = self.pool.page_size
         length = max(min(context, self.pool.page_count // batch * size), count)
@@ -217,6 +216,8 @@ class Engine:
         """
         clock, preempted = self._phases, self.scheduler.preemption_count
         clock.begin()
+        self._admit()
+        self.outgoing.tell_drafters()
         items = self._guidance.cut(self.scheduler.next())
         clock.end("pack")
         self.outgoing.tell_clients()
@@ -334,8 +335,12 @@ class Engine:
             sequence.matcher, sequence.mask_width = grammar.matcher(), -(-self.model.vocab_size // 32)
         self.sequences[sequence.id] = sequence
         self.scheduler.add(sequence)
-        self.drafting.hand_out(sequence)
+        self._admit()
         return sequence
+
+    def _admit(self) -> None:
+        for sequence in self.scheduler.admit():
+            self.drafting.hand_out(sequence)
 
     def _new_sequence(self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span) -> Sequence:
         self._last_id += 1

@@ -58,9 +58,12 @@ class Metrics:
         self._model_name = model_name
         self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
         self._generated_count = 0
+        self._by_drafter: list[Counter | Histogram] = []
 
         def counter(name: str, text: str, labels: list[str] = _LABELS) -> Counter:
-            return Counter(f"outrider:{name}", text, labels, registry=self.registry)
+            made = Counter(f"outrider:{name}", text, labels, registry=self.registry)
+            self._by_drafter += [made] if "drafter" in labels else []
+            return made
 
         self._drafts = counter("spec_decode_num_drafts", "Steps of a sequence that verified a draft.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
@@ -119,6 +122,7 @@ class Metrics:
         self._draft_seconds = histogram(
             "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
         )
+        self._by_drafter.append(self._draft_seconds)
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, Hit], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int], int] = {}
@@ -144,6 +148,12 @@ class Metrics:
             for seconds in answers:
                 histogram.observe(seconds)
         self._answers.clear()
+
+    def forget(self, drafter_id: str) -> None:
+        """A drafter is gone for good."""
+        self.flush()
+        for metric in self._by_drafter:
+            metric.remove_by_labels({"drafter": drafter_id})
 
     def _spread(self) -> None:
         """Counters of what was noted once for each sequence."""

@@ -17,6 +17,8 @@ from verifier_svc.trie import Path
 
 NO_PATH = Path([], [])
 _NOTHING = range(0)
+# Of a step's tokens, what drafts leave to prompts: else deep drafts of a few requests would keep all others from beginning.
+_PROMPTS_SHARE = 0.25
 
 
 @dataclass(slots=True)
@@ -68,8 +70,7 @@ class Scheduler:
         self.pool.free(sequence.kv)
 
     def next(self) -> list[Item]:
-        """The next batch; empty when there is nothing to do."""
-        self._admit()
+        """The next batch of what was admitted; empty when there is nothing to do."""
         items: dict[int, Item] = {}
         budget = self._max_batch_tokens
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
@@ -77,14 +78,16 @@ class Scheduler:
         decoding = [pair for pair in running if pair[1] == 1]
         prefilling = [pair for pair in running if pair[1] > 1]
         spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
+        kept = min(sum(pending for _, pending in prefilling), int(budget * _PROMPTS_SHARE))
         for sequence, pending in decoding + prefilling:
+            kept = kept if pending == 1 else 0
             count = _takes(sequence, pending, rows) if sequence.unscored else pending
             if pending > 1:
                 count = min(count, spare)
             if count == 0:
                 continue
             spare -= count if count > 1 else 0
-            item = self._schedule(sequence, count, pending, spare, items)
+            item = self._schedule(sequence, count, pending, max(0, spare - kept), items)
             if item is not None:
                 spare -= len(item.path.token_ids)
                 rows -= len(item.scored)
@@ -114,8 +117,9 @@ class Scheduler:
         items[sequence.id] = item
         return item
 
-    def _admit(self) -> None:
-        """Move waiting sequences in while their whole text fits, so that admitting one never preempts another at once."""
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences in, those returned, while their whole text fits: so that none preempts another at once."""
+        admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
             # The logits before a token that is to be scored are not in the cache.
@@ -123,12 +127,15 @@ class Scheduler:
             cached = self.pool.attach_prefix(sequence.kv, sequence.tokens, sequence.request.tenant, limit)
             if not self.pool.reserve(sequence.kv, len(sequence.tokens)):
                 self.pool.free(sequence.kv)
-                return
+                break
             self.prompt_token_count += len(sequence.tokens)
             self.cached_token_count += cached
             if sequence.stats.forward_count == 0:
                 sequence.cached_token_count = cached
             self.running[sequence.id] = self.waiting.popleft()
+            sequence.admitted = True
+            admitted.append(sequence)
+        return admitted
 
     def _preempt(self, victim: Sequence) -> None:
         """Free its pages and recompute it later; its committed tokens and its drafters' tries stay as they are."""

@@ -136,6 +136,8 @@ class Sequence:
     mask_width: int = 0
     unscored: range = range(0)
     """The prompt's tokens, by position, whose log probabilities are wanted and not yet told."""
+    admitted: bool = False
+    """Whether it ever left the queue; one that was preempted has, and keeps its drafters."""
     span: Span = NO_SPAN
     submitted_at: float = field(default_factory=time.monotonic)
     scheduled_at: float = 0.0

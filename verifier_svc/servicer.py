@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from outrider import telemetry, wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import GrammarCompiler
 from outrider.grammar_backends import Compiled
-from outrider.messages import FinishReason, Grammar, ModelInfo, Stage, TokenChunk
+from outrider.messages import DrafterInfo, FinishReason, Grammar, ModelInfo, Stage, TokenChunk
 from outrider.rpc import reports_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.draft_streams import DraftStream
@@ -23,6 +24,8 @@ from verifier_svc.sequence import Sequence
 from verifier_svc.token_streams import TokenStream
 
 Context = grpc.aio.ServicerContext[Any, Any]
+# How long who asks for the model waits for a step to end, and after which time an engine hangs.
+_STEP_S, _LONGEST_STEP_S = 0.25, 60.0
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -34,6 +37,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._grammars: GrammarCompiler | None = None
         self._streams: set[DraftStream] = set()
         self._token_streams: set[TokenStream] = set()
+        # A question about drafters that the engine has not answered yet, and what was answered last.
+        self._asked: asyncio.Future[tuple[DrafterInfo, ...]] | None = None
+        self._asked_at = 0.0
+        self._drafter_infos: tuple[DrafterInfo, ...] = ()
         self._idle = asyncio.Event()
         self._idle.set()
         self._active = 0
@@ -69,8 +76,23 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """The model, its stage and its drafters."""
         info = self.info
         if self._engine is not None:
-            info = replace(info, drafters=await self._engine.call(self._engine.engine.drafting.roster.infos))
+            info = replace(info, drafters=await self._drafters(self._engine))
         return wire_model.model_to_proto(info)
+
+    async def _drafters(self, engine: EngineThread) -> tuple[DrafterInfo, ...]:
+        """As the engine knows them, or last knew them if its step takes long, which is no reason to seem gone.
+
+        Raises OutriderError(NOT_READY) for an engine that ends no step any more.
+        """
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(engine.call(engine.engine.drafting.roster.infos))
+            self._asked_at = time.monotonic()
+        await asyncio.wait({self._asked}, timeout=_STEP_S)
+        if self._asked.done():
+            self._drafter_infos = self._asked.result()
+        elif (seconds := time.monotonic() - self._asked_at) > _LONGEST_STEP_S:
+            raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {seconds:.0f} s", retry_after_s=1.0)
+        return self._drafter_infos
 
     @reports_errors
     async def GenerateTokens(

@@ -56,7 +56,7 @@ class SuffixFamily:
         try:
             self._make: Callable[..., Any] = import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
         except ImportError as cause:
-            message = "family: suffix needs the package arctic-inference; install outrider[suffix]"
+            message = "family: suffix needs the package arctic-inference; in Outrider's sources, pip install '.[suffix]'"
             raise OutriderError(Reason.INVALID_VALUE, message, "family") from cause
 
     def _trees(self, tenant: str) -> Any:

@@ -95,6 +95,9 @@ class ModelRunner:
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
             if config.is_encoder_decoder:
                 raise support.unsupported(model, "it is an encoder-decoder")
+            if (quantization := getattr(config, "quantization_config", None)) is not None:
+                method = dict(quantization).get("quant_method", "in a way it does not name")
+                raise support.unsupported(model, f"its weights are quantised ({method})")
             loaded = AutoModelForCausalLM.from_pretrained(
                 model, dtype=_dtype(dtype), use_safetensors=True, trust_remote_code=trust_remote_code
             )

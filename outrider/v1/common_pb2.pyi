@@ -202,7 +202,7 @@ class SamplingParams(_message.Message):
     typical_p: _builtins.float
     """Locally typical sampling: keep the tokens whose surprise is closest to the entropy, up to this mass. Range (0, 1]; unset means 1."""
     repetition_penalty: _builtins.float
-    """Divides positive logits, and multiplies negative ones, of every token that occurs in the prompt or the output. Range (0, 10];
+    """Divides positive logits, and multiplies negative ones, of every token that occurs in the prompt or the output. Range [0.01, 10];
     unset means 1.
     """
     presence_penalty: _builtins.float

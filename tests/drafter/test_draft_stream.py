@@ -275,3 +275,17 @@ async def test_each_run_is_a_span_below_the_round_it_answers(verifier: ScriptedV
     attributes = spans[0].attributes or {}
     assert attributes["outrider.family"] == "counting"
     assert (attributes["outrider.epoch"], attributes["outrider.draft_tokens"]) == (0, 2)
+
+
+async def test_what_is_too_much_for_a_message_comes_in_several(verifier: ScriptedVerifier) -> None:
+    async with running(Drafter(verifier.port)):
+        stream = await verifier.accepted()
+        count = 600
+        stream.say(StepBatch(opened=[opened(i) for i in range(count)]))
+        heard: list[int] = []
+        while len(heard) < 2 * count:
+            batch = await stream.hear()
+            assert isinstance(batch, DraftBatch)
+            assert len(batch.proposals) <= 512
+            heard += [proposal.sequence_id for proposal in batch.proposals]
+    assert sorted(heard) == sorted([*range(count)] * 2)

@@ -129,7 +129,7 @@ async def test_without_tokens_to_generate_all_choices_of_a_prompt_take_one_pass(
 ) -> None:
     rig.script.answer = scoring([50])
     prompts = ["once upon a time", "x"]
-    found = await ask(rig, stream, prompt=prompts, echo=True, n=3, max_tokens=0, **scores)
+    found = await ask(rig, stream, prompt=prompts, echo=True, n=3, max_tokens=0, seed=-1, **scores)
     assert [text for text, _ in found] == [prompt for prompt in prompts for _ in range(3)]
     assert found[0] == found[1] == found[2]
     assert len(rig.script.requests) == len(prompts)

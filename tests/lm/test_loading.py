@@ -1,5 +1,6 @@
 """Loading: real models load and run as they are, and what cannot be served is refused with the reason."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="it is an encoder-decoder") as error:
         ModelRunner.load(path, device="cpu")
     assert error.value.field == "model"
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8", "of-tomorrow"])
+def test_quantised_weights_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    path = save(build(CONFIGS["llama"]), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}}))
+    with pytest.raises(OutriderError, match=rf"its weights are quantised \({method}\)") as error:
+        ModelRunner.load(path, device="cpu")
+    assert error.value.reason is Reason.INVALID_VALUE
 
 
 def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:

@@ -72,5 +72,5 @@ async def test_the_windows_depth_is_kept() -> None:
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "arctic_inference.suffix_decoding", None)
-    with pytest.raises(Exception, match=r"install outrider\[suffix\]"):
+    with pytest.raises(Exception, match=r"pip install '\.\[suffix\]'"):
         SuffixFamily(SuffixOptions())

@@ -18,7 +18,7 @@ import pytest
 from json_schemas import schemas
 
 from outrider import grammar as grammar_module
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.grammar import GrammarCompiler
 from outrider.grammar_backends import Backend, Compiled, Matcher
 from outrider.grammar_cache import GrammarCache
@@ -402,3 +402,30 @@ async def test_a_slow_grammar_is_cut_off_while_others_compile(monkeypatch: pytes
     with pytest.raises(OutriderError, match=r"0\.3 s"):
         await slow
     release.set()
+
+
+async def test_a_grammar_that_others_kept_from_being_begun_may_come_again_and_leaves_nothing_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=0.3)
+    own._pool, real = grammar_module._threads(), own._backend.compile
+    release, begun = threading.Event(), list[str]()
+
+    def compile_slowly(grammar: Grammar) -> Compiled:
+        begun.append(grammar.text)
+        release.wait(10)
+        return real(grammar)
+
+    monkeypatch.setattr(own._backend, "compile", compile_slowly)
+    threads = own._pool._max_workers
+    texts = [f"a{i}" for i in range(threads + 3)]
+    gone = asyncio.create_task(own.compile_async(Grammar(GrammarKind.REGEX, "gone")))
+    failures = await asyncio.gather(
+        *(own.compile_async(Grammar(GrammarKind.REGEX, text)) for text in texts), return_exceptions=True
+    )
+    gone.cancel()
+    reasons = [failure.reason for failure in failures if isinstance(failure, OutriderError)]
+    assert reasons.count(Reason.OVERLOADED) >= 3
+    release.set()
+    assert await own.compile_async(Grammar(GrammarKind.REGEX, "good"))
+    assert len(begun) <= threads + 1

@@ -42,6 +42,14 @@ def test_uniforms_are_uniform_along_positions(purpose: Purpose) -> None:
     assert stats.kstest(numbers, "uniform").pvalue > 1e-4
 
 
+@pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.0), (1e-300, 0.0), (1e-38, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (-1e-9, -1e-9)])
+def test_a_temperature_too_small_for_float32_is_greedy(asked: float, taken: float) -> None:
+    """One below 0 is left as it is, for whoever refuses it."""
+    sampling = SamplingParams(asked)
+    assert (sampling.temperature, sampling.greedy) == (taken, taken == 0.0)
+    assert target_probs(torch.tensor([[30.0, -30.0]]), [SamplingParams(abs(asked))]).isfinite().all()
+
+
 def test_two_purposes_share_no_noise() -> None:
     first, second = (uniforms(np.full(50_000, 7), np.arange(50_000), purpose) for purpose in (Purpose.ACCEPT, Purpose.RECOVER))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02

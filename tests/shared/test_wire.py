@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +108,15 @@ def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
 
 
 PROPOSAL = {"sequence_id": 1, "first_node": 1, "token_ids": [5]}
+
+
+@pytest.mark.parametrize(("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire.MAX_DRAFT_SECONDS)])
+def test_a_drafters_own_clock_is_believed_within_bounds(told: int, believed: float) -> None:
+    proto = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=told))])
+    [proposal] = wire.drafts_from_proto(proto, VOCAB).proposals
+    assert proposal.draft_seconds == believed
+    info = m.ModelInfo("", m.Stage.READY, "", drafters=(m.DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),))
+    assert wire_model.model_from_proto(wire_model.model_to_proto(info)).drafters[0].token_s == believed
 
 
 def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> Non
         engine.planner.plan(engine.scheduler.running.values())
         depths.append(decoding.depth)
         engine.submit(TokenRequest([1] * 40, 50, GREEDY), Client())
-        engine.scheduler._admit()
+        engine.scheduler.admit()
     assert depths[0] > 2 * depths[1]
 
 

@@ -150,7 +150,7 @@ def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number
 
 def guess_randomly(engine: Engine, drafter: ScriptedDrafter, sequence_id: int, noise: random.Random, truth: list[int]) -> None:
     """Grow a chain at the root that is right for a while, wrong after that, or silent; never break the protocol."""
-    assignment = engine.sequences[sequence_id].assignments[drafter.handle.id] if engine.limits.depth.depth else None
+    assignment = engine.sequences[sequence_id].assignments.get(drafter.handle.id)
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
         return
     if drafter.epoch[sequence_id] != assignment.trie.epoch:
@@ -298,6 +298,27 @@ def exposition(engine: Engine) -> str:
     return generate_latest(engine._metrics.registry).decode()
 
 
+def test_metrics_of_drafters_that_are_gone_are_forgotten_and_those_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    engine, model = make_engine(eos_bias=-99)
+    stays, goes, comes_back = (ScriptedDrafter(engine, name, name) for name in ("stays", "goes", "comes-back"))
+    sequence = engine.submit(request([1, 2], 40), Client())
+    engine.drain_inbox()
+    for drafter in (stays, goes, comes_back):
+        drafter.propose(sequence.id, model.greedy([1, 2], 4))
+        engine.step()
+    for drafter in (goes, comes_back):
+        engine.drafting.leave(drafter.handle)
+    engine.drain_inbox()
+    assert all(f'drafter="{name}"' in exposition(engine) for name in ("stays", "goes", "comes-back"))
+    ScriptedDrafter(engine, "comes-back", "comes-back")
+    clock.now = 601.0
+    engine.drafting.leave(ScriptedDrafter(engine, "last").handle)
+    assert 'drafter="goes"' not in exposition(engine)
+    assert all(f'drafter="{name}"' in exposition(engine) for name in ("stays", "comes-back"))
+
+
 def test_what_is_remembered_of_lost_drafters_is_bounded() -> None:
     engine, _ = make_engine()
     for i in range(300):
@@ -350,7 +371,9 @@ def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> N
     with pytest.raises(OutriderError, match="the KV cache holds 16") as caught:
         engine.submit(request([1] * 10, 7), Client())
     assert caught.value.field == "max_tokens"
-    engine.submit(request([1], 7), Client())
+    for _ in range(2):
+        # The first takes all pages, the second waits.
+        engine.submit(request([1] * 13, 3), Client())
     with pytest.raises(OutriderError) as caught:
         engine.submit(request([1], 7), Client())
     assert caught.value.reason is Reason.OVERLOADED

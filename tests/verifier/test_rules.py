@@ -99,6 +99,13 @@ def test_relaxed_acceptance_takes_the_likeliest_few_within_delta() -> None:
     draft, topk = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 2, 3])
     assert lossy.relaxed(probs, draft, topk, torch.full((4,), 0.4)).tolist() == [True, True, False, True]
     assert not lossy.relaxed(probs, draft, torch.full((4,), 4), torch.full((4,), 0.1))[1:].any()
+    # However few tokens there are, what has no probability is banned, or cut off by top-k.
+    assert lossy.relaxed(
+        torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([1, 2]), torch.tensor([10] * 2), torch.ones(2)
+    ).tolist() == [
+        True,
+        False,
+    ]
 
 
 def draft(tokens: list[int], rule: AcceptanceRule, temperature: float = 1.0, **more: object) -> Draft:

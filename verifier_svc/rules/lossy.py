@@ -19,9 +19,9 @@ def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tens
 def relaxed(probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor) -> torch.Tensor:
     """TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP; `relaxed_topk`, `relaxed_delta`).
 
-    A draft token stands if it is among the `topk` likeliest and at most `delta` less likely than the likeliest. The caller sees
-    to it that only positions in the thinking phase come here.
+    A draft token stands if it is among the `topk` likeliest and at most `delta` less likely than the likeliest, and could be
+    sampled at all. The caller sees to it that only positions in the thinking phase come here.
     """
     prob_N = probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1)
     better_N = (probs_NV > prob_N.unsqueeze(-1)).sum(-1)
-    return (better_N < topk_N) & (prob_N >= probs_NV.amax(-1) - delta_N)
+    return (better_N < topk_N) & (prob_N >= probs_NV.amax(-1) - delta_N) & (prob_N > 0)

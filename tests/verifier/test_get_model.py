@@ -1,0 +1,46 @@
+"""GetModel answers while a step takes long, and says so when the engine hangs."""
+
+import threading
+from typing import Any
+
+import pytest
+from fake_model import Client, ScriptedDrafter, make_engine
+
+from outrider.errors import OutriderError
+from outrider.messages import ModelInfo, SamplingParams, Stage, TokenRequest
+from outrider.v1 import verifier_pb2
+from verifier_svc import servicer as servicer_module
+from verifier_svc.engine_thread import EngineThread
+from verifier_svc.servicer import VerifierServicer
+
+
+async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = make_engine()
+    entered, release = threading.Event(), threading.Event()
+
+    def stall(_: object) -> None:
+        entered.set()
+        release.wait(30)
+
+    model.broken = stall
+    ScriptedDrafter(engine, "known")
+    thread = EngineThread(lambda deliver: engine)
+    await thread.built
+    servicer = VerifierServicer("fake")
+    servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64))
+    context: Any = None
+
+    async def drafters() -> list[str]:
+        response = await servicer.GetModel(verifier_pb2.GetModelRequest(), context)
+        return [drafter.drafter_id for drafter in response.drafters]
+
+    assert await drafters() == ["known"]
+    thread.post(lambda: engine.submit(TokenRequest([1, 2], 4, SamplingParams(0.0)), Client()))
+    assert entered.wait(5)
+    assert await drafters() == ["known"]
+    monkeypatch.setattr(servicer_module, "_LONGEST_STEP_S", 0.1)
+    with pytest.raises(OutriderError, match="step has taken"):
+        await servicer._drafters(thread)
+    release.set()
+    assert await drafters() == ["known"]
+    await thread.stop()
