@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import AsyncExitStack, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -112,6 +113,9 @@ class BenchSettings(Settings):
 def main(arguments: list[str]) -> int:
     """The exit status."""
     settings = parse(BenchSettings, "outrider bench", arguments)
+    if find_spec("matplotlib") is None:
+        print("outrider bench: plots need matplotlib, which `make bench` installs, or pip install '.[bench]'", file=sys.stderr)
+        return 2
     console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
     stem = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
     record: dict[str, Any] = {"machine": _machine(), "arguments": arguments, "started": stem, "pairs": {}}
