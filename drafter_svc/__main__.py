@@ -183,7 +183,8 @@ def main() -> None:
     if sys.argv[1:2] == ["erase"]:
         from drafter_svc.erase import main as erase
 
-        return erase(sys.argv[2:])
+        erase(sys.argv[2:])
+        return
     settings = parse(DrafterSettings, "drafter", sys.argv[1:])
     telemetry.setup_logging(settings.log_level)
     telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
@@ -196,6 +197,7 @@ def main() -> None:
             uvloop.run(serve(settings, place, metrics))
     except OutriderError as error:
         raise SystemExit(f"drafter: {error}") from error
+    telemetry.leave()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def main() -> None:
             uvloop.run(serve(settings, metrics))
     except OutriderError as error:
         raise SystemExit(f"verifier: {error}") from error
+    telemetry.leave()
 
 
 if __name__ == "__main__":

@@ -75,3 +75,4 @@ def test_it_answers_and_leaves_no_process_behind(tmp_path: Path, number: signal.
         status = process.wait(20)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
         until(lambda: not any(map(runs, started)), 15)
+        assert "leaked" not in (tmp_path / "log").read_text()
