@@ -38,7 +38,8 @@ class RedisSettings(Settings):
 class EraseSettings(RedisSettings):
     """What `python -m drafter_svc erase` takes."""
 
-    model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
+    # A drafter's file may be named in the environment, and has more.
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
 
     tenant: str | None = None
     """Whose n-grams are erased, of all namespaces and tokenizers; with is-public-pool instead, those of the public pool."""

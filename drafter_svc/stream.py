@@ -267,7 +267,10 @@ class _Session:
 
 
 def _messages(batch: DraftBatch) -> Iterator[DraftBatch]:
-    """The batch in as many messages as it needs."""
+    """The batch in as many messages as it needs: one if it may, whose longest run tells how long all was drafted for."""
+    if len(batch.proposals) + len(batch.skips) <= _MOST_ENTRIES:
+        yield batch
+        return
     for first in range(0, len(batch.proposals), _MOST_ENTRIES):
         yield DraftBatch(batch.proposals[first : first + _MOST_ENTRIES])
     for first in range(0, len(batch.skips), _MOST_ENTRIES):

@@ -44,4 +44,7 @@ class GatewaySettings(Settings):
     @field_validator("verifier")
     @classmethod
     def _one_by_one(cls, texts: list[str]) -> list[str]:
-        return [address for text in texts for address in text.split(",")]
+        addresses = [address.strip() for text in texts for address in text.split(",")]
+        if not all(addresses):
+            raise ValueError("must name host:port or unix:/path, and nothing empty between commas")
+        return addresses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.metrics import Metrics, SequenceClock
 from gateway.prompts import Prompts
@@ -169,7 +169,7 @@ class Generation:
             if error.field is not None and error.field.startswith("grammar."):
                 # The verifier knows the grammar by the wire's name, the caller by its own.
                 message = error.message.replace(error.field, request.grammar_field)
-                raise OutriderError(error.reason, message, request.grammar_field) from error
+                raise replace(error, message=message, field=request.grammar_field) from error
             raise
         finally:
             clock.close()

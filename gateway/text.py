@@ -42,7 +42,7 @@ class TokenTable:
         return text
 
     def raw(self, token_id: int) -> bytes:
-        """The token's own bytes, which in UTF-8 may be part of a character; those of several joined are those of their text."""
+        """The token's own bytes, which in UTF-8 may be part of a character; a byte-level tokenizer's join to those of the text."""
         text = self.piece(token_id)
         if _REPLACEMENT not in text:
             return text.encode()

@@ -29,7 +29,7 @@ class _Environment(EnvSettingsSource):
     """Where a list may be one value as it is, or several in JSON."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if field.annotation == list[str] and not value.startswith("["):
+        if field.annotation == list[str] and not value.lstrip().startswith("["):
             return [value]
         return super().decode_complex_value(field_name, field, value)
 

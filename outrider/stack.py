@@ -193,8 +193,9 @@ def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, 
         options = {"family": spec.family, "verifier": verifier, "uds": str(uds), "id": name}
         if spec.family == "model":
             options |= {"model": spec.model, "dtype": settings.dtype}
-            # Who is placed has a thread for each of its cores.
-            options |= {} if "placement" in spec.options else {"threads": "1"}
+            # Who is told its cores has a thread for each.
+            told = "cores" in spec.options or spec.options.get("placement") == "grace"
+            options |= {} if told else {"threads": "1"}
         elif spec.family == "ngram" and settings.redis is not None:
             options |= {name: str(value) for name in _REDIS if (value := getattr(settings, name)) is not None}
         options |= spec.options

@@ -97,8 +97,9 @@ class DraftStream:
         return hello
 
     async def _read(self, drafter: Drafter) -> None:
-        engine, drafting, read_bytes = self._engine, self._engine.engine.drafting, 0
+        engine, drafting, read_bytes, draining = self._engine, self._engine.engine.drafting, 0, False
         async for request in self._requests:
+            arrived_at = time.monotonic()
             while read_bytes - drafter.taken_bytes > _MOST_UNTAKEN:  # noqa: ASYNC110  # told of each message, the loop would do little else
                 await asyncio.sleep(_LOOK_AGAIN_S)
             kind = request.WhichOneof("message")
@@ -107,11 +108,12 @@ class DraftStream:
                     batch = wire.drafts_from_proto(request.drafts, self._model.vocab_size)
                     size = request.ByteSize()
                     read_bytes += size + MESSAGE_BYTES
-                    engine.post(partial(drafting.take, drafter, batch, size, time.monotonic()))
-                elif kind == "draining":
+                    engine.post(partial(drafting.take, drafter, batch, size, arrived_at))
+                elif kind == "draining" and not draining:
+                    draining = True
                     engine.post(partial(drafting.drain, drafter))
                 else:
-                    raise _violation("Hello comes first and only once; after it, drafts or draining")
+                    raise _violation("Hello comes first and only once; after it, drafts or, once, draining")
             except OutriderError as error:
                 engine.post(partial(drafting.reject, drafter, error))
                 await self._failure

@@ -84,15 +84,20 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
         Raises OutriderError(NOT_READY) for an engine that ends no step any more.
         """
-        if self._asked is None or self._asked.done():
+        if self._asked is None:
             self._asked = asyncio.ensure_future(engine.call(engine.engine.drafting.roster.infos))
+            self._asked.add_done_callback(self._answered)
             self._asked_at = time.monotonic()
         await asyncio.wait({self._asked}, timeout=_STEP_S)
-        if self._asked.done():
-            self._drafter_infos = self._asked.result()
-        elif (seconds := time.monotonic() - self._asked_at) > _LONGEST_STEP_S:
+        if self._asked is not None and (seconds := time.monotonic() - self._asked_at) > _LONGEST_STEP_S:
             raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {seconds:.0f} s", retry_after_s=1.0)
         return self._drafter_infos
+
+    def _answered(self, asked: asyncio.Future[tuple[DrafterInfo, ...]]) -> None:
+        """However late, for whoever asks next."""
+        self._asked = None
+        if not asked.cancelled():
+            self._drafter_infos = asked.result()
 
     @reports_errors
     async def GenerateTokens(

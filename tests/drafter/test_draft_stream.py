@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier  # lies beside this file
 
+from drafter_svc import stream as stream_module
 from drafter_svc.chain import Chain
 from drafter_svc.metrics import Metrics
 from drafter_svc.stream import Callbacks, DraftStream
@@ -27,6 +28,7 @@ from outrider.messages import (
     Proposal,
     Rule,
     SamplingParams,
+    Skip,
     Stage,
     StepBatch,
     Verdict,
@@ -275,6 +277,14 @@ async def test_each_run_is_a_span_below_the_round_it_answers(verifier: ScriptedV
     attributes = spans[0].attributes or {}
     assert attributes["outrider.family"] == "counting"
     assert (attributes["outrider.epoch"], attributes["outrider.draft_tokens"]) == (0, 2)
+
+
+def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
+    """The longest run tells how long all of it took; skips apart would seem to have taken as long on their way."""
+    batch = DraftBatch([Proposal(1, 0, 0, 1, [5])] * 300, [Skip(2, 0, 0)] * 212)
+    assert list(stream_module._messages(batch)) == [batch]
+    parts = list(stream_module._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 0, 0)])))
+    assert [len(part.proposals) + len(part.skips) for part in parts] == [300, 213]
 
 
 async def test_what_is_too_much_for_a_message_comes_in_several(verifier: ScriptedVerifier) -> None:

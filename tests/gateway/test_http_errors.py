@@ -204,6 +204,13 @@ async def test_what_the_verifier_refuses_has_its_own_status(rig: Rig, reason: Re
     assert (error["message"], error["code"], error["param"]) == ("because", reason.name.lower(), "speculation.drafter")
 
 
+async def test_what_a_verifier_says_of_a_grammar_names_the_callers_field_and_when_to_come_back(rig: Rig) -> None:
+    rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "grammar.regex: busy", "grammar.regex", retry_after_s=3.0)]
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert (error_of(response)["message"], error_of(response)["param"]) == ("guided_regex: busy", "guided_regex")
+
+
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_failure_in_mid_stream_is_the_last_event(rig: Rig, n: int) -> None:
     rig.script.answer = lambda request: [plain([5]), OutriderError(Reason.INTERNAL, "the target's forward failed")]

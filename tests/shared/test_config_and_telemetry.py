@@ -8,6 +8,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from drafter_svc.config import DrafterSettings, EraseSettings
 from gateway.config import GatewaySettings
 from outrider import telemetry
 from outrider.config import parse
@@ -41,7 +42,22 @@ def test_a_list_in_the_environment_that_is_broken_is_refused_by_name(
     assert '"drafter"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--verifier", "a:1,b:2"], ["--verifier", "a:1", "--verifier", "b:2"]])
+@pytest.mark.parametrize("text", ["", "a:1,", ",a:1", "a:1, ,b:2"])
+def test_a_gateway_refuses_an_address_that_is_empty(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(GatewaySettings, "gateway", [f"--verifier={text}", "--tokenizer", "t"])
+    assert "verifier: Value error, must name host:port" in capsys.readouterr().err
+
+
+def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drafter.yaml").write_text("family: ngram\nredis: redis://r\n")
+    monkeypatch.setenv("OUTRIDER_DRAFTER_CONFIG", str(tmp_path / "drafter.yaml"))
+    settings = parse(EraseSettings, "erase", ["--tenant", "t"])
+    assert (settings.redis, settings.tenant) == ("redis://r", "t")
+    assert parse(DrafterSettings, "drafter", []).family == "ngram"
+
+
+@pytest.mark.parametrize("arguments", [["--verifier", "a:1, b:2"], ["--verifier", "a:1", "--verifier", "b:2"]])
 def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: list[str]) -> None:
     assert parse(GatewaySettings, "gateway", [*arguments, "--tokenizer", "t"]).verifier == ["a:1", "b:2"]
 
@@ -97,7 +113,8 @@ def test_a_draft_model_has_a_core_of_its_own_and_one_that_is_placed_all_that_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    children = planned(tmp_path, "--drafter", "model=m", "--drafter", "model=m,placement=cpu,cores=0-3,8", "--drafter", "ngram")
+    drafters = ["model=m,placement=cpu", "model=m,placement=cpu,cores=0-3,8", "ngram"]
+    children = planned(tmp_path, *(word for drafter in drafters for word in ("--drafter", drafter)))
     assert children["model-1"]["--threads"] == "1"
     assert "--threads" not in children["model-2"]
     assert children["verifier"]["--threads"] == "10"
