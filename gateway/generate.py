@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from gateway.metrics import Metrics, SequenceClock
 from gateway.prompts import Prompts
-from gateway.routing import Router
+from gateway.routing import Replica, Router
 from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import (
@@ -144,26 +144,25 @@ class Generation:
     async def stream(self, request: TextRequest) -> AsyncGenerator[Piece, None]:
         """The text of one request, piece by piece. Closing the iterator cancels the sequence everywhere.
 
-        Raises OutriderError: what `Router.pick` and `token_request` raise, and whatever the verifier reports.
+        A verifier that goes before it has said anything leaves the request to another replica. Raises OutriderError: what
+        `Router.pick` and `token_request` raise, and whatever the verifier reports.
         """
         name, info, replica = self.router.pick(request.model)
         tokens = token_request(request, info)
         clock = SequenceClock(self._metrics, name, request.operation, len(tokens.prompt))
         sequence = _Sequence(request, tokens, info, self._table)
         try:
-            with replica.busy():
-                async with aclosing(replica.tokens.generate(tokens)) as chunks:
-                    async for chunk in chunks:
-                        if chunk.token_ids:
-                            clock.chunk(len(chunk.token_ids))
-                        self._count(chunk, gathered=tokens.min_chunk_tokens > 1)
-                        piece = sequence.take(chunk)
-                        if piece.ending is not None:
-                            clock.finished(piece.ending.reason)
-                        yield piece
-                        if piece.ending is not None:
-                            return
-            raise OutriderError(Reason.VERIFIER_UNAVAILABLE, f"verifier {replica.address} ended without a finish reason")
+            async with aclosing(self._chunks(name, replica, tokens)) as chunks:
+                async for chunk in chunks:
+                    if chunk.token_ids:
+                        clock.chunk(len(chunk.token_ids))
+                    self._count(chunk, gathered=tokens.min_chunk_tokens > 1)
+                    piece = sequence.take(chunk)
+                    if piece.ending is not None:
+                        clock.finished(piece.ending.reason)
+                    yield piece
+                    if piece.ending is not None:
+                        return
         except OutriderError as error:
             clock.failed(error.reason.name)
             if error.field is not None and error.field.startswith("grammar."):
@@ -173,6 +172,24 @@ class Generation:
             raise
         finally:
             clock.close()
+
+    async def _chunks(self, name: str, replica: Replica, tokens: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
+        """What a replica of the model generates, to the last chunk."""
+        said = False
+        while True:
+            try:
+                with replica.busy():
+                    async with aclosing(replica.tokens.generate(tokens)) as chunks:
+                        async for chunk in chunks:
+                            said = True
+                            yield chunk
+                            if chunk.finish_reason is not None:
+                                return
+                raise OutriderError(Reason.VERIFIER_UNAVAILABLE, f"verifier {replica.address} ended without a finish reason")
+            except OutriderError as error:
+                if said:
+                    raise
+                replica = self.router.instead_of(replica, error, name)
 
     def _count(self, chunk: TokenChunk, *, gathered: bool) -> None:
         """Count a chunk; one that gathers several steps leaves it to the last to say what became of their drafts."""

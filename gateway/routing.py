@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _POLL_READY_S = 1.0
 _POLL_LOADING_S = 0.2
 _POLL_TIMEOUT_S = 5.0
+# Why a verifier takes no request that another one would take.
+_GONE = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
 
 
 class Replica:
@@ -131,6 +133,17 @@ class Router:
 
     def _name(self, info: ModelInfo) -> str:
         return self._model_name or info.model_id
+
+    def instead_of(self, replica: Replica, error: OutriderError, model: str) -> Replica:
+        """Another replica of the model, for one that was gone or about to go when asked; raises `error` if there is none."""
+        if error.reason not in _GONE:
+            raise error
+        # Until it is asked how it is.
+        replica.problem = replica.problem or error
+        try:
+            return self.pick(model)[2]
+        except OutriderError:
+            raise error from None
 
     def pick(self, model: str | None) -> tuple[str, ModelInfo, Replica]:
         """The model's name, the model, and the least busy replica that serves it; None or "" is whichever model there is.
