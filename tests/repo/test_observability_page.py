@@ -1,0 +1,38 @@
+"""docs/observability.md has everything that processes say of themselves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+import drafter_svc.metrics
+import gateway.metrics
+import verifier_svc.metrics
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/observability.md").read_text()
+REGISTRIES = {
+    "gateway": gateway.metrics.Metrics().registry,
+    "verifier": verifier_svc.metrics.Metrics("m").registry,
+    "drafter": drafter_svc.metrics.Metrics("d", "ngram").registry,
+}
+
+
+@pytest.mark.parametrize("process", REGISTRIES)
+def test_every_metric_is_described(process: str) -> None:
+    registry: CollectorRegistry = REGISTRIES[process]
+    names = [family.name for family in registry.collect()]
+    assert len(names) > 3
+    assert [name for name in names if f"`{name}`" not in PAGE] == []
+
+
+def test_every_attribute_of_ours_is_described() -> None:
+    """OpenTelemetry's own are listed there together."""
+    packages = ("outrider", "gateway", "verifier_svc", "drafter_svc")
+    sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
+    attributes = {name for source in sources for name in re.findall(r"\b(outrider__\w+)=", source)}
+    assert len(attributes) > 10
+    assert [name for name in sorted(attributes) if f"`{name.replace('__', '.')}`" not in PAGE] == []
