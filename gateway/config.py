@@ -5,10 +5,10 @@ from __future__ import annotations
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import Settings
+from outrider.config import ServiceSettings
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(ServiceSettings):
     """Settings of `python -m gateway`."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")

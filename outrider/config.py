@@ -35,24 +35,12 @@ class _Environment(EnvSettingsSource):
 
 
 class Settings(BaseSettings):
-    """Base of each process's settings. Precedence: flags, environment, the YAML file of `--config`, defaults."""
+    """Base of each command's settings. Precedence: flags, environment, the YAML file of `--config`, defaults."""
 
     model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     config: Path | None = None
     """YAML file with any of these settings, named with underscores."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe messages that are logged."""
-
-    otlp_endpoint: str = ""
-    """OTLP gRPC endpoint that spans are sent to; empty turns tracing off."""
-
-    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of the requests that are traced, unless the caller's traceparent decides."""
-
-    otlp_metrics_seconds: float = Field(0.0, ge=0)
-    """How often metrics are sent to the OTLP endpoint as well; 0 leaves them to be scraped."""
 
     @classmethod
     def settings_customise_sources(
@@ -66,7 +54,23 @@ class Settings(BaseSettings):
         return init_settings, _Environment(settings_cls), YamlConfigSettingsSource(settings_cls)
 
 
-class ScrapedSettings(Settings):
+class ServiceSettings(Settings):
+    """Of what runs until it is stopped."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
+
+    otlp_endpoint: str = ""
+    """OTLP gRPC endpoint that spans are sent to; empty turns tracing off."""
+
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the requests that are traced, unless the caller's traceparent decides."""
+
+    otlp_metrics_seconds: float = Field(0.0, ge=0)
+    """How often metrics are sent to the OTLP endpoint as well; 0 leaves them to be scraped."""
+
+
+class ScrapedSettings(ServiceSettings):
     """Of processes that have no HTTP server but for their metrics."""
 
     metrics_host: str = "127.0.0.1"

@@ -24,7 +24,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from outrider import __version__
-from outrider.config import ScrapedSettings, Settings
+from outrider.config import ScrapedSettings, ServiceSettings
 from outrider.errors import invalid
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 @contextmanager
-def sending_metrics(registry: CollectorRegistry, service: str, settings: Settings) -> Iterator[None]:
+def sending_metrics(registry: CollectorRegistry, service: str, settings: ServiceSettings) -> Iterator[None]:
     """Send the registry by OTLP while the block runs, if the settings say so."""
     if not settings.otlp_endpoint or not settings.otlp_metrics_seconds:
         yield

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import Settings
+from outrider.config import ServiceSettings
 from outrider.cores import parse_cores
 from outrider.depth_policy import DepthSetting
 from outrider.errors import OutriderError, Reason, invalid
@@ -50,7 +50,7 @@ class DrafterSpec:
         return cls(family, model, options)
 
 
-class ServeSettings(Settings):
+class ServeSettings(ServiceSettings):
     """What `outrider serve` takes."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_")
