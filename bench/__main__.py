@@ -37,6 +37,8 @@ from outrider.tokenizer import load_tokenizer
 
 # What rates are compared with: the first of these that was measured.
 _BASES = ("transformers", "outrider, plain")
+# What of `only` makes plots.
+_PLOTTED = ("", "bundled", "grown", "delay")
 # What transformers cannot batch is not measured in batches.
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
 # Each with what its requests say.
@@ -113,7 +115,7 @@ class BenchSettings(Settings):
 def main(arguments: list[str]) -> int:
     """The exit status."""
     settings = parse(BenchSettings, "outrider bench", arguments)
-    if find_spec("matplotlib") is None:
+    if settings.only in _PLOTTED and find_spec("matplotlib") is None:
         print("outrider bench: plots need matplotlib, which `make bench` installs, or pip install '.[bench]'", file=sys.stderr)
         return 2
     console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)

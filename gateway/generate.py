@@ -260,12 +260,12 @@ class _Sequence:
         return [AuthoredToken(text, source, chunk.drafter_id) for text, source in zip(texts, chunk.sources, strict=False)]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> ShownToken:
-        table, offset = self._table, offsets.push(token)
+        shown, offset = self._table.piece_and_bytes(token), offsets.push(token)
         if known is None:
-            return ShownToken(token, table.piece(token), table.raw(token), None, offset=offset)
+            return ShownToken(token, *shown, None, offset=offset)
         likeliest = enumerate(zip(known.top_token_ids, known.top_logprobs, strict=True), 1)
-        top = [ShownToken(other, table.piece(other), table.raw(other), _finite(value), rank) for rank, (other, value) in likeliest]
-        return ShownToken(token, table.piece(token), table.raw(token), _finite(known.logprob), known.rank, offset, top)
+        top = [ShownToken(other, *self._table.piece_and_bytes(other), _finite(p), rank) for rank, (other, p) in likeliest]
+        return ShownToken(token, *shown, _finite(known.logprob), known.rank, offset, top)
 
     def _ending(self, chunk: TokenChunk, ended_by_token: bool) -> Ending | None:
         stopped = self._text.stopped
@@ -313,7 +313,7 @@ def token_request(request: TextRequest, info: ModelInfo) -> TokenRequest:
 
 
 def _check_ids(name: str, prompt: list[int], info: ModelInfo) -> None:
-    outside = next((index for index in prompt if not 0 <= index < info.vocab_size), None)
+    outside = next((index for index in (min(prompt), max(prompt)) if not 0 <= index < info.vocab_size), None)
     if outside is not None:
         raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {outside}")
 

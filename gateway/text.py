@@ -41,11 +41,13 @@ class TokenTable:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
-    def raw(self, token_id: int) -> bytes:
-        """The token's own bytes, which in UTF-8 may be part of a character; a byte-level tokenizer's join to those of the text."""
+    def piece_and_bytes(self, token_id: int) -> tuple[str, bytes]:
+        """One token alone, and its bytes, which may be part of a character; those of byte-level tokenizers join to the text's."""
         text = self.piece(token_id)
-        if _REPLACEMENT not in text:
-            return text.encode()
+        return text, self._partial(token_id, text) if _REPLACEMENT in text else text.encode()
+
+    def _partial(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token whose text cannot show them, by its name."""
         name: str = self._tokenizer.id_to_token(token_id) or ""
         if _BYTE_TOKEN.fullmatch(name):
             return bytes([int(name[3:5], 16)])

@@ -78,13 +78,13 @@ class Roster:
 
     def __init__(self) -> None:
         self.connected: dict[str, Drafter] = {}
-        self._lost: dict[str, tuple[float, Drafter]] = {}
+        # Those that left, and when, the longest gone first.
+        self._gone: dict[str, tuple[float, Drafter]] = {}
         self._faults: dict[str, list[float]] = {}
-        self._banned_until: dict[str, float] = {}
 
     def join(self, drafter: Drafter) -> None:
         """Raises OutriderError when the id is taken, or in quarantine after repeated protocol violations."""
-        if (left_s := self._banned_until.get(drafter.id, 0.0) - time.monotonic()) > 0:
+        if (left_s := self._quarantine_s(drafter.id)) > 0:
             message = (
                 f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times and is in quarantine for {ceil(left_s)} s more"
             )
@@ -92,27 +92,38 @@ class Roster:
         if drafter.id in self.connected:
             raise OutriderError(Reason.DRAFTER_ID_TAKEN, f"a drafter with the id {drafter.id} is connected", "hello.drafter_id")
         self.connected[drafter.id] = drafter
-        self._lost.pop(drafter.id, None)
+        self._gone.pop(drafter.id, None)
 
     def leave(self, drafter: Drafter) -> None:
         if self.connected.get(drafter.id) is not drafter:
             return
         del self.connected[drafter.id]
         drafter.sequence_ids.clear()
-        if not drafter.draining:
-            self._lost[drafter.id] = (time.monotonic(), drafter)
-            _drop_oldest(self._lost)
+        self._gone[drafter.id] = (time.monotonic(), drafter)
+
+    def forget(self) -> list[str]:
+        """Forget those that left long ago, or before many others, since ids are theirs to choose; who they were."""
+        forgotten: list[str] = []
+        since = time.monotonic() - _MISSED_S
+        for drafter_id, (left_at, _) in self._gone.items():
+            if left_at > since and len(self._gone) - len(forgotten) <= _REMEMBERED:
+                break
+            forgotten.append(drafter_id)
+        for drafter_id in forgotten:
+            del self._gone[drafter_id]
+        return forgotten
 
     def fault(self, drafter: Drafter) -> None:
         """Count a protocol violation."""
-        now = time.monotonic()
-        recent = [at for at in self._faults.pop(drafter.id, []) if now - at < _QUARANTINE_S]
-        if len(recent) + 1 < _FAULTS_ALLOWED:
-            self._faults[drafter.id] = [*recent, now]
-            _drop_oldest(self._faults)
-        else:
-            self._banned_until[drafter.id] = now + _QUARANTINE_S
-            _drop_oldest(self._banned_until)
+        self._faults[drafter.id] = [*self._faults.pop(drafter.id, []), time.monotonic()][-_FAULTS_ALLOWED:]
+        _drop_oldest(self._faults)
+
+    def _quarantine_s(self, drafter_id: str) -> float:
+        """Seconds for which the id is still kept out: for so long after as many violations within so long."""
+        faults = self._faults.get(drafter_id, [])
+        if len(faults) < _FAULTS_ALLOWED or faults[-1] - faults[0] >= _QUARANTINE_S:
+            return 0.0
+        return faults[-1] + _QUARANTINE_S - time.monotonic()
 
     def choose(self, options: SpeculationOptions, assigned: Iterable[str]) -> list[Drafter]:
         """The drafters to hand a sequence to besides those `assigned` (ids): of each family that may draft, the least busy one."""
@@ -145,7 +156,7 @@ class Roster:
     def _missed(self) -> list[Drafter]:
         """Drafters that were lost a short while ago; one that is gone for longer is not expected back."""
         since = time.monotonic() - _MISSED_S
-        return [drafter for lost_at, drafter in self._lost.values() if lost_at > since]
+        return [drafter for left_at, drafter in self._gone.values() if left_at > since and not drafter.draining]
 
 
 def _drop_oldest(names: dict[str, Any]) -> None:

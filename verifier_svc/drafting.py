@@ -31,8 +31,6 @@ _OPTIMISM = 0.8
 # Of what is known of a drafter beyond one sequence a hundred drafts count: with ten, optimism alone would leave one that is always
 # wrong a rate of 0.23 on each new sequence.
 _LONG_MEMORY = 0.99
-# How many drafters that left metrics tell of, and for how long: some scrapes at least.
-_DEPARTED, _DEPARTED_S = 256, 600.0
 
 
 class Drafting:
@@ -55,8 +53,6 @@ class Drafting:
         self._metrics = metrics
         self._trust_distributions = trust_distributions
         self._own_cores = own_cores
-        # When each of the drafters left that metrics still tell of, the longest gone first.
-        self._left_at: dict[str, float] = {}
 
     # --- drafters come and go ---
 
@@ -65,7 +61,6 @@ class Drafting:
         drafter = Drafter(hello, sink)
         drafter.on_target_cores = self._own_cores is not None and drafter.shares(self._own_cores)
         self.roster.join(drafter)
-        self._left_at.pop(drafter.id, None)
         for sequence in self._sequences.values():
             if sequence.admitted:
                 self.hand_out(sequence)
@@ -78,15 +73,7 @@ class Drafting:
         for sequence in orphans:
             sequence.assignments.pop(drafter.id, None)
             self.hand_out(sequence)
-        if drafter.id not in self.roster.connected:
-            self._left_at[drafter.id] = time.monotonic()
-            self._forget_the_longest_gone()
-
-    def _forget_the_longest_gone(self) -> None:
-        """Ids are the drafters' to choose, and by default each start has a new one."""
-        while len(self._left_at) > _DEPARTED or time.monotonic() - next(iter(self._left_at.values())) > _DEPARTED_S:
-            drafter_id = next(iter(self._left_at))
-            del self._left_at[drafter_id]
+        for drafter_id in self.roster.forget():
             self._metrics.forget(drafter_id)
 
     def drain(self, drafter: Drafter) -> None:

@@ -10,7 +10,8 @@ from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
 from verifier_svc.trie import Hit, Walk
 
-_LABELS = ["model_name", "drafter", "placement"]
+_MODEL = ["model_name"]
+_LABELS = [*_MODEL, "drafter", "placement"]
 _POSITIONS = [str(position) for position in range(MAX_DEPTH)]
 
 
@@ -59,73 +60,81 @@ class Metrics:
         self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
         self._generated_count = 0
         self._by_drafter: list[Counter | Histogram] = []
+        self._answers: dict[Drafter, list[float]] = {}
+        self._walks: dict[tuple[Drafter, Hit], tuple[int, int]] = {}
+        self._verified: dict[tuple[Drafter, int, int], int] = {}
+        self._prefix_counts = (0, 0)
+        self._register_drafts()
+        self._register_steps()
+        self._register_requests()
 
-        def counter(name: str, text: str, labels: list[str] = _LABELS) -> Counter:
-            made = Counter(f"outrider:{name}", text, labels, registry=self.registry)
-            self._by_drafter += [made] if "drafter" in labels else []
-            return made
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        counter = Counter(f"outrider:{name}", text, labels, registry=self.registry)
+        self._by_drafter += [counter] if "drafter" in labels else []
+        return counter
 
-        self._drafts = counter("spec_decode_num_drafts", "Steps of a sequence that verified a draft.")
-        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+    def _histogram(self, name: str, text: str, buckets: list[float], labels: list[str]) -> Histogram:
+        histogram = Histogram(f"outrider:{name}", text, labels, buckets=buckets, registry=self.registry)
+        self._by_drafter += [histogram] if "drafter" in labels else []
+        return histogram
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"outrider:{name}", text, _MODEL, registry=self.registry)
+
+    def _register_drafts(self) -> None:
+        """What becomes of each drafter's drafts."""
+        counter = self._counter
+        self._drafts = counter("spec_decode_num_drafts", "Steps of a sequence that verified a draft.", _LABELS)
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.", _LABELS)
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", _LABELS)
         self._accepted_per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", [*_LABELS, "position"]
         )
-        self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.")
-        self._received = counter("draft_bytes", "Bytes of proposals and skips received.")
+        self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.", _LABELS)
+        self._received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
         self._stale_tokens = counter(
             "stale_tokens",
             "Draft tokens received for an epoch, node or sequence that was over, or that commits had contradicted by then.",
+            _LABELS,
         )
         self._hits = counter(
             "draft_lookups",
             "Commits by what they found: the next draft on the chain or as an outcome, nothing yet (late), or a miss.",
             [*_LABELS, "cause"],
         )
-        self._wasted_tokens = counter("wasted_tokens", "Draft tokens that were dropped without being committed.")
-        self._decode_seconds = counter("decode_seconds", "Time of steps without prompts, waits included.", ["model_name"])
-        self._bare_seconds = counter(
-            "decode_bare_forward_seconds",
-            "What their forwards took before any request.",
-            ["model_name"],
+        self._wasted_tokens = counter("wasted_tokens", "Draft tokens that were dropped without being committed.", _LABELS)
+        self._draft_seconds = self._histogram(
+            "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
         )
-        self._generated = counter("generation_tokens", "Tokens committed.", ["model_name"])
-        self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", ["model_name"])
-        self._prefix_queries = counter("prefix_cache_queries", "Tokens of admitted texts.", ["model_name"])
-        self._prefix_hits = counter("prefix_cache_hits", "Those of them that the prefix cache held.", ["model_name"])
-        self._prefix_counts = (0, 0)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"outrider:{name}", text, ["model_name"], registry=self.registry)
+    def _register_steps(self) -> None:
+        """What steps take."""
+        self._decode_seconds = self._counter("decode_seconds", "Time of steps without prompts, waits included.", _MODEL)
+        self._bare_seconds = self._counter("decode_bare_forward_seconds", "What their forwards took before any request.", _MODEL)
+        self._phase_seconds = self._counter(
+            "step_phase_seconds",
+            "Time of engine steps by phase: wait (for drafts), pack, forward, accept, commit, send.",
+            [*_MODEL, "phase"],
+        )
+        self._step_seconds = self._histogram("step_seconds", "Time of one engine step.", _doubling(0.001, 14), _MODEL)
+        self._batch = self._histogram("step_sequences", "Sequences in one step.", _doubling(1.0, 11), _MODEL)
 
+    def _register_requests(self) -> None:
+        """What requests hold, wait for and get."""
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        self._generated = counter("generation_tokens", "Tokens committed.", _MODEL)
+        self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", _MODEL)
+        self._prefix_queries = counter("prefix_cache_queries", "Tokens of admitted texts.", _MODEL)
+        self._prefix_hits = counter("prefix_cache_hits", "Those of them that the prefix cache held.", _MODEL)
         self._running = gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
         self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
-        self._phase_seconds = counter(
-            "step_phase_seconds",
-            "Time of engine steps by phase: wait (for drafts), pack, forward, accept, commit, send.",
-            ["model_name", "phase"],
-        )
-
-        def histogram(name: str, text: str, buckets: list[float], labels: list[str]) -> Histogram:
-            return Histogram(f"outrider:{name}", text, labels, buckets=buckets, registry=self.registry)
-
-        model = ["model_name"]
-        self._step_seconds = histogram("step_seconds", "Time of one engine step.", _doubling(0.001, 14), model)
-        self._batch = histogram("step_sequences", "Sequences in one step.", _doubling(1.0, 11), model)
         self._queue_seconds = histogram(
-            "request_queue_time_seconds", "From arrival to the first step.", _doubling(0.0005, 18), model
+            "request_queue_time_seconds", "From arrival to the first step.", _doubling(0.0005, 18), _MODEL
         )
         self._prefill_seconds = histogram(
-            "request_prefill_time_seconds", "From the first step to the first token.", _doubling(0.001, 16), model
+            "request_prefill_time_seconds", "From the first step to the first token.", _doubling(0.001, 16), _MODEL
         )
-        self._draft_seconds = histogram(
-            "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
-        )
-        self._by_drafter.append(self._draft_seconds)
-        self._answers: dict[Drafter, list[float]] = {}
-        self._walks: dict[tuple[Drafter, Hit], tuple[int, int]] = {}
-        self._verified: dict[tuple[Drafter, int, int], int] = {}
 
     def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
         return self._model_name, drafter.id, drafter.hello.placement.kind

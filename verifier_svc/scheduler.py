@@ -80,14 +80,13 @@ class Scheduler:
         spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
         kept = min(sum(pending for _, pending in prefilling), int(budget * _PROMPTS_SHARE))
         for sequence, pending in decoding + prefilling:
-            kept = kept if pending == 1 else 0
             count = _takes(sequence, pending, rows) if sequence.unscored else pending
             if pending > 1:
                 count = min(count, spare)
             if count == 0:
                 continue
             spare -= count if count > 1 else 0
-            item = self._schedule(sequence, count, pending, max(0, spare - kept), items)
+            item = self._schedule(sequence, count, pending, max(0, spare - kept) if pending == 1 else spare, items)
             if item is not None:
                 spare -= len(item.path.token_ids)
                 rows -= len(item.scored)

@@ -439,7 +439,10 @@ async def test_what_a_client_that_went_away_asked_for_is_not_begun(monkeypatch: 
     texts = [*(f"a{i}" for i in range(held.thread_count)), "gone", "stays"]
     running = {text: asyncio.create_task(own.compile_async(Grammar(GrammarKind.REGEX, text))) for text in texts}
     await asyncio.sleep(0)
-    running.pop("gone").cancel()
+    gone = running.pop("gone")
+    gone.cancel()
+    await asyncio.wait({gone})
     held.release.set()
     await asyncio.gather(*running.values())
+    own._pool.shutdown()
     assert sorted(held.begun) == sorted(set(texts) - {"gone"})
