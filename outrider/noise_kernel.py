@@ -28,7 +28,7 @@ def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     state = state ^ (state >> 31)
-    uniform = ((state >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2**-53
+    uniform = ((state >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
     # A probability that is not a number must not lose to what lies beyond the vocabulary.
     run = tl.where(inside, tl.where(probability > 0, probability / -tl.log(uniform), 0.0), -1.0)
     value, index = tl.max(run, 0, return_indices=True)

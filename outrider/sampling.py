@@ -88,15 +88,16 @@ def coupled_keys(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[
 def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard exponential numbers, float64 [R, V]: -log(u) of output number `token` of SplitMix64 seeded with the row's key.
 
-    SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. Its top 53 bits make u, in
-    (0, 1), so that -log(-log(u)) would be Gumbel noise.
+    SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. Its top 52 bits and a half
+    make u, which float64 holds exactly: it lies between 2^-53 and 1 - 2^-53, both included, so every number is positive and
+    finite. With 53 bits the largest would round to u = 1. -log(-log(u)) would be Gumbel noise.
     """
     state = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN) + keys_R.unsqueeze(-1)
     for shift, factor in zip((30, 27), _MIX, strict=True):
         state.bitwise_xor_((state >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
     state.bitwise_xor_((state >> 31).bitwise_and_(2**33 - 1))
-    bits = (state >> 11).bitwise_and_(2**53 - 1)
-    return bits.double().add_(0.5).mul_(2.0**-53).log_().neg_()
+    bits = (state >> 12).bitwise_and_(2**52 - 1)
+    return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,21 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
     assert drawn.tolist() == [41 * i for i in range(64)]
 
 
+# Keys whose noise for token 5 is the smallest and the largest there is (docs/coupling.md).
+EDGES = [0x4AB325A704411782, 0x1A4D2A56FEACC542]
+
+
+@pytest.mark.parametrize("key", EDGES)
+def test_at_the_edges_of_the_noise_a_token_of_probability_0_never_wins(key: int) -> None:
+    keys = torch.tensor([key, key])
+    probs = torch.full((2, 8), 1 / 7)
+    probs[0, 5], probs[1] = 0.0, torch.eye(8)[5]
+    drawn = noise_kernel.coupled_sample(probs.to(DEVICE), keys.to(DEVICE)).tolist()
+    assert drawn == coupled_sample(probs, keys).tolist()
+    assert drawn[0] != 5
+    assert drawn[1] == 5
+
+
 def test_a_row_of_no_numbers_gives_a_token_there_is() -> None:
     probs = torch.full((4, 1500), torch.nan, device=DEVICE)
     assert max(noise_kernel.coupled_sample(probs, torch.arange(4, device=DEVICE)).tolist()) < 1500

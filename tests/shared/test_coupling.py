@@ -12,9 +12,16 @@ from scipy import stats
 from outrider.sampling import coupled_exponentials, coupled_keys, coupled_sample
 
 DOCUMENT = Path(__file__).parents[2] / "docs/coupling.md"
-ROW = re.compile(r"\| (\d+) \| (\d+) \| (0x[0-9a-f]+) \| (\d+) \| ([0-9.]+) \|")
-VECTORS = [(int(s), int(p), int(k, 16), int(t), float(e)) for s, p, k, t, e in ROW.findall(DOCUMENT.read_text())]
+TEXT = DOCUMENT.read_text()
+ROW = re.compile(r"^\| (\d+) \| (\d+) \| (0x[0-9a-f]+) \| (\d+) \| ([0-9.]+) \|", re.MULTILINE)
+VECTORS = [(int(s), int(p), int(k, 16), int(t), float(e)) for s, p, k, t, e in ROW.findall(TEXT)]
+EDGE = re.compile(r"^\| (0x[0-9a-f]{16}) \| (\d+) \| (0x[0-9a-f]{16}) \| ([0-9.e-]+) \|", re.MULTILINE)
+EDGES = [(int(k, 16), int(t), int(z, 16), float(e)) for k, t, z, e in EDGE.findall(TEXT)]
+DRAW = re.compile(r"^\| (\d+) \| (\d+) \| (\d+) \| ([0-9.]+) \|", re.MULTILINE)
+DRAWS = [(int(s), int(p), int(t), float(score)) for s, p, t, score in DRAW.findall(TEXT)]
+PROBS = (0.5, 0.0, 0.125, 0.25, 0.125)
 MASK64, MASK32 = 2**64 - 1, 2**32 - 1
+TWO_ULP = 2**-51
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
@@ -30,11 +37,15 @@ def by_the_document(seed: int, position: int, token: int) -> tuple[int, float]:
     """Key and E, in plain integers."""
     words = philox([position & MASK32, position >> 32, 3, 0], [seed & MASK32, seed >> 32])
     key = words[0] | words[1] << 32
+    return key, -math.log(((output(key, token) >> 12) + 0.5) * 2.0**-52)
+
+
+def output(key: int, token: int) -> int:
+    """z: output number `token` of SplitMix64."""
     z = (key + (token + 1) * 0x9E3779B97F4A7C15) & MASK64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK64
-    z ^= z >> 31
-    return key, -math.log(((z >> 11) + 0.5) * 2.0**-53)
+    return z ^ z >> 31
 
 
 @pytest.mark.parametrize(("seed", "position", "key", "token", "noise"), VECTORS)
@@ -43,12 +54,49 @@ def test_the_documents_vectors_hold_for_the_code_and_for_its_own_text(
 ) -> None:
     keys = coupled_keys([seed], [position])
     assert int(keys[0]) % 2**64 == key
-    assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(noise, rel=1e-14)
-    assert by_the_document(seed, position, token) == (key, pytest.approx(noise, rel=1e-14))
+    assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(noise, rel=TWO_ULP)
+    assert by_the_document(seed, position, token) == (key, pytest.approx(noise, rel=TWO_ULP))
 
 
 def test_the_document_has_vectors() -> None:
-    assert len(VECTORS) == 9
+    assert (len(VECTORS), len(EDGES), len(DRAWS)) == (9, 6, 3)
+
+
+def signed(key: int) -> torch.Tensor:
+    """A key in two's complement, [1]."""
+    return torch.tensor([key - 2**64 if key >= 2**63 else key])
+
+
+@pytest.mark.parametrize(("key", "token", "z", "noise"), EDGES)
+def test_the_edges_of_the_noise_are_positive_and_finite(key: int, token: int, z: int, noise: float) -> None:
+    assert output(key, token) == z
+    number = coupled_exponentials(signed(key), 8)[0, token].item()
+    assert number == pytest.approx(noise, rel=TWO_ULP)
+    assert 0 < number < math.inf
+
+
+@pytest.mark.parametrize(("key", "token"), [edge[:2] for edge in EDGES])
+def test_at_the_edges_a_token_of_probability_0_never_wins_and_a_certain_one_always_does(key: int, token: int) -> None:
+    banned = torch.full((1, 8), 1 / 7)
+    banned[0, token] = 0.0
+    assert coupled_sample(banned, signed(key)).item() != token
+    assert coupled_sample(1 - (banned > 0).float(), signed(key)).item() == token
+
+
+def test_the_largest_noise_makes_an_unlikely_token_win() -> None:
+    key, token, _, _ = EDGES[-1]
+    probs = torch.full((1, 8), 1 / 7)
+    probs[0, token] = 1e-6
+    assert coupled_sample(probs, signed(key)).item() == token
+
+
+@pytest.mark.parametrize(("seed", "position", "token", "score"), DRAWS)
+def test_whole_draws_are_those_of_the_document(seed: int, position: int, token: int, score: float) -> None:
+    drawn = coupled_sample(torch.tensor([PROBS]), torch.from_numpy(coupled_keys([seed], [position])))
+    assert drawn.item() == token
+    races = [p / by_the_document(seed, position, t)[1] for t, p in enumerate(PROBS)]
+    assert races.index(max(races)) == token
+    assert races[token] == pytest.approx(score, rel=2 * TWO_ULP)
 
 
 @pytest.mark.parametrize(("tokens", "positions"), [(40_000, 1), (1, 40_000), (200, 200)])
