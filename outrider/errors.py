@@ -40,6 +40,7 @@ class Reason(Enum):
     NOT_READY = Kind("UNAVAILABLE", 503, "service_unavailable_error")
     DRAINING = Kind("UNAVAILABLE", 503, "service_unavailable_error")
     VERIFIER_UNAVAILABLE = Kind("UNAVAILABLE", 503, "service_unavailable_error")
+    LOGITS_NOT_FINITE = Kind("INTERNAL", 500, "internal_server_error")
     INTERNAL = Kind("INTERNAL", 500, "internal_server_error")
 
     # Two reasons may look alike on the wire; without this, Enum would make them one.

@@ -27,7 +27,11 @@ _SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], Verdicts]] = {
 }
 NO_TOKEN = -1
 """In place of a token where the request's bans and grammar allow none."""
-_NO_DRAFT = -2
+NOT_FINITE = -2
+"""In place of a token where the model's logits hold NaN, +inf, or nothing but -inf."""
+_NO_DRAFT = -3
+# Divided by the lowest temperature that samples, 1e-5, larger logits overflow float32.
+_LARGEST_LOGIT = 1e33
 
 
 @dataclass(slots=True)
@@ -56,7 +60,7 @@ class Draft:
 class Outcome:
     """How many draft tokens of a sequence were accepted, and the recovered, bonus or plain token that follows them.
 
-    `next_token` is NO_TOKEN when the request's bans and grammar leave none.
+    `next_token` is NO_TOKEN when the request's bans and grammar leave none, NOT_FINITE when the model's logits are not numbers.
     """
 
     accepted_count: int
@@ -73,17 +77,30 @@ def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: flo
         return []
     raw_RV, logits_RV = logits_RV, adjust(logits_RV, [draft.context for draft in drafts])
     tokens_R = logits_RV.argmax(-1)
-    nothing_R = None if logits_RV is raw_RV else logits_RV.isneginf().all(-1)
+    # The argmax of a row that holds NaN is the NaN.
+    peaks_R = logits_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
+    raw_peaks_R = None if logits_RV is raw_RV else raw_RV.amax(-1)
     if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
-        return _greedy((tokens_R if nothing_R is None else torch.where(nothing_R, NO_TOKEN, tokens_R)).tolist(), drafts)
+        return _greedy(_with_errors(tokens_R, peaks_R, raw_peaks_R).tolist(), drafts)
     rows = _Rows(drafts, logits_RV.device)
     matches_R = _judge(logits_RV, rows, tokens_R)
     if synthetic_rate is not None:
         matches_R = rows.tensor(rows.uniform(Purpose.ACCEPT) < synthetic_rate) & rows.drafted_R
-    if nothing_R is not None:
-        tokens_R = torch.where(nothing_R, NO_TOKEN, tokens_R)
-        matches_R &= ~nothing_R
+    tokens_R = _with_errors(tokens_R, peaks_R, raw_peaks_R)
+    matches_R &= tokens_R >= 0
     return rows.outcomes(*torch.stack([tokens_R, matches_R]).cpu().numpy())
+
+
+def _with_errors(tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor | None) -> torch.Tensor:
+    """The tokens, with NOT_FINITE or NO_TOKEN where a row has none; its largest logit says which.
+
+    `peaks_R` are the largest logits after the request's settings, `raw_peaks_R` those before, None where they are the same. One NaN
+    or +inf is its row's largest logit, and so is -inf where there is nothing else; single -inf entries are legal.
+    """
+    finite_R = (peaks_R if raw_peaks_R is None else raw_peaks_R).abs() < _LARGEST_LOGIT
+    if raw_peaks_R is not None:
+        tokens_R = torch.where(peaks_R.isneginf(), NO_TOKEN, tokens_R)
+    return torch.where(finite_R, tokens_R, NOT_FINITE)
 
 
 def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[Outcome]:
@@ -108,7 +125,7 @@ def _judge(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torc
     whole = len(needed) == len(logits_RV)
     at_N = rows.tensor(np.array(needed))
     probs_NV = target_probs(logits_RV if whole else logits_RV[at_N], [rows.of_row[row].context.sampling for row in needed])
-    probs_NV = probs_NV.nan_to_num(0.0)  # rows of which bans and grammar leave nothing
+    probs_NV = probs_NV.nan_to_num(0.0)  # rows that `_with_errors` marks
     sampled_N = coupled_sample(probs_NV, rows.keys(needed))
     greedy_N = rows.tensor(np.array([rows.of_row[row].context.sampling.greedy for row in needed]))
     tokens_R[at_N] = torch.where(greedy_N, tokens_R[at_N], sampled_N)

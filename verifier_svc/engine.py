@@ -32,12 +32,11 @@ from outrider.messages import (
     TokenRequest,
 )
 from outrider.telemetry import NO_SPAN, Span
-from verifier_svc.acceptance import NO_TOKEN
 from verifier_svc.chunks import chunk_of, end
 from verifier_svc.depth import ForwardCost
 from verifier_svc.drafting import Drafting
 from verifier_svc.guidance import Guidance
-from verifier_svc.judging import Judge, Judgement
+from verifier_svc.judging import Judge, Judgement, why_impossible
 from verifier_svc.logprobs import split_scored
 from verifier_svc.metrics import Metrics, Phases
 from verifier_svc.outgoing import Delivery, Outgoing
@@ -235,8 +234,8 @@ class Engine:
             self._fail(items, error)
         else:
             for item, judgement, scored, span in zip(items, judgements, scores, spans, strict=True):
-                if judgement is not None and judgement.outcome.next_token == NO_TOKEN:
-                    self._fail([item], _nothing_allowed())
+                if (reason := why_impossible(judgement, scored)) is not None:
+                    self._fail([item], reason)
                 else:
                     self._commit(item, judgement, scored, span)
             clock.end("commit")
@@ -443,8 +442,3 @@ class Engine:
 
 def _slice(item: Item) -> Slice:
     return Slice(item.token_ids + item.path.token_ids, item.start, item.sequence.kv.pages, item.logit_count)
-
-
-def _nothing_allowed() -> OutriderError:
-    message = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
-    return OutriderError(Reason.INVALID_VALUE, message, "banned_token_ids")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from math import isnan
 
 import torch
 
+from outrider.errors import OutriderError, Reason
 from outrider.logits import Context
 from outrider.messages import AcceptanceRule, Rule, TokenLogprob
-from verifier_svc.acceptance import Draft, Outcome, accept
+from verifier_svc.acceptance import NO_TOKEN, NOT_FINITE, Draft, Outcome, accept
 from verifier_svc.logprobs import logprobs
 from verifier_svc.scheduler import Item
 from verifier_svc.trust import judged_by
@@ -107,3 +109,15 @@ def _logprobs(logits_RV: torch.Tensor, items: SequenceOf[Item], outcomes: Sequen
         first += len(item.path.token_ids) + 1
     found = logprobs(logits_RV, rows, tokens, counts)
     return {i: found[span.start : span.stop] for i, span in spans.items()}
+
+
+def why_impossible(judgement: Judgement | None, scored: SequenceOf[TokenLogprob]) -> OutriderError | None:
+    """Why a sequence cannot go on: its request leaves no token, or the model's logits are not numbers. None if it can."""
+    next_token = 0 if judgement is None else judgement.outcome.next_token
+    if next_token == NOT_FINITE or any(isnan(token.logprob) for token in scored):
+        message = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
+        return OutriderError(Reason.LOGITS_NOT_FINITE, message)
+    if next_token == NO_TOKEN:
+        message = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
+        return OutriderError(Reason.INVALID_VALUE, message, "banned_token_ids")
+    return None

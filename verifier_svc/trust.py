@@ -3,14 +3,20 @@
 A drafter that claims a false distribution can force any token under the rules for sampled drafts, so those are only for drafters
 that the operator trusts; and since what they draw enters the output, never for a request with a seed.
 
-| request            | drafter can                  | it is asked to          | its drafts are judged by         |
-| ------------------ | ---------------------------- | ----------------------- | -------------------------------- |
-| temperature 0      | anything                     | propose its likeliest   | GREEDY                           |
-| sampled, no seed   | SPARSE, and is trusted       | sample, and say from what | BLOCK (or TOKEN_WISE, by flag) |
-| sampled            | COUPLED                      | draw with our noise     | COUPLED                          |
-| sampled            | neither                      | propose its likeliest   | COUPLED                          |
-| acceptance TYPICAL | as above, but never SPARSE   | as above                | TYPICAL, which is lossy          |
-| acceptance RELAXED | as above, but never SPARSE   | as above                | RELAXED in the thinking phase, which is lossy |
+A request that accepts sampled drafts is *open to samples*: an exact, sampled request without a seed, at a verifier that trusts its
+drafters. No drafter is told the noise of such a sequence. The length of a run decides which drafter's path is verified, so a
+drafter that knew the noise could decide, by speaking or not, whether the next token is drawn with it. This depends on the request
+and the verifier's flag alone, and not on who is connected, so it also holds for a drafter that joins later.
+
+| request                | drafter can      | it is asked to            | its drafts are judged by       |
+| ---------------------- | ---------------- | ------------------------- | ------------------------------ |
+| temperature 0          | anything         | propose its likeliest     | GREEDY                         |
+| open to samples        | SPARSE           | sample, and say from what | BLOCK (or TOKEN_WISE, by flag) |
+| open to samples        | anything else    | propose its likeliest     | COUPLED                        |
+| sampled otherwise      | COUPLED          | draw with our noise       | COUPLED                        |
+| sampled otherwise      | anything else    | propose its likeliest     | COUPLED                        |
+| acceptance TYPICAL     | anything         | as if sampled otherwise   | TYPICAL, which is lossy        |
+| acceptance RELAXED     | anything         | as if sampled otherwise   | RELAXED in the thinking phase, which is lossy |
 
 With --synthetic-acceptance-rate every draft is judged by SYNTHETIC.
 """
@@ -23,13 +29,13 @@ _LOSSY = {Acceptance.TYPICAL: AcceptanceRule.TYPICAL, Acceptance.RELAXED: Accept
 
 
 def how_to_propose(request: TokenRequest, offered: frozenset[Rule], trusted: bool) -> Rule:
-    """What a drafter that offers these ways is asked to do for a request."""
+    """What a drafter that offers these ways is asked to do for a request; `trusted` is the verifier's flag."""
     if request.sampling.greedy:
         return Rule.ONE_HOT
     exact = request.speculation.acceptance is Acceptance.EXACT
-    if trusted and exact and request.sampling.seed is None and Rule.SPARSE in offered:
-        return Rule.SPARSE
-    return Rule.COUPLED if Rule.COUPLED in offered else Rule.ONE_HOT
+    open_to_samples = trusted and exact and request.sampling.seed is None
+    wanted = Rule.SPARSE if open_to_samples else Rule.COUPLED
+    return wanted if wanted in offered else Rule.ONE_HOT
 
 
 def judged_by(request: TokenRequest, sampled_rule: AcceptanceRule | None, synthetic: bool) -> AcceptanceRule:

@@ -8,7 +8,7 @@ import torch
 
 from outrider.logits import Context
 from outrider.messages import Acceptance, AcceptanceRule, Rule, SamplingParams, SparseDistribution, SpeculationOptions, TokenRequest
-from verifier_svc.acceptance import NO_TOKEN, Draft, accept
+from verifier_svc.acceptance import NO_TOKEN, NOT_FINITE, Draft, accept
 from verifier_svc.judging import Judge
 from verifier_svc.rules import block, lossy, token_wise
 from verifier_svc.rules.sparse import SparseDrafts
@@ -155,6 +155,45 @@ def test_where_nothing_is_allowed_there_is_no_token() -> None:
     assert accept(torch.zeros(1, 4), [sampled])[0].next_token == NO_TOKEN
 
 
+BROKEN = {
+    "NaN": [0.0, torch.nan, 1.0, 0.0],
+    "+inf": [0.0, torch.inf, 1.0, 0.0],
+    "only -inf": [-torch.inf] * 4,
+    "too large to divide": [0.0, 1e35, 1.0, 0.0],
+}
+SETTINGS = {
+    "greedy": SamplingParams(0.0),
+    "sampled": SamplingParams(),
+    "banned where it is broken": SamplingParams(banned_token_ids=(1,)),
+    "greedy, with a bias": SamplingParams(0.0, logit_bias=((0, 1.0),)),
+    "top-p": SamplingParams(0.5, top_p=0.9),
+}
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.COUPLED, AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE, AcceptanceRule.TYPICAL])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_logits_that_are_not_finite_give_no_token_and_spare_the_other_rows(broken: str, setting: str, rule: AcceptanceRule) -> None:
+    sampled = rule in (AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE)
+    law = [SparseDistribution(np.array([2, 3]), np.array([0.5, 0.5]))] if sampled else []
+    sure, bad = [-50.0, -50.0, 50.0, -50.0], BROKEN[broken]
+    drafts = [
+        Draft(Context(SETTINGS[setting], [0], 1, [2]), 7, rule, law),
+        Draft(Context(SETTINGS[setting], [0], 1, [2]), 7, rule, law),
+        Draft(Context(SETTINGS[setting], [0], 1), 7),
+    ]
+    first, second, third = accept(torch.tensor([bad, sure, sure, bad, sure]), drafts)
+    assert (first.accepted_count, first.next_token) == (0, NOT_FINITE)
+    assert second.next_token == (NOT_FINITE if second.accepted_count else 2)
+    assert (third.accepted_count, third.next_token) == (0, 2)
+
+
+def test_single_tokens_that_the_model_rules_out_are_no_error() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, -torch.inf]])
+    for sampling in (SamplingParams(0.0), SamplingParams()):
+        assert accept(logits, [Draft(Context(sampling, [0], 1), 0)])[0].next_token == 1
+
+
 ALL = frozenset(Rule)
 
 
@@ -168,10 +207,26 @@ ALL = frozenset(Rule)
         (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.SPARSE}), False, Rule.ONE_HOT),
         (SamplingParams(1.0, seed=3), frozenset({Rule.ONE_HOT, Rule.SPARSE}), True, Rule.ONE_HOT),
         (SamplingParams(1.0), frozenset({Rule.ONE_HOT}), True, Rule.ONE_HOT),
+        (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.COUPLED}), True, Rule.ONE_HOT),
+        (SamplingParams(1.0, seed=3), frozenset({Rule.ONE_HOT, Rule.COUPLED}), True, Rule.COUPLED),
+        (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.COUPLED}), False, Rule.COUPLED),
     ],
 )
 def test_the_trust_table(request_: SamplingParams, offered: frozenset[Rule], trusted: bool, asked: Rule) -> None:
     assert how_to_propose(TokenRequest([1], 1, request_), offered, trusted) is asked
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("acceptance", Acceptance)
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_request_has_both_sampled_drafts_and_drafters_that_know_its_noise(
+    seed: int | None, acceptance: Acceptance, trusted: bool, temperature: float
+) -> None:
+    request = TokenRequest([1], 1, SamplingParams(temperature, seed=seed), speculation=SpeculationOptions(acceptance=acceptance))
+    kinds = [frozenset({Rule.ONE_HOT, *more}) for more in ((), (Rule.SPARSE,), (Rule.COUPLED,), (Rule.SPARSE, Rule.COUPLED))]
+    asked = {how_to_propose(request, offered, trusted) for offered in kinds}
+    assert not {Rule.SPARSE, Rule.COUPLED} <= asked
 
 
 def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
