@@ -27,7 +27,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import acceptance, adversary, delay, limits, tracing
+from bench import acceptance, adversary, delay, limits, seeds, tracing
 from bench.grow import Shape, grown_checkpoint
 from bench.prompts import DEMO_PROMPTS, KINDS
 from bench.report import Cell, Results, plot, tables, write
@@ -57,10 +57,10 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal["bundled", "grown", "acceptance", "adversary", "delay", "judging", "limits", "tracing", ""] = ""
+    only: Literal["bundled", "grown", "acceptance", "adversary", "delay", "judging", "limits", "seeds", "tracing", ""] = ""
     """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
     much is accepted, what a drafter that is always wrong, delay on the draft stream and tracing cost, how long judging
-    takes alone, what host, gateway and n-gram pools can do at most."""
+    takes alone, what host, gateway and n-gram pools can do at most, how often a seed's text depends on its batch."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -127,6 +127,9 @@ def main(arguments: list[str]) -> int:
         console.print(acceptance.tables(settings.models, settings.tokens))
     elif settings.only == "judging":
         console.print(acceptance.judging())
+    elif settings.only == "seeds":
+        table, record["seeds"] = seeds.measure(settings.models, settings.tokens)
+        console.print(table)
     elif settings.only == "limits":
         # On the event loop that all services run on.
         record["limits"] = uvloop.run(limits.measure(settings.models, settings.out, console))

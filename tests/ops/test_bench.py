@@ -14,6 +14,7 @@ import transformers
 from rich.console import Console
 
 from bench import __main__ as bench
+from bench import seeds
 from bench.delay import Proxy
 from bench.raw_client import stream
 from bench.report import Cell, Results, plot, tables, write
@@ -56,6 +57,18 @@ async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_d
         assert (await ask({})).tokens_per_s == 3.0
         with pytest.raises(RuntimeError, match="out of cake"):
             await ask({})
+
+
+@pytest.mark.slow
+def test_seeds_texts_are_compared_under_drafts_batches_and_cached_prefixes() -> None:
+    _, found = seeds.measure(MODELS, 12, ["float32"])
+    assert {"drafts of 3, alone", "cached prefix, batch 8, drafts of 4"} <= set(found["torch, float32"])
+    for counts in found.values():
+        for name, count in counts.items():
+            assert count["differing"] == 0
+            assert count["draws"] == 12 * count["texts"]
+            assert (count["accepted"] > 0) is ("drafts" in name)
+            assert (count["cached"] > 0) is ("cached" in name)
 
 
 async def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
