@@ -399,31 +399,6 @@ def test_a_failed_forward_ends_its_batch_with_an_error_and_the_engine_goes_on() 
     assert lucky.tokens == model.greedy([1, 2], 5)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams()])
-def test_logits_that_are_not_finite_end_their_request_alone_and_say_so(sampling: SamplingParams) -> None:
-    engine, model = make_engine(eos_bias=-99)
-    model.table[5] = torch.nan
-    unlucky, lucky = Client(), Client()
-    engine.submit(request([5, 2], 5, sampling=sampling), unlucky)
-    engine.submit(request([1, 2], 1), lucky)
-    finish(engine)
-    assert unlucky.tokens == []
-    assert unlucky.error is not None
-    assert unlucky.error.reason is Reason.LOGITS_NOT_FINITE
-    assert "not finite" in unlucky.error.message
-    assert lucky.tokens == model.greedy([1, 2], 1)
-
-
-def test_a_scored_prompt_whose_logits_are_not_finite_ends_with_the_same_error() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    model.table[5] = torch.nan
-    client = Client()
-    engine.submit(request([5, 2, 3, 1], 5, prompt_logprobs=0), client)
-    finish(engine)
-    assert client.error is not None
-    assert client.error.reason is Reason.LOGITS_NOT_FINITE
-
-
 def test_a_device_that_has_failed_ends_the_engine_since_no_later_forward_could_succeed() -> None:
     engine, model = make_engine()
     engine.submit(request([1, 2], 5), Client())

@@ -1,0 +1,36 @@
+"""A model whose logits are not numbers ends the requests that they are for, and says so."""
+
+import pytest
+import torch
+from fake_model import Client, make_engine
+
+from outrider.errors import Reason
+from outrider.messages import SamplingParams, TokenRequest
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_their_request_alone_and_say_so(temperature: float) -> None:
+    engine, model = make_engine(eos_bias=-99)
+    model.table[5] = torch.nan
+    unlucky, lucky = Client(), Client()
+    engine.submit(TokenRequest([5, 2], 5, SamplingParams(temperature)), unlucky)
+    engine.submit(TokenRequest([1, 2], 3, SamplingParams(0.0)), lucky)
+    while engine.sequences:
+        engine.step()
+    assert unlucky.tokens == []
+    assert unlucky.error is not None
+    assert unlucky.error.reason is Reason.LOGITS_NOT_FINITE
+    assert "not finite" in unlucky.error.message
+    assert lucky.tokens == model.greedy([1, 2], 3)
+    assert engine.pool.used_count == 0
+
+
+def test_a_scored_prompt_whose_logits_are_not_finite_ends_with_the_same_error() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    model.table[5] = torch.nan
+    client = Client()
+    engine.submit(TokenRequest([5, 2, 3, 1], 5, SamplingParams(0.0), prompt_logprobs=0), client)
+    while engine.sequences:
+        engine.step()
+    assert client.error is not None
+    assert client.error.reason is Reason.LOGITS_NOT_FINITE
