@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from chaos_proxy import chaos_proxy  # lies in tests
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import rpc
@@ -19,6 +20,9 @@ ERROR = OutriderError(Reason.OVERLOADED, "too much of depth", "speculation.depth
 class Failing(verifier_pb2_grpc.VerifierServiceServicer):
     """Fails as told by the request."""
 
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+
     @rpc.reports_errors
     async def GetModel(self, request: Any, context: Any) -> Any:
         raise ERROR
@@ -29,11 +33,19 @@ class Failing(verifier_pb2_grpc.VerifierServiceServicer):
         await asyncio.sleep(request.max_tokens / 10)
         raise ZeroDivisionError("a user's secret") if request.ignore_eos else ERROR
 
+    async def StreamDrafts(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # writes through the context
+        """Answers each message, until the stream is lost."""
+        try:
+            async for _ in request_iterator:
+                await context.write(verifier_pb2.StreamDraftsResponse())
+        finally:
+            self.lost.set()
+
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[rpc.Server, grpc.aio.Channel]]:
+async def serving(servicer: Failing | None = None) -> AsyncIterator[tuple[rpc.Server, grpc.aio.Channel]]:
     server = rpc.Server("outrider.v1.VerifierService")
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Failing(), server.grpc)
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer or Failing(), server.grpc)
     [port] = await server.start("127.0.0.1:0")
     async with rpc.dial(f"127.0.0.1:{port}") as channel:
         yield server, channel
@@ -100,6 +112,49 @@ async def test_a_stream_that_is_quiet_for_many_pings_lives(monkeypatch: pytest.M
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert rpc.error_of(caught.value) == ERROR
+
+
+def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The options with ten times shorter times."""
+    return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
+
+
+def test_both_ends_give_up_a_silent_peer_within_15_s() -> None:
+    for options in (dict(rpc.CHANNEL_OPTIONS), dict(rpc.SERVER_OPTIONS)):
+        assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 15_000
+        # A ping that gRPC sent for its own ends stands in for one that keeps alive.
+        assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] <= 15_000
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_peer_that_vanishes_is_noticed_at_both_ends(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    """In ten times shorter times; without a time-out for every ping it took a minute."""
+    monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
+    monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
+    servicer = Failing()
+    # The proxy's end of the channel is hung up first.
+    async with (
+        serving(servicer) as (server, _),
+        chaos_proxy(server.ports[0]) as proxy,
+        rpc.dial(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        call: Any = verifier_pb2_grpc.VerifierServiceStub(channel).StreamDrafts()
+
+        async def talk() -> None:
+            while True:
+                await call.write(verifier_pb2.StreamDraftsRequest())
+                if await call.read() is grpc.aio.EOF:  # type: ignore[attr-defined]  # grpc-stubs lack it
+                    return
+
+        await call.write(verifier_pb2.StreamDraftsRequest())
+        await call.read()
+        waiting = asyncio.ensure_future(talk() if busy else call.read())
+        proxy.swallow()
+        async with asyncio.timeout(20):
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                await waiting
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            await servicer.lost.wait()
 
 
 async def test_an_address_that_cannot_be_bound_is_named() -> None:
