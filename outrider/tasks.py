@@ -1,0 +1,58 @@
+"""Long-lived asyncio tasks that cannot end unseen: what ends one is logged, and the work begins anew or the owner is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_BACKOFF_S = (0.1, 10.0)
+_GOOD_S = 60.0
+
+
+def watch(
+    work: Coroutine[Any, Any, _Result], name: str, failed: Callable[[BaseException], object] | None = None
+) -> asyncio.Task[_Result]:
+    """Begin a task that somebody awaits too late, or never. If it raises, that is logged at once, and `failed` is called with the
+    exception. Cancellation is no failure.
+    """
+    task = asyncio.create_task(work, name=name)
+
+    def ended(task: asyncio.Task[_Result]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("%s ended unexpectedly", name, exc_info=error)
+        if failed is not None:
+            failed(error)
+
+    task.add_done_callback(ended)
+    return task
+
+
+def keep_running(work: Callable[[], Awaitable[None]], name: str, backoff_s: tuple[float, float] = _BACKOFF_S) -> asyncio.Task[None]:
+    """Begin a task that calls `work` and, whenever that raises, logs the exception and calls it again; until it returns.
+
+    The delay before the next call doubles from the first to the second of `backoff_s`; it is short again after a minute without
+    an exception.
+    """
+
+    async def run() -> None:
+        delay_s = backoff_s[0]
+        while True:
+            began = time.monotonic()
+            try:
+                return await work()
+            except Exception:
+                delay_s = backoff_s[0] if time.monotonic() - began > _GOOD_S else delay_s
+                log.exception("%s failed; it begins again in %.1f s", name, delay_s)
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, backoff_s[1])
+
+    return watch(run(), name)
