@@ -21,10 +21,6 @@ _SHOWN_CHARACTERS = 60
 _BY_STATUS = {404: Reason.ROUTE_NOT_FOUND, 405: Reason.METHOD_NOT_ALLOWED, 413: Reason.REQUEST_TOO_LARGE}
 
 
-class ClientGone(Exception):
-    """The client hung up before its answer was ready."""
-
-
 def error_body(error: OutriderError) -> dict[str, object]:
     """`{"error": {message, type, param, code}}`."""
     kind = error.reason.kind
@@ -56,7 +52,6 @@ def install(app: FastAPI) -> None:
         OutriderError: _outrider_error,
         RequestValidationError: _validation_error,
         HTTPException: _http_error,
-        ClientGone: _client_gone,
         Exception: _fault,
     }
     for kind, handler in handlers.items():
@@ -81,10 +76,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     response = error_response(OutriderError(reason, messages.get(reason, str(error.detail))))
     response.headers.update(error.headers or {})
     return response
-
-
-async def _client_gone(_request: Request, _error: ClientGone) -> Response:
-    return Response(status_code=499)
 
 
 async def _fault(_request: Request, _error: Exception) -> Response:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from gateway.choices import Event, Tally, collect, merge, repeated, scored_once
 from gateway.generate import Generation, Piece, TextRequest
 from gateway.parameters import text_request
-from gateway.request_span import begin, describe
+from gateway.request_span import begin, describe, describe_http, responding
 from gateway.schema import ChatBody, CompletionBody, GenerationBody
 from gateway.shapes import ChatShape, CompletionShape, Shape, authors
 from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
@@ -88,24 +88,26 @@ async def _answer(
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     shape = shape_of(prompts[0].model, include_usage=include_usage)
     span = begin(request.headers, prompts[0], n, stream=bool(body.stream))
+    describe_http(span, request)
     tenant = tenant_of(request.headers)
     jobs = [replace(job, request_id=shape.id, traceparent=span.traceparent, tenant=tenant) for job in prompts]
     events = merge([stream for job in jobs for stream in _streams(generation, job, n)])
     tally = Tally(len(prompts), n)
     if not body.stream:
-        with span:
+        with span, responding(span):
             texts = await until_gone(request, collect(events, tally))
-            describe(span, shape.id, tally)
+            describe(span, shape.id, tally, shape.model)
             return JSONResponse(_whole(body, shape, tally, texts), headers={"X-Request-Id": shape.id})
     try:
-        # The first piece is awaited before the status line goes out, so that what is refused is refused with its own status.
-        first = await until_gone(request, _first(events))
+        with responding(span):
+            # The first piece is awaited before the status line goes out, so that what is refused is refused with its own status.
+            first = await until_gone(request, _first(events))
     except BaseException as error:
-        span.fail(str(error))
+        span.ended_by(error)
         span.end()
         raise
     writer = ChunkWriter(shape, tally, include_usage=include_usage, include_metrics=body.speculation.metrics)
-    return EventStream(sse(first, events, writer, tally, span, shape.id), events, {"X-Request-Id": shape.id})
+    return EventStream(sse(first, events, writer, tally, span, shape), events, {"X-Request-Id": shape.id})
 
 
 def _streams(generation: Generation, job: TextRequest, n: int) -> list[AsyncGenerator[Piece, None]]:

@@ -3,52 +3,90 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from fastapi import Request
 
 from gateway.choices import Tally
 from gateway.generate import TextRequest
 from gateway.metrics import PROVIDER
 from outrider import telemetry
-from outrider.messages import FinishReason
-from outrider.telemetry import Span
+from outrider.errors import OutriderError
+from outrider.messages import FinishReason, SamplingParams
+from outrider.telemetry import Attribute, Span
 
 log = logging.getLogger("gateway.requests")
+
+_DEFAULTS = SamplingParams()
 
 
 def begin(headers: Mapping[str, str], job: TextRequest, choice_count: int, *, stream: bool) -> Span:
     """The span of a request for so many choices, each as `job` says; under the caller's span when `headers` name one."""
     span = telemetry.start_root(f"{job.operation} {job.model}", headers)
-    sampling = job.sampling
     span.set(
         gen_ai__operation__name=job.operation,
         gen_ai__provider__name=PROVIDER,
         gen_ai__request__model=job.model,
-        gen_ai__request__choice__count=choice_count,
         gen_ai__request__stream=stream,
-        gen_ai__request__temperature=sampling.temperature,
-        gen_ai__request__top_p=sampling.top_p,
-        gen_ai__request__top_k=sampling.top_k,
-        gen_ai__request__frequency_penalty=sampling.frequency_penalty,
-        gen_ai__request__presence_penalty=sampling.presence_penalty,
         outrider__speculation=job.speculation.enabled,
+        **_settings(job),
     )
-    if job.max_tokens is not None:
-        span.set(gen_ai__request__max_tokens=job.max_tokens)
-    if sampling.seed is not None:
-        # A seed may be larger than what an attribute of 64 bits holds.
-        span.set(gen_ai__request__seed=str(sampling.seed))
-    if job.stop:
-        span.set(gen_ai__request__stop_sequences=list(job.stop))
+    if choice_count > 1:
+        span.set(gen_ai__request__choice__count=choice_count)
     return span
 
 
-def describe(span: Span, request_id: str, tally: Tally) -> None:
-    """Put what came out on a request's span and into the log."""
+def _settings(job: TextRequest) -> dict[str, Attribute]:
+    """The conventions' attributes of the settings that differ from the default."""
+    named = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+    given: dict[str, Attribute] = {
+        f"gen_ai__request__{name}": value
+        for name in named
+        if (value := getattr(job.sampling, name)) != getattr(_DEFAULTS, name)
+    }
+    if job.max_tokens is not None:
+        given["gen_ai__request__max_tokens"] = job.max_tokens
+    if job.sampling.seed is not None:
+        # A seed may be larger than what an attribute of 64 bits holds.
+        given["gen_ai__request__seed"] = str(job.sampling.seed)
+    if job.stop:
+        given["gen_ai__request__stop_sequences"] = list(job.stop)
+    return given
+
+
+def describe_http(span: Span, request: Request) -> None:
+    """Put the attributes of OpenTelemetry's HTTP conventions on a request's span."""
+    span.set(
+        http__request__method=request.method,
+        http__route=getattr(request.scope.get("route"), "path", request.url.path),
+        url__path=request.url.path,
+        url__scheme=request.url.scheme,
+    )
+
+
+@contextmanager
+def responding(span: Span) -> Iterator[None]:
+    """Put the status of an HTTP response on its request's span: the error's when the block raises, and 200 otherwise."""
+    status = 500
+    try:
+        yield
+        status = 200
+    except OutriderError as error:
+        status = error.reason.kind.http
+        raise
+    finally:
+        span.set(http__response__status_code=status)
+
+
+def describe(span: Span, request_id: str, tally: Tally, model: str) -> None:
+    """Put what came out of the model on a request's span and into the log."""
     usage = tally.usage()
     reasons = ["stop" if ending.reason is FinishReason.STOP else "length" for ending in tally.endings if ending is not None]
     prompt, completion, details = usage["prompt_tokens"], usage["completion_tokens"], usage["completion_tokens_details"]
     span.set(
         gen_ai__response__id=request_id,
+        gen_ai__response__model=model,
         gen_ai__response__finish_reasons=reasons,
         gen_ai__usage__input_tokens=prompt,
         gen_ai__usage__output_tokens=completion,

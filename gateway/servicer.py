@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
 from gateway.request_span import begin, describe
 from gateway.tenants import tenant_of
 from outrider import rpc, wire, wire_settings
-from outrider.errors import invalid
+from outrider.errors import OutriderError, invalid
+from outrider.telemetry import Span
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider.wire_settings import proto_enum
 
@@ -37,13 +39,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         job = await self._text_request(request)
         tally = Tally(1, 1)
-        with begin(headers, job, 1, stream=True) as span:
+        with begin(headers, job, 1, stream=True) as span, _responding(span):
             job = replace(job, traceparent=span.traceparent, tenant=tenant_of(headers))
             async with aclosing(self._generation.stream(job)) as pieces:
                 async for piece in pieces:
                     if piece.ending is not None:
                         tally.add(0, piece.ending)
-                        describe(span, job.request_id, tally)
+                        describe(span, job.request_id, tally, job.model)
                     yield _response(piece)
 
     async def _text_request(self, request: generation_pb2.GenerateTextRequest) -> TextRequest:
@@ -90,6 +92,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise invalid(f"chat.messages[{index}].role", f"must be one of {', '.join(_ROLES)}, not {message.role[:40]!r}")
         text = prompts.render([{"role": message.role, "content": message.content} for message in request.chat.messages])
         return await prompts.encode(text, add_special_tokens=False), "chat.messages"
+
+
+@contextmanager
+def _responding(span: Span) -> Iterator[None]:
+    """Put the attributes of OpenTelemetry's RPC conventions on a request's span."""
+    span.set(rpc__system__name="grpc", rpc__method=f"{SERVICE}/GenerateText")
+    status = "OK"
+    try:
+        yield
+    except OutriderError as error:
+        status = error.reason.kind.status
+        raise
+    except (GeneratorExit, asyncio.CancelledError):
+        status = "CANCELLED"
+        raise
+    except Exception:
+        status = "INTERNAL"
+        raise
+    finally:
+        span.set(rpc__response__status_code=status)
 
 
 def _response(piece: Piece) -> generation_pb2.GenerateTextResponse:

@@ -12,12 +12,12 @@ from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.api_errors import ClientGone, error_body, unexpected
+from gateway.api_errors import error_body, unexpected
 from gateway.choices import Event, Tally
 from gateway.generate import Piece
 from gateway.request_span import describe
 from gateway.shapes import Json, Shape, authors
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.telemetry import Span
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,21 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, unless the client hangs up first: then the work is cancelled and ClientGone raised."""
+    """The result of `work`; raises OutriderError(CLIENT_GONE) and cancels the work when the client hangs up first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise _client_gone()
         return task.result()
     finally:
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _client_gone() -> OutriderError:
+    return OutriderError(Reason.CLIENT_GONE, "the client hung up before its answer was complete")
 
 
 async def _hung_up(request: Request) -> None:
@@ -79,6 +83,11 @@ class ChunkWriter:
         self._opened: set[int] = set()
         self._open_count = len(tally.endings)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has ended."""
+        return self._open_count == 0
+
     def write(self, index: int, piece: Piece) -> bytes:
         """The events for a piece, if it needs any; log probabilities go out even while their text is held back."""
         out = b""
@@ -108,7 +117,7 @@ class ChunkWriter:
 
 
 async def sse(
-    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, tally: Tally, span: Span, request_id: str
+    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, tally: Tally, span: Span, shape: Shape
 ) -> AsyncGenerator[bytes, None]:
     """All events of a stream; a failure is its last event, in the shape of every other error."""
     with span:
@@ -120,15 +129,20 @@ async def sse(
                 if piece.ending is not None:
                     tally.add(index, piece.ending)
                     out += writer.close(index)
+                    if writer.complete:
+                        describe(span, shape.id, tally, shape.model)
                 if out:
                     yield out
                 item = await anext(rest, None)
-            describe(span, request_id, tally)
+        except (GeneratorExit, asyncio.CancelledError):
+            # A client may also hang up as soon as it has read the end of the answer.
+            if not writer.complete:
+                span.ended_by(_client_gone())
+            raise
         except OutriderError as error:
-            span.set(error__type=error.reason.name.lower())
-            span.fail(error.message)
+            span.ended_by(error)
             yield event(error_body(error))
-        except Exception:  # logged, and answered with INTERNAL
+        except Exception as error:  # logged, and answered with INTERNAL
             log.exception("a stream failed")
-            span.fail("internal")
+            span.ended_by(error)
             yield event(error_body(unexpected()))

@@ -37,6 +37,7 @@ class Reason(Enum):
     QUARANTINED = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
     SLOW_READER = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
     OVERLOADED = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
+    CLIENT_GONE = Kind("CANCELLED", 499, "invalid_request_error")
     NOT_READY = Kind("UNAVAILABLE", 503, "service_unavailable_error")
     DRAINING = Kind("UNAVAILABLE", 503, "service_unavailable_error")
     VERIFIER_UNAVAILABLE = Kind("UNAVAILABLE", 503, "service_unavailable_error")

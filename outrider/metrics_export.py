@@ -117,6 +117,8 @@ class MetricsSender:
 
     def _send(self) -> None:
         metrics = [converted for family in self._registry.collect() if (converted := convert(family, self._started_ns))]
+        if not metrics:
+            return
         scope = export.ScopeMetrics(InstrumentationScope("outrider", __version__), metrics, "")
         data = export.MetricsData([export.ResourceMetrics(self._resource, [scope], "")])
         if self._exporter.export(data) is not export.MetricExportResult.SUCCESS:

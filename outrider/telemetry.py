@@ -6,6 +6,7 @@ that many sequences share. The empty string means "not sampled", and every span 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -21,6 +22,9 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from outrider import __version__
+from outrider.errors import OutriderError
 
 Attribute = str | int | float | bool | Sequence[str]
 Kind = trace.SpanKind
@@ -53,9 +57,21 @@ class Span:
             for name, value in attributes.items():
                 self._span.set_attribute(name.replace("__", "."), value)
 
-    def fail(self, message: str) -> None:
-        """Mark the span as failed."""
-        if self._span is not None:
+    def ended_by(self, error: BaseException) -> None:
+        """Say what ended the work: `error.type` is an error's reason or an exception's class.
+
+        The status is ERROR for faults of the server's alone. As OpenTelemetry's conventions want it for servers, the status stays
+        unset where the caller is at fault (4xx). A caller that went away, which cancels the work, leaves no mark here.
+        """
+        if self._span is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+            return
+        if isinstance(error, OutriderError):
+            kind, message, fault = error.reason.name.lower(), error.message, error.reason.kind.http >= 500
+        else:
+            kind = type(error).__name__
+            message, fault = f"{kind}: {error}", True
+        self.set(error__type=kind)
+        if fault:
             self._span.set_status(trace.StatusCode.ERROR, message)
 
     def end(self) -> None:
@@ -70,8 +86,7 @@ class Span:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace_back: TracebackType | None) -> None:
         if value is not None:
-            self.set(error__type=type(value).__name__)
-            self.fail(f"{type(value).__name__}: {value}")
+            self.ended_by(value)
         if self._span is not None:
             _logged.set(self._before)
         self.end()
@@ -95,7 +110,7 @@ def setup(service: str, processor: SpanProcessor | None = None, *, endpoint: str
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https")))
-    resource = Resource.create({"service.name": service})
+    resource = Resource.create({"service.name": service, "service.version": __version__})
     _provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
     _provider.add_span_processor(processor)
     _tracer = _provider.get_tracer("outrider")

@@ -15,7 +15,7 @@ from outrider import telemetry, wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import GrammarCompiler
 from outrider.grammar_backends import Compiled
-from outrider.messages import DrafterInfo, FinishReason, Grammar, ModelInfo, Stage, TokenChunk
+from outrider.messages import DrafterInfo, Grammar, ModelInfo, Stage, TokenChunk
 from outrider.rpc import reports_errors
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.draft_streams import DraftStream
@@ -141,17 +141,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             span.set(outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=len(parsed.prompt))
             try:
                 await engine.call(lambda: submitted.append(engine.engine.submit(parsed, chunks.put_nowait, span, grammar)))
-                finish_reason: FinishReason | None = None
-                while finish_reason is None:
-                    chunk = await chunks.get()
-                    if isinstance(chunk, OutriderError):
-                        raise chunk
-                    finish_reason = chunk.finish_reason
+                while (chunk := await _next(chunks)).finish_reason is None:
                     yield wire.chunk_to_proto(chunk)
             finally:
                 # Posted behind `submit`, so that a call cancelled before it ran is cancelled after it.
                 engine.post(cancel)
                 self._leave()
+        # After the span has ended, since readers close the generator here, and do not ask for what comes after the last chunk.
+        yield wire.chunk_to_proto(chunk)
 
     async def _compiled(self, grammar: Grammar | None) -> Compiled | None:
         if grammar is None:
@@ -180,3 +177,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             await stream.run()
         finally:
             self._streams.discard(stream)
+
+
+async def _next(chunks: asyncio.Queue[TokenChunk | OutriderError]) -> TokenChunk:
+    """What the engine says next of a sequence; raises the OutriderError that it ends with."""
+    chunk = await chunks.get()
+    if isinstance(chunk, OutriderError):
+        raise chunk
+    return chunk

@@ -10,7 +10,14 @@ import grpc
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from stack import TARGET, Process, Stack, free_port
+
+from outrider import __version__
+
+
+LEFT = "c" * 32
+"""The trace of a request whose client leaves."""
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -21,8 +28,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_spans:
-            names = [attribute.value.string_value for attribute in resource.resource.attributes if attribute.key == "service.name"]
-            self.spans += [(names[0], span) for scope in resource.scope_spans for span in scope.spans]
+            known = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
+            assert known["service.version"] == __version__
+            self.spans += [(known["service.name"], span) for scope in resource.scope_spans for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -52,6 +60,17 @@ async def complete(url: str) -> None:
             await asyncio.sleep(0.2)
 
 
+async def hang_up(url: str) -> None:
+    """A streamed completion whose client leaves after the first chunk."""
+    body = {"model": TARGET, "prompt": "def read_file(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    headers = {"traceparent": f"00-{LEFT}-{'b' * 16}-01"}
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
+    ):
+        await anext(response.aiter_lines())
+
+
 @pytest.mark.slow
 async def test_one_request_makes_one_connected_trace() -> None:
     async with collecting() as (collector, endpoint):
@@ -64,11 +83,16 @@ async def test_one_request_makes_one_connected_trace() -> None:
         addresses = ["--http-port", str(port), "--grpc-listen", "127.0.0.1:0"]
         gateway = Process("gateway", "--verifier", stack.address, "--tokenizer", TARGET, *addresses, *tracing)
         await complete(f"http://127.0.0.1:{port}")
+        await hang_up(f"http://127.0.0.1:{port}")
         # Stopping sends what is left.
         await asyncio.to_thread(gateway.stop)
         gateway.log.close()
         await asyncio.to_thread(stack.stop)
+    failed = [(span.name, span.status) for _, span in collector.spans if span.status.code != Status.STATUS_CODE_UNSET]
+    assert failed == [], "neither a finished request nor a client that leaves is an error"
     traces = {span.trace_id for service, span in collector.spans if span.name == "generate_tokens"}
+    assert bytes.fromhex(LEFT) in traces
+    traces.remove(bytes.fromhex(LEFT))
     assert len(traces) == 1
     spans = [(service, span) for service, span in collector.spans if span.trace_id in traces]
     assert {service for service, _ in spans} == {"outrider-gateway", "outrider-verifier", "outrider-drafter"}

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
+import grpc
 import pytest
-from gateway_rig import Rig
+from gateway_rig import Rig, until
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from scripted_verifier import plain
 
+from gateway.choices import Event, Tally
+from gateway.generate import Ending, Piece
+from gateway.shapes import CompletionShape
+from gateway.streaming import ChunkWriter, sse
 from outrider import telemetry
 from outrider.errors import OutriderError, Reason
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -78,11 +86,105 @@ async def test_what_a_request_logs_carries_the_ids_of_its_trace(
         assert line.endswith(f" trace_id={TRACE} span_id={span.context.span_id:016x}")
 
 
-async def test_a_failure_is_on_the_span(rig: Rig, spans: InMemorySpanExporter) -> None:
-    rig.script.answer = lambda _: [OutriderError(Reason.INTERNAL, "broken")]
-    for stream in (True, False):
+async def test_a_span_has_the_settings_that_differ_from_the_default_alone(rig: Rig, spans: InMemorySpanExporter) -> None:
+    rig.says("if x")
+    given = {"top_p": 0.9, "top_k": 5, "frequency_penalty": 0.5, "presence_penalty": 0.25}
+    for settings in ({}, given):
+        await rig.http.post("/v1/completions", json={"prompt": "x", **settings})
+    plain, full = (dict(span.attributes or {}) for span in spans.get_finished_spans())
+    assert {name for name in plain if name.startswith("gen_ai.request.")} == {"gen_ai.request.model", "gen_ai.request.stream"}
+    assert {name: full[f"gen_ai.request.{name}"] for name in given} == given
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_finished_request_is_no_error_and_has_the_attributes_of_http(
+    rig: Rig, spans: InMemorySpanExporter, stream: bool
+) -> None:
+    rig.says("if x")
+    await rig.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "stream": stream})
+    [span] = spans.get_finished_spans()
+    assert span.status.status_code is StatusCode.UNSET
+    attributes = dict(span.attributes or {})
+    assert "error.type" not in attributes
+    assert {name: value for name, value in attributes.items() if name.startswith(("http.", "url."))} == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "url.path": "/v1/chat/completions",
+        "url.scheme": "http",
+    }
+    assert attributes["gen_ai.response.model"] == "models/target"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_only_a_fault_of_the_servers_is_an_error_and_the_reason_is_named(
+    rig: Rig, spans: InMemorySpanExporter, stream: bool
+) -> None:
+    expected = [
+        (Reason.INTERNAL, StatusCode.ERROR, 500),
+        (Reason.OVERLOADED, StatusCode.UNSET, 429),
+        (Reason.INVALID_VALUE, StatusCode.UNSET, 400),
+    ]
+    for reason, _, _ in expected:
+        rig.script.answer = lambda _, reason=reason: [OutriderError(reason, "broken")]
         await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
-    assert [span.status.status_code for span in spans.get_finished_spans()] == [StatusCode.ERROR] * 2
+    seen = [
+        (span.status.status_code, dict(span.attributes or {})["error.type"], dict(span.attributes or {})["http.response.status_code"])
+        for span in spans.get_finished_spans()
+    ]
+    assert seen == [(status, reason.name.lower(), code) for reason, status, code in expected]
+
+
+async def test_a_stream_that_fails_after_its_first_event_is_an_error_with_status_200(
+    rig: Rig, spans: InMemorySpanExporter
+) -> None:
+    rig.script.answer = lambda _: [plain([5]), OutriderError(Reason.INTERNAL, "broken")]
+    await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    [span] = spans.get_finished_spans()
+    attributes = dict(span.attributes or {})
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "broken")
+    assert (attributes["error.type"], attributes["http.response.status_code"]) == ("internal", 200)
+
+
+@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_is_no_error_of_the_servers(
+    rig: Rig, spans: InMemorySpanExporter, said: list[TokenChunk], stream: bool
+) -> None:
+    rig.script.answer = lambda _: [*said, 60.0]
+    request = asyncio.create_task(rig.client.completions.create(model="models/target", prompt="x", stream=stream))
+    await until(lambda: rig.script.running == 1)
+    if stream and said:
+        await (await request).close()
+    else:
+        request.cancel()
+    await until(lambda: len(spans.get_finished_spans()) == 1)
+    [span] = spans.get_finished_spans()
+    assert span.status.status_code is StatusCode.UNSET
+    attributes = dict(span.attributes or {})
+    assert attributes["error.type"] == "client_gone"
+    assert attributes["http.response.status_code"] == (200 if stream and said else 499)
+
+
+async def test_a_client_that_hangs_up_after_the_last_event_has_had_its_answer(rig: Rig, spans: InMemorySpanExporter) -> None:
+    shape = CompletionShape("models/target", include_usage=False)
+    tally = Tally(1, 1)
+    span = telemetry.start_root("text_completion models/target", {})
+    writer = ChunkWriter(shape, tally, include_usage=False, include_metrics=False)
+    last_piece = Piece("x", [5], [TokenSource.PLAIN], ending=Ending(FinishReason.STOP, 1, 1, 0, SpeculationStats()))
+
+    async def nothing_more() -> AsyncGenerator[Event, None]:
+        for event in ():
+            yield event
+
+    events = sse((0, last_piece), nothing_more(), writer, tally, span, shape)
+    assert (await anext(events)).endswith(b"[DONE]\n\n")
+    await events.aclose()
+    [finished] = spans.get_finished_spans()
+    assert finished.status.status_code is StatusCode.UNSET
+    attributes = dict(finished.attributes or {})
+    assert "error.type" not in attributes
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
 
 
 async def test_grpc_is_traced_as_well(rig: Rig, spans: InMemorySpanExporter) -> None:
@@ -91,3 +193,29 @@ async def test_grpc_is_traced_as_well(rig: Rig, spans: InMemorySpanExporter) -> 
     [span] = spans.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == TRACE
     assert rig.script.traceparents == [f"00-{TRACE}-{span.context.span_id:016x}-01"]
+    assert span.status.status_code is StatusCode.UNSET
+    attributes = dict(span.attributes or {})
+    assert {name: value for name, value in attributes.items() if name.startswith("rpc.")} == {
+        "rpc.system.name": "grpc",
+        "rpc.method": "outrider.v1.GenerationService/GenerateText",
+        "rpc.response.status_code": "OK",
+    }
+
+
+async def test_a_grpc_call_that_is_cancelled_is_no_error_and_one_that_is_refused_names_the_reason(
+    rig: Rig, spans: InMemorySpanExporter
+) -> None:
+    rig.script.answer = lambda _: [plain([5]), 60.0]
+    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"))
+    await anext(aiter(call))
+    call.cancel()
+    await until(lambda: len(spans.get_finished_spans()) == 1)
+    rig.script.answer = lambda _: [OutriderError(Reason.INVALID_VALUE, "no")]
+    with pytest.raises(grpc.aio.AioRpcError):
+        _ = [response async for response in rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"))]
+    cancelled, refused = spans.get_finished_spans()
+    assert [span.status.status_code for span in (cancelled, refused)] == [StatusCode.UNSET] * 2
+    assert dict(cancelled.attributes or {})["rpc.response.status_code"] == "CANCELLED"
+    assert "error.type" not in (cancelled.attributes or {})
+    assert dict(refused.attributes or {})["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    assert dict(refused.attributes or {})["error.type"] == "invalid_value"
