@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
+from gateway.schema import UNSUPPORTED
 from outrider.errors import OutriderError, Reason
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     reason = _BY_STATUS.get(error.status_code, Reason.MALFORMED_REQUEST)
     messages = {
         Reason.MALFORMED_REQUEST: f"the body cannot be read as JSON: {error.__cause__ or error.detail}",
-        Reason.ROUTE_NOT_FOUND: f"there is no {request.url.path[:200]} here",
+        Reason.ROUTE_NOT_FOUND: f"there is no {request.url.path[:200]} here{_instead(request.url.path)}",
         Reason.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
     }
     response = error_response(OutriderError(reason, messages.get(reason, str(error.detail))))
@@ -80,6 +81,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 async def _fault(_request: Request, _error: Exception) -> Response:
     return error_response(unexpected())
+
+
+def _instead(path: str) -> str:
+    """What generates text here, for those that look for another of OpenAI's endpoints, such as /v1/responses."""
+    return "; POST /v1/chat/completions and POST /v1/completions generate text" if path.startswith("/v1/") else ""
 
 
 def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> OutriderError:
@@ -96,6 +102,8 @@ def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> Outrid
         return OutriderError(Reason.MALFORMED_REQUEST, "the body must be a JSON object, sent with Content-Type: application/json")
     if kind == "extra_forbidden":
         return OutriderError(Reason.UNKNOWN_PARAMETER, f"{path} is not a parameter of this request", path)
+    if kind == UNSUPPORTED:
+        return OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{path} {message}", path)
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
     shown = json.dumps(detail.get("input"), default=str)

@@ -156,7 +156,7 @@ class Generation:
                 async for chunk in chunks:
                     if chunk.token_ids:
                         clock.chunk(len(chunk.token_ids))
-                    self._count(chunk, gathered=tokens.min_chunk_tokens > 1)
+                    self._count(chunk, clock, gathered=tokens.min_chunk_tokens > 1)
                     piece = sequence.take(chunk)
                     if piece.ending is not None:
                         clock.finished(piece.ending.reason)
@@ -191,14 +191,18 @@ class Generation:
                     raise
                 replica = self.router.instead_of(replica, error, name)
 
-    def _count(self, chunk: TokenChunk, *, gathered: bool) -> None:
+    def _count(self, chunk: TokenChunk, clock: SequenceClock, *, gathered: bool) -> None:
         """Count a chunk; one that gathers several steps leaves it to the last to say what became of their drafts."""
         activity = self._metrics.activity
         activity.add(chunk)
         if gathered and chunk.stats is not None:
-            activity.verified(chunk.stats.histogram)
+            counts = chunk.stats.histogram
         elif not gathered and chunk.draft_token_count:
-            activity.verified([0] * chunk.sources.count(TokenSource.ACCEPTED) + [1])
+            counts = [0] * chunk.sources.count(TokenSource.ACCEPTED) + [1]
+        else:
+            counts = []
+        activity.verified(counts)
+        clock.verified(chunk.draft_token_count, counts)
 
 
 class _Sequence:
@@ -323,19 +327,22 @@ def _max_tokens(request: TextRequest, context_length: int) -> int:
     # An answer of no tokens still tells something of the prompt where that was asked for.
     least = 1 if request.echo is None and request.prompt_logprobs is None else 0
     if left < (least if request.max_tokens == 0 else 1):
-        message = f"{request.prompt_field} has {length} tokens, but the model's context holds {context_length}, its answer included"
-        raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field)
+        message = f"{request.prompt_field} has {length} tokens, and the answer needs room too"
+        raise context_overflow(context_length, message, request.prompt_field)
     if request.max_tokens is None:
         return left if request.default_max_tokens is None else min(left, request.default_max_tokens)
     if request.max_tokens < least:
         raise invalid(request.limit_field, f"must be at least {least}, not {request.max_tokens}")
     if request.max_tokens > left:
-        message = (
-            f"{request.limit_field} asks for {request.max_tokens} tokens after a prompt of {length}, "
-            f"but the model's context holds {context_length}"
-        )
-        raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, request.limit_field)
+        message = f"{request.limit_field} asks for {request.max_tokens} tokens after a prompt of {length}"
+        raise context_overflow(context_length, message, request.limit_field)
     return request.max_tokens
+
+
+def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
+    """CONTEXT_LENGTH_EXCEEDED. Its message begins as OpenAI's and vLLM's does, by which litellm knows it; LangChain knows the code."""
+    message = f"This model's maximum context length is {context_length} tokens. {message} (context_length_exceeded)."
+    return OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field)
 
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:

@@ -1,8 +1,12 @@
-"""The gateway's Prometheus metrics, with vLLM's names and definitions under the prefix `outrider:`."""
+"""The gateway's Prometheus metrics, with vLLM's names and definitions under the prefix `outrider:`.
+
+What became of drafts has vLLM's own prefix as well, since `vllm bench serve` looks for it there.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -39,11 +43,29 @@ class Metrics:
         self.semantic_first_token_s = self._semantic("time_to_first_token", "Time to generate the first token.", _FIRST_TOKEN_S)
         self.semantic_token_s = self._semantic("time_per_output_token", "Time per output token after the first.", _TOKEN_S)
         self.semantic_request_s = self._semantic("request_duration", "Time of a request.", _REQUEST_S, "error_type")
+        self.drafts = self._vllm("num_drafts", "Steps of a sequence that verified a draft.")
+        self.draft_tokens = self._vllm("num_draft_tokens", "Draft tokens verified.")
+        self.accepted_tokens = self._vllm("num_accepted_tokens", "Draft tokens accepted.")
+        self.accepted_per_position = self._vllm(
+            "num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", "position"
+        )
         self.activity = Activity()
         self.http_responses = Counter("outrider:http_responses", "HTTP responses.", ["route", "status"], registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"outrider:{name}", text, [*_LABELS, *labels], registry=self.registry)
+
+    def _vllm(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter of vLLM's on speculative decoding, under its own name."""
+        return Counter(f"vllm:spec_decode_{name}", text, [*_LABELS, *labels], registry=self.registry)
+
+    def drafted(self, model: str, draft_token_count: int, accepted_counts: Sequence[int]) -> None:
+        """A sequence is over: `accepted_counts[i]` of its steps verified a draft and accepted i of its tokens."""
+        self.drafts.labels(model).inc(sum(accepted_counts))
+        self.draft_tokens.labels(model).inc(draft_token_count)
+        self.accepted_tokens.labels(model).inc(sum(i * count for i, count in enumerate(accepted_counts)))
+        for position in range(len(accepted_counts) - 1):
+            self.accepted_per_position.labels(model, str(position)).inc(sum(accepted_counts[position + 1 :]))
 
     def _semantic(self, name: str, text: str, buckets: list[float], *labels: str) -> Histogram:
         """A metric of OpenTelemetry's semantic conventions for generative AI."""
@@ -64,6 +86,8 @@ class SequenceClock:
         self._semantic = (operation, PROVIDER, model)
         self._token_count = 0
         self._ended = False
+        self._draft_token_count = 0
+        self._accepted_counts: list[int] = []
         self._chunk_s = metrics.chunk_s.labels(model)
         metrics.prompt_tokens.labels(model).inc(prompt_token_count)
         metrics.running.labels(model).inc()
@@ -80,6 +104,14 @@ class SequenceClock:
             self._metrics.activity.waited(token_count, now - self._last)
         self._last = now
         self._token_count += token_count
+
+    def verified(self, draft_token_count: int, accepted_counts: Sequence[int]) -> None:
+        """Draft tokens were verified; `accepted_counts` is what `Metrics.drafted` takes, and may come later for several steps."""
+        self._draft_token_count += draft_token_count
+        known = self._accepted_counts
+        known += [0] * (len(accepted_counts) - len(known))
+        for accepted, count in enumerate(accepted_counts):
+            known[accepted] += count
 
     def finished(self, reason: FinishReason) -> None:
         """The sequence ended by itself."""
@@ -105,3 +137,5 @@ class SequenceClock:
             self._metrics.cancelled.labels(self._model).inc()
         self._metrics.running.labels(self._model).dec()
         self._metrics.generation_tokens.labels(self._model).inc(self._token_count)
+        # Of a sequence that was cancelled before it told of its steps the draft tokens are not counted either.
+        self._metrics.drafted(self._model, self._draft_token_count if self._accepted_counts else 0, self._accepted_counts)

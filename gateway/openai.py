@@ -13,7 +13,7 @@ from gateway.choices import Event, Tally, collect, merge, repeated, scored_once
 from gateway.generate import Generation, Piece, TextRequest
 from gateway.parameters import text_request
 from gateway.request_span import begin, describe, describe_http, responding
-from gateway.schema import ChatBody, CompletionBody, GenerationBody
+from gateway.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from gateway.shapes import ChatShape, CompletionShape, Shape, authors
 from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
 from gateway.tenants import tenant_of
@@ -44,7 +44,7 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         """Answer a conversation; it may take what the context leaves unless `max_completion_tokens` says less."""
         name, info, _ = generation.router.pick(body.model)
         n = _choice_count(body, 1, max_sequences)
-        text = generation.prompts.render([message.for_template() for message in body.messages])
+        text = generation.prompts.render([message.for_template() for message in body.messages], **body.rendering())
         prompt = await generation.prompts.encode(text, add_special_tokens=False)
         job = replace(text_request(body, name, info), prompt=prompt, prompt_field="messages", operation=ChatShape.operation)
         job = replace(job, prediction=await _prediction(generation, body, info))
@@ -85,7 +85,8 @@ async def _answer(
     shape_of: Callable[..., Shape],
 ) -> Response:
     """Generate n choices for each prompt and answer as asked."""
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    options = body.stream_options or StreamOptions()
+    include_usage = options.include_usage
     shape = shape_of(prompts[0].model, include_usage=include_usage)
     span = begin(request.headers, prompts[0], n, stream=bool(body.stream))
     describe_http(span, request)
@@ -106,7 +107,10 @@ async def _answer(
         span.ended_by(error)
         span.end()
         raise
-    writer = ChunkWriter(shape, tally, include_usage=include_usage, include_metrics=body.speculation.metrics)
+    usage_of = [len(job.prompt) for job in jobs for _ in range(n)] if include_usage and options.continuous_usage_stats else []
+    writer = ChunkWriter(
+        shape, tally, include_usage=include_usage, include_metrics=body.speculation.metrics, usage_of=usage_of
+    )
     return EventStream(sse(first, events, writer, tally, span, shape), events, {"X-Request-Id": shape.id})
 
 

@@ -22,6 +22,9 @@ from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
 # Longer texts are tokenised on a thread: at about 0.4 µs a character this is some 10 ms of the event loop.
 _THREAD_CHARACTERS = 20_000
+# Put behind the last message's content to find its end in the rendered text. As in `transformers`, the space tells whether the
+# template trims what it shows.
+_FINAL = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Prompts:
@@ -52,20 +55,43 @@ class Prompts:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as one text; raises OutriderError with the template's own words when it does not take it."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as one text; raises OutriderError with the template's own words when it does not take it.
+
+        `continue_final_message` ends the text with the last message's content. `variables` are the template's own, such as
+        enable_thinking.
+        """
         if self._template is None:
             raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "messages: the model has no chat template", "messages")
+        shown = [dict(message) for message in messages]
+        if continue_final_message:
+            shown[-1]["content"] += _FINAL
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
+            text = self._template.render(
+                messages=shown,
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                **{**(variables or {}), **self._special_tokens},
             )
         except Exception as error:  # a template is a program, and may fail in any way
             raise invalid("messages", f"were refused by the model's chat template: {error}") from error
+        return _left_open(text) if continue_final_message else text
+
+
+def _left_open(text: str) -> str:
+    """The text up to the mark behind the last message's content, without the space that a template trims there."""
+    before, found, after = text.rpartition(_FINAL.strip())
+    if not found:
+        raise invalid("continue_final_message", "cannot be: the model's chat template does not show the last message as it is")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _json_file(model: str, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.errors import OutriderError, Reason, invalid
 
@@ -17,7 +18,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -26,6 +27,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+_NO_TOOLS = '; with tool_choice "none" tools are ignored; for JSON as an answer use response_format'
+_HINTS = {
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "functions": '; with function_call "none" functions are ignored; for JSON as an answer use response_format',
+}
+UNSUPPORTED = "unsupported_parameter"
+"""The type of pydantic's error for what other servers take in this place."""
+MAX_TEMPLATE_VARIABLES = 16
+MAX_TEMPLATE_NAME_CHARACTERS = 64
+MAX_TEMPLATE_CHARACTERS = 4096
+# What a template is told besides, apart from special tokens such as bos_token.
+_TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 # What an answer's message carries beside its text, so that it can be sent back as it came.
 _EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "reasoning_content", "refusal", "tool_calls")
 
@@ -52,13 +66,17 @@ def _drop_neutral(values: Any) -> Any:
     """Take out what asks for nothing; raises OutriderError(UNSUPPORTED_PARAMETER) that names what asks for something."""
     if not isinstance(values, dict):
         return values
+    unused = {name for name, choice in (("tools", "tool_choice"), ("functions", "function_call")) if values.get(choice) == "none"}
     kept = {}
     for name, value in values.items():
         if name not in _NEUTRAL:
             kept[name] = value
-        elif value is not None and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+        elif value is not None and name not in unused and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
             allowed = "".join(f" or send {json.dumps(neutral)}" for neutral in _NEUTRAL[name])
-            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{name} is not supported; leave it out{allowed}", name)
+            hint = _HINTS.get(name, "")
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{name} is not supported; leave it out{allowed}{hint}", name)
+        elif name == "reasoning_effort":
+            kept[name] = value  # which a chat's template is told
     return kept
 
 
@@ -89,6 +107,9 @@ class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="vLLM's extension; with include_usage, each chunk has the usage of its choice so far."
+    )
     include_obfuscation: Literal[False] | None = None
 
 
@@ -117,6 +138,7 @@ class TextPart(Body):
 
 
 _PARTS = TypeAdapter(list[TextPart])
+_Content = str | Annotated[list[TextPart], Field(min_length=1)]
 
 
 def _joined(separator: str) -> Callable[[object], object]:
@@ -132,7 +154,7 @@ class Prediction(Body):
     """What the client expects the answer to be, such as the file it wants edited."""
 
     type: Literal["content"]
-    content: Annotated[Text, BeforeValidator(_joined(""))]
+    content: Annotated[Text, BeforeValidator(_joined(""), json_schema_input_type=_Content)]
 
 
 def _stops(value: object) -> object:
@@ -189,12 +211,15 @@ class GenerationBody(Body):
     guided_choice: list[Text] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
     guided_grammar: Text | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
     prediction: Prediction | None = None
+    reasoning_effort: Literal["none"] | None = None
     prompt_logprobs: int | None = Field(default=None, description="vLLM's extension; the likeliest tokens at each of the prompt's.")
     # Labels for OpenAI's own records and caches; they have no meaning for the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -227,11 +252,22 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(default=None, description="How many of the likeliest tokens to tell with each token.")
 
 
+def _no_calls(value: object) -> object:
+    """Calls in a message of the history, of which empty ones have been dropped before."""
+    raise PydanticCustomError(UNSUPPORTED, "is not supported: the history may hold no calls of tools and functions")
+
+
+_NoCalls = Annotated[None, BeforeValidator(_no_calls, json_schema_input_type=None)]
+
+
 class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
+    # Before the content, which is null beside a call: the first complaint is the one that is told.
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_joined("\n"))]
+    tool_calls: _NoCalls = None
+    function_call: _NoCalls = None
+    content: Annotated[Text, BeforeValidator(_joined("\n"), json_schema_input_type=_Content)]
     name: Text | None = None
 
     @model_validator(mode="before")
@@ -239,7 +275,10 @@ class Message(Body):
     def _drop_empty(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if key not in _EMPTY_IN_MESSAGE or value not in (None, [])}
+        kept = {key: value for key, value in values.items() if key not in _EMPTY_IN_MESSAGE or value not in (None, [])}
+        if kept.get("role") == "assistant" and kept.get("content", ...) is None and not kept.keys() & {"tool_calls", "function_call"}:
+            kept["content"] = ""  # as clients send back an answer of no tokens
+        return kept
 
     def for_template(self) -> dict[str, str]:
         """The message as a chat template knows it."""
@@ -247,7 +286,52 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **named}
 
 
-class ChatBody(GenerationBody):
+def _template_variables(values: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what a chat template is not to be told, or not at such a length."""
+    if len(values) > MAX_TEMPLATE_VARIABLES:
+        raise ValueError(f"must hold at most {MAX_TEMPLATE_VARIABLES} names")
+    for name in values:
+        if not name.isidentifier() or len(name) > MAX_TEMPLATE_NAME_CHARACTERS:
+            raise ValueError(f"must have identifiers of at most {MAX_TEMPLATE_NAME_CHARACTERS} characters as names")
+        if name in _TEMPLATE_OWN or name.endswith("_token"):
+            raise ValueError(f"must not set {name}, which the server sets itself")
+    try:
+        written = json.dumps(values, ensure_ascii=False)
+    except RecursionError as cause:
+        raise ValueError("is nested too deeply") from cause
+    if len(written) > MAX_TEMPLATE_CHARACTERS:
+        raise ValueError(f"must have at most {MAX_TEMPLATE_CHARACTERS} characters as JSON")
+    _unicode(written)
+    return values
+
+
+class TemplateOptions(Body):
+    """How the model's chat template renders messages, as in vLLM."""
+
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="vLLM's extension; end with the beginning of an answer. Default: true unless continue_final_message is.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="vLLM's extension; leave the last message open, so that the answer goes on with it."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_variables)] | None = Field(
+        default=None, description="vLLM's extension; variables for the chat template, such as enable_thinking."
+    )
+
+    def rendering(self) -> dict[str, Any]:
+        """The options of `Prompts.render`; raises OutriderError(INVALID_VALUE) for two that contradict each other."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("add_generation_prompt", "must not be true together with continue_final_message")
+        opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "add_generation_prompt": opens,
+            "continue_final_message": bool(self.continue_final_message),
+            "variables": self.chat_template_kwargs or {},
+        }
+
+
+class ChatBody(GenerationBody, TemplateOptions):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -256,15 +340,21 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
 
+    def rendering(self) -> dict[str, Any]:
+        """As vLLM does, reasoning_effort "none" asks the template for no thinking, unless chat_template_kwargs speaks of it."""
+        options = super().rendering()
+        if self.reasoning_effort is not None:
+            options["variables"] = {"enable_thinking": False} | options["variables"]
+        return options
 
-class TokenizeBody(Body):
+
+class TokenizeBody(TemplateOptions):
     """POST /tokenize, in vLLM's shape: either a prompt or messages."""
 
     model: str | None = None
     prompt: Text | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = Field(default=None, description="Default: true for a prompt, false for messages.")
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 

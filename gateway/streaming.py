@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -73,13 +73,21 @@ class EventStream(StreamingResponse):
 
 
 class ChunkWriter:
-    """Writes a request's events as the chunks of its endpoint."""
+    """Writes a request's events as the chunks of its endpoint.
 
-    def __init__(self, shape: Shape, tally: Tally, *, include_usage: bool, include_metrics: bool) -> None:
+    `usage_of` has each choice's number of prompt tokens when every chunk is to tell its choice's usage so far, as vLLM's
+    `continuous_usage_stats` asks for.
+    """
+
+    def __init__(
+        self, shape: Shape, tally: Tally, *, include_usage: bool, include_metrics: bool, usage_of: Sequence[int] = ()
+    ) -> None:
         self._shape = shape
         self._tally = tally
         self._include_usage = include_usage
         self._include_metrics = include_metrics
+        self._usage_of = usage_of
+        self._token_counts = [0] * len(tally.endings)
         self._opened: set[int] = set()
         self._open_count = len(tally.endings)
 
@@ -94,19 +102,28 @@ class ChunkWriter:
         if index not in self._opened:
             self._opened.add(index)
             opening = self._shape.opening()
-            out = event(self._shape.chunk(index, opening)) if opening is not None else b""
+            out = event(self._shape.chunk(index, opening) | self._usage(index)) if opening is not None else b""
+        self._token_counts[index] += len(piece.token_ids)
         # Where an answer streams, prompts are scored for their echo alone.
         shown = [*piece.prompt, *piece.shown]
         if piece.text or shown or piece.authored:
             logprobs = self._shape.logprobs(shown)
             content = self._shape.delta(piece.text) | authors(piece.authored)
-            out += event(self._shape.chunk(index, content, logprobs=logprobs))
+            out += event(self._shape.chunk(index, content, logprobs=logprobs) | self._usage(index))
         return out
+
+    def _usage(self, index: int) -> Json:
+        """vLLM's usage of one choice so far; nothing unless it is wanted with each chunk."""
+        if not self._usage_of:
+            return {}
+        prompt, completion = self._usage_of[index], self._token_counts[index]
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
     def close(self, index: int) -> bytes:
         """The events for the end of a choice, and after the last one for the end of all."""
         ending = self._tally.endings[index]
         closing = self._shape.chunk(index, self._shape.closing(), ending.reason if ending is not None else None)
+        closing |= self._usage(index)
         self._open_count -= 1
         if self._open_count:
             return event(closing)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.generate import Generation
@@ -56,8 +57,16 @@ def routes(generation: Generation, metrics: Metrics) -> APIRouter:
         """Prometheus' text format."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    _answer_head(router)
     _add_tokenizer_routes(router, generation)
     return router
+
+
+def _answer_head(router: APIRouter) -> None:
+    """Let HEAD be answered as GET is, without the body, which uvicorn leaves out."""
+    for route in list(router.routes):
+        if isinstance(route, APIRoute):
+            router.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
@@ -70,7 +79,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         special = body.add_special_tokens
         if body.messages is not None:
             messages = [message.for_template() for message in body.messages]
-            text = generation.prompts.render(messages, add_generation_prompt=body.add_generation_prompt)
+            text = generation.prompts.render(messages, **body.rendering())
             special = False if special is None else special
         else:
             text = body.prompt or ""
