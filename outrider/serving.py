@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import os
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 from rich.console import Console
@@ -13,8 +17,11 @@ from rich.markup import escape
 
 from outrider.errors import OutriderError
 from outrider.local import until_ready
+from outrider.output import Output
 from outrider.stack import ServeSettings, Stack, plan_stack
 from outrider.supervisor import StartFailed, Supervisor
+
+_LAST_WRITES_S = 1.0
 
 
 def run(settings: ServeSettings) -> int:
@@ -22,36 +29,62 @@ def run(settings: ServeSettings) -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         try:
             stack = plan_stack(settings, Path(directory))
-            return asyncio.run(_run(stack, settings))
         except OutriderError as error:
-            print(f"outrider serve: {error}", file=sys.stderr)
+            _complain(str(error))
             return 2
+        return asyncio.run(supervise(stack, settings))
 
 
-async def _run(stack: Stack, settings: ServeSettings) -> int:
-    console = Console(highlight=False, soft_wrap=True)
+async def supervise(stack: Stack, settings: ServeSettings) -> int:
+    """Run the stack's processes until a signal, until nobody reads the log any more, or until one cannot start; the exit status."""
+    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    output = Output(_stdout(), functools.partial(_stop_soon, stop))
+    console = Console(file=output, highlight=False, soft_wrap=True)
     supervisor = Supervisor(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
-    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, _stop, stop, 0)
     for child in stack.children:
         supervisor.start(child)
-    starting = asyncio.create_task(_announce(supervisor, stack, settings, console))
-    starting.add_done_callback(lambda task: stop.set() if not task.cancelled() and task.exception() else None)
+    announcing = supervisor.watch(_announce(supervisor, stack, settings, console))
     try:
-        await stop.wait()
+        await asyncio.wait((stop, supervisor.failed), return_when=asyncio.FIRST_COMPLETED)
         console.print("stopping")
     finally:
-        starting.cancel()
+        announcing.cancel()
         await supervisor.stop()
-    try:
-        await starting
-    except StartFailed as error:
-        console.print(f"outrider serve: {error}; its last lines above say why", markup=False)
+        output.finish(_LAST_WRITES_S)
+    if supervisor.failed.done():
+        _complain(_reason(supervisor.failed.exception()))
         return 1
-    except asyncio.CancelledError:
-        pass  # stopped before it was up
-    return 0
+    return stop.result()
+
+
+def _stop(stop: asyncio.Future[int], status: int) -> None:
+    if not stop.done():
+        stop.set_result(status)
+
+
+def _stop_soon(stop: asyncio.Future[int]) -> None:
+    """Called from another thread when nobody reads the log any more, as after `outrider serve | head`."""
+    _complain("nobody reads the output any more; stopping")
+    stop.get_loop().call_soon_threadsafe(_stop, stop, 1)
+
+
+def _stdout() -> int:
+    """The descriptor to write to; that of the null device when the process was started without standard output."""
+    return sys.stdout.fileno() if sys.stdout is not None else os.open(os.devnull, os.O_WRONLY)
+
+
+def _reason(error: BaseException | None) -> str:
+    if isinstance(error, StartFailed):
+        return f"{error}; its last lines above say why"
+    return "a task that supervises ended: " + "".join(traceback.format_exception(error)).rstrip()
+
+
+def _complain(text: str) -> None:
+    """Say on standard error why this ends, if that can be written."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"outrider serve: {text}\n".encode(errors="replace"))
 
 
 async def _announce(supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console) -> None:

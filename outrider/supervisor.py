@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 _BACKOFF_S = (0.5, 10.0)
 _STABLE_S = 30.0
@@ -47,23 +48,38 @@ class Supervisor:
 
     def __init__(self, tell: Callable[[str, str], None]) -> None:
         self.children: list[Child] = []
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has an exception once a task that supervises has ended with one; then nothing is left but to `stop`."""
         self._tell = tell
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._settled = False
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, child: Child) -> None:
         """Start a child and restart it, with growing delays, whenever it dies."""
         self.children.append(child)
-        self._tasks.append(asyncio.create_task(self._keep_running(child)))
+        self.watch(self._keep_running(child))
+
+    def watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task until `stop`; if it ends with an exception, so does `failed`."""
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        task.add_done_callback(self._look)
+        return task
+
+    def _look(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
 
     async def settle(self, ready: Awaitable[None]) -> None:
-        """Wait until `ready`; from then on a child is restarted whatever ended it. Raises StartFailed when one fails before."""
+        """Wait until `ready`; from then on a child is restarted whatever ended it. Raises StartFailed when one fails
+        before.
+        """
         waiting = asyncio.ensure_future(ready)
         try:
-            await asyncio.wait((waiting, self._failed), return_when=asyncio.FIRST_COMPLETED)
-            (self._failed if self._failed.done() else waiting).result()
+            await asyncio.wait((waiting, self.failed), return_when=asyncio.FIRST_COMPLETED)
+            (self.failed if self.failed.done() else waiting).result()
             self._settled = True
         finally:
             waiting.cancel()
@@ -96,39 +112,46 @@ class Supervisor:
         backoff_s = _BACKOFF_S[0]
         while not self._stopping.is_set():
             started = time.monotonic()
-            status = await self._run(child)
+            ended, is_error = await self._run(child)
             if self._stopping.is_set():
                 return
-            if status > 0 and not self._settled:
-                if not self._failed.done():
-                    self._failed.set_exception(StartFailed(f"{child.name} could not start: it ended with status {status}"))
-                return
+            if is_error and not self._settled:
+                raise StartFailed(f"{child.name} could not start: it {ended}")
             if time.monotonic() - started > _STABLE_S:
                 backoff_s = _BACKOFF_S[0]
-            self._tell("outrider", f"{child.name} ended with status {status}; restarting it in {backoff_s:.1f} s")
+            self._tell("outrider", f"{child.name} {ended}; restarting it in {backoff_s:.1f} s")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
             child.restarts += 1
 
-    async def _run(self, child: Child) -> int:
-        """Run once, to the end."""
-        child.process = await asyncio.create_subprocess_exec(
-            *_not_orphaned(),
-            sys.executable,
-            "-m",
-            child.module,
-            *child.arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **child.environment},
-            # A group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then stops everyone in order.
-            start_new_session=True,
-        )
+    async def _run(self, child: Child) -> tuple[str, bool]:
+        """Run once, to the end; how it ended, and whether that was an error of its own rather than a signal."""
+        try:
+            child.process = await _spawn(child)
+        except OSError as error:
+            # Such as a machine that has no memory or no process left just now.
+            return f"could not be run: {error}", True
         output = child.process.stdout
         while output is not None and (line := await _line(output)):
             self._tell(child.name, line.decode(errors="replace").rstrip())
-        return await child.process.wait()
+        status = await child.process.wait()
+        return f"ended with status {status}", status > 0
+
+
+async def _spawn(child: Child) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *_not_orphaned(),
+        sys.executable,
+        "-m",
+        child.module,
+        *child.arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **child.environment},
+        # A group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then stops everyone in order.
+        start_new_session=True,
+    )
 
 
 @functools.cache

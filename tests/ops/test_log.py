@@ -1,0 +1,154 @@
+"""What `outrider serve` does with a log that is full, unread or gone, and with a task of its own that fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+TALKS = """
+import os, pathlib
+new = pathlib.Path(f"new-{os.getpid()}")
+for count in range(10**9):
+    print("hello", flush=True)
+    if count % 100 == 0:
+        new.write_text(f"{os.getpid()} {count}")
+        new.replace("progress")
+"""
+SUPERVISES = """
+import asyncio, sys
+from outrider.serving import supervise
+from outrider.stack import ServeSettings, Stack
+from outrider.supervisor import Child
+stack = Stack([Child("talks", "talks", [])], "http://127.0.0.1:1", "", "")
+sys.exit(asyncio.run(supervise(stack, ServeSettings(target="t"))))
+"""
+# More than pipes and queues between the child and the log can hold.
+MANY = 20_000
+
+
+class Rig:
+    """`outrider serve`'s own process, with a program that never stops talking for its only child."""
+
+    def __init__(self, directory: Path, program: str = SUPERVISES) -> None:
+        self.directory = directory
+        self.command = [sys.executable, "-c", program]
+        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
+        (directory / "talks.py").write_text(TALKS)
+
+    def start(self, stdout: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command, cwd=self.directory, env=self.environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The child's process id and how many lines it has printed."""
+        try:
+            pid, count = (self.directory / "progress").read_text().split()
+        except FileNotFoundError:
+            return 0, 0
+        return int(pid), int(count)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+@contextmanager
+def small_file_system(directory: Path) -> Iterator[Path | None]:
+    """64 KiB of a tmpfs; None where this user may not mount one."""
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", directory], capture_output=True, check=False)
+    try:
+        yield directory if mounted.returncode == 0 else None
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def goes_on(rig: Rig, serving: subprocess.Popen[str]) -> None:
+    """The child's pipe is read, and a child that is killed comes back."""
+    until(lambda: rig.progress[1] > MANY)
+    first = rig.progress[0]
+    os.kill(first, signal.SIGKILL)
+    until(lambda: rig.progress[0] != first and rig.progress[1] > MANY)
+    assert serving.poll() is None
+
+
+def stops_in_good_order(rig: Rig, serving: subprocess.Popen[str]) -> None:
+    serving.terminate()
+    assert serving.wait(20) == 0, serving.communicate()[1]
+    serving.communicate()
+    assert not Path(f"/proc/{rig.progress[0]}").exists()
+
+
+def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(rig: Rig, tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "small") as small:
+        path = small / "log" if small else Path("/dev/full")
+        if small:
+            (small / "filler").write_bytes(bytes(32 * 1024))
+        with path.open("wb") as log:
+            serving = rig.start(log.fileno())
+        goes_on(rig, serving)
+        if small:
+            assert path.stat().st_size < 64 * 1024
+            (small / "filler").unlink()
+            until(lambda: "lines were dropped: the log could not be written" in path.read_text())
+            assert all(
+                line.endswith(("hello", "restarting it in 0.5 s", "written", "...")) for line in path.read_text().splitlines()[:-1]
+            )
+        stops_in_good_order(rig, serving)
+
+
+def test_a_log_that_nobody_reads_holds_up_nothing(rig: Rig) -> None:
+    serving = rig.start(subprocess.PIPE)
+    goes_on(rig, serving)
+    stops_in_good_order(rig, serving)
+
+
+def test_a_reader_that_leaves_ends_it_without_a_traceback(rig: Rig) -> None:
+    """As `outrider serve | head -3` does."""
+    serving = rig.start(subprocess.PIPE)
+    assert serving.stdout is not None
+    assert all(serving.stdout.readline() for _ in range(3))
+    serving.stdout.close()
+    serving.stdout = None
+    assert serving.communicate(timeout=20)[1] == "outrider serve: nobody reads the output any more; stopping\n"
+    assert serving.returncode == 1
+    assert not Path(f"/proc/{rig.progress[0]}").exists()
+
+
+def test_a_supervising_task_that_fails_ends_it_with_the_reason(tmp_path: Path) -> None:
+    """Made to fail by a reader of pipes that has a bug."""
+    broken = """
+import outrider.supervisor
+calls = []
+read = outrider.supervisor._line
+async def line(output):
+    calls.append(output)
+    if len(calls) > 1000:
+        raise RuntimeError("a bug")
+    return await read(output)
+outrider.supervisor._line = line
+"""
+    rig = Rig(tmp_path, broken + SUPERVISES)
+    serving = rig.start(subprocess.DEVNULL)
+    _, said = serving.communicate(timeout=30)
+    assert serving.returncode == 1
+    assert said.startswith("outrider serve: a task that supervises ended: ")
+    assert said.endswith("RuntimeError: a bug\n")
+    assert not Path(f"/proc/{rig.progress[0]}").exists()
