@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import ScrapedSettings, Settings
+from outrider.config import Device, Dtype, ScrapedSettings, Settings
 from outrider.messages import MAX_DEPTH
 
 
@@ -23,13 +23,14 @@ class RedisSettings(Settings):
     ssl_check_hostname=false."""
 
     redis_password_file: Path | None = None
-    """File with the password of the URL's user, read again for each connection."""
+    """Family ngram: file with the password of the URL's user, read again for each connection."""
 
     redis_ca_file: Path | None = None
-    """PEM file with the authorities that may have signed the servers' certificates; the system's unless set."""
+    """Family ngram: PEM file with the authorities that may have signed the servers' certificates; the system's unless set."""
 
     pool_secret_file: Path | None = None
-    """File with the secret that keys in Redis are made with, at least 16 bytes, the same for all replicas; redis needs it."""
+    """Family ngram: file with the secret that keys in Redis are made with, at least 16 bytes, the same for all replicas; redis
+    needs it."""
 
     is_public_pool: bool = False
     """Families ngram and suffix: share one pool among all requests, tenants included."""
@@ -68,10 +69,10 @@ class DrafterSettings(RedisSettings, ScrapedSettings):
     model: str = ""
     """Family model: directory or hub id of the draft model."""
 
-    dtype: str = "auto"
-    """Family model: auto (the checkpoint's), float32, bfloat16 or float16."""
+    dtype: Dtype = "auto"
+    """Family model: type of the weights; auto is the checkpoint's."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """Family model: auto (CUDA when there is any), cpu, cuda or cuda:N."""
 
     page_count: int | None = Field(None, ge=1)
@@ -136,3 +137,13 @@ class DrafterSettings(RedisSettings, ScrapedSettings):
 
     pool_ttl_seconds: int = Field(86_400, ge=1)
     """Family ngram: age at which an unused n-gram leaves Redis."""
+
+
+def settings_of(family: str) -> list[str]:
+    """The settings that have a meaning for a family. A description that begins with families is of a setting of theirs alone."""
+    names = []
+    for name, info in DrafterSettings.model_fields.items():
+        families, colon, _ = (info.description or "").partition(": ")
+        if not (colon and families.startswith("Famil")) or family in families.split():
+            names.append(name)
+    return sorted(names)

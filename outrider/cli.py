@@ -5,58 +5,78 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import typer
+import click
 
 from outrider import __version__
-
-# The settings' own schema parses what follows, so that flags, environment and YAML cannot differ.
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Disaggregated speculative decoding.")
+from outrider.usage import invoke
 
 
-@app.command(context_settings=_PASS_ON)
-def serve(context: typer.Context) -> None:
-    """Run a verifier, drafters and a gateway on this host until Ctrl-C. `outrider serve --help` lists the settings."""
-    from outrider.config import parse
-    from outrider.serving import run
-    from outrider.stack import ServeSettings
+class _Commands(click.Group):
+    """Puts the command that is made from the settings' schema in place of `serve`, once it is asked for: `health` loads little."""
 
-    raise SystemExit(run(parse(ServeSettings, "outrider serve", context.args)))
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name != "serve":
+            return super().get_command(ctx, cmd_name)
+        from outrider.config import command
+        from outrider.serving import run
+        from outrider.stack import ServeSettings
+
+        return command(ServeSettings, "serve", run)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__, message="%(version)s")
+def app() -> None:
+    """Disaggregated speculative decoding.
+
+    A shell completes commands and flags after
+    eval "$(_OUTRIDER_COMPLETE=bash_source outrider)"; with zsh_source in zsh, and in fish
+    _OUTRIDER_COMPLETE=fish_source outrider | source.
+    """
 
 
 @app.command()
-def demo(
-    models: Path = typer.Option(Path("models"), help="Directory of the bundled pair, target and draft."),  # noqa: B008
-    max_tokens: int = typer.Option(128, min=1, max=1024, help="Tokens a prompt is answered with at most."),
-) -> None:
+def serve() -> None:
+    """Run a verifier, drafters and a gateway on this host until Ctrl-C."""
+
+
+@app.command()
+@click.option(
+    "--models", type=click.Path(path_type=Path), default="models", help="Directory of the bundled pair, target and draft."
+)
+@click.option("--max-tokens", type=click.IntRange(1, 1024), default=128, help="Tokens a prompt is answered with at most.")
+def demo(models: Path, max_tokens: int) -> int:
     """Compare plain decoding with each drafter on the bundled pair; exits with 0 only if all texts are identical."""
     from bench.demo import run
 
-    raise SystemExit(run(models, max_tokens))
+    return run(models, max_tokens)
 
 
-@app.command(context_settings=_PASS_ON)
-def bench(context: typer.Context) -> None:
+# The settings' own schema parses what follows.
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> int:
     """Measure tokens/s beside transformers' generate. `outrider bench --help` lists the options."""
     from bench.__main__ import main as run
 
-    raise SystemExit(run(context.args))
+    return run(list(arguments))
 
 
 @app.command()
-def health(
-    address: str = typer.Argument(help="host:port or unix:/path of any of Outrider's processes."),
-    service: str = typer.Option("", help="A gRPC service by its full name; without one, the process as a whole."),
-    timeout: float = typer.Option(3.0, min=0.1, help="Seconds to wait for an answer."),
-) -> None:
-    """Ask a process for its gRPC health; exits with 0 if it serves, else with 1 and says why."""
+@click.argument("address")
+@click.option("--service", default="", help="A gRPC service by its full name; without one, the process as a whole.")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=3.0, help="Seconds to wait for an answer.")
+def health(address: str, service: str, timeout: float) -> int:
+    """Ask the process at ADDRESS (host:port or unix:/path) for its gRPC health.
+
+    Exits with 0 if it serves, else with 1 and says why.
+    """
     from outrider.health import problem
 
     why = problem(address, service, timeout)
     if why is not None:
         print(f"outrider health: {address}: {why}", file=sys.stderr)
-        raise SystemExit(1)
+    return int(why is not None)
 
 
 @app.command()
@@ -67,7 +87,7 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `outrider` command."""
-    app()
+    raise SystemExit(invoke(app, "outrider", sys.argv[1:] or ["--help"]))
 
 
 if __name__ == "__main__":

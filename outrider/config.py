@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from pydantic import Field, ValidationError
+import click
+from click.shell_completion import CompletionItem
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-    YamlConfigSettingsSource,
-)
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 from yaml import YAMLError
+
+from outrider.usage import invoke, refuse, suggestion
 
 _Settings = TypeVar("_Settings", bound="Settings")
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-class _Environment(EnvSettingsSource):
-    """Where a list may be one value as it is, or several in JSON."""
 
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if field.annotation == list[str] and not value.lstrip().startswith("["):
-            return [value]
-        return super().decode_complex_value(field_name, field, value)
+def _check_device(text: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, not {text!r}")
+    return text
+
+
+Device = Annotated[str, AfterValidator(_check_device)]
+
+
+# Names the argument that stands for a setting.
+_ARGUMENT = "argument"
+_METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
 class Settings(BaseSettings):
     """Base of each command's settings. Precedence: flags, environment, the YAML file of `--config`, defaults."""
 
-    model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, enable_decoding=False)
+
+    argument: ClassVar[str | None] = None
+    """The setting that may also be given without its flag."""
 
     config: Path | None = None
     """YAML file with any of these settings, named with underscores."""
@@ -51,7 +59,17 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, _Environment(settings_cls), YamlConfigSettingsSource(settings_cls)
+        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_list(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list, or each of its items, may be text: one item as it is, numbers with commas between them, or a list in JSON."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if get_origin(annotation) is not list or not isinstance(value, str | list | tuple):
+            return value
+        texts = [value] if isinstance(value, str) else value
+        return [item for text in texts for item in _items(text, is_text=get_args(annotation) == (str,))]
 
 
 class ServiceSettings(Settings):
@@ -82,49 +100,115 @@ class ScrapedSettings(ServiceSettings):
 
 def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Settings:
     """Read the settings of a process; prints each problem with its setting's name and exits with status 2 on any."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
+    result = invoke(command(schema, program, lambda settings: settings), program, arguments)
+    if not isinstance(result, schema):
+        raise SystemExit(result)  # of --help
+    return result
+
+
+def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any]) -> click.Command:
+    """A command that takes the schema's settings as flags, reads what environment and file say besides, and calls `run`."""
+    # Its own first, then what it shares with others.
+    classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, Settings)]
+    parameters = [_option(name, schema.model_fields[name]) for names in classes for name in names if name in schema.model_fields]
+    if schema.argument is not None:
+        metavar = f"[{schema.argument.upper()}]"
+        parameters.append(click.Argument([_ARGUMENT], required=False, metavar=metavar, type=_Text(())))
+
+    def called(**values: Any) -> Any:
+        context = click.get_current_context()
+        commandline = click.core.ParameterSource.COMMANDLINE
+        given = {field: value for field, value in values.items() if context.get_parameter_source(field) is commandline}
+        if _ARGUMENT in given and schema.argument is not None:
+            if schema.argument in given:
+                raise click.UsageError(f"{schema.argument} is given twice")
+            given[schema.argument] = given.pop(_ARGUMENT)
+        try:
+            settings = load(schema, given)
+        except ValueError as error:
+            refuse(context.command_path, *str(error).splitlines())
+        return run(settings)
+
+    return click.Command(name, params=parameters, callback=called, help=schema.__doc__, context_settings={"max_content_width": 110})
+
+
+def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
+    """The settings that are given, and those of environment and file; raises ValueError with a line for each problem."""
     named = os.environ.get(f"{schema.model_config.get('env_prefix')}CONFIG")
-    path = finder.parse_known_args(arguments)[0].config or (Path(named) if named else None)
-    if path is not None and not path.is_file():
-        _exit(program, f"config: {path} is not a file")
+    path = given.get("config", named and Path(named))
+    if path and not Path(path).is_file():
+        raise ValueError(f"config: {path} is not a file")
 
     class WithFile(schema):  # type: ignore[misc, valid-type]  # the file's path is known only now
         model_config = SettingsConfigDict(yaml_file=path)
 
     WithFile.__name__ = schema.__name__
-    source: CliSettingsSource[Any] = CliSettingsSource(
-        WithFile,
-        cli_prog_name=program,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_parse_args=_whole_items(schema, arguments),
-    )
     try:
-        return cast(_Settings, WithFile(_cli_settings_source=source))
+        return cast(_Settings, WithFile(**given))
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc'])).replace('_', '-') or 'settings'}: {e['msg']}" for e in error.errors())
-        _exit(program, *problems)
-    except (SettingsError, YAMLError) as error:
-        _exit(program, f"config: {error}")
+        raise ValueError("\n".join(_problem(schema, details) for details in error.errors())) from error
+    except YAMLError as error:
+        raise ValueError(f"config: {path}: {' '.join(str(error).split())}") from error
 
 
-def _whole_items(schema: type[Settings], arguments: list[str]) -> list[str]:
-    """Quote the values of list flags as JSON, since pydantic-settings would take them apart at commas."""
-    lists = {f"--{name.replace('_', '-')}" for name, info in schema.model_fields.items() if info.annotation == list[str]}
-    words: list[str] = []
-    for word in arguments:
-        flag, given, value = word.partition("=")
-        if words and words[-1] in lists and not word.startswith("["):
-            words.append(json.dumps([word]))
-        elif flag in lists and given and not value.startswith("["):
-            words += [flag, json.dumps([value])]
-        else:
-            words.append(word)
-    return words
+class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on alone
+    """Any text, since the schema checks it. A shell completes it to what the schema names, else to a file."""
+
+    name = "text"
+
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self._choices = choices
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if not self._choices:
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(choice) for choice in self._choices if choice.startswith(incomplete)]
 
 
-def _exit(program: str, *problems: str) -> NoReturn:
-    for problem in problems:
-        print(f"{program}: {problem}", file=sys.stderr)
-    raise SystemExit(2)
+def _option(field: str, info: FieldInfo) -> click.Parameter:
+    flag = field.replace("_", "-")
+    default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
+    shown = "" if default in (None, "", []) else f" [default: {_shown(default)}]"
+    text = f"{' '.join((info.description or '').split())}{shown}"
+    if info.annotation is bool:
+        return click.Option([f"--{flag}/--no-{flag}"], default=None, help=text)
+    [kind, *_] = _kinds(info.annotation)
+    choices = tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+    metavar = "|".join(filter(None, choices)) or _METAVARS.get(kind, "TEXT")
+    is_list = get_origin(info.annotation) is list
+    return click.Option([f"--{flag}"], type=_Text(choices), multiple=is_list, metavar=metavar, help=text)
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types that a value may have, without None; of a list its items'."""
+    if get_origin(annotation) in (Union, types.UnionType, list):
+        return [kind for kind in get_args(annotation) if kind is not types.NoneType]
+    return [annotation]
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return ",".join(map(str, default)) if isinstance(default, list) else str(default)
+
+
+def _items(text: Any, *, is_text: bool) -> Iterator[Any]:
+    if not isinstance(text, str):
+        yield text
+    elif text.lstrip().startswith("["):
+        yield from json.loads(text)
+    else:
+        yield from [text] if is_text else text.split(",")
+
+
+def _problem(schema: type[Settings], details: ErrorDetails) -> str:
+    """One line that says what is wrong with which setting."""
+    name = ".".join(map(str, details["loc"]))
+    if details["type"] == "extra_forbidden":
+        return f"there is no setting {name}{suggestion(name, schema.model_fields)}"
+    flag = f"{name.replace('_', '-')}: " if name else ""
+    if details["type"] == "missing":
+        return f"{flag}must be given"
+    if details["type"] == "value_error":
+        return f"{flag}{details['ctx']['error']}"
+    return f"{flag}{details['msg'].replace('Input should be', 'must be')}, not {str(details['input'])[:100]!r}"

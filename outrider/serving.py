@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,7 +40,7 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
     """Run the stack's processes until a signal, until nobody reads the log any more, or until one cannot start; the exit status."""
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     output = Output(_stdout(), functools.partial(_stop_soon, stop))
-    console = Console(file=output, highlight=False, soft_wrap=True)
+    console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
     supervisor = Supervisor(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop, stop, 0)

@@ -6,16 +6,18 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import ServiceSettings
+from drafter_svc.config import DrafterSettings, settings_of
+from outrider.config import Device, Dtype, ScrapedSettings, ServiceSettings, load
 from outrider.cores import parse_cores
 from outrider.depth_policy import DepthSetting
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.supervisor import Child
+from outrider.usage import suggestion
 
 FAMILIES = ("ngram", "suffix", "model")
 # What n-gram drafters are told of these settings.
@@ -39,7 +41,7 @@ class DrafterSpec:
         for pair in pairs:
             key, given, value = pair.partition("=")
             if given or not options:
-                options[key] = value
+                options[key.replace("-", "_")] = value
             else:
                 last = next(reversed(options))
                 options[last] = options[last] and f"{options[last]},{pair}"
@@ -51,9 +53,14 @@ class DrafterSpec:
 
 
 class ServeSettings(ServiceSettings):
-    """What `outrider serve` takes."""
+    """Run a verifier, drafters and a gateway on this host until Ctrl-C.
+
+    Each setting may also come from the environment (OUTRIDER_TARGET) or a YAML file (--config). TARGET is the same as --target.
+    """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_")
+
+    argument: ClassVar = "target"
 
     target: str
     """Directory or hub id of the target model."""
@@ -61,10 +68,10 @@ class ServeSettings(ServiceSettings):
     drafter: list[str] = Field(default_factory=list)
     """ngram, suffix or model=PATH; its own settings follow after commas: model=PATH,placement=cpu,cores=0-3. Repeat it for more."""
 
-    dtype: str = "auto"
-    """Weights of target and draft models: auto (the checkpoint's), float32, bfloat16 or float16."""
+    dtype: Dtype = "auto"
+    """Weights of target and draft models: auto is the checkpoint's."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """The target's device: auto (CUDA when there is any), cpu, cuda or cuda:N."""
 
     host: str = "127.0.0.1"
@@ -119,6 +126,17 @@ class ServeSettings(ServiceSettings):
 
     pool_secret_file: Path | None = None
     """File with the secret that keys in Redis are made with; redis needs it."""
+
+    @model_validator(mode="after")
+    def _check_redis(self) -> Self:
+        if self.redis is None:
+            given = [name.replace("_", "-") for name in _REDIS if getattr(self, name) is not None]
+            if given:
+                raise ValueError(f"{given[0]} has no meaning without --redis URL")
+            return self
+        if not any(DrafterSpec.parse(text).family == "ngram" for text in self.drafter):
+            raise ValueError("redis is for n-gram drafters, and there is none; add --drafter ngram")
+        return self
 
     @field_validator("drafter")
     @classmethod
@@ -199,8 +217,25 @@ def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, 
         elif spec.family == "ngram" and settings.redis is not None:
             options |= {name: str(value) for name in _REDIS if (value := getattr(settings, name)) is not None}
         options |= spec.options
+        _check(spec, options)
         named.append((name, [word for key, value in options.items() for word in _flag(key, value)]))
     return named
+
+
+def _check(spec: DrafterSpec, options: dict[str, str]) -> None:
+    """Raises OutriderError(INVALID_VALUE) for what the drafter's process would refuse, or would not use."""
+    known = [name for name in settings_of(spec.family) if name not in ("config", "family", "model")]
+    for name in spec.options:
+        if name not in known:
+            own = ", ".join(name for name in known if name not in ScrapedSettings.model_fields)
+            problem = f"{spec.family} has no setting {name}{suggestion(name, known)}; it has {own}"
+            raise OutriderError(Reason.INVALID_VALUE, problem, "drafter")
+    try:
+        drafter = load(DrafterSettings, options)
+    except ValueError as error:
+        raise invalid("drafter", f"{spec.family}: {'; '.join(str(error).splitlines())}") from error
+    if drafter.redis is not None and drafter.pool_secret_file is None:
+        raise invalid("redis", "needs --pool-secret-file FILE, with the secret that keys in Redis are made with")
 
 
 def _flag(key: str, value: str) -> list[str]:

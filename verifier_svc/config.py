@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import ScrapedSettings
+from outrider.config import Device, Dtype, ScrapedSettings
 from outrider.depth_policy import DepthSetting
 
 
@@ -23,10 +23,10 @@ class VerifierSettings(ScrapedSettings):
     model_name: str = ""
     """Name that requests use for it; the target as given unless set."""
 
-    dtype: str = "auto"
-    """auto (the checkpoint's), float32, bfloat16 or float16."""
+    dtype: Dtype = "auto"
+    """Type of the weights: auto is the checkpoint's."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""
 
     threads: int | None = Field(None, ge=1)

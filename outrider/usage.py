@@ -1,0 +1,36 @@
+"""Runs click's commands; what a caller got wrong is one line, not how to call the command. Loads little."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import click
+
+
+def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> Any:
+    """What the command's function returns, or an exit status; exits with status 2 after the reason when it was not called well."""
+    try:
+        return command.main(arguments, prog_name=program, standalone_mode=False)
+    except click.NoSuchOption as error:
+        context = error.ctx or click.Context(command, info_name=program)
+        flags = [flag for parameter in context.command.params for flag in parameter.opts]
+        path = context.command_path
+        refuse(path, f"there is no setting {error.option_name}{suggestion(error.option_name, flags)}; {path} --help lists them")
+    except click.UsageError as error:
+        refuse(error.ctx.command_path if error.ctx is not None else program, error.format_message())
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Ends a sentence about an unknown name with the known one that is most like it, if any is."""
+    alike = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f" (did you mean {alike[0]}?)" if alike else ""
+
+
+def refuse(program: str, *problems: str) -> NoReturn:
+    """Print each problem and exit with status 2."""
+    for problem in problems:
+        print(f"{program}: {problem}", file=sys.stderr)
+    raise SystemExit(2)

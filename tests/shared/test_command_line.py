@@ -1,0 +1,100 @@
+"""The `outrider` command: what is wrong is said in one line before anything starts, and shells can complete it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider import __version__, serving
+from outrider.cli import app
+from outrider.stack import ServeSettings
+from outrider.usage import invoke
+
+ROOT = Path(__file__).parents[2]
+DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
+    """The settings with which a stack would have been started."""
+    settings: list[ServeSettings] = []
+    monkeypatch.setattr(serving, "run", lambda given: settings.append(given) or 0)
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--bogus 1", "there is no setting --bogus; outrider serve --help lists them"),
+        ("--http_port 1", "there is no setting --http_port (did you mean --http-port?); outrider serve --help lists them"),
+        ("--dtype float8", f"dtype: must be {DTYPES}, not 'float8'"),
+        ("--device gpu", "device: must be auto, cpu, cuda or cuda:N, not 'gpu'"),
+        ("--threads two", "threads: must be a valid integer, unable to parse string as an integer, not 'two'"),
+        ("--target other", "target is given twice"),
+        ("--redis redis://a", "redis is for n-gram drafters, and there is none; add --drafter ngram"),
+        ("--redis-ca-file a --drafter ngram", "redis-ca-file has no meaning without --redis URL"),
+        ("--config /nowhere", "config: /nowhere is not a file"),
+    ],
+)
+def test_what_is_wrong_with_a_setting_is_one_line(
+    arguments: str, complaint: str, served: list[ServeSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        invoke(app, "outrider", ["serve", "models/target", *arguments.split()])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"outrider serve: {complaint}\n"
+    assert not served
+
+
+@pytest.mark.parametrize(
+    "arguments", ["models/target --depth auto", "--target models/target --depth=auto", "--depth auto models/target"]
+)
+def test_the_target_may_be_given_without_its_flag(arguments: str, served: list[ServeSettings]) -> None:
+    assert invoke(app, "outrider", ["serve", *arguments.split()]) == 0
+    assert [(settings.target, settings.depth) for settings in served] == [("models/target", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "complaint"),
+    [
+        ("ngram,bogus=1", "ngram has no setting bogus; it has cores, id, is_keep_all, "),
+        ("ngram,max_draft_length=4", "ngram has no setting max_draft_length (did you mean max_draft_len?); it has "),
+        ("ngram,branches=4", "ngram has no setting branches; it has "),
+        ("ngram,max-draft-len=1000", "drafter ngram: max-draft-len: must be less than or equal to 64, not '1000'"),
+        ("model=m,placement=gpu", "drafter model: placement: must be 'local', 'cpu' or 'grace', not 'gpu'"),
+        ("ngram,redis=redis://a", "redis needs --pool-secret-file FILE"),
+    ],
+)
+def test_a_drafters_settings_are_checked_before_anything_starts(
+    drafter: str, complaint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ports = [word for name in ("http", "grpc", "verifier") for word in (f"--{name}-port", "0")]
+    assert invoke(app, "outrider", ["serve", "models/target", "--drafter", drafter, *ports]) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith(f"outrider serve: {complaint}")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize("arguments", ["version", "--version"])
+def test_the_version_is_a_command_and_a_flag(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not invoke(app, "outrider", [arguments])
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("outrider se", "plain,serve"),
+        ("outrider serve --gr", "plain,--grpc-port\nplain,--grammar-backend"),
+        ("outrider serve --dtype b", "plain,bfloat16"),
+        ("outrider serve models/t", "file,models/t"),
+    ],
+)
+def test_a_shell_completes_commands_flags_values_and_files(words: str, completed: str) -> None:
+    asked = {"_OUTRIDER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "outrider.cli"]
+    answer = subprocess.run(command, cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == completed
