@@ -70,7 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             operation="chat" if request.HasField("chat") else "text_completion",
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
-            grammar=wire_settings.grammar_from_proto(request.grammar),
+            grammar=wire_settings.grammar_from_proto(request.grammar if request.HasField("grammar") else None),
             grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}",
             prediction=expected[: info.context_length],
         )

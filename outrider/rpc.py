@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -77,15 +78,22 @@ def status_of(error: OutriderError) -> status_pb2.Status:
 
 def error_of(failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_UNAVAILABLE) -> OutriderError:
     """The error that a peer reported; `otherwise` is the reason for a failure that no Outrider process described."""
-    status = rpc_status.from_call(failure)  # type: ignore[arg-type]  # reads code, details and trailing metadata alone
     error = OutriderError(otherwise, failure.details() or failure.code().name)
-    return error if status is None else _with_details(error, status)
+    try:
+        status = rpc_status.from_call(failure)  # type: ignore[arg-type]  # reads code, details and trailing metadata alone
+        return error if status is None else _with_details(error, status)
+    except (DecodeError, ValueError):
+        # Details that cannot be read, or that contradict the call's status.
+        return error
 
 
 def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> OutriderError:
     """The error that a peer reported in a message, as a serialized google.rpc.Status; `otherwise` as in `error_of`."""
-    status = status_pb2.Status.FromString(serialized)
-    return _with_details(OutriderError(otherwise, status.message), status)
+    try:
+        status = status_pb2.Status.FromString(serialized)
+        return _with_details(OutriderError(otherwise, status.message), status)
+    except DecodeError:
+        return OutriderError(otherwise, "the peer reported an error that cannot be read")
 
 
 def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderError:
@@ -107,6 +115,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
 
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
+_Message = TypeVar("_Message")
 
 
 def unexpected(method: str) -> OutriderError:
@@ -150,6 +159,78 @@ def reports_errors(handler: _Handler) -> _Handler:
     return cast(_Handler, unary)
 
 
+class _Unreadable:
+    """Stands for a request that is no message of its type, until its handler is asked for an answer."""
+
+
+_UNREADABLE = _Unreadable()
+
+
+class _RefusesUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Answers what cannot be parsed with INVALID_ARGUMENT: gRPC itself logs a traceback and says UNKNOWN.
+
+    To a handler of a stream it is an OutriderError(MALFORMED_REQUEST), raised where the handler reads.
+    """
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = ("stream" if handler.request_streaming else "unary") + ("_stream" if handler.response_streaming else "_unary")
+        behaviour = getattr(handler, kind)
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        readable = _readable_all if handler.request_streaming else _readable
+        deserializer = functools.partial(_parsed, handler.request_deserializer)
+        return make(_refusing(behaviour, readable), deserializer, handler.response_serializer)
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return parse(data)
+    except DecodeError:
+        return _UNREADABLE
+
+
+def _readable(request: Any) -> Any:
+    if request is _UNREADABLE:
+        raise OutriderError(Reason.MALFORMED_REQUEST, "the request cannot be parsed: it is no message of the method's type")
+    return request
+
+
+async def _readable_all(requests: Any) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
+
+
+def _refusing(behaviour: Callable[..., Any], readable: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The handler, of the same kind; gRPC looks at that to know how to call it."""
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async for response in behaviour(readable(request), context):
+                    yield response
+            except OutriderError as error:
+                await abort(context, error)
+
+        return stream
+
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(readable(request), context)
+        except OutriderError as error:
+            await abort(context, error)
+
+    return answer
+
+
+def readable(message: _Message | None) -> _Message:
+    """What a peer said; raises OutriderError(PROTOCOL_VIOLATION) for None, which gRPC makes of what it cannot parse, and logs."""
+    if message is None:
+        raise OutriderError(Reason.PROTOCOL_VIOLATION, "the peer sent what cannot be parsed as a message of the method's type")
+    return message
+
+
 class Server:
     """A grpc.aio server with the standard health service and reflection; every service starts as NOT_SERVING.
 
@@ -159,7 +240,7 @@ class Server:
     def __init__(self, *services: str) -> None:
         self.services = services
         self.ports: list[int] = []
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(interceptors=[_RefusesUnreadable()], options=SERVER_OPTIONS)
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # grpc-stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)

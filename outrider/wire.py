@@ -15,6 +15,7 @@ from outrider.wire_settings import (
     check_name,
     grammar_from_proto,
     grammar_to_proto,
+    known,
     proto_enum,
     sampling_from_proto,
     sampling_to_proto,
@@ -29,6 +30,9 @@ MAX_DRAFT_SECONDS = 60.0
 MAX_WINDOW_DEPTH = 128
 MAX_WINDOW_NODES = 4096
 SUM_TOLERANCE = 1e-3
+# Looked up for each token that crosses the wire, which takes a third of what the enum's own call does.
+_SOURCES = {source.value: source for source in m.TokenSource}
+_RULES = {rule.value: rule for rule in m.AcceptanceRule}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------------
@@ -41,7 +45,7 @@ def request_from_proto(
     if not proto.prompt_token_ids:
         raise invalid("prompt_token_ids", "must hold at least 1 token")
     if proto.min_chunk_token_count < 0:
-        raise invalid("min_chunk_token_count", f"must not be negative, not {proto.min_chunk_token_count}")
+        raise invalid("min_chunk_token_count", f"must be at least 0, not {proto.min_chunk_token_count}")
     prompt_logprobs = proto.prompt_logprob_count if proto.HasField("prompt_logprob_count") else None
     check_logprobs("prompt_logprob_count", prompt_logprobs)
     least = 1 if prompt_logprobs is None else 0
@@ -74,7 +78,7 @@ def request_from_proto(
         traceparent=traceparent,
         min_chunk_tokens=min(max(1, proto.min_chunk_token_count), m.MAX_GATHERED_TOKENS),
         top_logprobs=top_logprobs,
-        grammar=grammar_from_proto(proto.grammar),
+        grammar=grammar_from_proto(proto.grammar if proto.HasField("grammar") else None),
         prediction=list(proto.prediction_token_ids),
         prompt_logprobs=prompt_logprobs,
     )
@@ -132,11 +136,12 @@ def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
 
 
 def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk:
+    """Of the values of enums that only a later version knows, a source counts as PLAIN and a finish reason as STOP."""
     return m.TokenChunk(
         token_ids=list(proto.token_ids),
-        sources=[m.TokenSource(source) for source in proto.sources],
+        sources=[_SOURCES.get(source, m.TokenSource.PLAIN) for source in proto.sources],
         drafter_id=proto.drafter_id,
-        finish_reason=m.FinishReason(proto.finish_reason) if proto.finish_reason else None,
+        finish_reason=known(m.FinishReason, proto.finish_reason, m.FinishReason.STOP) if proto.finish_reason else None,
         stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
         cached_token_count=proto.cached_token_count,
         draft_token_count=proto.draft_token_count,
@@ -168,6 +173,7 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
 
 
 def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
+    """A rule that only a later version knows is left out."""
     histogram = list(proto.acceptance_histogram)
     return m.SpeculationStats(
         proto.forward_count,
@@ -176,7 +182,7 @@ def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
         proto.accepted_token_count,
         histogram,
         proto.max_depth,
-        [m.AcceptanceRule(rule) for rule in proto.rules],
+        [_RULES[rule] for rule in proto.rules if rule in _RULES],
     )
 
 
@@ -185,19 +191,19 @@ def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
 
 def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
     check_name("hello.drafter_id", proto.drafter_id)
-    check_name("hello.family", proto.family)
+    check_name("hello.family", proto.family, longest=m.MAX_FAMILY_LENGTH)
     check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
     if not 1 <= proto.max_depth <= m.MAX_DEPTH:
         raise invalid("hello.max_depth", f"must be in [1, {m.MAX_DEPTH}], not {proto.max_depth}")
     if proto.max_sequence_count < 0:
-        raise invalid("hello.max_sequence_count", f"must not be negative, not {proto.max_sequence_count}")
-    known = {int(rule) for rule in m.Rule}
+        raise invalid("hello.max_sequence_count", f"must be at least 0, not {proto.max_sequence_count}")
+    distributions = {int(rule) for rule in m.Rule}.intersection(proto.distributions)
     return m.Hello(
         drafter_id=proto.drafter_id,
         family=proto.family,
         tokenizer_fingerprint=proto.tokenizer_fingerprint,
         max_depth=proto.max_depth,
-        distributions=frozenset({m.Rule.ONE_HOT, *(m.Rule(d) for d in proto.distributions if d in known)}),
+        distributions=frozenset({m.Rule.ONE_HOT, *map(m.Rule, distributions)}),
         placement=placement_from_proto(proto.placement),
         max_sequence_count=proto.max_sequence_count,
         wants_features=drafts_pb2.VERDICT_EXTRA_FEATURES in proto.wants,
@@ -327,23 +333,30 @@ def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
 
 
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
+    """Check and convert; raises OutriderError that names the field.
+
+    What only a later verifier knows costs guesses at most: a distribution counts as ONE_HOT, a reason for closing as ENDED, and a
+    grammar of another kind is drafted without.
+    """
     return m.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
-        [
-            m.Verdict(
-                verdict.sequence_id,
-                verdict.epoch,
-                verdict.root_node,
-                verdict.committed_length,
-                verdict.accepted_count,
-                list(verdict.new_token_ids),
-                _window_from_proto(verdict.window) if verdict.HasField("window") else None,
-                verdict.traceparent,
-                verdict.depth if verdict.HasField("depth") else None,
-            )
-            for verdict in proto.verdicts
-        ],
-        [m.Closed(closed.sequence_id, m.CloseReason(closed.reason)) for closed in proto.closed],
+        [_verdict_from_proto(verdict, vocab_size) for verdict in proto.verdicts],
+        [m.Closed(closed.sequence_id, known(m.CloseReason, closed.reason, m.CloseReason.ENDED)) for closed in proto.closed],
+    )
+
+
+def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> m.Verdict:
+    _check_ids("verdict.new_token_ids", proto.new_token_ids, vocab_size)
+    return m.Verdict(
+        proto.sequence_id,
+        proto.epoch,
+        proto.root_node,
+        proto.committed_length,
+        proto.accepted_count,
+        list(proto.new_token_ids),
+        _window_from_proto(proto.window) if proto.HasField("window") else None,
+        proto.traceparent,
+        _depth_from_proto(proto.depth) if proto.HasField("depth") else None,
     )
 
 
@@ -351,17 +364,20 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
     if not proto.token_ids:
         raise _violation("opened.token_ids", "must hold at least 1 token")
     _check_ids("opened.token_ids", proto.token_ids, vocab_size)
+    _check_ids("opened.prediction_token_ids", proto.prediction_token_ids, vocab_size)
+    if not 0 <= proto.prompt_token_count <= len(proto.token_ids):
+        raise _violation("opened.prompt_token_count", f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}")
     return m.Opened(
         sequence_id=proto.sequence_id,
         epoch=proto.epoch,
         token_ids=list(proto.token_ids),
         sampling=sampling_from_proto(proto.sampling, vocab_size, "opened.sampling"),
-        rule=m.Rule(proto.distribution),
+        rule=known(m.Rule, proto.distribution, m.Rule.ONE_HOT),
         window=_window_from_proto(proto.window),
-        depth=proto.depth,
+        depth=_depth_from_proto(proto.depth),
         tenant=proto.tenant,
         traceparent=proto.traceparent,
-        grammar=grammar_from_proto(proto.grammar),
+        grammar=grammar_from_proto(proto.grammar if proto.grammar.WhichOneof("kind") else None),
         prediction=list(proto.prediction_token_ids),
         prompt_length=proto.prompt_token_count,
     )
@@ -371,6 +387,12 @@ def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
     if not 1 <= proto.node_count <= MAX_WINDOW_NODES or not 1 <= proto.depth <= MAX_WINDOW_DEPTH:
         raise _violation("window", f"must be within {MAX_WINDOW_NODES} nodes and depth {MAX_WINDOW_DEPTH}")
     return m.Window(proto.node_count, proto.depth)
+
+
+def _depth_from_proto(depth: int) -> int:
+    if not 0 <= depth <= MAX_WINDOW_DEPTH:
+        raise _violation("depth", f"must be in [0, {MAX_WINDOW_DEPTH}], not {depth}")
+    return depth
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------------

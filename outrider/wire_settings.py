@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 from outrider import messages as m
 from outrider.errors import invalid
 from outrider.v1 import common_pb2
+
+_Member = TypeVar("_Member", bound=Enum)
 
 
 def sampling_from_proto(proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling") -> m.SamplingParams:
@@ -42,7 +45,7 @@ def check_sampling(sampling: m.SamplingParams, vocab_size: int, prefix: str = ""
         ("repetition_penalty", 0.01 <= s.repetition_penalty <= 10.0, "must be in [0.01, 10]"),
         ("presence_penalty", -2.0 <= s.presence_penalty <= 2.0, "must be in [-2, 2]"),
         ("frequency_penalty", -2.0 <= s.frequency_penalty <= 2.0, "must be in [-2, 2]"),
-        ("min_tokens", s.min_tokens >= 0, "must not be negative"),
+        ("min_tokens", s.min_tokens >= 0, "must be at least 0"),
     ]
     for name, right, message in checks:
         if not right:
@@ -124,11 +127,17 @@ def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.Speculatio
     )
 
 
-def grammar_from_proto(proto: common_pb2.Grammar) -> m.Grammar | None:
-    """Check and convert; None when no kind is set. Raises OutriderError(INVALID_VALUE) that names the field."""
+def grammar_from_proto(proto: common_pb2.Grammar | None) -> m.Grammar | None:
+    """Check and convert. Raises OutriderError(INVALID_VALUE) that names the field.
+
+    So it does for a grammar without a kind: that is what one of a later version's kinds looks like, and its text would be free.
+    """
+    if proto is None:
+        return None
     name = proto.WhichOneof("kind")
     if name is None:
-        return None
+        kinds = ", ".join(kind.value for kind in m.GrammarKind)
+        raise invalid("grammar", f"must have one of {kinds}; none that this version knows is set")
     kind = m.GrammarKind(name)
     if kind is m.GrammarKind.JSON_OBJECT:
         grammar = m.Grammar(kind)
@@ -165,11 +174,19 @@ def grammar_to_proto(grammar: m.Grammar | None) -> common_pb2.Grammar | None:
     return proto
 
 
-def check_name(field: str, name: str, empty: bool = False) -> None:
+def check_name(field: str, name: str, empty: bool = False, longest: int = m.MAX_NAME_LENGTH) -> None:
     """Raises OutriderError(INVALID_VALUE) for a name that is too long, or cannot be printed."""
-    if not (empty or name) or len(name) > m.MAX_NAME_LENGTH or (name and not name.isprintable()):
+    if not (empty or name) or len(name) > longest or (name and not name.isprintable()):
         least = 0 if empty else 1
-        raise invalid(field, f"must be {least} to {m.MAX_NAME_LENGTH} printable characters, not {name[:40]!r}")
+        raise invalid(field, f"must be {least} to {longest} printable characters, not {name[:40]!r}")
+
+
+def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:
+    """The enum's member of that value; `otherwise` for a value of a later version, or of none."""
+    try:
+        return kind(value)
+    except ValueError:
+        return otherwise
 
 
 def proto_enum(value: int) -> Any:

@@ -48,6 +48,8 @@ class ChaosProxy:
             async with asyncio.TaskGroup() as both:
                 both.create_task(_pass_on(reader, far_writer, is_open))
                 both.create_task(_pass_on(far_reader, writer, is_open))
+        except asyncio.CancelledError:
+            pass  # by `close`; asyncio takes it for an error of this function's
         finally:
             writer.close()
             far_writer.close()

@@ -20,6 +20,8 @@ _PRIOR_WEIGHT = 4.0
 # Drafts after which the prior is looked up again where it learns as well.
 _PRIOR_KEPT = 8
 _SAMPLES = 7
+# No forward is believed to take less.
+_LEAST_S = 1e-6
 # How much one step moves the price of forwards of its own size, of those with as many sequences, and of all others. What slows a
 # step down slows those down that are like it; were they left behind, further tokens would seem to cost nothing.
 _OWN, _NEAR, _FAR = 0.3, 0.2, 0.05
@@ -150,8 +152,8 @@ class ForwardCost:
         """What each of a prompt's tokens adds to that."""
 
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
-        """Note a forward that was measured on purpose."""
-        self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = seconds
+        """Note a forward that was measured on purpose; some time it took, whatever the clock says."""
+        self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = max(seconds, _LEAST_S)
         self._known.clear()
 
     def observe(self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0) -> None:

@@ -97,26 +97,33 @@ class DraftStream:
         return hello
 
     async def _read(self, drafter: Drafter) -> None:
+        """Take messages until the drafter half-closes; what it must not say is counted against it and ends the stream."""
+        try:
+            await self._take_messages(drafter)
+        except OutriderError as error:
+            self._engine.post(partial(self._engine.engine.drafting.reject, drafter, error))
+            await self._failure
+
+    async def _take_messages(self, drafter: Drafter) -> None:
         engine, drafting, read_bytes, draining = self._engine, self._engine.engine.drafting, 0, False
         async for request in self._requests:
             arrived_at = time.monotonic()
             while read_bytes - drafter.taken_bytes > _MOST_UNTAKEN:  # noqa: ASYNC110  # told of each message, the loop would do little else
                 await asyncio.sleep(_LOOK_AGAIN_S)
-            kind = request.WhichOneof("message")
-            try:
-                if kind == "drafts":
-                    batch = wire.drafts_from_proto(request.drafts, self._model.vocab_size)
-                    size = request.ByteSize()
-                    read_bytes += size + MESSAGE_BYTES
-                    engine.post(partial(drafting.take, drafter, batch, size, arrived_at))
-                elif kind == "draining" and not draining:
-                    draining = True
-                    engine.post(partial(drafting.drain, drafter))
-                else:
-                    raise _violation("Hello comes first and only once; after it, drafts or, once, draining")
-            except OutriderError as error:
-                engine.post(partial(drafting.reject, drafter, error))
-                await self._failure
+            kind, size = request.WhichOneof("message"), request.ByteSize()
+            if kind == "drafts":
+                batch = wire.drafts_from_proto(request.drafts, self._model.vocab_size)
+                read_bytes += size + MESSAGE_BYTES
+                engine.post(partial(drafting.take, drafter, batch, size, arrived_at))
+            elif kind is None:
+                # A kind of message that only a later version knows.
+                read_bytes += size + MESSAGE_BYTES
+                engine.post(partial(drafting.ignore, drafter, size))
+            elif kind == "draining" and not draining:
+                draining = True
+                engine.post(partial(drafting.drain, drafter))
+            else:
+                raise _violation("Hello comes first and only once; after it, drafts or, once, draining")
 
     async def _write(self) -> None:
         while True:

@@ -16,7 +16,12 @@ from verifier_svc.depth import AcceptanceRate, Latency
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
+# When to try again where there are as many drafters as there may be.
+_FULL_S = 5.0
 _REMEMBERED = 256
+MAX_DRAFTERS = 64
+# Names in an error's message, which travels in the call's metadata.
+_NAMED = 20
 # What a message takes in memory, however little it says.
 MESSAGE_BYTES = 1024
 
@@ -35,6 +40,8 @@ class Drafter:
     """What was learned of it, by kind of traffic: where a new sequence begins."""
     outbox: StepBatch = field(default_factory=StepBatch)
     sequence_ids: set[int] = field(default_factory=set)
+    last_sequence_id: int = 0
+    """The highest that it was ever handed."""
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     draining: bool = False
@@ -74,16 +81,17 @@ class Drafter:
 
 
 class Roster:
-    """All drafters: connected ones, and those that were lost without a goodbye."""
+    """All drafters: connected ones, at most `max_drafters`, and those that were lost without a goodbye."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_drafters: int = MAX_DRAFTERS) -> None:
+        self._max_drafters = max_drafters
         self.connected: dict[str, Drafter] = {}
         # Those that left, and when, the longest gone first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
         self._faults: dict[str, list[float]] = {}
 
     def join(self, drafter: Drafter) -> None:
-        """Raises OutriderError when the id is taken, or in quarantine after repeated protocol violations."""
+        """Raises OutriderError when the id is taken, or in quarantine after repeated protocol violations, or there are too many."""
         if (left_s := self._quarantine_s(drafter.id)) > 0:
             message = (
                 f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times and is in quarantine for {ceil(left_s)} s more"
@@ -91,6 +99,9 @@ class Roster:
             raise OutriderError(Reason.QUARANTINED, message, retry_after_s=left_s)
         if drafter.id in self.connected:
             raise OutriderError(Reason.DRAFTER_ID_TAKEN, f"a drafter with the id {drafter.id} is connected", "hello.drafter_id")
+        if len(self.connected) >= self._max_drafters:
+            message = f"{self._max_drafters} drafters are connected, and --max-drafters allows no more"
+            raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
         self.connected[drafter.id] = drafter
         self._gone.pop(drafter.id, None)
 
@@ -146,7 +157,8 @@ class Roster:
         known = [*self.connected.values(), *self._missed()]
         names = sorted({drafter.id for drafter in known} | {drafter.hello.family for drafter in known})
         if name and name not in names:
-            message = f"speculation.drafter must be one of {', '.join(names) or '(no drafter is connected)'}, not {name}"
+            listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+            message = f"speculation.drafter must be one of {listed or '(no drafter is connected)'}, not {name}"
             raise OutriderError(Reason.DRAFTER_NOT_FOUND, message, "speculation.drafter")
 
     def infos(self) -> tuple[DrafterInfo, ...]:

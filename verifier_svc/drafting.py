@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
 from outrider.telemetry import Span
 from verifier_svc.depth import AcceptanceRate
-from verifier_svc.drafters import MESSAGE_BYTES, Drafter, Roster
+from verifier_svc.drafters import MAX_DRAFTERS, MESSAGE_BYTES, Drafter, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.planning import Planner
 from verifier_svc.sequence import Assignment, Sequence
@@ -44,9 +44,10 @@ class Drafting:
         *,
         trust_distributions: bool = False,
         own_cores: frozenset[int] | None = None,
+        max_drafters: int = MAX_DRAFTERS,
     ) -> None:
         """`own_cores` are those that the target computes on, unless some are left for others or it computes elsewhere."""
-        self.roster = Roster()
+        self.roster = Roster(max_drafters)
         self.planner = planner
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self._sequences = sequences
@@ -82,6 +83,8 @@ class Drafting:
 
     def reject(self, drafter: Drafter, error: OutriderError) -> None:
         """Count a protocol violation and end the drafter's stream with the reason; its sequences go to others."""
+        if self.roster.connected.get(drafter.id) is not drafter:
+            return
         log.warning("drafter %s: %s", drafter.id, error)
         self.roster.fault(drafter)
         self.rejections.append((drafter, error))
@@ -108,6 +111,7 @@ class Drafting:
             assignment.window = self._window(assignment, assignment.depth)
             assignment.ahead, assignment.told_at = assignment.window.depth > assignment.depth, time.monotonic()
             drafter.sequence_ids.add(sequence.id)
+            drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
             drafter.outbox.opened.append(sequence.opened_for(assignment))
             if not self.planner.pays(sequence, assignment):
                 assignment.pause.begin([])
@@ -143,7 +147,8 @@ class Drafting:
         draft_s = max((proposal.draft_seconds for proposal in batch.proposals), default=0.0)
         try:
             for proposal in batch.proposals:
-                assignment, length = self._assignment(drafter, proposal.sequence_id), len(proposal.token_ids)
+                assignment = self._assignment(drafter, proposal.sequence_id, "proposal.sequence_id")
+                length = len(proposal.token_ids)
                 if assignment is None or assignment.trie.add(proposal) is Fate.STALE:
                     stale_count += length
                 token_count += length
@@ -156,12 +161,17 @@ class Drafting:
                     draft_length = max(draft_length, length)
                     assignment.undrafted = -1
             for skip in batch.skips:
-                if assignment := self._assignment(drafter, skip.sequence_id):
+                if assignment := self._assignment(drafter, skip.sequence_id, "skip.sequence_id"):
                     assignment.trie.skip(skip)
                     if (seconds := assignment.answered(at, skip.epoch, drafted=False)) is not None:
                         skips_s.append(seconds)
         except OutriderError as error:
             self.reject(drafter, error)
+        except Exception:  # logged; a fault that a drafter's message brings to light costs that drafter's stream
+            log.exception("what drafter %s said could not be taken in", drafter.id)
+            self.reject(
+                drafter, OutriderError(Reason.INTERNAL, "the drafts could not be taken in; the verifier's log has the reason")
+            )
         self._metrics.proposed(drafter, token_count, stale_count)
         self._metrics.answered(drafter, drafts_s)
         if answers := [*drafts_s, *skips_s]:
@@ -169,8 +179,19 @@ class Drafting:
         if draft_length:
             drafter.token_time.observe(draft_s / draft_length)
 
-    def _assignment(self, drafter: Drafter, sequence_id: int) -> Assignment | None:
-        """None for a sequence that is over or was never handed out; a late message looks the same, so it is counted and ignored."""
+    def ignore(self, drafter: Drafter, byte_count: int) -> None:
+        """A message came of a kind that only a later version knows."""
+        drafter.taken_bytes += byte_count + MESSAGE_BYTES
+        self._metrics.ignored(drafter)
+
+    def _assignment(self, drafter: Drafter, sequence_id: int, field_name: str) -> Assignment | None:
+        """None for a sequence that is over, or in other hands by now: a late message looks the same, so it is counted and ignored.
+
+        Raises OutriderError(PROTOCOL_VIOLATION) for one that the drafter cannot have been handed yet, which no delay explains.
+        """
+        if sequence_id > drafter.last_sequence_id:
+            message = f"{field_name} must be one that was opened, at most {drafter.last_sequence_id}, not {sequence_id}"
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
         sequence = self._sequences.get(sequence_id)
         return sequence.assignments.get(drafter.id) if sequence is not None else None
 

@@ -34,6 +34,7 @@ from outrider.messages import (
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.chunks import chunk_of, end
 from verifier_svc.depth import ForwardCost
+from verifier_svc.drafters import MAX_DRAFTERS
 from verifier_svc.drafting import Drafting
 from verifier_svc.guidance import Guidance
 from verifier_svc.judging import Judge, Judgement, why_impossible
@@ -77,6 +78,7 @@ class Limits:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024
+    max_drafters: int = MAX_DRAFTERS
     scored_logits_bytes: int = 2**28
 
 
@@ -114,7 +116,12 @@ class Engine:
         """As `cost`, but as trial forwards left it: what a forward takes that nothing disturbs."""
         self.planner = Planner(limits.depth, self.cost, always=always_draft)
         self.drafting = Drafting(
-            self.sequences, self.planner, metrics, trust_distributions=trust_draft_distributions, own_cores=own_cores
+            self.sequences,
+            self.planner,
+            metrics,
+            trust_distributions=trust_draft_distributions,
+            own_cores=own_cores,
+            max_drafters=limits.max_drafters,
         )
         self._spans = StepSpans(metrics, traced_steps)
         self._guidance = Guidance()
@@ -285,6 +292,8 @@ class Engine:
         late = worth
         while late and not self._stopping:
             now = time.monotonic()
+            # On a clock that was set back the wait begins anew, and does not last until that time comes again.
+            started = min(started, now)
             if now >= started + budget_s:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
                 for drafter in {assignment.drafter for assignment in late}:
@@ -300,7 +309,7 @@ class Engine:
                 self.outgoing.tell_clients()
             under_way = {found[0] for sequence in running.values() if (found := awaited(sequence)) is not None}
             late = [assignment for assignment in worth if assignment in under_way]
-        waited_s = time.monotonic() - started
+        waited_s = max(time.monotonic() - started, 0.0)
         planner.waited(waited_s, self._phases.step_s if planner.pausing else 0.0, worth)
         self._phases.waited(waited_s)
 

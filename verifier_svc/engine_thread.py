@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from outrider.errors import OutriderError
 from verifier_svc.engine import Engine
 from verifier_svc.outgoing import Delivery
 
@@ -41,7 +40,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build(self._deliver)
-        except Exception as error:  # noqa: BLE001  # whoever awaits `built` raises it
+        except BaseException as error:  # noqa: BLE001  # whoever awaits `built` raises it
             self._loop.call_soon_threadsafe(self.built.set_exception, error)
             return
         self._loop.call_soon_threadsafe(self.built.set_result, engine)
@@ -61,10 +60,10 @@ class EngineThread:
         self.engine.post(work)
 
     async def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` on the engine's thread, between two steps, and return its result or raise its OutriderError."""
+        """Run `work` on the engine's thread, between two steps, and return its result or raise what it raised."""
         done: asyncio.Future[_Result] = self._loop.create_future()
 
-        def settle(error: OutriderError | None, result: _Result | None) -> None:
+        def settle(error: Exception | None, result: _Result | None) -> None:
             if done.cancelled():
                 return
             if error is not None:
@@ -75,7 +74,7 @@ class EngineThread:
         def run() -> None:
             try:
                 result = work()
-            except OutriderError as error:
+            except Exception as error:  # noqa: BLE001  # whoever awaits this call raises it; the engine has other callers
                 self._loop.call_soon_threadsafe(settle, error, None)
             else:
                 self._loop.call_soon_threadsafe(settle, None, result)
@@ -91,4 +90,8 @@ class EngineThread:
 
 def _call_sinks(deliveries: list[Delivery]) -> None:
     for sink, argument in deliveries:
-        sink(argument)
+        try:
+            sink(argument)
+        except Exception:
+            # The others are to hear of the step nevertheless.
+            log.exception("a message of the engine could not be delivered")

@@ -32,7 +32,7 @@ class Phases:
 
     def waited(self, seconds: float) -> None:
         """What the coming step waited for drafts."""
-        self._wait_s = seconds
+        self._wait_s = max(seconds, 0.0)
 
     def begin(self) -> None:
         self.last, self.bare_s = {"wait": self._wait_s}, 0.0
@@ -42,7 +42,8 @@ class Phases:
     def end(self, name: str) -> None:
         """A phase ended; what began with the end of the one before it."""
         now = time.monotonic()
-        self.last[name] = self.last.get(name, 0.0) + now - self._at
+        # A counter that is told of a negative time raises, and a clock is not worth an engine.
+        self.last[name] = self.last.get(name, 0.0) + max(now - self._at, 0.0)
         self._at = now
 
     @property
@@ -97,6 +98,7 @@ class Metrics:
             "Draft tokens received for an epoch, node or sequence that was over, or that commits had contradicted by then.",
             _LABELS,
         )
+        self._ignored = counter("ignored_messages", "Messages received of a kind that this version does not know.", _LABELS)
         self._hits = counter(
             "draft_lookups",
             "Commits by what they found: the next draft on the chain or as an outcome, nothing yet (late), or a miss.",
@@ -182,6 +184,10 @@ class Metrics:
     def received(self, drafter: Drafter, byte_count: int) -> None:
         """A message of a draft stream arrived."""
         self._add(self._received, self._labels(drafter), byte_count)
+
+    def ignored(self, drafter: Drafter) -> None:
+        """A message of a draft stream arrived whose kind is not known."""
+        self._add(self._ignored, self._labels(drafter))
 
     def answered(self, drafter: Drafter, seconds: list[float]) -> None:
         """A drafter's first answers to verdicts came after so many seconds each."""

@@ -115,7 +115,7 @@ class Loader:
         )
         rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
         judge = Judge(rule, _thinking_ids(tokenizer, settings.thinking_tokens), settings.synthetic_acceptance_rate)
-        limits = Limits(policy, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting)
+        limits = Limits(policy, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting, settings.max_drafters)
         engine = Engine(
             runner,
             pool,

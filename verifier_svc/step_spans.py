@@ -45,13 +45,13 @@ class StepSpans:
     def _scheduled(self, sequence: Sequence) -> None:
         """A sequence left the queue."""
         sequence.scheduled_at = time.monotonic()
-        queued_s = sequence.scheduled_at - sequence.submitted_at
+        queued_s = max(sequence.scheduled_at - sequence.submitted_at, 0.0)
         self._metrics.queued(queued_s)
         telemetry.start("queue", sequence.span.traceparent, seconds_ago=queued_s).end()
 
     def prefilled(self, sequence: Sequence) -> None:
         """A sequence's first token is there."""
-        seconds = time.monotonic() - sequence.scheduled_at
+        seconds = max(time.monotonic() - sequence.scheduled_at, 0.0)
         self._metrics.prefilled(seconds)
         telemetry.start(
             "prefill",

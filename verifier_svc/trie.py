@@ -98,10 +98,10 @@ class _Epoch:
 
     def add(self, proposal: Proposal, window: Window) -> Fate:
         parent, tokens, count = proposal.parent_node, proposal.token_ids, len(proposal.token_ids)
-        self.check_known(parent, "parent_node")
+        self.check_known(parent, "proposal.parent_node")
         first = self.last + 1
         if proposal.first_node != first:
-            raise _violation("first_node", f"must be {first}, the epoch's next node, not {proposal.first_node}")
+            raise _violation("proposal.first_node", f"must be {first}, the epoch's next node, not {proposal.first_node}")
         tip = self.numbers[-1] if self.numbers else self.root
         if parent == tip:
             self._check_room(count, self._depth + len(self.tokens), window)
@@ -129,7 +129,7 @@ class _Epoch:
             taken = repeated in siblings or repeated == self.tokens[at]
         self._check_room(len(proposal.token_ids), depth, window)
         if taken:
-            raise _violation("token_ids", f"begin with {repeated}, but node {parent} has that child already")
+            raise _violation("proposal.token_ids", f"begin with {repeated}, but node {parent} has that child already")
         if branch is None:
             self._sides[parent] = siblings
         for i, token in enumerate(proposal.token_ids):
@@ -216,9 +216,9 @@ class _Epoch:
         """For so many nodes below one of that depth."""
         depth = parent_depth - self._depth + count
         if depth > window.depth:
-            raise _violation("token_ids", f"reach depth {depth}, but the window allows {window.depth}")
+            raise _violation("proposal.token_ids", f"reach depth {depth}, but the window allows {window.depth}")
         if self.node_count + count > window.node_count:
-            raise _violation("token_ids", f"make more than the {window.node_count} nodes that the window allows")
+            raise _violation("proposal.token_ids", f"make more than the {window.node_count} nodes that the window allows")
 
 
 class Trie:
@@ -267,7 +267,7 @@ class Trie:
         Raises OutriderError(PROTOCOL_VIOLATION) for what no delay can explain: an epoch or parent that never was, numbers that are
         not consecutive, two siblings of one token, more nodes or depth than the window allows.
         """
-        epoch = self._hear(proposal.epoch)
+        epoch = self._hear(proposal.epoch, "proposal.epoch")
         if epoch is None:
             return Fate.STALE
         fate = epoch.add(proposal, self.window)
@@ -280,18 +280,18 @@ class Trie:
 
     def skip(self, skip: Skip) -> Fate:
         """Note that nothing will come below a node; raises as `add` does."""
-        epoch = self._hear(skip.epoch)
+        epoch = self._hear(skip.epoch, "skip.epoch")
         if epoch is None:
             return Fate.STALE
-        epoch.check_known(skip.node, "node")
+        epoch.check_known(skip.node, "skip.node")
         if epoch.knows(skip.node):
             epoch.skipped.add(skip.node)
         return Fate.ADDED
 
-    def _hear(self, number: int) -> _Epoch | None:
+    def _hear(self, number: int, field_name: str) -> _Epoch | None:
         """The epoch that a message is for, None if it is of no use; whoever is in it has read what ended those before."""
         if number > self.epoch:
-            raise _violation("epoch", f"must be at most {self.epoch}, not {number}")
+            raise _violation(field_name, f"must be at most {self.epoch}, not {number}")
         if number != self._heard.number:
             at = next((i for i, (later, _) in enumerate(self._unheard) if later == number), None)
             if at is None:
@@ -367,4 +367,4 @@ class Trie:
 
 
 def _violation(field_name: str, message: str) -> OutriderError:
-    return OutriderError(Reason.PROTOCOL_VIOLATION, f"proposal.{field_name} {message}", f"proposal.{field_name}")
+    return OutriderError(Reason.PROTOCOL_VIOLATION, f"{field_name} {message}", field_name)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from chaos_proxy import chaos_proxy  # lies in tests
+from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import rpc
@@ -84,6 +85,43 @@ async def test_an_error_that_no_outrider_process_described_gets_the_callers_reas
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest())
     assert rpc.error_of(caught.value).reason is Reason.VERIFIER_UNAVAILABLE
+
+
+METHODS = [
+    ("unary_unary", "/outrider.v1.VerifierService/GetModel"),
+    ("unary_stream", "/outrider.v1.VerifierService/GenerateTokens"),
+    ("stream_stream", "/outrider.v1.VerifierService/StreamDrafts"),
+    ("unary_unary", "/grpc.health.v1.Health/Check"),
+    ("unary_stream", "/grpc.health.v1.Health/Watch"),
+    ("stream_stream", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method"), METHODS)
+async def test_a_request_that_cannot_be_parsed_is_refused_without_a_traceback(
+    kind: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as (_, channel):
+        call = getattr(channel, kind)(method)
+        answer = call() if kind == "stream_stream" else call(b"\xff" * 30)
+        if kind == "stream_stream":
+            await answer.write(b"\xff" * 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (answer if kind == "unary_unary" else answer.read())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert rpc.error_of(caught.value).reason is Reason.MALFORMED_REQUEST
+    assert not caplog.records
+
+
+def failure(status: bytes) -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", status))
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, "away")
+
+
+@pytest.mark.parametrize("status", [b"\xff" * 30, status_pb2.Status(code=3, message="other").SerializeToString()])
+def test_error_details_that_cannot_be_read_leave_the_status(status: bytes) -> None:
+    assert rpc.error_of(failure(status)) == OutriderError(Reason.VERIFIER_UNAVAILABLE, "away")
+    assert rpc.error_in(b"\xff" * 30).reason is Reason.INTERNAL
 
 
 async def test_health_is_not_serving_until_told_and_by_service() -> None:

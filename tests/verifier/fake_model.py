@@ -134,13 +134,14 @@ def make_engine(
     seed: int = 0,
     trust: bool = False,
     eos_bias: float = -1.0,
+    deliver: Callable[[list[Delivery]], None] | None = None,
 ) -> tuple[Engine, TableModel]:
-    """An engine over a table model; sinks are called at once, on the caller's thread."""
+    """An engine over a table model; without `deliver`, sinks are called at once, on the caller's thread."""
 
-    def deliver(deliveries: list[Delivery]) -> None:
+    def call(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
             sink(argument)
 
     model = TableModel(page_count, page_size, seed, eos_bias)
     pool = PagePool(page_count, page_size)
-    return Engine(model, pool, deliver, Metrics("fake"), limits or Limits(), trust_draft_distributions=trust), model
+    return Engine(model, pool, deliver or call, Metrics("fake"), limits or Limits(), trust_draft_distributions=trust), model

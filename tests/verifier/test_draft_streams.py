@@ -67,10 +67,9 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
         entered.set()
         release.wait(30)
 
-    model.broken = stall
     thread = EngineThread(lambda deliver: engine)
     await thread.built
-    message = verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(DraftBatch([Proposal(99, 0, 0, 1, [5] * 100)] * 500)))
+    message = verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(DraftBatch([Proposal(1, 0, 0, 1, [5] * 100)] * 500)))
     said = 0
 
     async def requests() -> AsyncIterator[verifier_pb2.StreamDraftsRequest]:
@@ -88,6 +87,11 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
     async with asyncio.timeout(30):
         while await thread.call(lambda: not engine.drafting.roster.connected):  # noqa: ASYNC110  # another thread has no event
             await asyncio.sleep(0.01)
+        # What it says is for a sequence that is over, as late messages are.
+        thread.post(lambda: engine.submit(TokenRequest([1, 2], 2, SamplingParams(0.0)), Client()))
+        while await thread.call(lambda: engine.sequences or not engine.drafting.roster.connected["loud"].last_sequence_id):  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0.01)
+        model.broken = stall
         thread.post(lambda: engine.submit(TokenRequest([1, 2], 2, SamplingParams(0.0)), Client()))
         assert await asyncio.to_thread(entered.wait, 5)
         go.set()

@@ -1,0 +1,199 @@
+"""The verifier's streams over real gRPC, with an engine over a table: what drafters may say, how many there may be, and one that
+vanishes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from chaos_proxy import chaos_proxy  # lies in tests
+from fake_model import VOCAB, make_engine
+
+from outrider import rpc, wire_model
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DrafterInfo, ModelInfo, Placement, Stage
+from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine_thread import EngineThread
+from verifier_svc.servicer import VerifierServicer
+
+
+class Verifier:
+    """A served engine."""
+
+    def __init__(self, engine: Engine, thread: EngineThread, port: int) -> None:
+        self.engine = engine
+        self.thread = thread
+        self.port = port
+
+    async def exposition(self) -> str:
+        from prometheus_client import generate_latest
+
+        await self.thread.call(self.engine._metrics.flush)
+        return generate_latest(self.engine._metrics.registry).decode()
+
+
+@asynccontextmanager
+async def verifier(limits: Limits | None = None) -> AsyncIterator[Verifier]:
+    thread = EngineThread(lambda deliver: make_engine(limits=limits, deliver=deliver)[0])
+    engine = await thread.built
+    servicer = VerifierServicer("fake")
+    servicer.serve(thread, ModelInfo("fake", Stage.READY, "serving", "f", VOCAB, 64))
+    server = rpc.Server("outrider.v1.VerifierService")
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server.grpc)
+    [port] = await server.start("127.0.0.1:0")
+    try:
+        yield Verifier(engine, thread, port)
+    finally:
+        await server.stop(0)
+        await thread.stop()
+
+
+class RawDrafter:
+    """A draft stream whose bytes are the test's to choose."""
+
+    def __init__(self, channel: grpc.aio.Channel, name: str, **hello: Any) -> None:
+        parse = verifier_pb2.StreamDraftsResponse.FromString
+        call: Any = channel.stream_stream("/outrider.v1.VerifierService/StreamDrafts", response_deserializer=parse)
+        self.call = call()
+        fields = {"drafter_id": name, "family": "raw", "tokenizer_fingerprint": "f", "max_depth": 8, **hello}
+        self._hello = drafts_pb2.Hello(**fields)
+
+    async def say(self, data: bytes) -> None:
+        await self.call.write(data)
+
+    async def welcomed(self) -> None:
+        """Raises OutriderError when it is refused."""
+        await self.say(verifier_pb2.StreamDraftsRequest(hello=self._hello).SerializeToString())
+        try:
+            response = await asyncio.wait_for(self.call.read(), 10)
+        except grpc.aio.AioRpcError as failure:
+            raise rpc.error_of(failure) from None
+        assert response.HasField("welcome")
+
+    async def error(self) -> OutriderError:
+        """What the stream ended with."""
+        code, trailing = await asyncio.wait_for(self.call.code(), 10), await self.call.trailing_metadata()
+        assert code is not grpc.StatusCode.OK
+        return rpc.error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await self.call.details(), None))
+
+
+async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
+    """A drafter that has taken the id, which it asks for until it is free."""
+    while True:
+        drafter = RawDrafter(channel, name)
+        try:
+            await drafter.welcomed()
+            return drafter
+        except OutriderError as error:
+            if error.reason is not Reason.DRAFTER_ID_TAKEN:
+                raise
+            await asyncio.sleep(0.05)
+
+
+async def test_what_cannot_be_parsed_counts_against_the_drafter() -> None:
+    async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
+        for _ in range(3):
+            drafter = RawDrafter(channel, "garbled")
+            await drafter.welcomed()
+            await drafter.say(b"\xff" * 30)
+            error = await drafter.error()
+            assert error.reason is Reason.MALFORMED_REQUEST
+        with pytest.raises(OutriderError) as caught:
+            await RawDrafter(channel, "garbled").welcomed()
+        assert caught.value.reason is Reason.QUARANTINED
+
+
+@pytest.mark.parametrize("data", [b"", b"\xfa\x3f\x02hi"])
+async def test_a_message_of_a_kind_to_come_is_ignored_and_counted(data: bytes) -> None:
+    """An unset oneof is what one of its later members looks like."""
+    async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
+        drafter = RawDrafter(channel, "newer")
+        await drafter.welcomed()
+        for _ in range(5):
+            await drafter.say(data)
+        line = 'outrider:ignored_messages_total{drafter="newer",model_name="fake",placement=""} 5.0'
+        async with asyncio.timeout(10):
+            while line not in await served.exposition():  # noqa: ASYNC110  # another thread has no event
+                await asyncio.sleep(0.01)
+        assert "newer" in served.engine.drafting.roster.connected
+        drafter.call.cancel()
+
+
+async def test_drafters_are_refused_beyond_the_most_that_may_connect() -> None:
+    async with verifier(Limits(max_drafters=3)) as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
+        drafters = [RawDrafter(channel, f"d{number}") for number in range(4)]
+        for drafter in drafters[:3]:
+            await drafter.welcomed()
+        with pytest.raises(OutriderError, match="3 drafters are connected, and --max-drafters allows no more") as caught:
+            await drafters[3].welcomed()
+        assert await drafters[3].call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (caught.value.reason, caught.value.retry_after_s) == (Reason.OVERLOADED, 5.0)
+        drafters[0].call.cancel()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await RawDrafter(channel, "later").welcomed()
+                    break
+                except OutriderError:
+                    await asyncio.sleep(0.01)
+
+
+async def test_the_answer_to_get_model_fits_a_message_however_many_drafters_there_are() -> None:
+    name, cores = "\N{SLIGHTLY SMILING FACE}" * 128, tuple(range(60_000, 61_024))
+    place = Placement(name, name, name, cores, 1, name)
+    drafters = tuple(DrafterInfo(f"{number}", name, place, True, 0) for number in range(5000))
+    info = ModelInfo("fake", Stage.READY, "serving", "f", VOCAB, 64, drafters=drafters)
+    proto = wire_model.model_to_proto(info)
+    assert proto.ByteSize() < rpc.MAX_MESSAGE_BYTES // 2
+    told = wire_model.model_from_proto(proto)
+    assert 500 < len(told.drafters) < 5000
+    assert told.drafters == drafters[: len(told.drafters)]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"cores": [-1]}, r"placement.cores must hold numbers in \[0, 65535\], not -1"),
+        ({"cores": [3, 5, 3]}, "placement.cores must be distinct"),
+        ({"cores": [2**31 - 1]}, r"placement.cores must hold numbers in \[0, 65535\], not 2147483647"),
+        ({"cores": [0] * 1025}, "placement.cores must hold at most 1024 cores, not 1025"),
+        ({"numa_node": -1}, r"placement.numa_node must be in \[0, 65535\], not -1"),
+    ],
+)
+async def test_a_placement_that_no_machine_has_is_refused(place: dict[str, Any], message: str) -> None:
+    async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
+        with pytest.raises(OutriderError, match=message) as caught:
+            await RawDrafter(channel, "many", placement=common_pb2.Placement(**place)).welcomed()
+        assert caught.value.reason is Reason.INVALID_VALUE
+
+
+def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The options with ten times shorter times."""
+    return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
+
+
+async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ten times shorter times: 12 s are 1.2 s here. A machine that dies leaves a connection that nobody ends."""
+    monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
+    monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
+    async with (
+        verifier() as served,
+        chaos_proxy(served.port) as proxy,
+        rpc.dial(f"127.0.0.1:{proxy.port}") as old,
+        rpc.dial(f"127.0.0.1:{served.port}") as new,
+    ):
+        vanished = RawDrafter(old, "model-1")
+        await vanished.welcomed()
+        with pytest.raises(OutriderError, match="a drafter with the id model-1 is connected"):
+            await RawDrafter(new, "model-1").welcomed()
+        proxy.swallow()
+        async with asyncio.timeout(20):
+            successor = await until_free(new, "model-1")
+        assert [drafter.id for drafter in served.engine.drafting.roster.connected.values()] == ["model-1"]
+        successor.call.cancel()
