@@ -35,7 +35,7 @@ class _AcceptanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acceptance
     """Lossy: in the thinking phase, draft tokens among the target's likeliest few are taken as well."""
 
 class Acceptance(_Acceptance, metaclass=_AcceptanceEnumTypeWrapper):
-    """How closely the output has to follow the target."""
+    """How closely the output has to follow the target. A request with a value that is not known is refused."""
 
 ACCEPTANCE_UNSPECIFIED: Acceptance.ValueType  # 0
 """The same as EXACT."""
@@ -71,7 +71,7 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     """For benchmarks alone: draft tokens stand at a set rate, whatever the target says."""
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
-    """The rule that judged drafts."""
+    """The rule that judged drafts. A receiver leaves out a value that it does not know."""
 
 ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule.ValueType  # 0
 """Never sent."""
@@ -105,7 +105,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens or the context length was reached."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a sequence ended. Failures travel as a gRPC status instead."""
+    """Why a sequence ended. Failures travel as a gRPC status instead. A receiver takes a value that it does not know for STOP."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not finished."""
@@ -133,7 +133,7 @@ class _TokenSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSour
     """The target, after a draft that was accepted whole."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
-    """Who wrote a token."""
+    """Who wrote a token. A receiver takes a value that it does not know for PLAIN."""
 
 TOKEN_SOURCE_UNSPECIFIED: TokenSource.ValueType  # 0
 """Never sent."""
@@ -506,12 +506,12 @@ class Placement(_message.Message):
     device: _builtins.str
     """Torch's name of the device, such as "cpu" or "cuda:0"."""
     numa_node: _builtins.int
-    """NUMA node its memory is bound to; unset when it is not bound."""
+    """NUMA node its memory is bound to; unset when it is not bound. Range [0, 65535]."""
     architecture: _builtins.str
     """Machine architecture, such as "x86_64" or "aarch64"."""
     @_builtins.property
     def cores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Logical processors the process is pinned to; empty when it is not pinned."""
+        """Logical processors the process is pinned to; empty when it is not pinned. At most 1024 distinct numbers in [0, 65535]."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class _DraftDistributionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dra
     """Proposals drawn with the noise that the verifier draws with too, from the seed in Opened.sampling; docs/coupling.md has it."""
 
 class DraftDistribution(_DraftDistribution, metaclass=_DraftDistributionEnumTypeWrapper):
-    """What a drafter may send with its tokens."""
+    """What a drafter may send with its tokens. The verifier ignores a value that it does not know, and a drafter takes it for ONE_HOT."""
 
 DRAFT_DISTRIBUTION_UNSPECIFIED: DraftDistribution.ValueType  # 0
 """Never sent."""
@@ -69,7 +69,7 @@ class _VerdictExtraEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerdictE
     """The target's hidden states at the committed positions, for EAGLE-style heads. Reserved; not granted yet."""
 
 class VerdictExtra(_VerdictExtra, metaclass=_VerdictExtraEnumTypeWrapper):
-    """What a drafter wants with its verdicts beyond token ids."""
+    """What a drafter wants with its verdicts beyond token ids. A value that is not known is not granted."""
 
 VERDICT_EXTRA_UNSPECIFIED: VerdictExtra.ValueType  # 0
 """Never sent."""
@@ -91,7 +91,7 @@ class _CloseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CloseReas
     """The drafter kept proposing what the protocol forbids for it."""
 
 class CloseReason(_CloseReason, metaclass=_CloseReasonEnumTypeWrapper):
-    """Why a sequence was closed to a drafter."""
+    """Why a sequence was closed to a drafter. A drafter takes a value that it does not know for ENDED."""
 
 CLOSE_REASON_UNSPECIFIED: CloseReason.ValueType  # 0
 """Never sent."""
@@ -246,7 +246,9 @@ class Opened(_message.Message):
     token with the coupled noise and send ids alone; sampling.seed is set.
     """
     depth: _builtins.int
-    """Draft tokens that the verifier has a use for at once: the first message of a round should carry this many. A verdict may change it."""
+    """Draft tokens that the verifier has a use for at once: the first message of a round should carry this many. A verdict may change it.
+    Range [0, 128].
+    """
     tenant: _builtins.str
     """Private pools are keyed by this opaque name; empty is the default tenant."""
     traceparent: _builtins.str
@@ -267,7 +269,7 @@ class Opened(_message.Message):
 
     @_builtins.property
     def grammar(self) -> _common_pb2.Grammar:
-        """What the output must be; a proposal that breaks it is cut there."""
+        """What the output must be; a proposal that breaks it is cut there. Of a kind that the drafter does not know: as if it were unset."""
 
     @_builtins.property
     def prediction_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -341,7 +343,7 @@ class Proposal(_message.Message):
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     DRAFT_TIME_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
-    """From Opened."""
+    """From Opened; one that was not opened to the drafter yet is a violation."""
     epoch: _builtins.int
     """The epoch the drafter is in; an older one that cannot be used any more is counted and ignored."""
     parent_node: _builtins.int
@@ -389,7 +391,7 @@ class Skip(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
-    """From Opened."""
+    """From Opened; one that was not opened to the drafter yet is a violation."""
     epoch: _builtins.int
     """The epoch the drafter is in."""
     node: _builtins.int
@@ -472,7 +474,7 @@ class Verdict(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not sampled."""
     depth: _builtins.int
-    """Draft tokens that the verifier has a use for at once, from now on; unset leaves it."""
+    """Draft tokens that the verifier has a use for at once, from now on; unset leaves it. Range [0, 128]."""
     @_builtins.property
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens this step committed."""

@@ -42,7 +42,7 @@ class _ModelStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelStage
     """Loading failed; stage_detail says why."""
 
 class ModelStage(_ModelStage, metaclass=_ModelStageEnumTypeWrapper):
-    """How far the verifier is."""
+    """How far the verifier is. A receiver takes a value that it does not know for LOADING."""
 
 MODEL_STAGE_UNSPECIFIED: ModelStage.ValueType  # 0
 """Never sent."""
@@ -525,7 +525,7 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterInfo]:
-        """Connected and lost drafters."""
+        """Connected drafters, then lost ones; of very many only the first, so that the message stays small."""
 
     def __init__(
         self,
