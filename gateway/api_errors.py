@@ -68,11 +68,14 @@ async def _validation_error(_request: Request, error: RequestValidationError) ->
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
+    if isinstance(error.__cause__, OutriderError):
+        # FastAPI's wrapping of what was raised while the body was read.
+        return error_response(error.__cause__)
     reason = _BY_STATUS.get(error.status_code, Reason.MALFORMED_REQUEST)
     messages = {
         Reason.MALFORMED_REQUEST: f"the body cannot be read as JSON: {error.__cause__ or error.detail}",
         Reason.ROUTE_NOT_FOUND: f"there is no {request.url.path[:200]} here{_instead(request.url.path)}",
-        Reason.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
+        Reason.METHOD_NOT_ALLOWED: f"{request.url.path[:200]} does not take {request.method}",
     }
     response = error_response(OutriderError(reason, messages.get(reason, str(error.detail))))
     response.headers.update(error.headers or {})
@@ -106,14 +109,26 @@ def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> Outrid
         return OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{path} {message}", path)
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
-    shown = json.dumps(detail.get("input"), default=str)
-    shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "…"
-    return OutriderError(Reason.INVALID_VALUE, f"{path}: {message}, not {shown}", path)
+    return OutriderError(Reason.INVALID_VALUE, f"{path}: {message}, not {_shown(detail.get('input'))}", path)
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value as JSON, written no further than it is shown."""
+    shown = ""
+    for part in json.JSONEncoder(default=str).iterencode(_cut(value) if isinstance(value, str) else value):
+        shown += part
+        if len(shown) > _SHOWN_CHARACTERS:
+            break
+    return _cut(shown)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
 
 
 def field_path(location: Sequence[str | int]) -> str:
-    """`messages[0].content` for ("body", "messages", 0, "content")."""
+    """`messages[0].content` for ("body", "messages", 0, "content"); a client's own names are cut."""
     path = ""
     for part in location[1:] if location[:1] == ("body",) else location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        path += f"[{part}]" if isinstance(part, int) else f".{_cut(part)}"
     return path.removeprefix(".")

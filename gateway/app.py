@@ -1,12 +1,14 @@
-"""The HTTP application: routes, error shapes, the bound on bodies, and the count of responses."""
+"""The HTTP application: routes, error shapes, who may call it, the bound on bodies, and the count of responses."""
 
 from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import api_errors, openai, page, system
+from gateway.access import Access, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
 from gateway.metrics import Metrics
@@ -21,6 +23,15 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
     page.install(app, generation.router, metrics)
     api_errors.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origin_regex=origin_pattern(settings.allowed_origins),
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(Access, settings=settings)
     app.add_middleware(CountResponses, metrics=metrics)
     return app
 

@@ -33,18 +33,35 @@ class GatewaySettings(ServiceSettings):
     """host:port or unix:/path that gRPC listens on."""
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
-    """Largest HTTP request body."""
+    """Largest HTTP request body; a gRPC request may have half as many bytes."""
 
     max_sequences: int = Field(default=64, ge=1, le=1024)
     """Most sequences of one request: prompts times n."""
 
+    header_seconds: float = Field(default=10.0, gt=0)
+    """How long a connection may take until the headers of its first request are complete."""
+
+    body_seconds: float = Field(default=60.0, gt=0)
+    """How long a request's body may take to arrive."""
+
+    keep_alive_seconds: float = Field(default=5.0, gt=0)
+    """How long a connection may stay idle after an answer."""
+
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names under which clients reach the gateway, such as llm.example.com or *.example.com, beside addresses, localhost, the name
+    in http_host and, unless it listens on the loopback interface alone, names without a dot. * allows all."""
+
+    allowed_origins: list[str] = Field(default_factory=list)
+    """Origins of other websites whose scripts may call the gateway and read the answers (CORS), such as https://chat.example.com or
+    http://localhost:*. * allows all."""
+
     drain_seconds: float = Field(default=10.0, ge=0.0)
     """On SIGTERM, how long running requests may still take before they are cut off."""
 
-    @field_validator("verifier")
+    @field_validator("verifier", "allowed_hosts", "allowed_origins")
     @classmethod
     def _one_by_one(cls, texts: list[str]) -> list[str]:
-        addresses = [address.strip() for text in texts for address in text.split(",")]
-        if not all(addresses):
-            raise ValueError("must name host:port or unix:/path, and nothing empty between commas")
-        return addresses
+        entries = [entry.strip() for text in texts for entry in text.split(",")]
+        if not all(entries):
+            raise ValueError("must have nothing empty between commas")
+        return entries

@@ -7,11 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from gateway.metrics import Metrics, SequenceClock
-from gateway.prompts import Prompts
+from gateway.prompts import Prompts, context_overflow
 from gateway.routing import Replica, Router
 from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import (
+    MAX_DEPTH,
     FinishReason,
     Grammar,
     ModelInfo,
@@ -152,7 +153,7 @@ class Generation:
         clock = SequenceClock(self._metrics, name, request.operation, len(tokens.prompt))
         sequence = _Sequence(request, tokens, info, self._table)
         try:
-            async with aclosing(self._chunks(name, replica, tokens)) as chunks:
+            async with aclosing(self._chunks(name, info, replica, tokens)) as chunks:
                 async for chunk in chunks:
                     if chunk.token_ids:
                         clock.chunk(len(chunk.token_ids))
@@ -173,15 +174,16 @@ class Generation:
         finally:
             clock.close()
 
-    async def _chunks(self, name: str, replica: Replica, tokens: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def _chunks(self, name: str, info: ModelInfo, replica: Replica, tokens: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
         """What a replica of the model generates, to the last chunk."""
-        said = False
+        said, left = False, tokens.max_tokens
         while True:
             try:
                 with replica.busy():
                     async with aclosing(replica.tokens.generate(tokens)) as chunks:
                         async for chunk in chunks:
                             said = True
+                            left = check_chunk(chunk, info, left, replica.address)
                             yield chunk
                             if chunk.finish_reason is not None:
                                 return
@@ -203,6 +205,26 @@ class Generation:
             counts = []
         activity.verified(counts)
         clock.verified(chunk.draft_token_count, counts)
+
+
+def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> int:
+    """How many tokens may come after this chunk, when `left` might until now.
+
+    Raises OutriderError(INTERNAL) for what no verifier of this model can say.
+    """
+    ids, listed = chunk.token_ids, [chunk.token_ids, *(known.top_token_ids for known in (*chunk.logprobs, *chunk.prompt_logprobs))]
+    problem = ""
+    if any(of_one and max(of_one) >= info.vocab_size for of_one in listed):
+        problem = f"a token id that is not in [0, {info.vocab_size})"
+    elif len(ids) > left:
+        problem = "more tokens than it was asked for"
+    elif len(chunk.sources) != len(ids) or (chunk.logprobs and len(chunk.logprobs) != len(ids)):
+        problem = "tokens without a source or a log probability each"
+    elif chunk.stats is not None and len(chunk.stats.histogram) > MAX_DEPTH + 1:
+        problem = f"an acceptance histogram of {len(chunk.stats.histogram)} entries"
+    if problem:
+        raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")
+    return left - len(ids)
 
 
 class _Sequence:
@@ -337,12 +359,6 @@ def _max_tokens(request: TextRequest, context_length: int) -> int:
         message = f"{request.limit_field} asks for {request.max_tokens} tokens after a prompt of {length}"
         raise context_overflow(context_length, message, request.limit_field)
     return request.max_tokens
-
-
-def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
-    """CONTEXT_LENGTH_EXCEEDED. Its message begins as OpenAI's and vLLM's does, by which litellm knows it; LangChain knows the code."""
-    message = f"This model's maximum context length is {context_length} tokens. {message} (context_length_exceeded)."
-    return OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field)
 
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ What became of drafts has vLLM's own prefix as well, since `vllm bench serve` lo
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,18 @@ _FIRST_TOKEN_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _TOKEN_S = [0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075]
 _TOKEN_S += [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0]
 _REQUEST_S = [0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0]
+
+_LAG_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
+_LAG_EVERY_S = 0.02
+
+
+async def observe_lag(lag_s: Histogram) -> None:
+    """Measure, without an end, how much later than asked for the event loop wakes a task that sleeps 20 ms."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _LAG_EVERY_S
+        await asyncio.sleep(_LAG_EVERY_S)
+        lag_s.observe(max(0.0, loop.time() - due))
 
 
 class Metrics:
@@ -50,6 +63,9 @@ class Metrics:
             "num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", "position"
         )
         self.activity = Activity()
+        self.loop_lag_s = Histogram(
+            "outrider:event_loop_lag_seconds", "How late the event loop is.", buckets=_LAG_S, registry=self.registry
+        )
         self.http_responses = Counter("outrider:http_responses", "HTTP responses.", ["route", "status"], registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from gateway.choices import Event, Tally, collect, merge, repeated, scored_once
 from gateway.generate import Generation, Piece, TextRequest
+from gateway.json_body import JsonRoute
 from gateway.parameters import text_request
 from gateway.request_span import begin, describe, describe_http, responding
 from gateway.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
@@ -25,7 +26,7 @@ _COMPLETION_MAX_TOKENS = 16
 
 def routes(generation: Generation, max_sequences: int) -> APIRouter:
     """The endpoints that generate text."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -34,7 +35,8 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         n = _choice_count(body, len(body.prompt), max_sequences)
         template = replace(text_request(body, name, info), default_max_tokens=_COMPLETION_MAX_TOKENS)
         template = replace(template, prediction=await _prediction(generation, body, info))
-        prompts = [p if isinstance(p, list) else await generation.prompts.encode(p) for p in body.prompt]
+        encode = generation.prompts.encode
+        prompts = [p if isinstance(p, list) else await encode(p, "prompt", info.context_length) for p in body.prompt]
         echoes = [generation.echo(p, info) if body.echo else None for p in body.prompt]
         jobs = [replace(template, prompt=ids, echo=echo) for ids, echo in zip(prompts, echoes, strict=True)]
         return await _answer(generation, request, body, jobs, n, CompletionShape)
@@ -44,8 +46,9 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         """Answer a conversation; it may take what the context leaves unless `max_completion_tokens` says less."""
         name, info, _ = generation.router.pick(body.model)
         n = _choice_count(body, 1, max_sequences)
-        text = generation.prompts.render([message.for_template() for message in body.messages], **body.rendering())
-        prompt = await generation.prompts.encode(text, add_special_tokens=False)
+        messages = [message.for_template() for message in body.messages]
+        text = await generation.prompts.rendered(messages, "messages", info.context_length, **body.rendering())
+        prompt = await generation.prompts.encode(text, "messages", info.context_length, add_special_tokens=False)
         job = replace(text_request(body, name, info), prompt=prompt, prompt_field="messages", operation=ChatShape.operation)
         job = replace(job, prediction=await _prediction(generation, body, info))
         if body.max_completion_tokens is not None:
@@ -61,8 +64,7 @@ async def _prediction(generation: Generation, body: GenerationBody, info: ModelI
     """The tokens the client expects; more than the context holds are of no use."""
     if body.prediction is None:
         return []
-    ids = await generation.prompts.encode(body.prediction.content, add_special_tokens=False)
-    return ids[: info.context_length]
+    return await generation.prompts.encode_start(body.prediction.content, info.context_length)
 
 
 def _choice_count(body: GenerationBody, prompt_count: int, max_sequences: int) -> int:
@@ -108,9 +110,7 @@ async def _answer(
         span.end()
         raise
     usage_of = [len(job.prompt) for job in jobs for _ in range(n)] if include_usage and options.continuous_usage_stats else []
-    writer = ChunkWriter(
-        shape, tally, include_usage=include_usage, include_metrics=body.speculation.metrics, usage_of=usage_of
-    )
+    writer = ChunkWriter(shape, tally, include_usage=include_usage, include_metrics=body.speculation.metrics, usage_of=usage_of)
     return EventStream(sse(first, events, writer, tally, span, shape), events, {"X-Request-Id": shape.id})
 
 

@@ -20,8 +20,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
-# Longer texts are tokenised on a thread: at about 0.4 µs a character this is some 10 ms of the event loop.
-_THREAD_CHARACTERS = 20_000
+# Longer texts are tokenised on a thread: at about 0.4 µs a character this is some 2 ms of the event loop.
+_AT_ONCE_CHARACTERS = 5_000
+# Templates are programs in Python; so is what jinja2 makes of them.
+_AT_ONCE_MESSAGES = 64
+# How many texts are tokenised on threads at once; a million tokens take some 200 MB meanwhile.
+_AT_ONCE_TEXTS = 2
+# A text with more characters for each token of the context is counted in slices first, so that what is far too long is neither
+# tokenised to its end nor kept in memory.
+_USUAL_CHARACTERS = 8
+_SLICE_CHARACTERS = 65_536
+# The slices of a text have a few tokens more than the text.
+_SLICED = 2
 # Put behind the last message's content to find its end in the rendered text. As in `transformers`, the space tells whether the
 # template trims what it shows.
 _FINAL = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -39,21 +49,68 @@ class Prompts:
         config = _json_file(model, "tokenizer_config.json")
         self._special_tokens = _special_tokens(config)
         self._template = _template(model, config)
+        # Names of byte tokens are longer than their text, never shorter.
+        self._longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._few = asyncio.Semaphore(_AT_ONCE_TEXTS)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The text's ids; a long text does not hold up the event loop."""
-        if len(text) > _THREAD_CHARACTERS:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+    async def encode(self, text: str, field: str, most_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's ids; a long text does not hold up the event loop.
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        A text that cannot have as few as `most_tokens` tokens is refused before it is tokenised: raises
+        OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field`. Texts that are a little too long are not.
+        """
+        if len(text) > most_tokens * self._longest_token:
+            raise _too_long(field, f"{len(text)} characters", most_tokens)
+        is_unusual = len(text) > max(most_tokens * _USUAL_CHARACTERS, _SLICE_CHARACTERS)
+        if is_unusual and len(await self._first_tokens(text, _SLICED * most_tokens)) > _SLICED * most_tokens:
+            raise _too_long(field, f"{len(text)} characters", most_tokens)
+        return await self._encode(text, add_special_tokens)
+
+    async def encode_start(self, text: str, most_tokens: int) -> list[int]:
+        """At most so many ids of the text's beginning, without special tokens; of a very long text, ids of its slices."""
+        if len(text) > _SLICE_CHARACTERS:
+            return (await self._first_tokens(text, most_tokens))[:most_tokens]
+        return (await self._encode(text, add_special_tokens=False))[:most_tokens]
+
+    async def _first_tokens(self, text: str, wanted: int) -> list[int]:
+        """Tokens of the text's slices, to the slice with which there are more than `wanted`."""
+        found: list[int] = []
+        for begin in range(0, len(text), _SLICE_CHARACTERS):
+            found += await self._encode(text[begin : begin + _SLICE_CHARACTERS], add_special_tokens=False)
+            if len(found) > wanted:
+                break
+        return found
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= _AT_ONCE_CHARACTERS:
+            at_once: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return at_once
+        await self._few.acquire()
+        # "Fast" leaves out where in the text tokens begin, which nobody asks for here and takes long to free.
+        work = asyncio.ensure_future(self.tokenizer.async_encode_batch_fast([text], add_special_tokens=add_special_tokens))
+        # A caller that is cancelled does not end the work.
+        work.add_done_callback(lambda _: self._few.release())
+        [encoding] = await asyncio.shield(work)
+        ids: list[int] = encoding.ids
         return ids
+
+    async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The tokenizer's own names of the tokens."""
+        return await asyncio.to_thread(lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The ids' text, special tokens included."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
+
+    async def rendered(self, messages: Sequence[Mapping[str, str]], field: str, most_tokens: int, **how: Any) -> str:
+        """`render`, where a long conversation does not hold up the event loop; much too long ones are refused as by `encode`."""
+        length = sum(len(message["content"]) for message in messages)
+        if length > most_tokens * self._longest_token:
+            raise _too_long(field, f"{length} characters", most_tokens)
+        if length <= _SLICE_CHARACTERS and len(messages) <= _AT_ONCE_MESSAGES:
+            return self.render(messages, **how)
+        return await asyncio.to_thread(self.render, messages, **how)
 
     def render(
         self,
@@ -92,6 +149,16 @@ def _left_open(text: str) -> str:
     if not found:
         raise invalid("continue_final_message", "cannot be: the model's chat template does not show the last message as it is")
     return before if after.startswith(" ") else before.rstrip()
+
+
+def _too_long(field: str, length: str, context_length: int) -> OutriderError:
+    return context_overflow(context_length, f"{field} has {length}, which cannot be so few tokens", field)
+
+
+def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
+    """CONTEXT_LENGTH_EXCEEDED. Its message begins as OpenAI's and vLLM's does, by which litellm knows it; LangChain knows the code."""
+    message = f"This model's maximum context length is {context_length} tokens. {message} (context_length_exceeded)."
+    return OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field)
 
 
 def _json_file(model: str, name: str) -> dict[str, Any]:

@@ -41,9 +41,7 @@ def _settings(job: TextRequest) -> dict[str, Attribute]:
     """The conventions' attributes of the settings that differ from the default."""
     named = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
     given: dict[str, Attribute] = {
-        f"gen_ai__request__{name}": value
-        for name in named
-        if (value := getattr(job.sampling, name)) != getattr(_DEFAULTS, name)
+        f"gen_ai__request__{name}": value for name in named if (value := getattr(job.sampling, name)) != getattr(_DEFAULTS, name)
     }
     if job.max_tokens is not None:
         given["gen_ai__request__max_tokens"] = job.max_tokens

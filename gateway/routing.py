@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -13,7 +14,8 @@ import grpc
 from gateway.token_stream import TokenStream
 from outrider import rpc, wire_model
 from outrider.errors import OutriderError, Reason
-from outrider.messages import ModelInfo, Stage
+from outrider.messages import MAX_DEPTH, ModelInfo, Stage
+from outrider.tasks import keep_running, watch
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 _POLL_READY_S = 1.0
 _POLL_LOADING_S = 0.2
 _POLL_TIMEOUT_S = 5.0
+_SHOWN_CHARACTERS = 400
+_DRAIN_LOOK_S = 0.05
 # Why a verifier takes no request that another one would take.
 _GONE = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
 
@@ -35,9 +39,28 @@ class Replica:
         self.running = 0
         self.round_trip_s: float | None = None
         """Of the last question how the verifier is."""
-        self._channel = rpc.dial(address)
-        self._stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
-        self.tokens = TokenStream(self._stub, self.lost)
+        self._earlier: dict[asyncio.Task[None], TokenStream] = {}
+        self._dial()
+
+    def _dial(self) -> None:
+        self._channel = channel = rpc.dial(self.address)
+        self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        # What becomes of an earlier connection says nothing of the verifier.
+        self.tokens = TokenStream(
+            self._stub, lambda error: self.lost(error) if channel is self._channel else _lost(self.address, error)
+        )
+
+    def redial(self) -> None:
+        """Make a new connection, since the old one may be half open. What runs on the old one may go on there to its end."""
+        retired = watch(_retire(self._channel, self.tokens), f"an earlier connection to {self.address}")
+        self._earlier[retired] = self.tokens
+        retired.add_done_callback(self._earlier.pop)
+        self._dial()
+
+    def give_up(self, why: OutriderError, *, waiting_only: bool = False) -> None:
+        """End all sequences with an error, or those of which nothing has been said yet."""
+        for tokens in (*self._earlier.values(), self.tokens):
+            tokens.give_up(why, waiting_only=waiting_only)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -53,22 +76,62 @@ class Replica:
         asked = time.perf_counter()
         try:
             response = await self._stub.GetModel(verifier_pb2.GetModelRequest(), timeout=_POLL_TIMEOUT_S)
+            info = wire_model.model_from_proto(response)
+            _check(info)
         except grpc.aio.AioRpcError as failure:
             self.lost(rpc.error_of(failure))
+            if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.redial()
+            return
+        except Exception as cause:  # noqa: BLE001  # a verifier may answer anything; it is asked again
+            self._unreadable(cause)
             return
         self.round_trip_s = time.perf_counter() - asked
-        self.info = wire_model.model_from_proto(response)
-        self.problem = _problem(self.address, self.info, fingerprint)
+        self.info = info
+        self.problem = _problem(self.address, info, fingerprint)
+
+    def _unreadable(self, cause: Exception) -> None:
+        """Take no request until the verifier's answer can be read."""
+        message = f"verifier {self.address} gives an answer that cannot be read: {type(cause).__name__}: {cause}"[
+            :_SHOWN_CHARACTERS
+        ]
+        self.problem = OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
     def lost(self, error: OutriderError) -> OutriderError:
         """Take no request until the verifier answers again; what those who wait for it are told."""
-        message = f"verifier {self.address} does not answer: {error.message}"
-        self.problem = problem = OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+        self.problem = problem = _lost(self.address, error)
         return problem
 
     async def close(self) -> None:
+        for retired in list(self._earlier):
+            retired.cancel()
+        await asyncio.gather(*self._earlier, return_exceptions=True)
         await self.tokens.close()
         await self._channel.close(None)
+
+
+async def _retire(channel: grpc.aio.Channel, tokens: TokenStream) -> None:
+    try:
+        await tokens.finished()
+    finally:
+        await tokens.close()
+        await channel.close(None)
+
+
+def _lost(address: str, error: OutriderError) -> OutriderError:
+    message = f"verifier {address} does not answer: {error.message}"
+    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+
+
+def _check(info: ModelInfo) -> None:
+    """Raises ValueError for a model that there cannot be."""
+    if info.stage is Stage.READY and not (info.vocab_size > 0 and info.context_length > 0 and 0 <= info.max_depth <= MAX_DEPTH):
+        sizes = f"{info.vocab_size}, {info.context_length} and {info.max_depth}"
+        raise ValueError(f"vocab_size, context_length and max_depth are {sizes}")
+    for drafter in info.drafters:
+        numbers = (drafter.acceptance_rate, drafter.round_trip_s, drafter.token_s)
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError(f"a number of drafter {drafter.drafter_id!r} is not finite")
 
 
 def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
@@ -100,7 +163,19 @@ class Router:
 
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Begin to poll; `on_ready` hears each change of whether requests can be taken."""
-        self._tasks = [asyncio.create_task(self._poll(replica, on_ready)) for replica in self.replicas]
+        self._tasks = [
+            keep_running(lambda replica=replica: self._poll(replica, on_ready), f"polling verifier {replica.address}")  # type: ignore[misc]
+            for replica in self.replicas
+        ]
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, let what runs finish within so long, and end the rest with an error that says so."""
+        self.draining = True
+        over = time.monotonic() + seconds
+        while any(replica.running for replica in self.replicas) and time.monotonic() < over:  # noqa: ASYNC110  # runs end in many places
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        for replica in self.replicas:
+            replica.give_up(_shutting_down())
 
     async def close(self) -> None:
         """Stop to poll and hang up."""
@@ -116,10 +191,20 @@ class Router:
             await replica.refresh(self._fingerprint)
             if str(replica.problem) != before:
                 log.info("%s", replica.problem or f"verifier {replica.address} is ready")
+            if replica.problem is not None:
+                self._move_waiting(replica, replica.problem)
             if self.ready is not self._told_ready:
                 self._told_ready = self.ready
                 await on_ready(self.ready)
             await asyncio.sleep(_POLL_READY_S if replica.problem is None else _POLL_LOADING_S)
+
+    def _move_waiting(self, replica: Replica, problem: OutriderError) -> None:
+        """Let what waits at a lost replica for its first tokens go to another one of the same model, if there is one."""
+        if problem.reason is not Reason.VERIFIER_UNAVAILABLE or replica.info is None:
+            return
+        others = (r for r in self.replicas if r is not replica and r.problem is None and r.info is not None)
+        if any(other.info is not None and self._name(other.info) == self._name(replica.info) for other in others):
+            replica.give_up(problem, waiting_only=True)
 
     @property
     def ready(self) -> bool:
@@ -151,7 +236,7 @@ class Router:
         Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE when no replica is ready, MODEL_NOT_FOUND.
         """
         if self.draining:
-            raise OutriderError(Reason.DRAINING, "the gateway is shutting down", retry_after_s=1.0)
+            raise _shutting_down()
         ready = [(r, r.info) for r in self.replicas if r.problem is None and r.info is not None]
         if not ready:
             raise self.replicas[0].problem or OutriderError(Reason.NOT_READY, "no verifier is ready", retry_after_s=1.0)
@@ -161,3 +246,7 @@ class Router:
             raise OutriderError(Reason.MODEL_NOT_FOUND, f"model {str(model)[:100]!r} is not served here; there is {names}", "model")
         replica, info = min(serving, key=lambda pair: pair[0].running)
         return self._name(info), info, replica
+
+
+def _shutting_down() -> OutriderError:
+    return OutriderError(Reason.DRAINING, "the gateway is shutting down", retry_after_s=1.0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import OutriderError, Reason, invalid
+from outrider.messages import MAX_LISTED_TOKENS
 
 # Parameters of OpenAI's and vLLM's that are not supported, each with the values that ask for nothing; those are let through.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -40,6 +41,10 @@ MAX_TEMPLATE_NAME_CHARACTERS = 64
 MAX_TEMPLATE_CHARACTERS = 4096
 # What a template is told besides, apart from special tokens such as bos_token.
 _TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+MAX_KEYS = 128
+"""Most keys of an object with known keys; there are fewer of these."""
+MAX_MESSAGES = 2048
+MAX_PROMPTS = 1024
 # What an answer's message carries beside its text, so that it can be sent back as it came.
 _EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "reasoning_content", "refusal", "tool_calls")
 
@@ -48,6 +53,21 @@ class Body(BaseModel):
     """A JSON object without unknown fields and without silent conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: Any) -> Any:
+        """Too many unknown keys would take seconds to list; raises OutriderError(INVALID_VALUE)."""
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MAX_KEYS:
+            raise OutriderError(Reason.INVALID_VALUE, f"an object of the body has {len(values)} keys, more than {MAX_KEYS}")
+        for key in values:
+            try:
+                _unicode(key)
+            except ValueError as problem:
+                raise OutriderError(Reason.INVALID_VALUE, f"the key {ascii(key)[:60]} {problem}") from problem
+        return values
 
 
 def _unicode(text: str) -> str:
@@ -60,6 +80,18 @@ def _unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
+_Item = TypeVar("_Item")
+# Only its first bad item is told: to describe thousands of them takes seconds.
+Listed = Annotated[list[_Item], Field(fail_fast=True)]
+
+
+def _at_most_entries(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_LISTED_TOKENS:
+        raise ValueError(f"must hold at most {MAX_LISTED_TOKENS} entries")
+    return value
+
+
+Entries = Annotated[dict[str, _Item], BeforeValidator(_at_most_entries)]
 
 
 def _drop_neutral(values: Any) -> Any:
@@ -137,7 +169,7 @@ class TextPart(Body):
     text: Text
 
 
-_PARTS = TypeAdapter(list[TextPart])
+_PARTS = TypeAdapter(Listed[TextPart])
 _Content = str | Annotated[list[TextPart], Field(min_length=1)]
 
 
@@ -171,7 +203,7 @@ class StructuredOutputs(Body):
     json_: JsonValue | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Listed[Text] | None = None
     grammar: Text | None = None
     structural_tag: dict[str, Any] | Text | None = None
 
@@ -185,37 +217,37 @@ class GenerationBody(Body):
     top_k: int | None = Field(default=None, description="vLLM's extension; 0 or -1 keeps all tokens.")
     seed: int | None = None
     n: int | None = None
-    stop: Annotated[list[Text], BeforeValidator(_stops)] = []
+    stop: Annotated[Listed[Text], BeforeValidator(_stops)] = []
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationBody = SpeculationBody()
     ignore_eos: bool | None = Field(default=None, description="vLLM's extension; go on after an end-of-sequence token.")
-    stop_token_ids: list[int] | None = Field(default=None, description="vLLM's extension; ids that end the text.")
+    stop_token_ids: Listed[int] | None = Field(default=None, description="vLLM's extension; ids that end the text.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Entries[float] | None = None
     min_p: float | None = Field(default=None, description="vLLM's extension; drop tokens this much less likely than the likeliest.")
     typical_p: float | None = Field(default=None, description="Locally typical sampling, up to this mass.")
     repetition_penalty: float | None = Field(default=None, description="vLLM's extension; over prompt and output.")
     min_tokens: int | None = Field(default=None, description="vLLM's extension; no end of text before so many tokens.")
-    banned_token_ids: list[int] | None = Field(default=None, description="Ids that are never sampled.")
+    banned_token_ids: Listed[int] | None = Field(default=None, description="Ids that are never sampled.")
     response_format: ResponseFormat | None = None
     regex: Text | None = Field(default=None, description="What the answer must match.")
     grammar: Text | None = Field(default=None, description="What the answer must be, in GBNF.")
-    choice: list[Text] | None = Field(default=None, description="Texts of which the answer must be one.")
+    choice: Listed[Text] | None = Field(default=None, description="Texts of which the answer must be one.")
     structural_tag: dict[str, Any] | None = Field(default=None, description="XGrammar's structural tag.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's extension.")
     guided_json: JsonValue | None = Field(default=None, description="vLLM's older name of structured_outputs.json.")
     guided_regex: Text | None = Field(default=None, description="vLLM's older name of structured_outputs.regex.")
-    guided_choice: list[Text] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
+    guided_choice: Listed[Text] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
     guided_grammar: Text | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
     prediction: Prediction | None = None
     reasoning_effort: Literal["none"] | None = None
     prompt_logprobs: int | None = Field(default=None, description="vLLM's extension; the likeliest tokens at each of the prompt's.")
     # Labels for OpenAI's own records and caches; they have no meaning for the answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Entries[str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -233,6 +265,8 @@ Prompt = str | list[int]
 def _prompts(value: object) -> list[Prompt]:
     """OpenAI's four forms of a prompt as a list of prompts: a text, texts, token ids, lists of token ids."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:
+        raise invalid("prompt", f"must hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
     if isinstance(prompts, list) and prompts and all(isinstance(prompt, str) for prompt in prompts):
         return [_unicode(prompt) for prompt in prompts]
     if isinstance(prompts, list) and prompts and all(map(_is_ids, prompts)):
@@ -276,7 +310,11 @@ class Message(Body):
         if not isinstance(values, dict):
             return values
         kept = {key: value for key, value in values.items() if key not in _EMPTY_IN_MESSAGE or value not in (None, [])}
-        if kept.get("role") == "assistant" and kept.get("content", ...) is None and not kept.keys() & {"tool_calls", "function_call"}:
+        if (
+            kept.get("role") == "assistant"
+            and kept.get("content", ...) is None
+            and not kept.keys() & {"tool_calls", "function_call"}
+        ):
             kept["content"] = ""  # as clients send back an answer of no tokens
         return kept
 
@@ -334,7 +372,7 @@ class TemplateOptions(Body):
 class ChatBody(GenerationBody, TemplateOptions):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Listed[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -353,7 +391,7 @@ class TokenizeBody(TemplateOptions):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Listed[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = Field(default=None, description="Default: true for a prompt, false for messages.")
     return_token_strs: bool = False
 
@@ -362,4 +400,4 @@ class DetokenizeBody(Body):
     """POST /detokenize, in vLLM's shape."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Listed[int]

@@ -7,20 +7,28 @@ import contextlib
 import gc
 import signal
 import socket
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
 from gateway.app import create_app
 from gateway.config import GatewaySettings
+from gateway.connections import protocol
 from gateway.generate import Generation
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, observe_lag
 from gateway.prompts import Prompts
 from gateway.routing import Router
 from gateway.servicer import SERVICE, GenerationServicer
 from outrider import rpc
-from outrider.errors import invalid
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.tasks import keep_running, watch
 from outrider.v1 import generation_pb2_grpc
+
+# How long clients have to read how their answers ended.
+_LAST_WORDS_S = 2.0
+# How long uvicorn waits for a request's task; each has ended long before.
+_CANCEL_S = 20
 
 
 class _HttpServer(uvicorn.Server):
@@ -29,6 +37,11 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def hang_up(self) -> None:
+        """End all connections at once."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 class Gateway:
@@ -45,12 +58,17 @@ class Gateway:
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+            http=protocol(settings),
+            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # it takes fractions as well
+            timeout_graceful_shutdown=_CANCEL_S,
         )
         self._http = _HttpServer(config)
-        self._grpc = rpc.Server(SERVICE)
+        self._grpc = rpc.Server(SERVICE, max_request_bytes=settings.max_body_bytes // 2)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation), self._grpc.grpc)
-        self._http_task: asyncio.Task[None] | None = None
+        self._metrics = metrics
+        self._tasks: list[asyncio.Task[None]] = []
+        self.broken = asyncio.Event()
+        """Set when the HTTP server has ended by itself."""
         self.http_url = ""
         self.grpc_address = ""
 
@@ -64,14 +82,27 @@ class Gateway:
             self.grpc_address = f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
         host = f"[{settings.http_host}]" if ":" in settings.http_host else settings.http_host
         self.http_url = f"http://{host}:{listener.getsockname()[1]}"
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
+        serving = watch(self._http.serve(sockets=[listener]), "the HTTP server", lambda _: self.broken.set())
+        self._tasks = [serving, keep_running(lambda: observe_lag(self._metrics.loop_lag_s), "measuring the event loop's lag")]
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
-        """Take nothing new, let what runs finish within `drain_seconds`, then cut it off."""
-        self.router.draining = True
+        """Take nothing new, let what runs finish within `drain_seconds`, then end it with an error that says so.
+
+        Until all has ended, new requests over HTTP are answered with that error too.
+        """
+        drain_s = self._settings.drain_seconds
+        grpc_stopped = asyncio.create_task(self._grpc.stop(drain_s + _LAST_WORDS_S))
+        await self.router.drain(drain_s)
         self._http.should_exit = True
-        await asyncio.gather(self._grpc.stop(self._settings.drain_seconds), self._http_task or asyncio.sleep(0))
+        for task in self._tasks[:1]:
+            await asyncio.wait({task}, timeout=_LAST_WORDS_S)
+            # What is left are clients that do not read, or do not send the rest of their request.
+            self._http.hang_up()
+            await asyncio.wait({task})
+        await grpc_stopped
+        for task in self._tasks[1:]:
+            task.cancel()
         await self.router.close()
 
 
@@ -109,4 +140,6 @@ async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
         gc.collect()
         gc.freeze()
         print(f"gateway listening on {gateway.http_url} (OpenAI API) and {gateway.grpc_address} (gRPC)", flush=True)
-        await ended.wait()
+        await asyncio.wait([asyncio.ensure_future(event.wait()) for event in (ended, gateway.broken)], return_when=FIRST_COMPLETED)
+        if gateway.broken.is_set():
+            raise OutriderError(Reason.INTERNAL, "the HTTP server has ended; the log has the reason")

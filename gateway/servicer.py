@@ -13,7 +13,9 @@ import grpc
 
 from gateway.choices import Tally
 from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
+from gateway.json_body import MAX_VALUES
 from gateway.request_span import begin, describe
+from gateway.schema import MAX_MESSAGES
 from gateway.tenants import tenant_of
 from outrider import rpc, wire, wire_settings
 from outrider.errors import OutriderError, invalid
@@ -51,13 +53,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _text_request(self, request: generation_pb2.GenerateTextRequest) -> TextRequest:
         """The checked request; raises OutriderError that names the field and the limit."""
         name, info, _ = self._generation.router.pick(request.model)
-        prompt, field = await self._prompt(request)
+        prompt, field = await self._prompt(request, info.context_length)
         top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
         wire.check_logprobs("top_logprob_count", top_logprobs)
         prompt_logprobs = request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
         wire.check_logprobs("prompt_logprob_count", prompt_logprobs)
         prompts = self._generation.prompts
-        expected = await prompts.encode(request.prediction, add_special_tokens=False) if request.prediction else []
         return TextRequest(
             prompt=prompt,
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -72,26 +73,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt_logprobs=prompt_logprobs,
             grammar=wire_settings.grammar_from_proto(request.grammar if request.HasField("grammar") else None),
             grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}",
-            prediction=expected[: info.context_length],
+            prediction=await prompts.encode_start(request.prediction, info.context_length) if request.prediction else [],
         )
 
-    async def _prompt(self, request: generation_pb2.GenerateTextRequest) -> tuple[list[int], str]:
+    async def _prompt(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> tuple[list[int], str]:
         """The prompt's ids, and the field it came in."""
         prompts = self._generation.prompts
         kind = request.WhichOneof("input")
         if kind == "prompt":
-            return await prompts.encode(request.prompt), "prompt"
+            return await prompts.encode(request.prompt, "prompt", context_length), "prompt"
         if kind == "tokens":
+            if (count := len(request.tokens.token_ids)) > MAX_VALUES:
+                raise invalid("tokens.token_ids", f"must hold at most {MAX_VALUES} ids, not {count}")
             return list(request.tokens.token_ids), "tokens.token_ids"
         if kind is None:
             raise invalid("input", "must be one of prompt, chat and tokens")
         if not request.chat.messages:
             raise invalid("chat.messages", "must hold at least 1 message")
+        if (count := len(request.chat.messages)) > MAX_MESSAGES:
+            raise invalid("chat.messages", f"must hold at most {MAX_MESSAGES} messages, not {count}")
         for index, message in enumerate(request.chat.messages):
             if message.role not in _ROLES:
                 raise invalid(f"chat.messages[{index}].role", f"must be one of {', '.join(_ROLES)}, not {message.role[:40]!r}")
-        text = prompts.render([{"role": message.role, "content": message.content} for message in request.chat.messages])
-        return await prompts.encode(text, add_special_tokens=False), "chat.messages"
+        messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+        text = await prompts.rendered(messages, "chat.messages", context_length)
+        return await prompts.encode(text, "chat.messages", context_length, add_special_tokens=False), "chat.messages"
 
 
 @contextmanager

@@ -11,16 +11,20 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.generate import Generation
+from gateway.json_body import JsonRoute
 from gateway.metrics import Metrics
 from gateway.routing import Replica, Router
 from gateway.schema import DetokenizeBody, TokenizeBody
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.messages import DrafterInfo, ModelInfo, Stage
 
+MAX_TOKENIZED = 65_536
+"""Most tokens that /tokenize and /detokenize take where the model's context is shorter."""
+
 
 def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     """The endpoints around the generation."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     started = int(time.time())
 
     @router.get("/v1/models")
@@ -77,21 +81,28 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         if (body.prompt is None) is (body.messages is None):
             raise invalid("prompt", "or messages must be given, and not both")
         special = body.add_special_tokens
+        most, prompts = max(info.context_length, MAX_TOKENIZED), generation.prompts
+        field = "prompt" if body.messages is None else "messages"
         if body.messages is not None:
             messages = [message.for_template() for message in body.messages]
-            text = generation.prompts.render(messages, **body.rendering())
+            text = await prompts.rendered(messages, field, most, **body.rendering())
             special = False if special is None else special
         else:
             text = body.prompt or ""
             special = True if special is None else special
-        ids = await generation.prompts.encode(text, add_special_tokens=special)
-        strings = [generation.prompts.tokenizer.id_to_token(index) for index in ids] if body.return_token_strs else None
+        ids = await prompts.encode(text, field, most, add_special_tokens=special)
+        if len(ids) > most:
+            raise invalid(field, f"must have at most {most} tokens, not {len(ids)}")
+        strings = await prompts.token_names(ids) if body.return_token_strs else None
         return JSONResponse({"count": len(ids), "max_model_len": info.context_length, "tokens": ids, "token_strs": strings})
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of ids, special tokens included, in vLLM's shape."""
         _, info, _ = generation.router.pick(body.model)
+        most = max(info.context_length, MAX_TOKENIZED)
+        if len(body.tokens) > most:
+            raise invalid("tokens", f"must hold at most {most} ids, not {len(body.tokens)}")
         for index, token_id in enumerate(body.tokens):
             if not 0 <= token_id < info.vocab_size:
                 raise invalid(f"tokens[{index}]", f"must be in [0, {info.vocab_size}), not {token_id}")

@@ -13,6 +13,7 @@ import grpc
 from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason
 from outrider.messages import TokenChunk, TokenRequest
+from outrider.tasks import watch
 from outrider.v1 import verifier_pb2
 
 if TYPE_CHECKING:
@@ -56,6 +57,16 @@ class TokenStream:
         finally:
             link.end(number)
 
+    def give_up(self, why: OutriderError, *, waiting_only: bool) -> None:
+        """End all sequences with an error, or those of which nothing has been said yet."""
+        if self._link is not None:
+            self._link.give_up(why, waiting_only=waiting_only)
+
+    async def finished(self) -> None:
+        """Wait until no sequence is left."""
+        if self._link is not None:
+            await self._link.finished()
+
     async def close(self) -> None:
         """Free all sequences and hang up."""
         if self._link is not None:
@@ -69,9 +80,12 @@ class _Link:
         self._on_lost = on_lost
         self._last = 0
         self._going_on: dict[int, _Said] = {}
+        # Sequences of which nothing has been said yet.
+        self._waiting: set[int] = set()
+        self._empty = asyncio.Event()
         self._unsent: asyncio.Queue[verifier_pb2.StreamTokensRequest | None] = asyncio.Queue()
         self._call = stub.StreamTokens(self._requests())
-        self._reading = asyncio.create_task(self._read())
+        self._reading = watch(self._read(), "reading from a verifier")
 
     @property
     def over(self) -> bool:
@@ -88,12 +102,30 @@ class _Link:
             )
         self._unsent.put_nowait(begin)
         said = self._going_on[self._last] = _Said()
+        self._waiting.add(self._last)
         return self._last, said
 
     def end(self, number: int) -> None:
         """Forget a sequence, and free it if it goes on."""
-        if self._going_on.pop(number, None) is not None:
+        if self._forget(number) is not None:
             self._unsent.put_nowait(verifier_pb2.StreamTokensRequest(call_id=number, cancel=verifier_pb2.CancelTokens()))
+
+    def _forget(self, number: int) -> _Said | None:
+        self._waiting.discard(number)
+        said = self._going_on.pop(number, None)
+        if not self._going_on:
+            self._empty.set()
+        return said
+
+    def give_up(self, why: OutriderError, *, waiting_only: bool) -> None:
+        for number in list(self._waiting if waiting_only else self._going_on):
+            self._going_on[number].put_nowait(replace(why))
+            self.end(number)
+
+    async def finished(self) -> None:
+        while self._going_on and not self.over:
+            self._empty.clear()
+            await self._empty.wait()
 
     async def close(self) -> None:
         self._reading.cancel()
@@ -128,8 +160,9 @@ class _Link:
     def _take(self, part: verifier_pb2.TokensPart, said: _Said) -> None:
         # Not the part itself, which would keep what was said of all others in the same message.
         chunk = _meaning(part)
+        self._waiting.discard(part.call_id)
         if part.HasField("status") or part.tokens.finish_reason:
-            del self._going_on[part.call_id]
+            self._forget(part.call_id)
         elif isinstance(chunk, OutriderError):
             self.end(part.call_id)
         elif said.qsize() >= MOST_UNREAD_CHUNKS:
@@ -143,6 +176,8 @@ class _Link:
         self._unsent.put_nowait(None)
         for said in self._going_on.values():
             said.put_nowait(why and replace(why))
+        self._waiting.clear()
+        self._empty.set()
 
 
 def _meaning(part: verifier_pb2.TokensPart) -> TokenChunk | OutriderError:

@@ -7,10 +7,11 @@ OpenTelemetry's semantic conventions for generative AI have their own names.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from socketserver import ThreadingMixIn
 from typing import Any, cast
@@ -45,6 +46,9 @@ SEMANTIC_LABELS = {
     "error_type": "error.type",
 }
 _LAST_SEND_S = 3.0
+# Each scrape is a connection of its own.
+MAX_SCRAPES = 16
+_SCRAPE_S = 10.0
 _CUMULATIVE = export.AggregationTemporality.CUMULATIVE
 
 
@@ -67,7 +71,31 @@ def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> Non
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    """Few connections at once, each with a thread and for a short time."""
+
     daemon_threads = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._open: dict[socket.socket, float] = {}
+        super().__init__(*args, **kwargs)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._open) < MAX_SCRAPES
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second. A thread whose connection is shut down reads the end of it, and ends."""
+        for request, began in list(self._open.items()):
+            if time.monotonic() - began > _SCRAPE_S:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -50,6 +50,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
+    # Otherwise a new channel would use the connection of an older one to the same address, which may be half open.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
@@ -237,10 +239,11 @@ class Server:
     Usage: add servicers to `.grpc`, then `await start(address)`, `await set_serving(True)`, and at the end `await stop(grace_s)`.
     """
 
-    def __init__(self, *services: str) -> None:
+    def __init__(self, *services: str, max_request_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.services = services
         self.ports: list[int] = []
-        self.grpc = grpc.aio.server(interceptors=[_RefusesUnreadable()], options=SERVER_OPTIONS)
+        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)]
+        self.grpc = grpc.aio.server(interceptors=[_RefusesUnreadable()], options=options)
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # grpc-stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)

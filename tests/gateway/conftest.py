@@ -68,4 +68,5 @@ async def rig(shared_rig: Rig) -> Rig:
     for field in fields(Script):
         setattr(script, field.name, getattr(fresh, field.name))
     await until(lambda: is_ready(shared_rig.http))
+    await until(lambda: shared_rig.gateway.router.replicas[0].info == script.info)
     return shared_rig

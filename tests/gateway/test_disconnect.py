@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,12 +32,18 @@ async def freed(rig: Rig, count: int) -> None:
     assert rig.script.cancelled == count
 
 
-def asks_and_reads_nothing(rig: Rig) -> socket.socket:
+_ENDLESS = 2**22
+
+
+async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
+    """Of a verifier whose context holds a very long answer."""
+    rig.script.info = replace(rig.script.info, context_length=2 * _ENDLESS)
+    await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
     where = urlsplit(rig.gateway.http_url)
     connection = socket.create_connection((where.hostname, where.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    body = b'{"prompt": "x", "stream": true}'
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    body = b'{"prompt": "x", "stream": true, "max_tokens": %d}' % _ENDLESS
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
@@ -67,7 +74,7 @@ async def test_a_client_that_hangs_up_between_tokens_frees_its_sequence(rig: Rig
 async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(rig: Rig) -> None:
     """The gateway is then in the middle of a write that its full socket does not take."""
     rig.script.answer = lambda _: [step for _ in range(20_000) for step in (plain([5] * 200), 0.001)]
-    connection = asks_and_reads_nothing(rig)
+    connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
     await asyncio.sleep(1.0)
     assert rig.script.running == 1
@@ -77,7 +84,7 @@ async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(ri
 
 async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread(rig: Rig) -> None:
     rig.script.answer = lambda _: [*[plain([5] * 50)] * 20, 0.0] * 5000
-    connection = asks_and_reads_nothing(rig)
+    connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
     await until(lambda: rig.script.running == 0, timeout_s=60.0)
     assert rig.script.cancelled == 1
@@ -98,7 +105,7 @@ async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig:
     rig.script.answer = lambda _: [step for _ in range(20) for step in (plain([5]), 0.005)] + [last([], FinishReason.LENGTH)]
 
     async def client(number: int) -> None:
-        body = {"prompt": "x", "n": 1 + number % 3, "stream": number % 2 == 0}
+        body = {"prompt": "x", "n": 1 + number % 3, "max_tokens": 64, "stream": number % 2 == 0}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.004 * number):
                 await rig.http.post("/v1/completions", json=body)

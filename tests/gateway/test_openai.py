@@ -34,7 +34,7 @@ async def test_a_completion_continues_the_prompt(rig: Rig) -> None:
 async def test_a_stream_joins_to_the_whole_answer(rig: Rig, chunk: int) -> None:
     rig.says(TEXT, chunk)
     texts, reasons = [], []
-    async for part in await rig.client.completions.create(model="models/target", prompt="x", stream=True):
+    async for part in await rig.client.completions.create(model="models/target", prompt="x", max_tokens=64, stream=True):
         texts.append(part.choices[0].text)
         reasons.append(part.choices[0].finish_reason)
     assert "".join(texts) == TEXT
@@ -159,7 +159,7 @@ async def test_choices_are_numbered_by_prompt_and_a_prompt_counts_once(rig: Rig)
 async def test_streamed_choices_interleave_without_mixing(rig: Rig) -> None:
     rig.says(TEXT, 2, pause_s=0.001)
     texts = ["", "", ""]
-    async for part in await rig.client.completions.create(model="models/target", prompt="x", n=3, stream=True):
+    async for part in await rig.client.completions.create(model="models/target", prompt="x", n=3, max_tokens=64, stream=True):
         texts[part.choices[0].index] += part.choices[0].text
     assert texts == [TEXT] * 3
 

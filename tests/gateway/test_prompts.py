@@ -56,7 +56,7 @@ def test_the_bundled_template_renders_as_in_transformers(prompts: Prompts, gener
 
 async def test_a_rendered_chat_has_the_ids_of_transformers(prompts: Prompts) -> None:
     expected = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
-    assert await prompts.encode(prompts.render(CHAT), add_special_tokens=False) == expected
+    assert await prompts.encode(prompts.render(CHAT), "messages", 2048, add_special_tokens=False) == expected
 
 
 def test_a_demanding_template_renders_as_in_transformers(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_a_long_prompt_is_tokenised_whole(tmp_path: Path, prompts: Prompts
     tokenizer["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     text = "x = 1\n" * 10_000
-    ids = await Prompts(model).encode(text)
+    ids = await Prompts(model).encode(text, "prompt", 2**17)
     assert prompts.decode(ids) == text
 
 

@@ -1,0 +1,121 @@
+"""HTTP connections that are bounded: in the bytes and number of their headers, and in how long a request may take to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.api_errors import error_body
+from gateway.config import GatewaySettings
+from outrider.errors import OutriderError, Reason
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 128
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which itself bounds neither headers nor the time before the first byte and between the others."""
+
+    header_seconds: float
+    body_seconds: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refusal: OutriderError | None = None
+        # Bytes of the request line and the headers that are complete.
+        self._header_bytes = 0
+        # Bytes taken in since the last one of a body: an unfinished header or trailer, which the parser alone knows.
+        self._pending_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(transport)
+        self._expect(self.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._pending_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._pending_bytes > MAX_HEADER_BYTES:
+            self._refuse(_too_large())
+        elif self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            # The beginning of another request, or what belongs to none.
+            self._expect(self.header_seconds)
+
+    def on_message_begin(self) -> None:
+        self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
+            # Raised through the parser, which ends there.
+            self._refusal = _too_large()
+            raise self._refusal
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._expect(self.body_seconds)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._pending_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._pending_bytes = 0
+        self._expect(None)
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal or OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}"))
+
+    def _expect(self, seconds: float | None) -> None:
+        """End the connection unless what is due comes within so long; None for nothing."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        if self._pending_bytes == 0 and (self.cycle is None or self.cycle.response_complete):
+            # Nothing was asked.
+            self.transport.close()
+        else:
+            self._refuse(OutriderError(Reason.REQUEST_TIMEOUT, "the request did not arrive in time"))
+
+    def _refuse(self, error: OutriderError) -> None:
+        """Answer with the error unless an answer has begun, and hang up."""
+        running = self.cycle is not None and not self.cycle.response_complete
+        if not (running and self.cycle.response_started):
+            content = json.dumps(error_body(error)).encode()
+            head = [STATUS_LINE[error.reason.kind.http], b"content-type: application/json\r\nconnection: close\r\n"]
+            self.transport.write(b"".join([*head, b"content-length: %d\r\n\r\n" % len(content), content]))
+        if running:
+            # So that the application writes nothing more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+def protocol(settings: GatewaySettings) -> type[asyncio.Protocol]:
+    """The protocol with the times of the settings."""
+    times = {"header_seconds": settings.header_seconds, "body_seconds": settings.body_seconds}
+    return cast(type[asyncio.Protocol], type("Connection", (BoundedProtocol,), times))
+
+
+def _too_large() -> OutriderError:
+    message = f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes, or more than {MAX_HEADERS}"
+    return OutriderError(Reason.HEADERS_TOO_LARGE, message)
