@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from exact import PROMPT, LawDrafter, equal_to_target, make_engine, tiny_model
+from drafted import LawDrafter, make_engine
+from exact import PROMPT, equal_to_target, tiny_model
 
 from outrider.messages import AcceptanceRule, Rule, SamplingParams, SpeculationOptions, TokenChunk, TokenRequest, TokenSource
 

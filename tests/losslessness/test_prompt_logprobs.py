@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from exact import VOCAB, LawDrafter, equal_to_target, make_engine, tiny_model
+from drafted import LawDrafter, make_engine
+from exact import VOCAB, equal_to_target, tiny_model
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import AcceptanceRule, FinishReason, Rule, SamplingParams, TokenChunk, TokenRequest

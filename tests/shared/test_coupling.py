@@ -9,7 +9,10 @@ import pytest
 import torch
 from scipy import stats
 
+from outrider.logits import Context
+from outrider.messages import SamplingParams
 from outrider.sampling import coupled_exponentials, coupled_keys, coupled_sample
+from verifier_svc.acceptance import Draft, accept
 
 DOCUMENT = Path(__file__).parents[2] / "docs/coupling.md"
 TEXT = DOCUMENT.read_text()
@@ -136,3 +139,22 @@ def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(monkeypatch:
     whole = coupled_sample(probs, keys)
     monkeypatch.setattr("outrider.sampling._NOISE_BLOCK", 1000)
     assert torch.equal(coupled_sample(probs, keys), whole)
+
+
+def test_a_seed_counts_with_all_of_its_bits_when_the_verifier_draws() -> None:
+    seeds = [high * 2**32 + low for low in range(20) for high in (0, 1, 2**31, 2**32 - 1)]
+    logits = torch.from_numpy(np.random.default_rng(3).normal(size=(1, 50)))
+    drawn = [accept(logits, [Draft(Context(SamplingParams(), [0] * 4), seed)])[0].next_token for seed in seeds]
+    noise = [[by_the_document(seed, 4, token)[1] for token in range(50)] for seed in seeds]
+    assert drawn == (logits.softmax(-1).numpy() / np.array(noise)).argmax(-1).tolist()
+    assert len({tuple(drawn[high::4]) for high in range(4)}) == 4
+
+
+def test_the_race_is_run_in_float64_however_close_it_is() -> None:
+    """As coupling.md has it for both sides; in float32 these pairs of tokens, with probabilities as near as can be, often tie."""
+    keys = torch.from_numpy(coupled_keys(np.full(2_000, 12), np.arange(2_000)))
+    noise = coupled_exponentials(keys, 2)
+    probs = torch.stack([torch.ones(2_000), (noise[:, 1] / noise[:, 0]).float()], 1)
+    expected = (probs.double() / noise).argmax(-1)
+    assert ((probs / noise.float()).argmax(-1) != expected).sum() > 100
+    assert torch.equal(coupled_sample(probs, keys), expected)
