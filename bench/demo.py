@@ -119,9 +119,9 @@ async def _load(supervisor: Supervisor, url: str, drafters: int, progress: Progr
     task = progress.add_task("loading", total=1)
 
     def tell(stage: str) -> None:
-        progress.update(task, description=f"loading ({stage})"[:70])
+        progress.update(task, description=stage[:70])
         if not progress.console.is_terminal:
-            progress.console.print(f"loading: {stage}", markup=False)
+            progress.console.print(stage, markup=False)
 
     await asyncio.wait_for(supervisor.settle(until_ready(url, tell, drafters)), _LOADING_S)
     progress.update(task, description="loaded", completed=1)

@@ -28,6 +28,8 @@ _Result = TypeVar("_Result")
 
 _BACKOFF_S = (0.1, 3.0)
 _POLL_LOADING_S = 0.25
+# A verifier that starts as well takes longer to answer, and then loads for a while.
+_WORTH_TELLING_S = 30.0
 _GOODBYE_S = 1.0
 # More than these wait in the verifier, which cuts off who does not read.
 _MAX_UNREAD_STEPS = 256
@@ -49,7 +51,7 @@ class Callbacks:
 async def wait_until_ready(channel: grpc.aio.Channel) -> ModelInfo:
     """The model, once the verifier serves it; polls for as long as it takes."""
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-    told = ""
+    told, worth_telling = "", time.monotonic() + _WORTH_TELLING_S
     while True:
         try:
             response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
@@ -59,7 +61,7 @@ async def wait_until_ready(channel: grpc.aio.Channel) -> ModelInfo:
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
         except grpc.aio.AioRpcError as failure:
             state = f"{failure.code().name}: {failure.details()}"
-        if state != told:
+        if state != told and time.monotonic() > worth_telling:
             log.info("waiting for the verifier (%s)", state)
             told = state
         await asyncio.sleep(_POLL_LOADING_S)

@@ -25,6 +25,8 @@ _POLL_LOADING_S = 0.2
 _POLL_TIMEOUT_S = 5.0
 _SHOWN_CHARACTERS = 400
 _DRAIN_LOOK_S = 0.05
+# At the start, a verifier that starts as well may take longer to answer.
+_WORTH_TELLING_S = 30.0
 # Why a verifier takes no request that another one would take.
 _GONE = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
 
@@ -186,11 +188,14 @@ class Router:
             await replica.close()
 
     async def _poll(self, replica: Replica, on_ready: Callable[[bool], Awaitable[None]]) -> None:
+        told, worth_telling = str(replica.problem), time.monotonic() + _WORTH_TELLING_S
         while True:
-            before = str(replica.problem)
             await replica.refresh(self._fingerprint)
-            if str(replica.problem) != before:
+            if replica.problem is None:
+                worth_telling = 0.0
+            if str(replica.problem) != told and time.monotonic() > worth_telling:
                 log.info("%s", replica.problem or f"verifier {replica.address} is ready")
+                told = str(replica.problem)
             if replica.problem is not None:
                 self._move_waiting(replica, replica.problem)
             if self.ready is not self._told_ready:

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+# A start goes through stages that last less, and through the gateway's polls, which come once a second.
+_WORTH_TELLING_S = 10.0
+
 
 async def until_ready(url: str, tell: Callable[[str], None], drafters: int) -> None:
-    """Wait until the gateway takes requests and as many drafters are connected; `tell` hears each stage once."""
-    told = ""
+    """Wait until the gateway takes requests and as many drafters are connected; `tell` hears once what takes several seconds."""
+    told, stage, since = "", "", time.monotonic()
     async with httpx.AsyncClient(base_url=url, timeout=5) as client:
         while True:
+            before = stage
             stage, ready = await _stage(client, drafters)
             if ready:
                 return
-            if stage != told:
+            if stage != before:
+                since = time.monotonic()
+            if stage not in ("", told) and time.monotonic() - since > _WORTH_TELLING_S:
                 tell(stage)
                 told = stage
             await asyncio.sleep(0.2)
 
 
 async def _stage(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
+    """What is under way, "" for what is no news, and whether all are ready."""
     try:
         body = (await client.get("/readyz")).json()
     except (httpx.TransportError, ValueError):
-        return "starting the gateway", False
+        return "", False
+    if body["status"] == "unavailable":
+        # The verifier does not listen yet. If it never will, its process ends and says why.
+        return "", False
+    if body["status"] == "loading":
+        return "; ".join(f"loading {v['model']}: {v['stage_detail']}" for v in body["verifiers"] if not v["ready"]), False
     if body["status"] not in ("ready", "degraded"):
         return f"{body['status']}: {body['detail']}", False
     connected = sum(drafter["connected"] for verifier in body["verifiers"] for drafter in verifier["drafters"])

@@ -16,10 +16,10 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Reason
 from outrider.local import until_ready
 from outrider.output import Output
-from outrider.stack import ServeSettings, Stack, plan_stack
+from outrider.stack import DrafterSpec, ServeSettings, Stack, plan_stack
 from outrider.supervisor import StartFailed, Supervisor
 
 _LAST_WRITES_S = 1.0
@@ -30,10 +30,27 @@ def run(settings: ServeSettings) -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         try:
             stack = plan_stack(settings, Path(directory))
+            _check_models(settings)
         except OutriderError as error:
             _complain(str(error))
             return 2
         return asyncio.run(supervise(stack, settings))
+
+
+def _check_models(settings: ServeSettings) -> None:
+    """Raises OutriderError(MODEL_NOT_FOUND) for the first model that no process would find."""
+    from outrider.tokenizer import model_file  # loads the hub's library
+
+    for model in _models(settings):
+        for name in ("config.json", "tokenizer.json"):
+            if model_file(model, name) is None:
+                raise OutriderError(Reason.MODEL_NOT_FOUND, f"{model} has no {name}", "target")
+
+
+def _models(settings: ServeSettings) -> list[str]:
+    """Target and draft models, each once."""
+    specs = map(DrafterSpec.parse, settings.drafter)
+    return list(dict.fromkeys([settings.target, *(spec.model for spec in specs if spec.model)]))
 
 
 async def supervise(stack: Stack, settings: ServeSettings) -> int:
@@ -90,6 +107,7 @@ def _complain(text: str) -> None:
 
 async def _announce(supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console) -> None:
     """Print the URLs once requests are taken; raises StartFailed."""
+    console.print(f"loading {' and '.join(_models(settings))} ...", markup=False)
     ready = until_ready(stack.http_url, lambda stage: console.print(f"[dim]{escape(stage)}[/]"), len(settings.drafter))
     await supervisor.settle(ready)
     console.print(

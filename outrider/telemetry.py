@@ -189,6 +189,9 @@ def setup_logging(level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(TraceFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level == "info":
+        # Each start and stop of uvicorn is one of the process, which says so itself.
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 class TraceFormatter(logging.Formatter):

@@ -118,8 +118,8 @@ async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerif
     ("flags", "status", "named"),
     [
         (["--family", "model"], 1, "model must name a directory or hub id"),
-        (["--family", "eagle"], 2, "family: Input should be 'ngram', 'suffix' or 'model'"),
-        (["--family", "ngram", "--max-draft-len", "65"], 2, "max-draft-len: Input should be less than or equal to 64"),
+        (["--family", "eagle"], 2, "family: must be 'ngram', 'suffix' or 'model'"),
+        (["--family", "ngram", "--max-draft-len", "65"], 2, "max-draft-len: must be less than or equal to 64"),
         (["--family", "ngram", "--redis", "redis://127.0.0.1"], 1, "pool-secret-file must be given with redis"),
         (["--family", "ngram", "--redis", "redis+ring://127.0.0.1"], 1, "redis must look like redis://HOST:PORT/DB"),
         (

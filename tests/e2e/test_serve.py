@@ -75,4 +75,9 @@ def test_it_answers_and_leaves_no_process_behind(tmp_path: Path, number: signal.
         status = process.wait(20)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
         until(lambda: not any(map(runs, started)), 15)
-        assert "leaked" not in (tmp_path / "log").read_text()
+        said = (tmp_path / "log").read_text()
+        assert "leaked" not in said
+        assert said.startswith("loading models/target ...\n")
+        # What would look like a failure, or was a progress bar.
+        for word in ("refused", "unavailable", "UNAVAILABLE", "Loading weights", "0 of 1"):
+            assert word not in said
