@@ -156,7 +156,7 @@ def _too_long(field: str, length: str, context_length: int) -> OutriderError:
 
 
 def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
-    """CONTEXT_LENGTH_EXCEEDED. Its message begins as OpenAI's and vLLM's, by which litellm knows it; LangChain knows the code."""
+    """CONTEXT_LENGTH_EXCEEDED, in words that clients know: litellm looks for the first sentence, LangChain for the code."""
     message = f"This model's maximum context length is {context_length} tokens. {message} (context_length_exceeded)."
     return OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field)
 

@@ -59,6 +59,9 @@ def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     @router.get("/metrics")
     async def prometheus() -> Response:
         """Prometheus' text format."""
+        for name in generation.router.models:
+            # `vllm bench serve` looks for these counters before its first request.
+            metrics.drafted(name, 0, ())
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     _answer_head(router)

@@ -15,7 +15,6 @@ from stack import TARGET, Process, Stack, free_port
 
 from outrider import __version__
 
-
 LEFT = "c" * 32
 """The trace of a request whose client leaves."""
 

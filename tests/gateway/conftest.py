@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import fields
 
-import httpx
-import openai
 import pytest
 import pytest_asyncio
-from gateway_rig import TARGET, Rig, echo, is_ready, until
+from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, until
 from scripted_verifier import Script, ScriptedVerifier, ready
 
 from gateway import routing
 from gateway.config import GatewaySettings
-from gateway.metrics import Metrics
 from gateway.prompts import Prompts
-from gateway.server import running
 from outrider import rpc
-from outrider.v1 import generation_pb2_grpc, verifier_pb2_grpc
+from outrider.v1 import verifier_pb2_grpc
 
 
 @pytest.fixture(scope="session")
@@ -46,18 +41,6 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
         async with running_rig(settings, script, prompts) as rig:
             yield rig
     await server.stop(0)
-
-
-@contextlib.asynccontextmanager
-async def running_rig(settings: GatewaySettings, script: Script, prompts: Prompts) -> AsyncIterator[Rig]:
-    async with (
-        running(settings, Metrics()) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
-        openai.AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0) as client,
-    ):
-        channel = rpc.dial(gateway.grpc_address)
-        yield Rig(gateway, script, prompts, http, client, generation_pb2_grpc.GenerationServiceStub(channel))
-        await channel.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

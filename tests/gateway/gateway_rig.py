@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import json
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +14,11 @@ import httpx
 import openai
 from scripted_verifier import Script, Step, last, plain
 
+from gateway.config import GatewaySettings
+from gateway.metrics import Metrics
 from gateway.prompts import Prompts
-from gateway.server import Gateway
+from gateway.server import Gateway, running
+from outrider import rpc
 from outrider.messages import FinishReason, TokenRequest
 from outrider.v1 import generation_pb2_grpc
 
@@ -55,3 +61,25 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
     async with asyncio.timeout(timeout_s):
         while not ((await met) if isinstance(met := condition(), Awaitable) else met):  # noqa: ASYNC110  # see above
             await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def running_rig(settings: GatewaySettings, script: Script, prompts: Prompts) -> AsyncIterator[Rig]:
+    """A gateway of its own with its clients."""
+    async with (
+        running(settings, Metrics()) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        openai.AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        channel = rpc.dial(gateway.grpc_address)
+        yield Rig(gateway, script, prompts, http, client, generation_pb2_grpc.GenerationServiceStub(channel))
+        await channel.close()
+
+
+def model_with_template(folder: Path, template: object, **config: object) -> str:
+    """The bundled model's tokenizer with another chat template, in a folder."""
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+    known = json.loads((Path(TARGET) / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(known | {"chat_template": template} | config))
+    return str(folder)

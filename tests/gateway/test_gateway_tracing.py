@@ -129,15 +129,17 @@ async def test_only_a_fault_of_the_servers_is_an_error_and_the_reason_is_named(
         rig.script.answer = lambda _, reason=reason: [OutriderError(reason, "broken")]
         await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
     seen = [
-        (span.status.status_code, dict(span.attributes or {})["error.type"], dict(span.attributes or {})["http.response.status_code"])
+        (
+            span.status.status_code,
+            dict(span.attributes or {})["error.type"],
+            dict(span.attributes or {})["http.response.status_code"],
+        )
         for span in spans.get_finished_spans()
     ]
     assert seen == [(status, reason.name.lower(), code) for reason, status, code in expected]
 
 
-async def test_a_stream_that_fails_after_its_first_event_is_an_error_with_status_200(
-    rig: Rig, spans: InMemorySpanExporter
-) -> None:
+async def test_a_stream_that_fails_after_its_first_event_is_an_error_with_status_200(rig: Rig, spans: InMemorySpanExporter) -> None:
     rig.script.answer = lambda _: [plain([5]), OutriderError(Reason.INTERNAL, "broken")]
     await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True})
     [span] = spans.get_finished_spans()

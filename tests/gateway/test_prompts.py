@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from gateway_rig import TARGET
+from gateway_rig import TARGET, model_with_template
 from transformers import AutoTokenizer
 
 from gateway.prompts import Prompts
@@ -39,19 +38,42 @@ TEMPLATE = """\
 """
 
 
-def model_with_template(folder: Path, template: object, **config: object) -> str:
-    for name in ("tokenizer.json", "config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
-    known = json.loads((Path(TARGET) / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(known | {"chat_template": template} | config))
-    return str(folder)
-
-
 @pytest.mark.parametrize("generation_prompt", [True, False])
 def test_the_bundled_template_renders_as_in_transformers(prompts: Prompts, generation_prompt: bool) -> None:
     reference = AutoTokenizer.from_pretrained(TARGET)
     expected = reference.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation_prompt)
     assert prompts.render(CHAT, add_generation_prompt=generation_prompt) == expected
+
+
+TRIMMING = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+
+
+@pytest.mark.parametrize("template", [None, TRIMMING], ids=["bundled", "trimming"])
+@pytest.mark.parametrize("begun", ["Sure", "Sure: ", "two\n\nlines \n"])
+def test_a_message_left_open_renders_as_in_transformers(tmp_path: Path, prompts: Prompts, template: str | None, begun: str) -> None:
+    model = TARGET if template is None else model_with_template(tmp_path, template)
+    chat = [*CHAT, {"role": "assistant", "content": begun}]
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    rendered = Prompts(model).render(chat, add_generation_prompt=False, continue_final_message=True)
+    assert rendered == expected
+    assert rendered.endswith(begun if template is None else begun.strip())
+
+
+def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(tmp_path: Path) -> None:
+    prompts = Prompts(model_with_template(tmp_path, "{{ messages[0].content }}"))
+    with pytest.raises(OutriderError, match="does not show the last message") as caught:
+        prompts.render(CHAT, add_generation_prompt=False, continue_final_message=True)
+    assert caught.value.field == "continue_final_message"
+
+
+def test_variables_reach_the_template_as_in_transformers(tmp_path: Path) -> None:
+    template = (
+        "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} plain{% endif %}{{ documents }}"
+    )
+    model = model_with_template(tmp_path, template)
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        expected = AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT, tokenize=False, **variables)
+        assert Prompts(model).render(CHAT, add_generation_prompt=False, variables=variables) == expected
 
 
 async def test_a_rendered_chat_has_the_ids_of_transformers(prompts: Prompts) -> None:

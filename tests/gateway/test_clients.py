@@ -1,0 +1,296 @@
+"""What clients nobody here wrote send without being configured: recorded requests, and what they look for in the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_rig import Rig, is_ready, model_with_template, running_rig, until
+from scripted_verifier import last, plain
+
+from gateway.config import GatewaySettings
+from gateway.schema import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHAT: Any = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+# As guidellm 0.8 sends them.
+GUIDELLM: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x y", "max_tokens": 64, "stop": None, "ignore_eos": True},
+    "/v1/chat/completions": {"messages": CHAT, "max_completion_tokens": 64, "stop": None, "ignore_eos": True},
+}
+# As `vllm bench serve` 0.32 sends them.
+VLLM_BENCH: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "model": "models/target",
+        "prompt": "x y",
+        "repetition_penalty": 1.0,
+        "max_tokens": 64,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "temperature": 0.0,
+    },
+    "/v1/chat/completions": {
+        "model": "models/target",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x y"}]}],
+        "max_completion_tokens": 64,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    },
+}
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+@pytest.mark.parametrize("path", GUIDELLM)
+async def test_guidellm_reads_the_usage_of_each_chunk(rig: Rig, path: str) -> None:
+    ids = rig.says("if x then y", chunk=2)
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    response = await rig.http.post(path, json={"model": "models/target", **options, **GUIDELLM[path]})
+    *chunks, whole = chunks_of(response.text)
+    prompt = whole["usage"]["prompt_tokens"]
+    assert all(set(chunk["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"} for chunk in chunks)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == whole["usage"]["completion_tokens"] == len(ids) + 1
+    assert chunks[0]["usage"]["completion_tokens"] == (0 if "chat" in path else 2)
+    assert all(chunk["usage"]["total_tokens"] == prompt + count for chunk, count in zip(chunks, counts, strict=True))
+
+
+async def test_the_usage_of_a_chunk_is_that_of_its_choice(rig: Rig) -> None:
+    ids = rig.says("if x then y", chunk=2)
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    response = await rig.http.post("/v1/completions", json={"prompt": ["x y", "x"], "n": 2, **options})
+    *chunks, whole = chunks_of(response.text)
+    latest = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in chunks}
+    assert [latest[index]["prompt_tokens"] for index in range(4)] == [2, 2, 1, 1]
+    assert {usage["completion_tokens"] for usage in latest.values()} == {len(ids) + 1}
+    assert whole["usage"]["completion_tokens"] == 4 * (len(ids) + 1)
+
+
+@pytest.mark.parametrize("stream_options", [{"include_usage": True}, {"continuous_usage_stats": True}])
+async def test_chunks_have_no_usage_unless_both_options_ask_for_it(rig: Rig, stream_options: dict[str, bool]) -> None:
+    rig.says("if x")
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True, "stream_options": stream_options})
+    with_usage = [chunk for chunk in chunks_of(response.text) if chunk.get("usage")]
+    assert len(with_usage) == (1 if "include_usage" in stream_options else 0)
+
+
+def drafted(accepted: int, drafted_count: int) -> TokenChunk:
+    """A step that accepted some of its draft."""
+    own = TokenSource.BONUS if accepted == drafted_count else TokenSource.RECOVERED
+    sources = [TokenSource.ACCEPTED] * accepted + [own]
+    return TokenChunk([5] * (accepted + 1), sources, "ngram-1", draft_token_count=drafted_count)
+
+
+async def spec_decode(rig: Rig) -> dict[str, float]:
+    """The counters by name and position, read as `vllm bench serve` reads them."""
+    found: dict[str, float] = {}
+    for line in (await rig.http.get("/metrics")).text.splitlines():
+        if line.startswith("vllm:spec_decode"):
+            series, value = line.split(None, 1)
+            name, _, labels = series.partition("{")
+            if name.endswith("_total"):
+                position = labels.partition('position="')[2].partition('"')[0]
+                found[name.removeprefix("vllm:spec_decode_") + position] = float(value)
+    return found
+
+
+async def test_vllm_bench_finds_its_counters_before_any_request(rig: Rig) -> None:
+    assert {"num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total"} <= (await spec_decode(rig)).keys()
+
+
+@pytest.mark.parametrize("path", VLLM_BENCH)
+async def test_vllm_bench_reads_the_acceptance_of_what_it_asked_for(rig: Rig, path: str) -> None:
+    before = await spec_decode(rig)
+    steps = [drafted(3, 4), plain([5]), drafted(0, 2), drafted(1, 1)]
+    rig.script.answer = lambda _: [*steps, last([3], FinishReason.STOP, SpeculationStats(draft_count=3))]
+    response = await rig.http.post(path, json=VLLM_BENCH[path])
+    assert chunks_of(response.text)[-1]["usage"]["completion_tokens"] == 9
+    after = await spec_decode(rig)
+    assert {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)} == {
+        "num_drafts_total": 3,
+        "num_draft_tokens_total": 7,
+        "num_accepted_tokens_total": 4,
+        "num_accepted_tokens_per_pos_total0": 2,
+        "num_accepted_tokens_per_pos_total1": 1,
+        "num_accepted_tokens_per_pos_total2": 1,
+    }
+
+
+async def test_a_whole_answer_counts_what_its_gathered_steps_did(rig: Rig) -> None:
+    before = await spec_decode(rig)
+    stats = SpeculationStats(forward_count=5, draft_count=3, draft_token_count=7, accepted_token_count=3, histogram=[1, 1, 1])
+    gathered = drafted(3, 7)
+    rig.script.answer = lambda _: [plain([5]), gathered, last([3], FinishReason.STOP, stats)]
+    await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 30})
+    after = await spec_decode(rig)
+    changed = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert (changed["num_drafts_total"], changed["num_draft_tokens_total"], changed["num_accepted_tokens_total"]) == (3, 7, 3)
+    assert (changed["num_accepted_tokens_per_pos_total0"], changed["num_accepted_tokens_per_pos_total1"]) == (2, 1)
+
+
+async def test_an_answer_cut_off_before_its_steps_are_known_counts_no_draft_tokens(rig: Rig) -> None:
+    before = await spec_decode(rig)
+    rig.script.answer = lambda _: [plain([5]), drafted(3, 7), 60.0]
+    request = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 30}))
+    await until(lambda: rig.script.running == 1)
+    request.cancel()
+    await until(lambda: rig.script.running == 0)
+    assert await spec_decode(rig) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b c " * 3000}]}),
+        ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 4000}),
+        ("/v1/completions", {"prompt": [5] * 2048}),
+    ],
+    ids=["messages", "limit", "prompt"],
+)
+async def test_litellm_and_langchain_know_the_overflow_of_the_context(rig: Rig, path: str, body: dict[str, Any]) -> None:
+    error = (await rig.http.post(path, json=body)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    # litellm 1.106, is_error_str_context_window_exceeded: what makes it fall back to a larger model.
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens. ")
+    # langchain-openai 1.7, _handle_openai_bad_request, which searches the exception's text.
+    assert "context_length_exceeded" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"tools": []},
+        {"reasoning_effort": "none"},
+        {"prompt_cache_retention": "24h"},
+        {"prompt_cache_options": {"mode": "implicit"}},
+        {"prompt_cache_key": "k"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": None},
+        {"add_generation_prompt": True},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+async def test_what_asks_for_nothing_changes_nothing(rig: Rig, extra: dict[str, Any]) -> None:
+    rig.says("yes")
+    for body in ({}, extra):
+        response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
+        assert response.json()["choices"][0]["message"]["content"] == "yes"
+    plain_request, with_extra = rig.script.requests
+    assert plain_request.prompt == with_extra.prompt
+
+
+@pytest.mark.parametrize("calls", [{"tool_calls": []}, {"tool_calls": None}, {"function_call": None, "audio": None}])
+@pytest.mark.parametrize("content", ["Hello!", "", None])
+async def test_a_history_of_answers_without_calls_is_taken(rig: Rig, calls: dict[str, Any], content: str | None) -> None:
+    history = [*CHAT, {"role": "assistant", "content": content, **calls}, *CHAT]
+    response = await rig.http.post("/v1/chat/completions", json={"messages": history})
+    assert response.status_code == 200
+    assert rig.prompts.decode(rig.script.requests[0].prompt).count(content or "") >= 1
+
+
+@pytest.mark.parametrize("calls", [{"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}], ids=str)
+async def test_a_history_with_calls_is_refused_by_their_name_and_not_by_the_contents(rig: Rig, calls: dict[str, Any]) -> None:
+    history = [*CHAT, {"role": "assistant", "content": None, **calls}]
+    error = (await rig.http.post("/v1/chat/completions", json={"messages": history})).json()["error"]
+    [name] = calls
+    assert (error["param"], error["code"]) == (f"messages[1].{name}", "unsupported_parameter")
+    assert error["message"].startswith(f"messages[1].{name} is not supported")
+
+
+@pytest.mark.parametrize("extra", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}], ids=str)
+async def test_tools_are_refused_with_what_to_do_instead(rig: Rig, extra: dict[str, Any]) -> None:
+    response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS, **extra})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
+    assert 'tool_choice "none"' in error["message"]
+    assert "response_format" in error["message"]
+
+
+async def test_who_looks_for_the_responses_api_is_told_of_chat_completions(rig: Rig) -> None:
+    response = await rig.http.post("/v1/responses", json={"input": "hi"})
+    assert response.status_code == 404
+    assert "POST /v1/chat/completions" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"])
+async def test_head_is_answered_as_get_is_without_the_body(rig: Rig, path: str) -> None:
+    head, get = await rig.http.head(path), await rig.http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers.get("content-type") == get.headers.get("content-type")
+
+
+THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is not false %} think{% endif %}{{ effort }}"
+
+
+async def test_a_chats_template_is_told_its_variables(rig: Rig, tmp_path: Path) -> None:
+    [verifier] = rig.gateway.router.replicas
+    settings = GatewaySettings(
+        verifier=[verifier.address], tokenizer=model_with_template(tmp_path, THINKING), http_port=0, grpc_listen="127.0.0.1:0"
+    )
+    async with running_rig(settings, rig.script, rig.prompts) as other:
+        await until(lambda: is_ready(other.http))
+        bodies: list[tuple[dict[str, Any], str]] = [
+            ({}, "hi think"),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, "hi"),
+            ({"chat_template_kwargs": {"effort": " low"}}, "hi think low"),
+            ({"reasoning_effort": "none"}, "hi"),
+            ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "hi think"),
+        ]
+        for body, prompt in bodies:
+            assert (await other.http.post("/v1/chat/completions", json={"messages": CHAT, **body})).status_code == 200
+            assert rig.prompts.decode(rig.script.requests[-1].prompt) == prompt
+        tokenized = await other.http.post("/tokenize", json={"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}})
+        assert rig.prompts.decode(tokenized.json()["tokens"]) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"messages": []}, "must not set messages"),
+        ({"add_generation_prompt": False}, "must not set add_generation_prompt"),
+        ({"bos_token": "x"}, "must not set bos_token"),
+        ({"a b": 1}, "identifiers of at most 64 characters"),
+        ({"a" * 65: 1}, "identifiers of at most 64 characters"),
+        ({f"a{i}": 1 for i in range(MAX_TEMPLATE_VARIABLES + 1)}, "at most 16 names"),
+        ({"a": "x" * MAX_TEMPLATE_CHARACTERS}, "at most 4096 characters"),
+        ({"a": "\ud800"}, "half of a surrogate pair"),
+        ([1], "valid dictionary"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_variables_of_a_template_are_bounded(rig: Rig, variables: Any, words: str) -> None:
+    body = json.dumps({"messages": CHAT, "chat_template_kwargs": variables})
+    response = await rig.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
+    assert words in error["message"]
+
+
+async def test_the_last_message_can_be_left_open(rig: Rig) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "Sure: "}]
+    for extra in ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+        response = await rig.http.post("/v1/chat/completions", json={"messages": messages, **extra})
+        assert response.status_code == 200
+        assert rig.prompts.decode(rig.script.requests[-1].prompt).endswith("<|assistant|>Sure: ")
+        tokenized = await rig.http.post("/tokenize", json={"messages": messages, **extra})
+        assert tokenized.json()["tokens"] == rig.script.requests[-1].prompt
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    error = (await rig.http.post("/v1/chat/completions", json={"messages": messages, **both})).json()["error"]
+    assert (error["param"], error["code"]) == ("add_generation_prompt", "invalid_value")
