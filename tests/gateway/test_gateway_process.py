@@ -35,9 +35,9 @@ def test_it_prints_where_it_listens_and_ends_on_a_signal(number: signal.Signals)
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--http-port", "70000"], 2, "http-port: Input should be less than or equal to 65535"),
+        (["--http-port", "70000"], 2, "http-port: must be less than or equal to 65535, not '70000'"),
         (["--colour", "red"], 2, "colour"),
-        (["--tokenizer", "/nowhere"], 1, "/nowhere is neither a directory nor a model of the hub"),
+        (["--tokenizer", "/nowhere"], 1, "there is no directory /nowhere"),
         (["--grpc-listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1:1"),
         (["--http-host", "256.0.0.1"], 1, "256.0.0.1"),
     ],
