@@ -17,6 +17,7 @@ from bench.prompts import DEMO_PROMPTS
 from bench.report import spread
 from bench.ways import MakeWay, Pair, Task, outrider_stack
 from drafter_svc.chain import Chain
+from drafter_svc.families.base import Failures
 from drafter_svc.metrics import Metrics
 from drafter_svc.stream import Callbacks, DraftStream
 from outrider.messages import MAX_DEPTH, DraftBatch, Hello, ModelInfo, Opened, Placement, Rule, Verdict
@@ -38,6 +39,7 @@ class RandomFamily:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._chains: dict[int, Chain] = {}
+        self.failures = Failures(self.close)
 
     def open(self, opened: Opened) -> None:
         self._chains[opened.sequence_id] = Chain(opened)

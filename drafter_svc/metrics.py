@@ -37,6 +37,7 @@ class Metrics:
         self._draft_seconds = histogram("drafter_draft_seconds", "Drafting for all sequences that have room, once.")
         self._tokens = counter("drafter_proposed_tokens", "Tokens proposed.")
         self._skips = counter("drafter_skips", "Sequences for which there was nothing to propose.")
+        self.failed = counter("drafter_failed_sequences", "Sequences that are not drafted for since that failed; the log has why.")
         self.redis_lookup_seconds = histogram("redis_lookup_seconds", "A lookup's command, until Redis answered.")
         self._redis_labels = labels
         self.sequences = gauge("drafter_sequences", "Sequences it drafts for.")

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics
 from outrider import rpc, telemetry, wire, wire_model
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch, Welcome
+from outrider.messages import DraftBatch, Hello, ModelInfo, Skip, Stage, StepBatch, Welcome
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _BACKOFF_S = (0.1, 3.0)
+# Only a stream that lasted so long shows that all is well again.
+_GOOD_S = 60.0
+# However long a verifier asks to be left alone.
+_LONGEST_RETRY_S = 60.0
 _POLL_LOADING_S = 0.25
 # A verifier that starts as well takes longer to answer, and then loads for a while.
 _WORTH_TELLING_S = 30.0
@@ -49,13 +54,13 @@ class Callbacks:
 
 
 async def wait_until_ready(channel: grpc.aio.Channel) -> ModelInfo:
-    """The model, once the verifier serves it; polls for as long as it takes."""
+    """The model, once the verifier serves it; polls for as long as it takes. Raises OutriderError for what has no meaning."""
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
     told, worth_telling = "", time.monotonic() + _WORTH_TELLING_S
     while True:
         try:
             response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
-            info = wire_model.model_from_proto(response)
+            info = wire_model.model_from_proto(rpc.readable(response))
             if info.stage is Stage.READY:
                 return info
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
@@ -88,6 +93,7 @@ class DraftStream:
         self._metrics = metrics
         self._stopping = asyncio.Event()
         self._backoff_s = _BACKOFF_S[0]
+        self._fatal: tuple[type[Exception], ...] = ()
 
     def stop(self) -> None:
         """Say goodbye and end `run`."""
@@ -106,9 +112,15 @@ class DraftStream:
             except OutriderError as violation:
                 # What the verifier said makes no sense; a new stream begins with nothing that could be out of step.
                 error = violation
+            except Exception as fault:
+                if isinstance(fault, self._fatal):
+                    raise
+                log.exception("drafting failed; it begins anew")
+                error = OutriderError(Reason.INTERNAL, "drafting failed")
             if not self._stopping.is_set():
                 log.warning("the stream to %s ended: %s", self._address(), error)
-                await self._sleep(error.retry_after_s or self._backoff_s * random.uniform(0.5, 1.0))
+                wanted_s = min(error.retry_after_s or 0.0, _LONGEST_RETRY_S)
+                await self._sleep(max(wanted_s, self._backoff_s * random.uniform(0.5, 1.0)))
                 self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
 
     async def _sleep(self, seconds: float) -> None:
@@ -125,20 +137,28 @@ class DraftStream:
         address = self._address()
         async with rpc.dial(address) as channel:
             family = self._make_family(info)
+            self._fatal = family.failures.fatal
             try:
                 session = _Session(channel, family, info, self._stopping, self._metrics)
                 welcome = await self._unless_stopped(session.introduce(self._hello(family, info)))
                 if welcome is None:
                     return
                 log.info("drafting for %s", welcome.model_id)
-                self._backoff_s = _BACKOFF_S[0]
                 await self._callbacks.registered(address)
                 self._metrics.connected.set(1)
-                await session.serve()
+                await self._serve(session)
             finally:
                 self._metrics.lost()
                 await self._callbacks.lost()
                 await family.aclose()
+
+    async def _serve(self, session: _Session) -> None:
+        began = time.monotonic()
+        try:
+            await session.serve()
+        finally:
+            if time.monotonic() - began > _GOOD_S:
+                self._backoff_s = _BACKOFF_S[0]
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
         """The result of `work`; None when `stop` came first."""
@@ -167,14 +187,19 @@ class _Session:
         self._inbox: asyncio.Queue[StepBatch] = asyncio.Queue(_MAX_UNREAD_STEPS)
         self._wake = asyncio.Event()
         self._traceparents: dict[int, str] = {}
+        # For sequences that were given up, so that nobody waits for their drafts.
+        self._skips: list[Skip] = []
 
     async def introduce(self, hello: Hello) -> Welcome:
         """Raises grpc.aio.AioRpcError when the verifier refuses."""
-        await self._call.write(verifier_pb2.StreamDraftsRequest(hello=wire.hello_to_proto(hello)))
+        try:
+            await self._call.write(verifier_pb2.StreamDraftsRequest(hello=wire.hello_to_proto(hello)))
+        except asyncio.InvalidStateError:
+            await self._raise_status()
         first = await self._call.read()
         if first is _END:
             await self._raise_status()
-        if first is _END or first.WhichOneof("message") != "welcome":
+        if first is _END or rpc.readable(first).WhichOneof("message") != "welcome":
             raise OutriderError(Reason.PROTOCOL_VIOLATION, "the verifier's first message must be a Welcome")
         return Welcome(first.welcome.model_id, first.welcome.vocab_size, first.welcome.context_length)
 
@@ -196,7 +221,9 @@ class _Session:
             await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
 
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
-        """Raise why the stream ended: a bug of ours as it is, all else by the call's status, since a failed write says nothing."""
+        """Raise why the stream ended: what we found wrong as it is, all else by the call's status, since a failed write says
+        nothing.
+        """
         for task in tasks:
             if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None):
                 task.result()
@@ -211,7 +238,7 @@ class _Session:
 
     async def _receive(self) -> None:
         while (response := await self._call.read()) is not _END:
-            if response.WhichOneof("message") == "step":
+            if rpc.readable(response).WhichOneof("message") == "step":
                 await self._inbox.put(wire.step_from_proto(response.step, self._vocab_size))
                 self._wake.set()
             elif response.WhichOneof("message") == "draining":
@@ -224,7 +251,10 @@ class _Session:
             while not self._inbox.empty():
                 self._apply(self._inbox.get_nowait())
             started = time.monotonic()
+            given_up = len(family.failures.sequence_ids)
             batch = await family.draft(self._wake.is_set)
+            self._metrics.failed.inc(len(family.failures.sequence_ids) - given_up)
+            batch.skips, self._skips = [*self._skips, *batch.skips], []
             if batch.proposals or batch.skips:
                 self._metrics.drafted(batch, time.monotonic() - started)
                 self._trace(batch)
@@ -238,15 +268,28 @@ class _Session:
 
     def _apply(self, step: StepBatch) -> None:
         for opened in step.opened:
-            self._family.open(opened)
+            self._for_one(opened.sequence_id, partial(self._family.open, opened), Skip(opened.sequence_id, opened.epoch, 0))
             self._remember(opened.sequence_id, opened.traceparent)
         for verdict in step.verdicts:
-            self._family.verdict(verdict)
+            skip = Skip(verdict.sequence_id, verdict.epoch, verdict.root_node)
+            self._for_one(verdict.sequence_id, partial(self._family.verdict, verdict), skip)
             self._remember(verdict.sequence_id, verdict.traceparent)
         self._metrics.sequences.inc(len(step.opened) - len(step.closed))
         for closed in step.closed:
-            self._family.close(closed.sequence_id)
+            with self._family.failures.of(closed.sequence_id):
+                self._family.close(closed.sequence_id)
+            self._family.failures.sequence_ids.discard(closed.sequence_id)
             self._traceparents.pop(closed.sequence_id, None)
+
+    def _for_one(self, sequence_id: int, work: Callable[[], None], skip: Skip) -> None:
+        """Let the family do what a message about one sequence asks for; skip where the sequence was, or is now, given up."""
+        failures = self._family.failures
+        if sequence_id not in failures.sequence_ids:
+            with failures.of(sequence_id):
+                work()
+            self._metrics.failed.inc(sequence_id in failures.sequence_ids)
+        if sequence_id in failures.sequence_ids:
+            self._skips.append(skip)
 
     def _remember(self, sequence_id: int, traceparent: str) -> None:
         if telemetry.enabled():

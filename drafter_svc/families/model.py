@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from drafter_svc.chain import Chain
+from drafter_svc.families.base import Failures
 from drafter_svc.outcomes import fan_out
 from outrider import telemetry
 from outrider.errors import OutriderError
@@ -90,6 +91,13 @@ class _Draft:
     """The epoch and length for which outcomes were guessed."""
     draw_count: int = 0
     """Tokens that were sampled."""
+    stuck: bool = False
+    """Whether no token may follow the run, so that there is nothing more to guess."""
+
+    @property
+    def id(self) -> int:
+        """The sequence's."""
+        return self.chain.opened.sequence_id
 
     @property
     def guessed(self) -> list[int]:
@@ -133,6 +141,15 @@ class _Draft:
         return Rule.ONE_HOT if greedy else self.chain.opened.rule
 
 
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A token, the likeliest ones at its place, and what it was sampled from (None if it was not)."""
+
+    token: int
+    likeliest: list[int]
+    distribution: SparseDistribution | None = None
+
+
 class ModelFamily:
     """`max_batch_tokens` bounds one forward, `max_entries` the sparse distribution that goes with a sampled token, `branch_count`
     the outcomes that are prepared for while a draft is verified.
@@ -167,6 +184,8 @@ class ModelFamily:
         self._branch_count = branch_count
         self._vocab_size = vocab_size
         self._drafts: dict[int, _Draft] = {}
+        # A device that failed does nothing more for this process, which whoever supervises it starts anew.
+        self.failures = Failures(self.close, fatal=(torch.AcceleratorError,))
 
     def open(self, opened: Opened) -> None:
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
@@ -206,37 +225,52 @@ class ModelFamily:
 
     async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
         """One round for the sequences the verifier may be waiting for; when there are none, the others run ahead."""
-        batch = DraftBatch([run for draft in self._drafts.values() if (run := draft.chain.resend())])
+        batch = DraftBatch()
+        candidates: list[_Draft] = []
+        for sequence_id, draft in list(self._drafts.items()):
+            with self.failures.of(sequence_id):
+                if run := draft.chain.resend():
+                    batch.proposals.append(run)
+                elif draft.chain.room > 0:
+                    candidates.append(draft)
         if batch.proposals:
             return batch
-        candidates = [draft for draft in self._drafts.values() if draft.chain.room > 0]
         for draft in [d for d in candidates if d.foreign or d.length >= self._runner.context_length]:
             batch.skips.append(draft.chain.skip())
             candidates.remove(draft)
         chosen = [draft for draft in candidates if draft.chain.urgent]
         if not chosen:
             # While the verifier is at work: the chain goes on, and what else may come of that work is prepared for.
-            branches = [branch for draft in self._drafts.values() if not draft.foreign for branch in self._outcomes(draft)]
-            chosen = [*candidates, *branches]
+            chosen = candidates
+            for sequence_id, draft in list(self._drafts.items()):
+                with self.failures.of(sequence_id):
+                    chosen += self._outcomes(draft) if not draft.foreign else []
         if chosen:
             started = time.monotonic()
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._grow, chosen, interrupted)
-            self._collect(chosen, batch, time.monotonic() - started)
+            failed = await asyncio.get_running_loop().run_in_executor(self._thread, self._grow, chosen, interrupted)
+            for draft, error in failed:
+                self.failures.add(draft.id, error)
+            for draft in chosen:
+                if draft.id in self._drafts:
+                    with self.failures.of(draft.id):
+                        self._collect(draft, batch, time.monotonic() - started)
         return batch
 
-    def _collect(self, drafts: list[_Draft], batch: DraftBatch, seconds: float) -> None:
-        """Turn what was grown into proposals; a sequence that got no pages is skipped."""
-        for draft in drafts:
-            if draft.at is not None:
-                # Without a guess behind it a branch is of no use, and the window may have filled since it was begun.
-                if len(draft.run) > 1 and draft.chain.side_room >= len(draft.run):
-                    batch.proposals.append(draft.chain.branch(draft.at, draft.run, seconds))
-            elif draft.run:
-                batch.proposals.append(draft.chain.grow(draft.run, draft.distributions, seconds))
-                draft.others_ahead += draft.others
-                draft.run, draft.distributions, draft.others = [], [], []
-            elif not self._fits(draft):
-                batch.skips.append(draft.chain.skip())
+    def _collect(self, draft: _Draft, batch: DraftBatch, seconds: float) -> None:
+        """Turn what was grown into a proposal; a sequence that got no pages, or where nothing may follow, is skipped."""
+        if draft.at is not None:
+            # Without a guess behind it a branch is of no use, and the window may have filled since it was begun.
+            if len(draft.run) > 1 and draft.chain.side_room >= len(draft.run):
+                batch.proposals.append(draft.chain.branch(draft.at, draft.run, seconds))
+            return
+        # Looked at before the run is taken: what the run needs no more is no reason to skip.
+        skipped = draft.stuck or not (draft.run or self._fits(draft))
+        if draft.run:
+            batch.proposals.append(draft.chain.grow(draft.run, draft.distributions, seconds))
+            draft.others_ahead += draft.others
+            draft.run, draft.distributions, draft.others = [], [], []
+        if skipped:
+            batch.skips.append(draft.chain.skip())
 
     def _outcomes(self, draft: _Draft) -> list[_Draft]:
         """Branches for what may be committed beside the chain: the likeliest other tokens at each place, by `fan_out`.
@@ -263,18 +297,53 @@ class ModelFamily:
 
     # --- on the model's thread; the event loop does not touch the drafts meanwhile ---
 
-    def _grow(self, drafts: list[_Draft], interrupted: Callable[[], bool]) -> None:
-        """Forwards until the runs have their length, or a verdict waits; prompts are taken in chunks."""
-        for draft in drafts:
+    def _grow(self, drafts: list[_Draft], interrupted: Callable[[], bool]) -> list[tuple[_Draft, Exception]]:
+        """Forwards until the runs have their length, or a verdict waits; prompts are taken in chunks. What failed, and why."""
+        failed: list[tuple[_Draft, Exception]] = []
+        goals: dict[int, int] = {}
+
+        def begin(draft: _Draft) -> None:
+            draft.stuck = False
             self._begin_grammar(draft)
-        goals = {id(draft): draft.goal for draft in drafts}
-        while active := [draft for draft in drafts if len(draft.run) < goals[id(draft)] and self._fits(draft)]:
-            if not self._go_on(active, min(goals[id(draft)] - len(draft.run) for draft in active)):
-                self._forward(active)
+            goals[id(draft)] = draft.goal
+
+        def wants_more(draft: _Draft) -> bool:
+            return not draft.stuck and len(draft.run) < goals[id(draft)] and self._fits(draft)
+
+        drafts = self._each(drafts, begin, failed)
+        while active := [draft for draft in drafts if wants_more(draft)]:
+            try:
+                self._extend(active, goals)
+            except torch.AcceleratorError:
+                raise
+            except Exception:  # noqa: BLE001  # raised again by whose fault it is
+                # Nothing was changed; alone, those that it was not for go on.
+                self._each(active, lambda draft: self._extend([draft], goals), failed)
+                drafts = [draft for draft in drafts if all(draft is not other for other, _ in failed)]
             if interrupted():
-                return
+                break
             # One chunk of prompts a round: who guesses already is not held up by more.
             drafts = [draft for draft in drafts if draft.run] or drafts
+        return failed
+
+    @staticmethod
+    def _each(drafts: list[_Draft], work: Callable[[_Draft], None], failed: list[tuple[_Draft, Exception]]) -> list[_Draft]:
+        """Do the work for each; those for which it raised nothing. The others are noted with what it raised."""
+        well: list[_Draft] = []
+        for draft in drafts:
+            try:
+                work(draft)
+                well.append(draft)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:  # noqa: BLE001  # logged when the sequence is given up
+                failed.append((draft, error))
+        return well
+
+    def _extend(self, drafts: list[_Draft], goals: dict[int, int]) -> None:
+        """The next token of each, or several by one call. If it raises, no draft has been changed."""
+        if not self._go_on(drafts, min(goals[id(draft)] - len(draft.run) for draft in drafts)):
+            self._forward(drafts)
 
     def _go_on(self, drafts: list[_Draft], count: int) -> bool:
         """The next `count` tokens of all by one call, where nothing but the likeliest is asked for, and nothing besides it."""
@@ -330,34 +399,39 @@ class ModelFamily:
                 scored.append(draft)
             budget -= len(tokens)
         logits_RV = self._runner.forward(slices)[:, : self._vocab_size]
+        guesses = self._choose(scored, logits_RV) if scored else []
+        # From here on nothing should fail, since drafts are changed.
         for draft, part in zip(fed, slices, strict=True):
             draft.kv.length += len(part.token_ids)
+        for draft, guess in zip(scored, guesses, strict=True):
+            _append(draft, guess)
+        for draft in fed:
             self._pool.publish(draft.kv, draft.chain.tokens, draft.chain.opened.tenant)
-        if scored:
-            self._choose(scored, logits_RV)
 
-    def _choose(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
-        """Append each row's next token: the likeliest, or one that was drawn as its sequence asks for."""
+    def _choose(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> list[_Guess | None]:
+        """Each row's next token: the likeliest, or one that was drawn as its sequence asks for; None where nothing may follow."""
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
-        ranked = logits_RV.topk(min(1 + _ALTERNATIVES, logits_RV.shape[-1])).indices.tolist()
-        for rule, append in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
-            rows = [i for i, draft in enumerate(drafts) if draft.rule is rule]
+        top = logits_RV.topk(min(1 + _ALTERNATIVES, logits_RV.shape[-1]))
+        # Grammar and bans together may leave nothing, and a model may overflow.
+        possible = top.values[:, 0].isfinite().tolist()
+        guesses: list[_Guess | None] = [
+            _Guess(likeliest[0], likeliest) if possible[i] else None for i, likeliest in enumerate(top.indices.tolist())
+        ]
+        for rule, sample in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
+            rows = [i for i, draft in enumerate(drafts) if draft.rule is rule and possible[i]]
             if rows:
-                append([drafts[i] for i in rows], logits_RV[rows])
-        for draft, likeliest in zip(drafts, ranked, strict=True):
-            if draft.rule is Rule.ONE_HOT:
-                draft.run.append(likeliest[0])
-            if draft.at is None:
-                draft.others.append([token for token in likeliest if token != draft.run[-1]])
+                drawn = sample([drafts[i] for i in rows], logits_RV[rows])
+                for i, (token, distribution) in zip(rows, drawn, strict=True):
+                    guesses[i] = _Guess(token, top.indices[i].tolist(), distribution)
+        return guesses
 
-    def _sample_coupled(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
+    def _sample_coupled(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> list[tuple[int, SparseDistribution | None]]:
         """Draw with the verifier's own noise, so that close models draw the same tokens; ids alone cross the wire."""
         probs_RV = target_probs(logits_RV, [draft.chain.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
-        for draft, token in zip(drafts, coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist(), strict=True):
-            draft.run.append(token)
+        return [(token, None) for token in coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist()]
 
-    def _sample(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> None:
+    def _sample(self, drafts: list[_Draft], logits_RV: torch.Tensor) -> list[tuple[int, SparseDistribution | None]]:
         """Truncate to the likeliest few, round to the wire's float32, and draw from exactly that."""
         probs_RV = target_probs(logits_RV, [draft.chain.opened.sampling for draft in drafts])
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
@@ -368,11 +442,23 @@ class ModelFamily:
         picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
         tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
         ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
-        for i, draft in enumerate(drafts):
-            kept = weights[i] > 0
-            draft.draw_count += 1
-            draft.run.append(tokens[i])
-            draft.distributions.append(SparseDistribution(ids[i][kept], weights[i][kept]))
+        kept = weights > 0
+        return [(tokens[i], SparseDistribution(ids[i][kept[i]], weights[i][kept[i]])) for i in range(len(drafts))]
+
+
+def _append(draft: _Draft, guess: _Guess | None) -> None:
+    """Take over what was chosen to follow a draft."""
+    if guess is None:
+        draft.stuck = True
+        # The last token is read again when the next guess is asked for.
+        draft.kv.length -= 1
+        return
+    draft.run.append(guess.token)
+    if guess.distribution is not None:
+        draft.draw_count += 1
+        draft.distributions.append(guess.distribution)
+    if draft.at is None:
+        draft.others.append([token for token in guess.likeliest if token != guess.token])
 
 
 def _context(draft: _Draft) -> Context:

@@ -5,10 +5,11 @@ requests share.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from drafter_svc.chain import Chain
+from drafter_svc.families.base import Failures
 from drafter_svc.outcomes import fan_out
 from drafter_svc.pools.keys import TenantKeys
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
@@ -57,6 +58,7 @@ class NgramFamily:
         self._shared = shared
         self._redis = redis
         self._texts: dict[int, _Text] = {}
+        self.failures = Failures(lambda sequence_id: self._texts.pop(sequence_id, None))
 
     def open(self, opened: Opened) -> None:
         text = _Text(Chain(opened), MemoryPool(self._options, self._max_entries))
@@ -105,18 +107,23 @@ class NgramFamily:
         Outcomes are prepared for when there is nothing else to say.
         """
         started = time.monotonic()
-        batch = DraftBatch([run for text in self._texts.values() if (run := text.chain.resend())])
-        unknown: list[_Text] = []
-        for text in self._texts.values():
-            if text.chain.room > 0 and not self._grow(text, self._local(text), batch):
-                unknown.append(text)
-        shared = await self._ask_redis(unknown) if unknown else []
-        for text, continuation in zip(unknown, shared, strict=True):
-            if not self._grow(text, continuation, batch):
-                batch.skips.append(text.chain.skip())
+        batch = DraftBatch()
+        unknown: dict[int, _Text] = {}
+        for sequence_id, text in list(self._texts.items()):
+            with self.failures.of(sequence_id):
+                if run := text.chain.resend():
+                    batch.proposals.append(run)
+                if text.chain.room > 0 and not self._grow(text, self._local(text), batch):
+                    unknown[sequence_id] = text
+        shared = await self._ask_redis(unknown.values()) if unknown else []
+        for (sequence_id, text), continuation in zip(unknown.items(), shared, strict=True):
+            with self.failures.of(sequence_id):
+                if not self._grow(text, continuation, batch):
+                    batch.skips.append(text.chain.skip())
         if not batch.proposals and not batch.skips:
-            for text in self._texts.values():
-                self._enumerate(text, batch)
+            for sequence_id, text in list(self._texts.items()):
+                with self.failures.of(sequence_id):
+                    self._enumerate(text, batch)
         seconds = time.monotonic() - started
         batch.proposals = [replace(proposal, draft_seconds=seconds) for proposal in batch.proposals]
         return batch
@@ -154,7 +161,7 @@ class NgramFamily:
         own = text.pool.continuation(context, text.chain.room)
         return own if own or self._shared is None else self._shared.continuation(context, text.chain.room)
 
-    async def _ask_redis(self, texts: Sequence[_Text]) -> list[list[int]]:
+    async def _ask_redis(self, texts: Collection[_Text]) -> list[list[int]]:
         if self._redis is None:
             return [[] for _ in texts]
         size = self._options.max_matching_ngram_size

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from drafter_svc.chain import Chain
+from drafter_svc.families.base import Failures
 from outrider.errors import OutriderError, Reason
 from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
 
@@ -52,6 +53,7 @@ class SuffixFamily:
     def __init__(self, options: SuffixOptions) -> None:
         self._options = options
         self._texts: dict[int, _Text] = {}
+        self.failures = Failures(self.close)
         self._corpora: OrderedDict[str, Any] = OrderedDict()
         try:
             self._make: Callable[..., Any] = import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
@@ -90,18 +92,25 @@ class SuffixFamily:
 
     async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
         """A run for every sequence with room, or a skip where nothing is likely enough."""
-        batch = DraftBatch([run for text in self._texts.values() if (run := text.chain.resend())])
-        for sequence_id, text in self._texts.items():
-            chain = text.chain
-            if chain.room == 0:
-                continue
-            started = time.monotonic()
-            guess = self._continuation(sequence_id, text)
-            if guess:
-                batch.proposals.append(chain.grow(guess, draft_seconds=time.monotonic() - started))
-            else:
-                batch.skips.append(chain.skip())
+        batch = DraftBatch()
+        for sequence_id, text in list(self._texts.items()):
+            with self.failures.of(sequence_id):
+                self._draft(sequence_id, text, batch)
         return batch
+
+    def _draft(self, sequence_id: int, text: _Text, batch: DraftBatch) -> None:
+        """Add one sequence's part."""
+        chain = text.chain
+        if run := chain.resend():
+            batch.proposals.append(run)
+        if chain.room == 0:
+            return
+        started = time.monotonic()
+        guess = self._continuation(sequence_id, text)
+        if guess:
+            batch.proposals.append(chain.grow(guess, draft_seconds=time.monotonic() - started))
+        else:
+            batch.skips.append(chain.skip())
 
     def _continuation(self, sequence_id: int, text: _Text) -> list[int]:
         options, chain = self._options, text.chain

@@ -11,7 +11,7 @@ import grpc
 from outrider import rpc, wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch
-from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from outrider.v1 import drafts_pb2, verifier_pb2
 
 FINGERPRINT = "f" * 64
 READY = ModelInfo("target", Stage.READY, "serving", FINGERPRINT, 4096, 2048, (0,), "float32", "cpu")
@@ -23,17 +23,21 @@ class Stream:
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
         self.heard: asyncio.Queue[DraftBatch | str | None] = asyncio.Queue()
-        self.says: asyncio.Queue[StepBatch | str | OutriderError] = asyncio.Queue()
+        self.says: asyncio.Queue[StepBatch | str | bytes | OutriderError] = asyncio.Queue()
 
     async def hear(self) -> DraftBatch | str | None:
         return await asyncio.wait_for(self.heard.get(), 5)
 
-    def say(self, message: StepBatch | str | OutriderError) -> None:
-        """A step, a reason for draining, or the error to end the call with."""
+    def say(self, message: StepBatch | str | bytes | OutriderError) -> None:
+        """A step, a reason for draining, any bytes, or the error to end the call with."""
         self.says.put_nowait(message)
 
 
-class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+def _serialized(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+class ScriptedVerifier:
     """`info` is what it serves; `silent` accepts a stream but never welcomes it; `deaf` stops reading after the Hello."""
 
     def __init__(self, *, silent: bool = False, deaf: bool = False) -> None:
@@ -42,11 +46,20 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.silent = silent
         self.deaf = deaf
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.answers: list[bytes] = []
+        """What GetModel answers first, in place of `info`."""
 
     async def start(self) -> None:
         """Listen on `port`: any at first, the same one after `stop`."""
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, self._server)
+        handlers = {
+            "GetModel": grpc.unary_unary_rpc_method_handler(self.GetModel, verifier_pb2.GetModelRequest.FromString, _serialized),
+            "StreamDrafts": grpc.stream_stream_rpc_method_handler(
+                self.StreamDrafts, verifier_pb2.StreamDraftsRequest.FromString, _serialized
+            ),
+        }
+        handler = grpc.method_handlers_generic_handler("outrider.v1.VerifierService", handlers)
+        self._server.add_generic_rpc_handlers((handler,))
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
@@ -57,13 +70,13 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         return await asyncio.wait_for(self.streams.get(), 10)
 
     @rpc.reports_errors
-    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
+    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse | bytes:
+        if self.answers:
+            return self.answers.pop(0)
         return wire_model.model_to_proto(self.info)
 
     @rpc.reports_errors
-    async def StreamDrafts(  # type: ignore[override]  # writes through the context, which the stubs do not know of
-        self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
-    ) -> None:
+    async def StreamDrafts(self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any) -> None:
         requests = aiter(request_iterator)
         stream = Stream(wire.hello_from_proto((await anext(requests)).hello))
         self.streams.put_nowait(stream)
@@ -96,7 +109,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             message = await stream.says.get()
             if isinstance(message, OutriderError):
                 raise message
-            if isinstance(message, str):
+            if isinstance(message, bytes):
+                await context.write(message)
+            elif isinstance(message, str):
                 await context.write(verifier_pb2.StreamDraftsResponse(draining=drafts_pb2.Draining(reason=message)))
             else:
                 await context.write(verifier_pb2.StreamDraftsResponse(step=wire.step_to_proto(message)))

@@ -15,6 +15,7 @@ from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier  # lies beside 
 
 from drafter_svc import stream as stream_module
 from drafter_svc.chain import Chain
+from drafter_svc.families.base import Failures
 from drafter_svc.metrics import Metrics
 from drafter_svc.stream import Callbacks, DraftStream
 from outrider import telemetry
@@ -51,6 +52,7 @@ class Counting:
         self.chains: dict[int, Chain] = {}
         self.slow_s = slow_s
         self.closed = False
+        self.failures = Failures(self.close)
 
     def open(self, opened: Opened) -> None:
         self.chains[opened.sequence_id] = Chain(opened)
