@@ -90,11 +90,13 @@ class ScriptedVerifier:
         await context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
         listening = asyncio.create_task(asyncio.Event().wait() if self.deaf else self._listen(stream, requests))
         speaking = asyncio.create_task(self._speak(stream, context))
-        done, waiting = await asyncio.wait([listening, speaking], return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        for task in done:
-            await task
+        try:
+            done, _ = await asyncio.wait([listening, speaking], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            listening.cancel()
+            speaking.cancel()
 
     async def _listen(self, stream: Stream, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
         async for request in requests:

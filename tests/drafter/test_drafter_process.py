@@ -19,8 +19,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier  # lies beside this file
 
 from outrider import rpc
-from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, StepBatch, Window
+from outrider.messages import Closed, DraftBatch, Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, StepBatch, Window
 from outrider.tokenizer import fingerprint, load_tokenizer
+from outrider.v1 import drafts_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 DRAFT = str(ROOT / "models/draft")
@@ -99,6 +100,57 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         started = time.monotonic()
         assert await asyncio.wait_for(process.wait(), 10) == 0
         assert time.monotonic() - started < 2
+
+
+async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
+    """Neither bytes that are no message, nor enum values and kinds to come, nor what contradicts what was said before."""
+    senseless = [
+        b"\xff" * 30,
+        b"",
+        verifier_pb2.StreamDraftsResponse(step=drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(distribution=77)])),  # type: ignore[arg-type]
+        verifier_pb2.StreamDraftsResponse(step=drafts_pb2.StepBatch(closed=[drafts_pb2.Closed(reason=99)])),  # type: ignore[arg-type]
+        StepBatch(opened=[Opened(1, 0, [5000], SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]),
+    ]
+    verifier.answers = [b"\xff" * 30, verifier_pb2.GetModelResponse(stage=77).SerializeToString()]  # type: ignore[arg-type]
+    async with drafter("--family", "ngram", "--id", "d1", "--verifier", f"127.0.0.1:{verifier.port}") as process:
+        text = [5, 6, 7, 8, 5, 6]
+        stream = await verifier.accepted()
+        for message in senseless:
+            stream.say(message if isinstance(message, bytes | StepBatch) else message.SerializeToString())
+            stream.say(StepBatch(opened=[Opened(2, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+            heard, accepted = asyncio.ensure_future(stream.heard.get()), asyncio.ensure_future(verifier.streams.get())
+            await asyncio.wait([heard, accepted], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+            if not heard.done():
+                stream = accepted.result()
+                stream.say(StepBatch(opened=[Opened(2, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+                assert isinstance(await stream.hear(), DraftBatch)
+            heard.cancel()
+            accepted.cancel()
+            stream.say(StepBatch(closed=[Closed(2)]))
+        assert process.returncode is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", list(Rule))
+async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
+    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, rule: Rule
+) -> None:
+    tokenizer = load_tokenizer(DRAFT)
+    monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(tokenizer))
+    verifier.info = replace(READY, tokenizer_fingerprint=scripted_drafts.FINGERPRINT)
+    bans = tuple(token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token])[:1] == "y")
+    impossible = SamplingParams(1.0, seed=1 if rule is Rule.COUPLED else None, banned_token_ids=bans)
+    grammar = Grammar(GrammarKind.CHOICE, choices=("yes",))
+    async with drafter("--family", "model", "--verifier", f"127.0.0.1:{verifier.port}", *DRAFT_MODEL) as process:
+        stream = await asyncio.wait_for(verifier.streams.get(), 60)
+        text = [5, 6, 7, 8, 5, 6]
+        stream.say(StepBatch(opened=[Opened(1, 0, text, impossible, rule, Window(16, 4), 2, grammar=grammar, prompt_length=6)]))
+        assert await asyncio.wait_for(stream.heard.get(), 30) == DraftBatch(skips=[Skip(1, 0, 0)])
+        stream.say(StepBatch(opened=[Opened(2, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+        batch = await asyncio.wait_for(stream.heard.get(), 30)
+        assert isinstance(batch, DraftBatch)
+        assert [proposal.sequence_id for proposal in batch.proposals] == [2]
+        assert process.returncode is None
 
 
 async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerifier) -> None:

@@ -1,0 +1,233 @@
+"""What goes wrong for one sequence costs that sequence its drafts and nobody else anything, in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter_svc.families.base import Failures, Family
+from drafter_svc.families.model import ModelFamily
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.families.suffix import SuffixFamily, SuffixOptions
+from drafter_svc.pools.memory import NgramOptions
+from outrider.grammar import GrammarCompiler
+from outrider.lm.runner import ModelRunner, Slice
+from outrider.messages import DraftBatch, Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, Verdict, Window
+from outrider.tokenizer import load_tokenizer
+
+MODEL = str(Path(__file__).parents[2] / "models/draft")
+REPEATING = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+WINDOW = Window(32, 8)
+
+
+def never() -> bool:
+    return False
+
+
+def opened(
+    sequence_id: int, tokens: list[int], sampling: SamplingParams | None = None, rule: Rule = Rule.ONE_HOT, **more: Any
+) -> Opened:
+    sampling = sampling or SamplingParams(temperature=0.0)
+    return Opened(sequence_id, 0, list(tokens), sampling, rule, WINDOW, 4, prompt_length=len(tokens), **more)
+
+
+async def drafted(family: Family) -> DraftBatch:
+    """All that is said until the next verdict."""
+    said = DraftBatch()
+    while (batch := await family.draft(never)).proposals or batch.skips:
+        said.proposals += batch.proposals
+        said.skips += batch.skips
+    return said
+
+
+def tokens_of(batch: DraftBatch, sequence_id: int) -> list[int]:
+    return [token for run in batch.proposals if run.sequence_id == sequence_id for token in run.token_ids]
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def runner(thread: ThreadPoolExecutor) -> ModelRunner:
+    return thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512).result()
+
+
+@pytest.fixture(scope="module")
+def grammars(runner: ModelRunner) -> GrammarCompiler:
+    return GrammarCompiler(MODEL, runner.vocab_size, runner.eos_token_ids)
+
+
+@pytest.fixture
+def make_model(runner: ModelRunner, thread: ThreadPoolExecutor, grammars: GrammarCompiler) -> Callable[[], ModelFamily]:
+    return lambda: ModelFamily(runner, thread, runner.vocab_size, branch_count=0, grammars=grammars)
+
+
+@pytest.fixture(params=["model", "ngram", "suffix"])
+def family(request: pytest.FixtureRequest) -> Family:
+    if request.param == "model":
+        made: ModelFamily = request.getfixturevalue("make_model")()
+        return made
+    if request.param == "ngram":
+        return NgramFamily(NgramOptions(), 1000)
+    pytest.importorskip("arctic_inference")
+    return SuffixFamily(SuffixOptions())
+
+
+def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int) -> None:
+    """Let drafting the sequence fail, where the family does it."""
+    if isinstance(family, ModelFamily):
+        runner, tokens = family._runner, set(family._drafts[sequence_id].chain.tokens)
+
+        def breaking(work: Callable[..., Any]) -> Callable[..., Any]:
+            def call(slices: Sequence[Slice], *more: Any) -> Any:
+                if any(tokens.issuperset(part.token_ids) for part in slices):
+                    raise ZeroDivisionError("planted")
+                return work(slices, *more)
+
+            return call
+
+        monkeypatch.setattr(runner, "forward", breaking(runner.forward))
+        monkeypatch.setattr(runner, "continue_greedily", breaking(runner.continue_greedily))
+    elif isinstance(family, NgramFamily):
+        text = family._texts[sequence_id]
+        monkeypatch.setattr(text, "pool", None)
+    else:
+        assert isinstance(family, SuffixFamily)
+        monkeypatch.setattr(family._texts[sequence_id], "trees", None)
+
+
+async def test_a_sequence_that_fails_loses_its_drafts_and_the_others_keep_theirs(
+    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = [token + 100 for token in REPEATING]
+    family.open(opened(1, REPEATING))
+    expected = tokens_of(await drafted(family), 1)
+    family.close(1)
+    assert expected
+    for sequence_id in (2, 4, 5):
+        family.open(opened(sequence_id, [token + sequence_id for token in other]))
+    family.open(opened(3, REPEATING))
+    break_one(family, monkeypatch, 4)
+    batch = await drafted(family)
+    assert family.failures.sequence_ids == {4}
+    assert tokens_of(batch, 3) == expected
+    assert tokens_of(batch, 2)
+    assert tokens_of(batch, 5)
+    assert not tokens_of(batch, 4)
+    assert caplog.text.count("is not drafted for") == 1
+    assert "Traceback" in caplog.text
+    # It is as if it was never opened: what comes for it is ignored, and the others go on.
+    family.verdict(Verdict(4, 1, 0, len(other) + 1, 0, [1]))
+    family.verdict(Verdict(3, 1, 0, len(REPEATING) + 1, 0, [expected[0] + 1]))
+    family.close(4)
+    await drafted(family)
+    assert family.failures.sequence_ids == {4}
+
+
+def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    dropped: list[int] = []
+    failures = Failures(dropped.append)
+
+    def fail(kind: type[Exception]) -> None:
+        raise kind("planted")
+
+    for sequence_id in range(6):
+        with failures.of(sequence_id):
+            fail(ValueError if sequence_id % 2 else KeyError)
+    assert dropped == [0, 1, 2, 3, 4, 5]
+    assert failures.sequence_ids == {0, 1, 2, 3, 4, 5}
+    assert len(caplog.records) == 2
+
+
+async def test_a_device_that_failed_is_no_sequences_fault(
+    make_model: Callable[[], ModelFamily], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> Any:
+        raise torch.AcceleratorError("device lost")
+
+    family = make_model()
+    family.open(opened(1, REPEATING))
+    monkeypatch.setattr(runner, "forward", lost)
+    with pytest.raises(torch.AcceleratorError):
+        await family.draft(never)
+    assert not family.failures.sequence_ids
+
+
+SAMPLED = SamplingParams(temperature=1.0)
+
+
+def banned(text: str) -> tuple[int, ...]:
+    """Every token that could begin the text."""
+    tokenizer = load_tokenizer(MODEL)
+    pieces = {tokenizer.decode([token]): token for token in range(tokenizer.get_vocab_size())}
+    return tuple(token for piece, token in pieces.items() if piece and text.startswith(piece))
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(make_model: Callable[[], ModelFamily], rule: Rule) -> None:
+    family = make_model()
+    family.open(opened(1, REPEATING))
+    expected = tokens_of(await drafted(family), 1)
+    family.close(1)
+    choice = Grammar(GrammarKind.CHOICE, choices=("yes",))
+    impossible = SamplingParams(temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=banned("yes"))
+    family.open(opened(2, REPEATING, impossible, rule, grammar=choice))
+    family.open(opened(3, REPEATING))
+    batch = await drafted(family)
+    assert tokens_of(batch, 3) == expected
+    assert not tokens_of(batch, 2)
+    assert batch.skips == [Skip(2, 0, 0)]
+    assert not family.failures.sequence_ids
+    # The target cannot go on either; were it to, the draft model would.
+    family.verdict(Verdict(2, 1, 0, len(REPEATING) + 1, 0, [3]))
+    assert not [skip for skip in (await drafted(family)).skips if skip.sequence_id != 2]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_verdict(
+    make_model: Callable[[], ModelFamily], rule: Rule
+) -> None:
+    """The choice's end is banned, so that after some tokens of it nothing is left."""
+    tokenizer = load_tokenizer(MODEL)
+    last = tuple(token for token in range(tokenizer.get_vocab_size()) if "z" in tokenizer.decode([token]))
+    family = make_model()
+    choice = Grammar(GrammarKind.CHOICE, choices=("abz",))
+    sampling = SamplingParams(temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=last)
+    family.open(opened(1, REPEATING, sampling, rule, grammar=choice))
+    batch = await drafted(family)
+    guessed = tokens_of(batch, 1)
+    assert tokenizer.decode(guessed) == "ab"
+    assert batch.skips == [Skip(1, 0, len(guessed))]
+    # All of it stands and the epoch is raised, as when it came late: it is offered again, and there is still nothing behind it.
+    family.verdict(Verdict(1, 1, 0, len(REPEATING), 0, []))
+    batch = await drafted(family)
+    assert tokens_of(batch, 1) == guessed
+    assert batch.skips == [Skip(1, 1, len(guessed))]
+
+
+async def test_logits_that_are_no_numbers_are_no_guess(
+    make_model: Callable[[], ModelFamily], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = runner.forward
+
+    def overflowing(slices: Sequence[Slice]) -> torch.Tensor:
+        logits_RV = forward(slices).clone()
+        logits_RV[0] = float("nan")
+        return logits_RV
+
+    monkeypatch.setattr(runner, "forward", overflowing)
+    family = make_model()
+    family.open(opened(1, REPEATING, SAMPLED, Rule.SPARSE))
+    family.open(opened(2, REPEATING, SAMPLED, Rule.SPARSE))
+    batch = await family.draft(never)
+    assert not tokens_of(batch, 1)
+    assert tokens_of(batch, 2)
+    assert not family.failures.sequence_ids
