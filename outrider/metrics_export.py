@@ -140,8 +140,15 @@ class MetricsSender:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
+            self._try_to_send()
+        self._try_to_send()
+
+    def _try_to_send(self) -> None:
+        try:
             self._send()
-        self._send()
+        except Exception:
+            # This thread is the only one that sends, and nobody would see it end.
+            log.exception("metrics could not be made ready for OTLP")
 
     def _send(self) -> None:
         metrics = [converted for family in self._registry.collect() if (converted := convert(family, self._started_ns))]

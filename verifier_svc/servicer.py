@@ -17,6 +17,7 @@ from outrider.grammar import GrammarCompiler
 from outrider.grammar_backends import Compiled
 from outrider.messages import DrafterInfo, Grammar, ModelInfo, Stage, TokenChunk
 from outrider.rpc import reports_errors
+from outrider.tasks import watch
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.draft_streams import DraftStream
 from verifier_svc.engine_thread import EngineThread
@@ -85,7 +86,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         Raises OutriderError(NOT_READY) for an engine that ends no step any more.
         """
         if self._asked is None:
-            self._asked = asyncio.ensure_future(engine.call(engine.engine.drafting.roster.infos))
+            self._asked = watch(engine.call(engine.engine.drafting.roster.infos), "asking the engine for its drafters")
             self._asked.add_done_callback(self._answered)
             self._asked_at = time.monotonic()
         await asyncio.wait({self._asked}, timeout=_STEP_S)
@@ -96,7 +97,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     def _answered(self, asked: asyncio.Future[tuple[DrafterInfo, ...]]) -> None:
         """However late, for whoever asks next."""
         self._asked = None
-        if not asked.cancelled():
+        if not asked.cancelled() and asked.exception() is None:
             self._drafter_infos = asked.result()
 
     @reports_errors

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from drafter_svc.pools.keys import BUCKETS, PoolKeys, TenantKeys
 from drafter_svc.pools.redis_client import RedisClient
 from drafter_svc.pools.redis_server import RedisServer
+from outrider.tasks import keep_running
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class RedisPool:
         # Apart, since a Redis that is full or read-only still answers lookups.
         self._reading, self._writing = _Standing(), _Standing()
         self._silent_until = 0.0
-        self._writer = asyncio.create_task(self._write_forever())
+        self._writer = keep_running(self._write_forever, "writing to Redis")
 
     @property
     def available(self) -> bool:

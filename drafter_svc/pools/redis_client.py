@@ -7,17 +7,20 @@ longer than a socket's timeout; a command whose time is up takes its connection 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from hiredis import pack_command
+from redis._parsers import _AsyncHiredisParser
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse, RedisClusterException, RedisError
 
 from drafter_svc.pools.redis_server import RedisServer
 
@@ -26,6 +29,46 @@ FAILURES = (RedisError, RedisClusterException, OSError)
 
 _SOCKET_TIMEOUT_S = 2.0
 _SCAN_COUNT = 1000
+# The longest honest reply is that to a lookup for some thousand sequences.
+_MOST_REPLY_BYTES = 16 * 2**20
+# The head of a list of a million elements or more. A value cannot look like it, since no token id is as large as four digits.
+_VAST_LIST = re.compile(rb"[*%~>|]\d{7}")
+_HEAD_BYTES = 8
+
+
+class BoundedParser(_AsyncHiredisParser):
+    """redis-py's reader of replies, which raises InvalidResponse for one that is too large to be true.
+
+    hiredis has no bounds of its own but that on nesting. It makes room for a list as soon as it has read its head, and takes
+    seconds, in which nothing else runs, to free one of a thousand million elements.
+    """
+
+    __slots__ = ("_byte_count", "_tail")
+
+    def __init__(self, socket_read_size: int) -> None:
+        super().__init__(socket_read_size)
+        self._byte_count = 0
+        self._tail = b""
+
+    async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
+        self._byte_count, self._tail = 0, b""
+        return await super().read_response(disable_decoding=disable_decoding, push_request=push_request)
+
+    async def read_from_socket(self) -> bool:
+        """Feed hiredis with what has come, as the class above does, once that was looked at."""
+        stream: Any = self._stream
+        data = await stream.read(self._read_size)
+        if not data:
+            raise RedisConnectionError("Redis hung up")
+        self._byte_count += len(data)
+        if self._byte_count > _MOST_REPLY_BYTES:
+            raise InvalidResponse(f"a reply has more than {_MOST_REPLY_BYTES} bytes")
+        if _VAST_LIST.search(self._tail + data):
+            raise InvalidResponse("a reply is a list of a million elements or more")
+        self._tail = data[-_HEAD_BYTES:]
+        reader: Any = self._reader
+        reader.feed(data)
+        return True
 
 
 class RedisClient:
@@ -51,6 +94,9 @@ class RedisClient:
             # The addresses given stay those that are asked for the slots, as they may be names that move to other hosts.
             self._client = RedisCluster(startup_nodes=nodes, dynamic_startup_nodes=False, **common, **server.options)
             self._lookups = self._client
+            manager = self._client.nodes_manager
+            for kwargs in (manager.connection_kwargs, *(node.connection_kwargs for node in manager.startup_nodes.values())):
+                kwargs["parser_class"] = BoundedParser
         elif server.topology == "sentinel":
             options = {
                 name: value for name, value in server.options.items() if server.sentinel_auth or name != "credential_provider"
@@ -64,6 +110,9 @@ class RedisClient:
             alone = {"host": host, "port": port, "db": server.database, **common, **server.options}
             self._client = Redis(**alone)
             self._lookups = Redis(**alone | {"socket_timeout": None})
+        for client in (self._client, self._lookups):
+            if not isinstance(client, RedisCluster):
+                client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
 
     async def mget(self, keys: list[bytes]) -> list[Any]:
         """Values in the keys' order, by one command, or in a cluster by one for each slot.

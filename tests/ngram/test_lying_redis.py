@@ -1,0 +1,121 @@
+"""A Redis that lies, at the end of a real connection: what it says costs no more than the lookup it was asked in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from pools import found, pool, until, written
+from redis.asyncio import RedisCluster
+from redis_servers import Standalone
+
+from drafter_svc.pools import redis_client
+from drafter_svc.pools.redis_server import RedisServer
+
+
+class Liar:
+    """Answers each command with the next of `pieces`, and the last for ever."""
+
+    def __init__(self, pieces: list[bytes], endless: bool = False) -> None:
+        self.pieces = pieces
+        self.endless = endless
+        self.said_bytes = 0
+        self.port = 0
+        self.hung_up = asyncio.Event()
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.read(65_536)
+            for piece in self.pieces:
+                writer.write(piece)
+                await writer.drain()
+                self.said_bytes += len(piece)
+                # So that each piece is a read of its own.
+                await asyncio.sleep(0.01)
+            while self.endless:
+                writer.write(bytes(65_536))
+                await writer.drain()
+                self.said_bytes += 65_536
+            await reader.read(1)
+        except ConnectionError:
+            pass  # the pool hung up
+        finally:
+            self.hung_up.set()
+            writer.close()
+
+
+@asynccontextmanager
+async def lying(liar: Liar) -> AsyncIterator[RedisServer]:
+    server = await asyncio.start_server(liar.connected, "127.0.0.1", 0)
+    try:
+        yield RedisServer.parse(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None)
+    finally:
+        server.close()
+
+
+LIES = {
+    "a list of a thousand million": Liar([b"*1048576000\r\n"]),
+    "such a list in two pieces": Liar([b"*10485", b"76000\r\n"]),
+    "such a list in a list": Liar([b"*1\r\n*1048576000\r\n"]),
+    "a value without an end": Liar([b"*1\r\n$536870911\r\n"], endless=True),
+    "lists in lists in lists": Liar([b"*1\r\n" * 100_000]),
+    "no reply at all": Liar([b"hello\r\n"]),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+async def test_a_reply_too_large_to_be_true_is_a_failed_lookup(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    liar = Liar(LIES[name].pieces, LIES[name].endless)
+    async with lying(liar) as server, pool(server) as made:
+        assert await found(made, [[1]]) == [[]]
+        assert made.counters.failed == 1
+        assert made.counters.late == 0
+        # Neither read to its end nor asked again at once.
+        await asyncio.wait_for(liar.hung_up.wait(), 10)
+        assert liar.said_bytes < 4 * redis_client._MOST_REPLY_BYTES
+        assert await found(made, [[1]]) == [[]]
+        assert made.counters.skipped == 1
+    assert "Redis fails (lookups" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+sentinel", "redis+cluster"])
+async def test_replies_are_bounded_in_every_topology(scheme: str) -> None:
+    path = "/mymaster/0" if scheme == "redis+sentinel" else ""
+    client = redis_client.RedisClient(RedisServer.parse(f"{scheme}://127.0.0.1:1{path}", None, None))
+    for made in (client._client, client._lookups):
+        if isinstance(made, RedisCluster):
+            nodes = made.nodes_manager
+            settings = [nodes.connection_kwargs, *(node.connection_kwargs for node in nodes.startup_nodes.values())]
+        else:
+            settings = [made.connection_pool.connection_kwargs]
+        assert {one["parser_class"] for one in settings} == {redis_client.BoundedParser}
+    await client.aclose()
+
+
+async def test_the_longest_honest_reply_is_no_lie(redis_server: Standalone) -> None:
+    """Three n-grams each of 4096 sequences, with 64 tokens for each, are 3.3 MB."""
+    async with pool(redis_server.server) as made:
+        longest = list(range(4032, 4096))
+        await written(made, *(([i], longest) for i in range(1000)))
+        queries = [[[5, 6, i % 1000], [6, i % 1000], [i % 1000]] for i in range(4096)]
+        assert await found(made, *queries) == [longest] * 4096
+        assert made.counters.failed == 0
+
+
+async def test_writing_goes_on_after_an_error_that_nobody_foresaw(
+    redis_server: Standalone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pool(redis_server.server) as made:
+        write = made._write
+
+        def fail(batch: object) -> None:
+            monkeypatch.setattr(made, "_write", write)
+            raise ZeroDivisionError("planted")
+
+        monkeypatch.setattr(made, "_write", fail)
+        made.offer(made.tenant(""), [1], [2])
+        await until(lambda: "writing to Redis failed; it begins again" in caplog.text)
+        await written(made, ([3], [4]))
+        assert await found(made, [[3]]) == [[4]]

@@ -1,0 +1,167 @@
+"""A value of an enum that only a later version knows is taken for something documented, or refused; it is never an unexpected error.
+
+The enums, and every field that has one, come from the protos' descriptors, so that one that is added is tried as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from outrider import messages as m
+from outrider import wire, wire_model
+from outrider.errors import OutriderError, Reason
+from outrider.v1 import common_pb2, drafts_pb2, generation_pb2, verifier_pb2
+
+VOCAB = 1000
+OPENED = drafts_pb2.Opened(token_ids=[1], window=drafts_pb2.Window(node_count=1, depth=1))
+HELLO = drafts_pb2.Hello(drafter_id="d", family="f", tokenizer_fingerprint="t", max_depth=1)
+# What is read from the network, by a message that is accepted.
+READERS: list[tuple[Message, Callable[[Any], object]]] = [
+    (
+        verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1),
+        lambda proto: wire.request_from_proto(proto, vocab_size=VOCAB, context_length=100),
+    ),
+    (verifier_pb2.GenerateTokensResponse(token_ids=[1]), wire.chunk_from_proto),
+    (HELLO, wire.hello_from_proto),
+    (drafts_pb2.DraftBatch(), lambda proto: wire.drafts_from_proto(proto, VOCAB)),
+    (
+        drafts_pb2.StepBatch(opened=[OPENED], verdicts=[drafts_pb2.Verdict()], closed=[drafts_pb2.Closed()]),
+        lambda proto: wire.step_from_proto(proto, VOCAB),
+    ),
+    (verifier_pb2.GetModelResponse(stage=verifier_pb2.MODEL_STAGE_READY), wire_model.model_from_proto),
+]
+UNKNOWN = (0, 99, -1, 2**31 - 1)
+
+
+def enum_fields(of: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
+    """Paths to the fields below a message that have an enum for a type."""
+    for field in of.fields:
+        if field.enum_type is not None:
+            yield (*path, field)
+        elif field.message_type is not None and field.message_type.file.package == "outrider.v1" and field not in path:
+            yield from enum_fields(field.message_type, (*path, field))
+
+
+CASES = [(message, reader, path) for message, reader in READERS for path in enum_fields(message.DESCRIPTOR)]
+
+
+def name(value: object) -> str:
+    return ".".join(field.name for field in value) if isinstance(value, tuple) else ""
+
+
+def with_value(message: Message, path: tuple[FieldDescriptor, ...], value: int) -> Message:
+    """A copy that has the value at the path."""
+    whole = type(message)()
+    whole.CopyFrom(message)
+    part: Any = whole
+    for field in path[:-1]:
+        held = getattr(part, field.name)
+        if field.is_repeated:
+            part = held[0] if len(held) else held.add()
+        else:
+            held.SetInParent()
+            part = held
+    if path[-1].is_repeated:
+        getattr(part, path[-1].name).append(value)
+    else:
+        setattr(part, path[-1].name, value)
+    return whole
+
+
+@pytest.mark.parametrize(("message", "reader", "path"), CASES, ids=name)
+@pytest.mark.parametrize("value", UNKNOWN)
+def test_no_enum_value_is_an_unexpected_error(
+    message: Message, reader: Callable[[Any], object], path: tuple[FieldDescriptor, ...], value: int
+) -> None:
+    reader(message)
+    # As it comes from the network, since a setter could refuse it.
+    received = type(message).FromString(with_value(message, path, value).SerializeToString())
+    try:
+        reader(received)
+    except OutriderError as error:
+        # A request may ask for what is not there; nothing that is only told of is refused.
+        assert isinstance(message, verifier_pb2.GenerateTokensRequest)
+        assert error.reason is Reason.INVALID_VALUE
+        assert error.field == "speculation.acceptance"
+        assert value != 0
+
+
+def test_every_enum_is_tried() -> None:
+    declared = {
+        enum.full_name
+        for file in (common_pb2, drafts_pb2, generation_pb2, verifier_pb2)
+        for enum in file.DESCRIPTOR.enum_types_by_name.values()
+    }
+    assert {path[-1].enum_type.full_name for _, _, path in CASES} == declared
+
+
+@pytest.mark.parametrize("value", UNKNOWN)
+def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -> None:
+    step = drafts_pb2.StepBatch(
+        opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, distribution=value)],
+        closed=[drafts_pb2.Closed(reason=value)],
+    )
+    read = wire.step_from_proto(step, VOCAB)
+    assert (read.opened[0].rule, read.closed[0].reason) == (m.Rule.ONE_HOT, m.CloseReason.ENDED)
+    assert wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value)).stage is m.Stage.LOADING
+    hello = drafts_pb2.Hello(distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], wants=[value])
+    hello.MergeFrom(HELLO)
+    assert wire.hello_from_proto(hello).distributions == {m.Rule.ONE_HOT, m.Rule.COUPLED}
+    assert not wire.hello_from_proto(hello).wants_features
+    rules = [value, common_pb2.ACCEPTANCE_RULE_BLOCK]
+    response = verifier_pb2.GenerateTokensResponse(
+        token_ids=[1, 2],
+        sources=[value, common_pb2.TOKEN_SOURCE_BONUS],
+        finish_reason=value,
+        stats=common_pb2.SpeculationStats(rules=rules),
+    )
+    chunk = wire.chunk_from_proto(response)
+    assert chunk.sources == [m.TokenSource.PLAIN, m.TokenSource.BONUS]
+    assert chunk.finish_reason is (m.FinishReason.STOP if value else None)
+    assert chunk.stats is not None
+    assert chunk.stats.rules == [m.AcceptanceRule.BLOCK]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
+def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused_and_drafted_without(data: bytes) -> None:
+    """Taken for no grammar, it would give free text where the caller asked for a form."""
+    grammar = common_pb2.Grammar.FromString(data)
+    request = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1, grammar=grammar)
+    with pytest.raises(
+        OutriderError, match="grammar must have one of json_schema, json_object, regex, ebnf, choice, structural_tag;"
+    ):
+        wire.request_from_proto(request, vocab_size=VOCAB, context_length=100)
+    step = drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, grammar=grammar)])
+    assert wire.step_from_proto(step, VOCAB).opened[0].grammar is None
+
+
+def test_limits_are_told_in_plain_words() -> None:
+    cases = [
+        (verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1, min_chunk_token_count=-1), "min_chunk_token_count"),
+        (
+            verifier_pb2.GenerateTokensRequest(
+                prompt_token_ids=[1], max_tokens=1, sampling=common_pb2.SamplingParams(min_tokens=-1)
+            ),
+            "sampling.min_tokens",
+        ),
+    ]
+    for request, field in cases:
+        with pytest.raises(OutriderError, match=f"{field} must be at least 0, not -1"):
+            wire.request_from_proto(request, vocab_size=VOCAB, context_length=100)
+
+
+@pytest.mark.parametrize(("length", "taken"), [(0, False), (1, True), (64, True), (65, False)])
+def test_a_family_has_1_to_64_characters(length: int, taken: bool) -> None:
+    hello = drafts_pb2.Hello()
+    hello.CopyFrom(HELLO)
+    hello.family = "x" * length
+    if taken:
+        assert wire.hello_from_proto(hello).family == "x" * length
+        return
+    with pytest.raises(OutriderError, match="hello.family must be 1 to 64 printable characters"):
+        wire.hello_from_proto(hello)
