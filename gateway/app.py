@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import api_errors, openai, page, system
+from gateway import api_errors, document, openai, page, system
 from gateway.access import Access, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
@@ -22,6 +22,7 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
     app.include_router(system.routes(generation, metrics))
     page.install(app, generation.router, metrics)
     api_errors.install(app)
+    document.install(app)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
     if settings.allowed_origins:
         app.add_middleware(

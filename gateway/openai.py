@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.choices import Event, Tally, collect, merge, repeated, scored_once
+from gateway.document import STREAMED, answers
 from gateway.generate import Generation, Piece, TextRequest
 from gateway.json_body import JsonRoute
 from gateway.parameters import text_request
@@ -22,13 +23,14 @@ from outrider.errors import invalid
 from outrider.messages import ModelInfo
 
 _COMPLETION_MAX_TOKENS = 16
+_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 
 
 def routes(generation: Generation, max_sequences: int) -> APIRouter:
     """The endpoints that generate text."""
     router = APIRouter(route_class=JsonRoute)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=answers(*_ERRORS, also=STREAMED))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue each prompt; `max_tokens` is 16 unless given."""
         name, info, _ = generation.router.pick(body.model)
@@ -41,7 +43,7 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         jobs = [replace(template, prompt=ids, echo=echo) for ids, echo in zip(prompts, echoes, strict=True)]
         return await _answer(generation, request, body, jobs, n, CompletionShape)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=answers(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation; it may take what the context leaves unless `max_completion_tokens` says less."""
         name, info, _ = generation.router.pick(body.model)

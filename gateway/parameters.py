@@ -6,13 +6,21 @@ import json
 from dataclasses import replace
 
 from gateway.generate import TextRequest, check_stop
-from gateway.schema import ChatBody, CompletionBody, GenerationBody, JsonValue, SpeculationBody, StructuredOutputs
+from gateway.schema import (
+    SEED_MAX,
+    SEED_MIN,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    JsonValue,
+    SpeculationBody,
+    StructuredOutputs,
+)
 from outrider import wire, wire_settings
 from outrider.errors import invalid
 from outrider.messages import MAX_STOP_TOKENS, Acceptance, Grammar, GrammarKind, ModelInfo, SamplingParams, SpeculationOptions
 
 _AS_GIVEN = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 
 
 def text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextRequest:
@@ -54,8 +62,8 @@ def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
     given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
     sampling = replace(sampling, **given)
     wire_settings.check_sampling(sampling, vocab_size)
-    if body.seed is not None and not _SEED_MIN <= body.seed <= _SEED_MAX:
-        raise invalid("seed", f"must be in [{_SEED_MIN}, {_SEED_MAX}], not {body.seed}")
+    if body.seed is not None and not SEED_MIN <= body.seed <= SEED_MAX:
+        raise invalid("seed", f"must be in [{SEED_MIN}, {SEED_MAX}], not {body.seed}")
     return sampling
 
 

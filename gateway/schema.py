@@ -6,11 +6,21 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.generate import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.messages import MAX_LISTED_TOKENS
+from outrider.messages import (
+    MAX_CHOICES,
+    MAX_DEPTH,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_LISTED_TOKENS,
+    MAX_NAME_LENGTH,
+    MAX_RELAXED_TOPK,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+)
 
 # Parameters of OpenAI's and vLLM's that are not supported, each with the values that ask for nothing; those are let through.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -41,6 +51,7 @@ MAX_TEMPLATE_NAME_CHARACTERS = 64
 MAX_TEMPLATE_CHARACTERS = 4096
 # What a template is told besides, apart from special tokens such as bos_token.
 _TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_KEYS = 128
 """Most keys of an object with known keys; there are fewer of these."""
 MAX_MESSAGES = 2048
@@ -80,6 +91,12 @@ def _unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
+# For the document alone: these limits are checked where a message can name them as the caller does.
+TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+_Filled = Annotated[str, Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_PromptForms = _Filled | _Ids | Annotated[list[_Filled], Field(min_length=1)] | Annotated[list[_Ids], Field(min_length=1)]
 _Item = TypeVar("_Item")
 # Only its first bad item is told: to describe thousands of them takes seconds.
 Listed = Annotated[list[_Item], Field(fail_fast=True)]
@@ -92,6 +109,11 @@ def _at_most_entries(value: object) -> object:
 
 
 Entries = Annotated[dict[str, _Item], BeforeValidator(_at_most_entries)]
+
+
+def _limited(description: str | None = None, **limits: int | float) -> Any:
+    """An optional parameter with the limits that the document tells; they are checked with the rest of the request."""
+    return Field(default=None, description=description, json_schema_extra=dict(limits))
 
 
 def _drop_neutral(values: Any) -> Any:
@@ -125,12 +147,12 @@ class SpeculationBody(Body):
     """
 
     enabled: bool = True
-    drafter: Text = ""
-    depth: int | None = None
+    drafter: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
+    depth: int | None = _limited(minimum=0, maximum=MAX_DEPTH)
     acceptance: Literal["exact", "typical", "relaxed"] = "exact"
-    typical_epsilon: float = 0.09
-    relaxed_topk: int = 10
-    relaxed_delta: float = 0.6
+    typical_epsilon: float = Field(default=0.09, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    relaxed_topk: int = Field(default=10, json_schema_extra={"minimum": 1, "maximum": MAX_RELAXED_TOPK})
+    relaxed_delta: float = Field(default=0.6, json_schema_extra={"minimum": 0, "maximum": 1})
     metrics: bool = False
     tokens: bool = False
 
@@ -195,6 +217,7 @@ def _stops(value: object) -> object:
 
 
 JsonValue = dict[str, Any] | bool | Text
+_GRAMMAR: dict[str, int | float] = {"minLength": 1, "maxLength": MAX_GRAMMAR_CHARACTERS}
 
 
 class StructuredOutputs(Body):
@@ -212,39 +235,52 @@ class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(default=None, description="vLLM's extension; 0 or -1 keeps all tokens.")
-    seed: int | None = None
-    n: int | None = None
-    stop: Annotated[Listed[Text], BeforeValidator(_stops)] = []
-    max_tokens: int | None = None
+    temperature: float | None = _limited(minimum=0, maximum=2)
+    top_p: float | None = _limited(exclusiveMinimum=0, maximum=1)
+    top_k: int | None = _limited("vLLM's extension; 0 or -1 keeps all tokens.", minimum=-1)
+    seed: int | None = _limited(minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
+    n: int | None = _limited("At most --max-sequences, with several prompts all together.", minimum=1)
+    stop: Annotated[
+        Listed[Text],
+        BeforeValidator(_stops, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None),
+    ] = []
+    max_tokens: int | None = _limited("0 is for echo or prompt_logprobs.", minimum=0)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="With stream: true only.")
     speculation: SpeculationBody = SpeculationBody()
     ignore_eos: bool | None = Field(default=None, description="vLLM's extension; go on after an end-of-sequence token.")
-    stop_token_ids: Listed[int] | None = Field(default=None, description="vLLM's extension; ids that end the text.")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Entries[float] | None = None
-    min_p: float | None = Field(default=None, description="vLLM's extension; drop tokens this much less likely than the likeliest.")
-    typical_p: float | None = Field(default=None, description="Locally typical sampling, up to this mass.")
-    repetition_penalty: float | None = Field(default=None, description="vLLM's extension; over prompt and output.")
-    min_tokens: int | None = Field(default=None, description="vLLM's extension; no end of text before so many tokens.")
-    banned_token_ids: Listed[int] | None = Field(default=None, description="Ids that are never sampled.")
+    stop_token_ids: Listed[TokenId] | None = _limited("vLLM's extension; ids that end the text.", maxItems=MAX_STOP_TOKENS)
+    presence_penalty: float | None = _limited(minimum=-2, maximum=2)
+    frequency_penalty: float | None = _limited(minimum=-2, maximum=2)
+    logit_bias: Entries[float] | None = _limited("By token id, in [-100, 100].", maxProperties=MAX_LISTED_TOKENS)
+    min_p: float | None = _limited("vLLM's extension; drop tokens this much less likely than the likeliest.", minimum=0, maximum=1)
+    typical_p: float | None = _limited("Locally typical sampling, up to this mass.", exclusiveMinimum=0, maximum=1)
+    repetition_penalty: float | None = _limited("vLLM's extension; over prompt and output.", minimum=0.01, maximum=10)
+    min_tokens: int | None = _limited("vLLM's extension; no end of text before so many tokens.", minimum=0)
+    banned_token_ids: Listed[TokenId] | None = _limited("Ids that are never sampled.", maxItems=MAX_LISTED_TOKENS)
     response_format: ResponseFormat | None = None
-    regex: Text | None = Field(default=None, description="What the answer must match.")
-    grammar: Text | None = Field(default=None, description="What the answer must be, in GBNF.")
-    choice: Listed[Text] | None = Field(default=None, description="Texts of which the answer must be one.")
+    regex: Text | None = _limited("What the answer must match.", **_GRAMMAR)
+    grammar: Text | None = _limited("What the answer must be, in GBNF.", **_GRAMMAR)
+    choice: Listed[Text] | None = _limited("Texts of which the answer must be one.", minItems=1, maxItems=MAX_CHOICES)
     structural_tag: dict[str, Any] | None = Field(default=None, description="XGrammar's structural tag.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's extension.")
     guided_json: JsonValue | None = Field(default=None, description="vLLM's older name of structured_outputs.json.")
-    guided_regex: Text | None = Field(default=None, description="vLLM's older name of structured_outputs.regex.")
-    guided_choice: Listed[Text] | None = Field(default=None, description="vLLM's older name of structured_outputs.choice.")
-    guided_grammar: Text | None = Field(default=None, description="vLLM's older name of structured_outputs.grammar.")
+    guided_regex: Text | None = _limited(
+        "vLLM's older name of structured_outputs.regex.", minLength=1, maxLength=MAX_GRAMMAR_CHARACTERS
+    )
+    guided_choice: Listed[Text] | None = _limited(
+        "vLLM's older name of structured_outputs.choice.", minItems=1, maxItems=MAX_CHOICES
+    )
+    guided_grammar: Text | None = _limited(
+        "vLLM's older name of structured_outputs.grammar.", minLength=1, maxLength=MAX_GRAMMAR_CHARACTERS
+    )
     prediction: Prediction | None = None
     reasoning_effort: Literal["none"] | None = None
-    prompt_logprobs: int | None = Field(default=None, description="vLLM's extension; the likeliest tokens at each of the prompt's.")
+    prompt_logprobs: int | None = _limited(
+        "vLLM's extension; the likeliest tokens at each of the prompt's. Not with stream: true.",
+        minimum=0,
+        maximum=MAX_TOP_LOGPROBS,
+    )
     # Labels for OpenAI's own records and caches; they have no meaning for the answer.
     user: str | None = None
     metadata: Entries[str] | None = None
@@ -278,12 +314,22 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
+def _tell_neutral(schema: dict[str, Any]) -> None:
+    """Put parameters into the document that are taken with values that ask for nothing."""
+    for name, values in _NEUTRAL.items():
+        schema["properties"].setdefault(name, {"enum": [None, *values], "description": "Not supported."})
+
+
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_prompts), Field(json_schema_extra={"type": ["string", "array"]})]
+    model_config = ConfigDict(json_schema_extra=_tell_neutral)
+
+    prompt: Annotated[Any, BeforeValidator(_prompts, json_schema_input_type=_PromptForms)]
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, description="How many of the likeliest tokens to tell with each token.")
+    logprobs: int | None = _limited(
+        "How many of the likeliest tokens to tell with each token.", minimum=0, maximum=MAX_TOP_LOGPROBS
+    )
 
 
 def _no_calls(value: object) -> object:
@@ -372,10 +418,12 @@ class TemplateOptions(Body):
 class ChatBody(GenerationBody, TemplateOptions):
     """POST /v1/chat/completions."""
 
+    model_config = ConfigDict(json_schema_extra=_tell_neutral)
+
     messages: Listed[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = _limited("In place of max_tokens.", minimum=0)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = _limited("With logprobs: true only.", minimum=0, maximum=MAX_TOP_LOGPROBS)
     parallel_tool_calls: bool | None = None
 
     def rendering(self) -> dict[str, Any]:
@@ -400,4 +448,4 @@ class DetokenizeBody(Body):
     """POST /detokenize, in vLLM's shape."""
 
     model: str | None = None
-    tokens: Listed[int]
+    tokens: Listed[TokenId]

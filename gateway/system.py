@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from gateway.document import JSON, answers, denied
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
 from gateway.metrics import Metrics
@@ -22,47 +23,51 @@ MAX_TOKENIZED = 65_536
 """Most tokens that /tokenize and /detokenize take where the model's context is shorter."""
 
 
+class _Metrics(Response):
+    media_type = CONTENT_TYPE_LATEST
+
+
 def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     """The endpoints around the generation."""
     router = APIRouter(route_class=JsonRoute)
     started = int(time.time())
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=answers())
     async def models() -> Response:
         """The served models; none before the verifier has told its model's name."""
         listed = [_model(name, info, started) for name, info in generation.router.models.items()]
         return JSONResponse({"object": "list", "data": listed})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=answers(404))
     async def model(name: str) -> Response:
         info = generation.router.models.get(name)
         if info is None:
             raise OutriderError(Reason.MODEL_NOT_FOUND, f"model {name[:100]!r} is not served here", "model")
         return JSONResponse(_model(name, info, started))
 
-    @router.get("/livez")
+    @router.get("/livez", responses=answers())
     async def livez() -> Response:
         """200 while the process runs."""
         return JSONResponse({"status": "alive"})
 
-    @router.get("/readyz")
+    @router.get("/readyz", responses={**answers(), 503: {"description": "As above.", "content": JSON}})
     async def readyz() -> Response:
         """200 when requests are taken, with status "degraded" when something that was there is lost; else 503 with the reason."""
         body = readiness(generation.router)
         return JSONResponse(body, status_code=200 if body["status"] in ("ready", "degraded") else 503)
 
-    @router.get("/health")
+    @router.get("/health", response_class=Response, responses={**denied(), 503: {"description": "No requests are taken."}})
     async def health() -> Response:
         """As vLLM's: 200 without a body when requests are taken, else 503."""
         return Response(status_code=200 if generation.router.ready else 503)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=_Metrics, responses=denied())
     async def prometheus() -> Response:
         """Prometheus' text format."""
         for name in generation.router.models:
             # `vllm bench serve` looks for these counters before its first request.
             metrics.drafted(name, 0, ())
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return _Metrics(generate_latest(metrics.registry))
 
     _answer_head(router)
     _add_tokenizer_routes(router, generation)
@@ -77,7 +82,7 @@ def _answer_head(router: APIRouter) -> None:
 
 
 def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
-    @router.post("/tokenize")
+    @router.post("/tokenize", responses=answers(400, 404, 408, 413, 500, 503))
     async def tokenize(body: TokenizeBody) -> Response:
         """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
         _, info, _ = generation.router.pick(body.model)
@@ -99,7 +104,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         strings = await prompts.token_names(ids) if body.return_token_strs else None
         return JSONResponse({"count": len(ids), "max_model_len": info.context_length, "tokens": ids, "token_strs": strings})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", responses=answers(400, 404, 408, 413, 500, 503))
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of ids, special tokens included, in vLLM's shape."""
         _, info, _ = generation.router.pick(body.model)
