@@ -74,6 +74,7 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
     """Few connections at once, each with a thread and for a short time."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._open: dict[socket.socket, float] = {}

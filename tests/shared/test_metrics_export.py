@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -13,9 +16,10 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
+from outrider import metrics_export
 from outrider.config import ScrapedSettings
 from outrider.errors import OutriderError
-from outrider.metrics_export import sending_metrics, serve_metrics
+from outrider.metrics_export import MAX_SCRAPES, sending_metrics, serve_metrics
 from outrider.stack import free_port
 
 
@@ -100,3 +104,24 @@ def test_metrics_are_served_where_they_are_wanted_and_a_port_in_use_is_named(reg
     assert 'outrider:tokens_total{drafter="ngram-1"} 3.0' in httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
     with pytest.raises(OutriderError, match=f"metrics-port cannot be bound: 127.0.0.1:{port}"):
         serve_metrics(registry, ScrapedSettings(metrics_port=port))
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metrics HTTP/1.1\r\nX: "], ids=["nothing", "half a header"])
+def test_connections_that_ask_nothing_are_few_and_short(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(metrics_export, "_SCRAPE_S", 0.5)
+    settings = ScrapedSettings(metrics_port=free_port("127.0.0.1"))
+    serve_metrics(registry, settings)
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", settings.metrics_port), timeout=20) for _ in range(4 * MAX_SCRAPES)]
+    for connection in idle:
+        with contextlib.suppress(OSError):  # one too many is already closed
+            connection.sendall(said)
+    assert threading.active_count() <= before + MAX_SCRAPES
+    for connection in idle:
+        with connection, contextlib.suppress(ConnectionResetError):
+            while connection.recv(4096):
+                pass
+    answer = httpx.get(f"http://127.0.0.1:{settings.metrics_port}/metrics")
+    assert "outrider:running 2.0" in answer.text

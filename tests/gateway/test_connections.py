@@ -1,0 +1,184 @@
+"""No connection takes more of the gateway than it may: headers are bounded, and whoever is silent or slow is hung up on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+from gateway_rig import TARGET
+
+from gateway.config import GatewaySettings
+from gateway.connections import MAX_HEADER_BYTES, MAX_HEADERS
+from gateway.metrics import Metrics
+from gateway.server import Gateway, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# A connection that is never closed fails a test after this.
+PATIENCE_S = 20.0
+HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway() -> AsyncIterator[Gateway]:
+    """Without a verifier, and with little patience."""
+    settings = GatewaySettings(
+        verifier=["127.0.0.1:9"],
+        tokenizer=TARGET,
+        http_port=0,
+        grpc_listen="127.0.0.1:0",
+        header_seconds=0.5,
+        body_seconds=0.5,
+        keep_alive_seconds=0.5,
+        drain_seconds=0,
+    )
+    async with running(settings, Metrics()) as gateway:
+        yield gateway
+
+
+class Connection:
+    """A raw connection to the gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._where = urlsplit(gateway.http_url)
+
+    async def __aenter__(self) -> Connection:
+        self.reader, self._writer = await asyncio.open_connection(self._where.hostname, self._where.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    async def send(self, data: bytes) -> None:
+        """Send, or notice that the gateway reads no more."""
+        try:
+            self._writer.write(data)
+            await self._writer.drain()
+        except ConnectionError:
+            pass
+
+    async def to_the_end(self) -> bytes:
+        """All that the gateway says, until it hangs up."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+
+
+def answer_of(said: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = said.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"X: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n",
+        b"X" * MAX_HEADER_BYTES + b": a\r\n\r\n",
+        b"X: a\r\n" * (MAX_HEADERS + 1) + b"\r\n",
+        b"X: a\r\n" * 2000 + b"\r\n",
+    ],
+    ids=["one long value", "one long name", "one too many", "very many"],
+)
+async def test_headers_above_the_bound_are_refused(gateway: Gateway, headers: bytes) -> None:
+    async with Connection(gateway) as connection:
+        await connection.send(HEAD + headers)
+        status, error = answer_of(await connection.to_the_end())
+    assert (status, error["code"]) == (431, "headers_too_large")
+    assert str(MAX_HEADER_BYTES) in error["message"]
+
+
+async def test_a_long_path_counts_as_a_header(gateway: Gateway) -> None:
+    async with Connection(gateway) as connection:
+        await connection.send(b"GET /" + b"a" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer_of(await connection.to_the_end())[0] == 431
+
+
+async def test_a_header_that_never_ends_is_refused_when_it_has_become_too_long(gateway: Gateway) -> None:
+    """However many bytes the client sends: the gateway reads no more than the bound and what the system had read by then."""
+    async with Connection(gateway) as connection:
+        await connection.send(HEAD + b"X: ")
+        sent = asyncio.create_task(connection.send(b"a" * 64 * 2**20))
+        said = await connection.to_the_end()
+        sent.cancel()
+    assert said == b"" or answer_of(said)[0] == 431
+
+
+async def test_a_trailer_is_bounded_as_headers_are(gateway: Gateway) -> None:
+    async with Connection(gateway) as connection:
+        await connection.send(POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+        await connection.send(b"X: " + b"a" * 8 * 2**20)
+        said = await connection.to_the_end()
+    assert said == b"" or answer_of(said)[0] == 431
+
+
+async def test_as_many_headers_as_allowed_are_taken(gateway: Gateway) -> None:
+    filling = b"".join(b"X-%d: %s\r\n" % (number, b"a" * 400) for number in range(MAX_HEADERS - 2))
+    async with Connection(gateway) as connection:
+        await connection.send(HEAD + filling + b"Connection: close\r\n\r\n")
+        assert (await connection.to_the_end()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_connection_that_says_nothing_is_closed(gateway: Gateway) -> None:
+    async with Connection(gateway) as connection:
+        assert await connection.to_the_end() == b""
+
+
+async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -> None:
+    async with Connection(gateway) as connection:
+        await connection.send(HEAD + b"\r\n")
+        said = await connection.to_the_end()
+    assert said.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" not in said
+
+
+@pytest.mark.parametrize("beginning", [HEAD, b"\r\n", POST + b"Content-Length: 9\r\n\r\n", POST + b"Content-Length: 9\r\n\r\n{"])
+@pytest.mark.parametrize("after_a_request", [False, True])
+async def test_half_a_request_is_not_waited_for(gateway: Gateway, beginning: bytes, after_a_request: bool) -> None:
+    async with Connection(gateway) as connection:
+        if after_a_request:
+            await connection.send(HEAD + b"\r\n")
+            await connection.reader.readuntil(b"}")
+        await connection.send(beginning)
+        said = await connection.to_the_end()
+    status, error = answer_of(said)
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+async def test_a_request_that_trickles_in_is_not_waited_for(gateway: Gateway) -> None:
+    async with Connection(gateway) as connection:
+        ended = asyncio.create_task(connection.to_the_end())
+        while not ended.done():
+            await connection.send(b"\r\n")
+            await asyncio.sleep(0.05)
+        assert answer_of(await ended)[0] == 408
+
+
+async def test_what_is_no_http_is_answered_in_the_shape_of_all_errors(gateway: Gateway) -> None:
+    async with Connection(gateway) as connection:
+        await connection.send(b"\x16\x03\x01 hello\r\n\r\n")
+        status, error = answer_of(await connection.to_the_end())
+    assert (status, error["code"]) == (400, "malformed_request")
+
+
+async def test_a_request_with_two_hosts_is_refused(gateway: Gateway) -> None:
+    async with Connection(gateway) as connection:
+        await connection.send(HEAD + b"Host: localhost\r\nConnection: close\r\n\r\n")
+        status, error = answer_of(await connection.to_the_end())
+    assert (status, error["code"]) == (400, "malformed_request")
+
+
+async def test_a_slow_answer_is_no_reason_to_hang_up(gateway: Gateway) -> None:
+    """The page's events go on for longer than any request may take to arrive."""
+    async with Connection(gateway) as connection:
+        await connection.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(5):
+                await connection.reader.readuntil(b"data: ")
