@@ -1,0 +1,180 @@
+"""What would take long to read is refused for its size, before anything else is done with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from gateway_rig import Rig
+
+from gateway.json_body import MAX_STRINGS, MAX_VALUES, check_size
+from gateway.prompts import Prompts
+from gateway.schema import MAX_KEYS, MAX_MESSAGES, MAX_PROMPTS
+from gateway.system import MAX_TOKENIZED
+from outrider import rpc
+from outrider.errors import OutriderError, Reason
+from outrider.v1 import generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+JSON = {"content-type": "application/json"}
+# The context of the rig's verifier, in tokens.
+CONTEXT = 2048
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" + b"0," * MAX_VALUES + b"0]", f"{MAX_VALUES} values"),
+        (b'{"a": "\\"[,"' + b', "b": {}' * MAX_VALUES + b"}", f"{MAX_STRINGS} strings"),
+        (b"[" + b"{}," * (MAX_VALUES // 2) + b"0]", f"{MAX_VALUES} values"),
+        (b"[" + b'"",' * MAX_STRINGS + b'""]', f"{MAX_STRINGS} strings"),
+        (b"{" + b'"\\\\":0,' * MAX_STRINGS + b'"":0}', f"{MAX_STRINGS} strings"),
+    ],
+    ids=["numbers", "objects with keys", "empty objects", "strings", "keys"],
+)
+async def test_a_body_of_too_many_small_values_is_refused_without_parsing_it(content: bytes, words: str) -> None:
+    with pytest.raises(OutriderError, match=words) as caught:
+        check_size(content)
+    assert caught.value.reason is Reason.REQUEST_TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a, [b], {c}: d" * 100_000,
+        '\\"' * 500_000,
+        "\\" * 500_001,
+        ['",[{\\'] * MAX_STRINGS,
+        list(range(MAX_VALUES - 1)),
+    ],
+    ids=["a text with commas", "quotation marks", "backslashes", "strings of marks", "numbers"],
+)
+async def test_what_is_inside_of_strings_is_not_counted(value: object) -> None:
+    check_size(json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+async def test_a_body_in_which_nothing_can_be_counted_is_refused(encoding: str) -> None:
+    with pytest.raises(OutriderError, match="UTF-8"):
+        check_size(json.dumps({"prompt": "x"}).encode(encoding))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({f"k{number}": 1 for number in range(MAX_KEYS + 1)}, f"more than {MAX_KEYS}"),
+        ({"speculation": {f"k{number}": 1 for number in range(MAX_KEYS + 1)}}, f"more than {MAX_KEYS}"),
+        ({"logit_bias": {str(number): 1.0 for number in range(1025)}}, "1024"),
+        ({"metadata": {str(number): "" for number in range(1025)}}, "1024"),
+        ({"stop": [1] * 10_000}, "stop[0]"),
+        ({"prompt": ["x"] * (MAX_PROMPTS + 1)}, f"at most {MAX_PROMPTS} prompts"),
+    ],
+)
+async def test_lists_and_objects_are_bounded_in_length(rig: Rig, body: dict[str, Any], words: str) -> None:
+    response = await rig.http.post("/v1/completions", json={"prompt": "x"} | body)
+    assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")
+    assert words in error_of(response)["message"]
+    assert len(response.content) < 500
+
+
+async def test_messages_are_bounded_in_number(rig: Rig) -> None:
+    message = {"role": "user", "content": ""}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response = await rig.http.post(path, json={"messages": [message] * (MAX_MESSAGES + 1)})
+        assert (response.status_code, error_of(response)["param"]) == (400, "messages")
+        assert str(MAX_MESSAGES) in error_of(response)["message"]
+    too_many = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="user")] * (MAX_MESSAGES + 1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(rig.generation.GenerateText(generation_pb2.GenerateTextRequest(chat=too_many))))
+    assert rpc.error_of(caught.value).field == "chat.messages"
+
+
+async def test_a_prompt_that_no_context_could_hold_is_refused_before_it_is_tokenised(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(map(len, prompts.tokenizer.get_vocab()))
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "tokenizer", None)
+        for attempt in (
+            prompts.encode("a" * (CONTEXT * longest + 1), "prompt", CONTEXT),
+            prompts.rendered([{"role": "user", "content": "a" * CONTEXT}] * (longest + 1), "prompt", CONTEXT),
+        ):
+            with pytest.raises(OutriderError, match=f"{CONTEXT} tokens") as caught:
+                await attempt
+            assert (caught.value.reason, caught.value.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
+
+
+async def test_a_prompt_of_the_longest_tokens_is_taken(prompts: Prompts) -> None:
+    longest = max(prompts.tokenizer.get_vocab(), key=len)
+    text = longest * CONTEXT
+    assert prompts.decode(await prompts.encode(text, "prompt", CONTEXT)) == text
+
+
+async def test_of_a_prompt_that_is_much_too_long_only_the_beginning_is_tokenised(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenised = 0
+    encode = prompts._encode
+
+    async def counting(text: str, add_special_tokens: bool) -> list[int]:
+        nonlocal tokenised
+        tokenised += len(text)
+        return await encode(text, add_special_tokens)
+
+    monkeypatch.setattr(prompts, "_encode", counting)
+    monkeypatch.setattr(prompts, "_longest_token", 2**20)
+    with pytest.raises(OutriderError, match="context"):
+        await prompts.encode("a b " * 500_000, "prompt", CONTEXT)
+    assert tokenised <= 100_000
+
+
+async def test_a_prediction_is_cut_and_never_tokenised_whole(prompts: Prompts) -> None:
+    text = "one two three four " * 10_000
+    ids = await prompts.encode_start(text, CONTEXT)
+    assert len(ids) == CONTEXT
+    assert text.startswith(prompts.decode(ids[:-2]))
+    assert await prompts.encode_start("one two", 99) == prompts.tokenizer.encode("one two", add_special_tokens=False).ids
+
+
+async def test_tokenising_endpoints_are_bounded(rig: Rig) -> None:
+    for path, body in (("/tokenize", {"prompt": "é" * 30_000}), ("/detokenize", {"tokens": [5] * 20_000})):
+        assert (await rig.http.post(path, json=body)).status_code == 200
+    ids = list(range(300)) * 210
+    texts = await rig.prompts.token_names(ids)
+    assert texts[:300] == [rig.prompts.tokenizer.id_to_token(index) for index in range(300)]
+    assert MAX_TOKENIZED >= CONTEXT
+
+
+async def test_an_unknown_key_is_shown_no_longer_than_needed(rig: Rig) -> None:
+    for body in ({"prompt": "x", "k" * 30_000: 1}, {"prompt": "x", "speculation": {"k" * 30_000: 1}}):
+        response = await rig.http.post("/v1/completions", json=body)
+        assert (response.status_code, error_of(response)["code"]) == (400, "unknown_parameter")
+        assert len(response.content) < 500
+    wrong = await rig.http.request("PUT", "/v1/completions" + "a" * 30_000)
+    assert len(wrong.content) < 500
+
+
+async def test_a_bad_value_is_shown_no_longer_than_needed(rig: Rig) -> None:
+    for value in ("v" * 30_000, ["v" * 30_000], {"v" * 30_000: 1}, list(range(5000))):
+        response = await rig.http.post("/v1/completions", json={"prompt": "x", "temperature": value})
+        assert (response.status_code, error_of(response)["param"]) == (400, "temperature")
+        assert len(response.content) < 500
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt":"a","\\ud800":1}', b'{"prompt":"a","speculation":{"\\udfff":1}}', b'{"messages":[{"\\ud800":1}]}']
+)
+async def test_a_key_that_is_no_text_is_named_as_such(rig: Rig, body: bytes) -> None:
+    path = "/v1/chat/completions" if b"messages" in body else "/v1/completions"
+    response = await rig.http.post(path, content=body, headers=JSON)
+    assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")
+    assert "half of a surrogate pair" in error_of(response)["message"]
+    assert "\\ud" in error_of(response)["message"]

@@ -1,0 +1,116 @@
+"""A gateway that is stopped says so to everybody: those whose answer has begun, those who wait, and those who come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+import pytest
+from gateway_process import GatewayProcess, gateway_process
+from gateway_rig import until
+from scripted_verifier import last, plain
+
+from gateway.prompts import Prompts
+from outrider import rpc
+from outrider.errors import Reason
+from outrider.messages import FinishReason, TokenRequest
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+EACH = 8
+# The verifier begins these and says nothing of the others.
+BEGUN = 5
+
+
+def half_said(request: TokenRequest) -> list[Any]:
+    return [plain([request.prompt[0]]), 600.0] if request.prompt == [BEGUN] else [600.0]
+
+
+async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]:
+    """How many messages came, and the error."""
+    async with rpc.dial(gateway.grpc_address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        tokens = generation_pb2.TokenPrompt(token_ids=[prompt])
+        count = 0
+        try:
+            async for _ in stub.GenerateText(generation_pb2.GenerateTextRequest(tokens=tokens)):
+                count += 1
+        except grpc.aio.AioRpcError as failure:
+            return count, rpc.error_of(failure)
+        return count, None
+
+
+def is_draining(answer: httpx.Response) -> bool:
+    error = answer.json()["error"]
+    return (answer.status_code, error["code"], answer.headers["retry-after"]) == (503, "draining", "1")
+
+
+async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with (
+        gateway_process(prompts, log, "--drain-seconds", "1") as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60, limits=httpx.Limits(max_connections=None)) as http,
+    ):
+        gateway.script.answer = half_said
+
+        def ask(prompt: int, stream: bool) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(http.post("/v1/completions", json={"prompt": [prompt], "stream": stream}))
+
+        begun = [ask(BEGUN, True) for _ in range(EACH)]
+        waiting = [ask(BEGUN + 1, stream) for stream in (False, True) for _ in range(EACH)]
+        by_grpc = [asyncio.create_task(asked_by_grpc(gateway, prompt)) for prompt in (BEGUN, BEGUN + 1)]
+        await until(lambda: gateway.script.running == 3 * EACH + 2, timeout_s=30)
+        gateway.terminate()
+        while (answer := await http.get("/readyz")).status_code == 200:
+            await asyncio.sleep(0.02)
+        assert answer.json()["status"] == "draining"
+        # What comes while others may still finish is told when to come again.
+        assert is_draining(await ask(BEGUN, True))
+
+        for response in [await task for task in begun]:
+            *events, error, end = response.text.split("\n\n")
+            assert (response.status_code, end, len(events)) == (200, "", 1)
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "draining"
+        assert all([is_draining(await task) for task in waiting])
+        for count, (told, failure) in zip((1, 0), [await task for task in by_grpc], strict=True):
+            assert (told, failure.reason, failure.retry_after_s) == (count, Reason.DRAINING, 1.0)
+        assert await gateway.ended() == 0
+    assert "Traceback" not in log.read_text()
+    assert "Exception" not in log.read_text()
+
+
+async def test_what_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path) -> None:
+    async with (
+        gateway_process(prompts, tmp_path / "log", "--drain-seconds", "60") as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
+    ):
+        gateway.script.answer = lambda _: [plain([5]), 1.0, last([5], FinishReason.LENGTH)]
+        asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": [5], "stream": True}))
+        await until(lambda: gateway.script.running == 1, timeout_s=30)
+        gateway.terminate()
+        assert (await asked).text.endswith("data: [DONE]\n\n")
+        assert await gateway.ended() == 0
+
+
+@pytest.mark.parametrize("said", ["reads nothing", "half a body", "nothing"])
+async def test_a_client_that_does_not_take_part_holds_up_no_end(prompts: Prompts, tmp_path: Path, said: str) -> None:
+    log = tmp_path / "log"
+    async with gateway_process(prompts, log, "--drain-seconds", "0.2") as gateway:
+        gateway.script.answer = lambda _: [*[plain([5] * 5)] * 400, 600.0]
+        where = urlsplit(gateway.http_url)
+        with socket.create_connection((where.hostname, where.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            body = '{"prompt": [5], "max_tokens": 2000, "stream": true, "speculation": {"tokens": true}}'
+            if said != "nothing":
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body if said == 'reads nothing' else '{'}".encode())
+            if said == "reads nothing":
+                await until(lambda: gateway.script.running == 1, timeout_s=30)
+            gateway.terminate()
+            assert await gateway.ended() == 0
+    assert "Traceback" not in log.read_text()
