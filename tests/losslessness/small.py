@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ from verifier_svc.outgoing import Delivery
 
 VOCAB = 5
 LENGTH = 3
-"""Tokens of a text whose joint law is looked at; each request generates two more."""
+"""Tokens of a text whose joint law is looked at."""
 Law = npt.NDArray[np.float64]
 Text = tuple[int, ...]
 Laws = Callable[[Text], Law]
@@ -123,17 +124,21 @@ class Guesser:
         self._heard: deque[tuple[int, StepBatch]] = deque()
         self._said: deque[tuple[int, DraftBatch]] = deque()
         self._tick = 0
+        self.connected = False
         self.proposed: dict[Rule, int] = dict.fromkeys(Rule, 0)
+        """Tokens, by how they were drawn."""
 
     def join(self, engine: Engine) -> None:
         self._engine = engine
         self._chains.clear()
         self._heard.clear()
         self._said.clear()
+        self.connected = True
         self._handle = engine.drafting.join(Hello(self.name, self.name, "f", 12, distributions=self._offers), self._hear)
 
     def leave(self) -> None:
         self._engine.drafting.leave(self._handle)
+        self.connected = False
 
     def tick(self) -> None:
         """Read what has arrived, guess, and let arrive what was said."""
@@ -233,14 +238,18 @@ class Traffic:
     rule: AcceptanceRule = AcceptanceRule.BLOCK
     trust: bool = True
     policy: DepthPolicy = DepthPolicy("fixed", 3)
+    length: int = LENGTH + 2
+    """Tokens that each request generates."""
     concurrent: int = 96
     page_count: int = 2048
     page_size: int = 4
     max_batch_tokens: int = 2048
     seed: Callable[[int], int | None] = lambda number: None
     always: bool = True
-    events: dict[int, list[Callable[[Engine], object]]] = field(default_factory=dict)
-    """What happens at which tick."""
+    events: Callable[[int], object] = lambda tick: None
+    """What else happens at a tick."""
+    paused_ticks: int = field(default=0, init=False)
+    """Those at which some sequence's drafter was paused."""
 
     def __post_init__(self) -> None:
         def deliver(deliveries: list[Delivery]) -> None:
@@ -261,24 +270,33 @@ class Traffic:
             always_draft=self.always,
         )
 
-    def run(self, draws: int, *drafters: Guesser, length: int = LENGTH + 2) -> npt.NDArray[np.int64]:
+    def run(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
         """What `draws` requests generate, [draws, length], in the order of the requests."""
+        # The engine would draw seeds from the system; here a test has to come out the same each time.
+        own = np.random.default_rng(7)
+        with mock.patch("secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))):
+            return self.run_with_the_systems_seeds(draws, *drafters)
+
+    def run_with_the_systems_seeds(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
+        """As `run`, each time with other seeds."""
         engine, texts = self.engine, [list[int]() for _ in range(draws)]
         for drafter in drafters:
             drafter.join(engine)
         started = 0
         for tick in itertools.count():
-            for event in self.events.get(tick, ()):
-                event(engine)
+            self.events(tick)
             while started < draws and len(engine.sequences) < self.concurrent:
-                self._submit(started, texts[started], length)
+                self._submit(started, texts[started])
                 started += 1
             if started == draws and not engine.sequences:
                 break
             engine.planner.plan(engine.scheduler.running.values())
+            self.paused_ticks += engine.planner.pausing
+            if not self.always:
+                engine.planner.waited(0.0, engine.planner.plain_s, ())
             engine.drain_inbox()
             for drafter in drafters:
-                if drafter.name in engine.drafting.roster.connected:
+                if drafter.connected:
                     drafter.tick()
             engine.step()
             engine.outgoing.tell_clients()
@@ -286,14 +304,14 @@ class Traffic:
         assert engine.pool.used_count == 0
         return np.array(texts)
 
-    def _submit(self, number: int, text: list[int], length: int) -> None:
+    def _submit(self, number: int, text: list[int]) -> None:
         def collect(chunk: TokenChunk | OutriderError) -> None:
             assert isinstance(chunk, TokenChunk), chunk
             text.extend(chunk.token_ids)
 
         prompt = list(self.prompts[number % len(self.prompts)])
         sampling = replace(SamplingParams(), seed=self.seed(number))
-        self.engine.submit(TokenRequest(prompt, length, sampling), collect)
+        self.engine.submit(TokenRequest(prompt, self.length, sampling), collect)
 
     def expected(self, draws: int) -> Law:
         """How often each prompt and each text of `LENGTH` tokens should come, [prompts * VOCAB ** LENGTH]."""
