@@ -126,6 +126,32 @@ def test_an_outcome_that_was_foreseen_becomes_the_chain_with_no_round_trip() -> 
     assert (pair.chain.ahead, pair.chain.epoch, pair.chain.tip) == ([1, 1], 0, 7)
 
 
+def test_a_branch_stays_at_its_place_when_tokens_before_it_are_committed() -> None:
+    pair = Pair()
+    pair.draft([1, 2, 0, 1])
+    pair.up.append(pair.chain.branch(2, [2, 1, 1]))
+    pair.deliver_up()
+    pair.deliver_up()
+    pair.commit(accepted=0, own=1)
+    pair.deliver_down()
+    assert pair.chain.branches_at(1) == {0, 2}
+    pair.commit(accepted=1, own=2)
+    pair.deliver_down()
+    assert (pair.chain.ahead, pair.chain.epoch) == ([1, 1], 0)
+
+
+def test_of_an_outcome_what_a_verdict_of_several_tokens_committed_is_passed_over() -> None:
+    """As after a pause, when what was withheld is told at once."""
+    pair = Pair()
+    pair.draft([1, 0])
+    pair.up.append(pair.chain.branch(1, [2, 1, 0]))
+    pair.deliver_up()
+    pair.deliver_up()
+    matched = pair.trie.advance([1, 2, 1]).matched
+    pair.chain.apply(Verdict(1, pair.trie.epoch, pair.trie.root, len(PROMPT) + 3, matched, [1, 2, 1]))
+    assert pair.chain.ahead == pair.trie.path(9).token_ids == [0]
+
+
 def test_an_outcome_that_was_foreseen_but_came_too_late_is_offered_again() -> None:
     pair = Pair()
     pair.draft([1, 2, 0, 1])

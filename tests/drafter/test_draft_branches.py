@@ -65,20 +65,21 @@ async def everything(family: ModelFamily, trie: Trie) -> list[Proposal]:
     return said
 
 
+@pytest.mark.parametrize("rule", [Rule.ONE_HOT, Rule.SPARSE])
 async def test_branches_are_what_the_model_would_write_there(
-    family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
+    rule: Rule, family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
-    family.open(opened(prompt))
+    """Beside a sampled chain as well: as its law goes with no branch, what is drawn there would count as the likeliest."""
+    family.open(opened(prompt, sampling=SamplingParams(1.0 if rule is Rule.SPARSE else 0.0, seed=3), rule=rule))
     trie = Trie(WINDOW)
     said = await everything(family, trie)
-    chain = greedy(runner, thread, prompt, WINDOW.depth)
-    assert trie.path(WINDOW.depth).token_ids == chain
-    branches = [
-        proposal for proposal in said if proposal.token_ids[0] != chain[proposal.parent_node] and proposal.parent_node <= DEPTH
-    ]
+    chain = trie.path(WINDOW.depth).token_ids
+    assert (chain == greedy(runner, thread, prompt, WINDOW.depth)) is (rule is Rule.ONE_HOT)
+    places = {0: 0, **{number: i + 1 for i, number in enumerate(trie.favourites())}}
+    branches = [proposal for proposal in said if proposal.first_node not in places]
     assert branches
     for branch in branches:
-        before = [*prompt, *chain[: branch.parent_node], branch.token_ids[0]]
+        before = [*prompt, *chain[: places[branch.parent_node]], branch.token_ids[0]]
         assert branch.token_ids[1:] == greedy(runner, thread, before, len(branch.token_ids) - 1)
 
 

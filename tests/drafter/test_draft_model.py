@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, SparseDistribution, Verdict, Window
+from outrider.sampling import Purpose, uniforms
 from outrider.tokenizer import load_tokenizer
 from outrider.wire import drafts_from_proto, drafts_to_proto
 
@@ -388,6 +389,42 @@ async def test_what_is_sampled_passes_the_verifiers_checks_and_repeats_with_its_
     assert len(received.proposals) == len(prompts)
     assert all(len(p.distributions) == len(p.token_ids) for p in received.proposals)
     assert [p.token_ids for p in batches[0].proposals] == [p.token_ids for p in batches[1].proposals]
+
+
+async def test_no_number_is_drawn_with_twice(
+    make: Callable[..., ModelFamily], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that was drafted and fell has had a say in what came of the others, so what is drafted anew needs another number."""
+    asked: list[tuple[int, int, int]] = []
+
+    def counted(seeds: list[int], positions: list[int], purpose: Purpose, steps: list[int]) -> np.ndarray:
+        asked.extend(zip(seeds, positions, steps, strict=True))
+        return uniforms(seeds, positions, purpose, steps)
+
+    monkeypatch.setattr("drafter_svc.families.model.uniforms", counted)
+    family = make(branch_count=4)
+    texts = [list(prompt) for prompt in prompts]
+    for i, text in enumerate(texts):
+        family.open(opened(text, i, sampling=SamplingParams(), rule=Rule.SPARSE))
+    for epoch in range(1, 6):
+        guesses = await all_of(family)
+        for i, text in enumerate(texts):
+            new = [*guesses[i][: epoch % 3], (guesses[i][epoch % 3] + 1) % 4096]
+            text += new
+            family.verdict(Verdict(i, epoch, 0, len(text), epoch % 3, new))
+    assert len(asked) > 100
+    assert len(asked) == len(set(asked))
+
+
+async def test_no_two_drafters_and_no_two_sequences_draw_alike(make: Callable[..., ModelFamily], prompts: list[list[int]]) -> None:
+    """Else what one of them drew would tell what the other did, and a restarted drafter would draw the same again."""
+    drawn = []
+    for _ in range(2):
+        family = make()
+        for i in range(8):
+            family.open(opened(prompts[1], i, sampling=SamplingParams(2.0), rule=Rule.SPARSE))
+        drawn += [tuple(tokens) for tokens in (await all_of(family)).values()]
+    assert len(drawn) == len(set(drawn)) == 16
 
 
 async def test_a_greedy_request_is_drafted_greedily_though_it_may_sample(

@@ -68,7 +68,8 @@ def near(law: Laws, share: float = 0.6, seed: int = 1) -> Laws:
 
     @cache
     def mixed(text: Text) -> Law:
-        found: Law = share * law(text) + (1 - share) * np.random.default_rng([seed, zlib.crc32(bytes(text))]).dirichlet(np.ones(VOCAB))
+        other = np.random.default_rng([seed, zlib.crc32(bytes(text))]).dirichlet(np.ones(VOCAB))
+        found: Law = share * law(text) + (1 - share) * other
         return found
 
     return mixed
@@ -237,7 +238,7 @@ class Traffic:
     prompts: tuple[Text, ...] = PROMPTS
     rule: AcceptanceRule = AcceptanceRule.BLOCK
     trust: bool = True
-    policy: DepthPolicy = DepthPolicy("fixed", 3)
+    policy: DepthPolicy = field(default_factory=lambda: DepthPolicy("fixed", 3))
     length: int = LENGTH + 2
     """Tokens that each request generates."""
     concurrent: int = 96

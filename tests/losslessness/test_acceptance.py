@@ -174,7 +174,7 @@ def batches(make: Callable[..., object]) -> tuple[list[Draft], torch.Tensor]:
 
 
 @given(batches())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_sequence_is_judged_alike_alone_and_in_any_batch(batch: tuple[list[Draft], torch.Tensor]) -> None:
     drafts, logits = batch
     together = accept(logits, drafts)
@@ -186,7 +186,7 @@ def test_a_sequence_is_judged_alike_alone_and_in_any_batch(batch: tuple[list[Dra
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=5), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_greedy_commits_the_argmax_chain(tokens: list[int], seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(tokens) + 1, VOCAB)))
     best = logits.argmax(-1).tolist()

@@ -55,3 +55,17 @@ def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -
         firsts.append([*items[0].path.token_ids[: judgement.outcome.accepted_count], judgement.outcome.next_token][0])
     assert set(firsts) == {0, 1}
     assert np.mean(firsts) == pytest.approx(0.5, abs=0.07)
+
+
+def test_the_token_behind_a_draft_that_stands_whole_is_one_that_the_grammar_allows() -> None:
+    engine, model = make_engine()
+    sequence = engine.submit(TokenRequest([3], 9, SamplingParams(0.0)), Client())
+    sequence.matcher, sequence.mask_width = Heads(), 1
+    logits = torch.zeros(3, model.vocab_size)
+    logits[0, 0] = logits[1, 1] = logits[2, 5] = 9.0
+    guidance = Guidance()
+    items = guidance.cut([Item(sequence, 0, [3], Path([0, 1], []), None, True)])
+    [judgement] = Judge().judge(logits, guidance.masks(items)())
+    assert judgement is not None
+    assert judgement.outcome.accepted_count == 2
+    assert judgement.outcome.next_token in (0, 1)

@@ -1,11 +1,10 @@
 """Drafters hear of a step at once, clients while the target computes the next one or when it has nothing to compute."""
 
-import threading
-import time
 from contextlib import nullcontext
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
+from virtual_time import VirtualTime
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, TokenRequest
@@ -45,7 +44,7 @@ def test_with_nothing_left_to_compute_clients_are_told_at_once() -> None:
     assert last.tokens == model.greedy([3], 1)
 
 
-def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None:
+def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)))
     engine.planner = engine.drafting.planner = Planner(engine.limits.depth, engine.cost, always=True)
     drafter, client = ScriptedDrafter(engine), Client()
@@ -55,15 +54,14 @@ def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None
     drafter.propose(sequence.id, truth[:1])
     engine.step()
     assert client.tokens == []
-    thread = threading.Thread(target=engine._await_drafts)
-    started = time.monotonic()
-    thread.start()
-    while not client.tokens and time.monotonic() < started + 0.25:
-        time.sleep(0.001)
-    assert client.tokens == truth[:2]
-    assert thread.is_alive(), "the drafter is still waited for, for up to a second"
-    engine.post(lambda: drafter.propose(sequence.id, truth[2:6]))
-    thread.join()
+    time = VirtualTime(monkeypatch)
+    time.drives(engine)
+    told: list[list[int]] = []
+    time.after(0.01, lambda: told.append(client.tokens))
+    time.after(0.5, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
+    engine._await_drafts()
+    assert told == [truth[:2]]
+    assert sequence.assignments["scripted"].trie.path(9).token_ids == truth[2:6], "it was waited for nevertheless"
 
 
 def test_whatever_ends_the_engine_clients_are_told_what_was_committed() -> None:

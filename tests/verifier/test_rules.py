@@ -194,6 +194,15 @@ def test_single_tokens_that_the_model_rules_out_are_no_error() -> None:
         assert accept(logits, [Draft(Context(sampling, [0], 1), 0)])[0].next_token == 1
 
 
+def test_where_nothing_is_allowed_no_draft_token_stands_whatever_is_beside_it() -> None:
+    """Of a row without any chance the argmax is token 0, which was drafted."""
+    nothing = Context(SamplingParams(banned_token_ids=(0, 1, 2, 3)), [0], 1, [0])
+    beside = Draft(Context(SamplingParams(), [0], 1, [2]), 5)
+    dead, alive = accept(torch.zeros(4, 4), [Draft(nothing, 0), beside])
+    assert (dead.accepted_count, dead.next_token) == (0, NO_TOKEN)
+    assert alive == accept(torch.zeros(2, 4), [beside])[0]
+
+
 ALL = frozenset(Rule)
 
 

@@ -22,7 +22,7 @@ def expected(model: TableModel, prompt: list[int]) -> list[float]:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_prompt_is_scored_once_in_any_batch_with_any_number_of_pages(data: st.DataObject) -> None:
     limits = Limits(
         DepthPolicy("fixed", data.draw(st.integers(0, 3))),

@@ -131,6 +131,26 @@ def test_siblings_of_one_token_are_a_violation() -> None:
         t.add(run(2, [5]))
 
 
+def test_what_is_beside_a_token_that_was_passed_is_gone() -> None:
+    t = trie()
+    t.add(run(1, [5, 6, 7]))
+    t.add(run(4, [9, 3]))
+    t.advance([5])
+    assert (t.node_count, t.path(9).token_ids) == (2, [6, 7])
+    assert t.add(run(6, [1], parent=4)) is Fate.STALE
+
+
+def test_the_window_is_counted_from_an_outcome_that_was_taken() -> None:
+    t = trie()
+    t.add(run(1, [5]))
+    t.add(run(2, [6, 7, 8]))
+    t.add(run(5, [9, 9], parent=3))
+    t.advance([6])
+    assert t.add(run(7, [1, 1, 1], parent=6)) is Fate.ADDED, "which reaches the window's depth"
+    with pytest.raises(OutriderError, match="reach depth 7, but the window allows 6"):
+        t.add(run(10, [1], parent=9))
+
+
 @given(st.data())
 def test_any_growth_and_commits_leave_what_a_naive_set_of_strings_would(data: st.DataObject) -> None:
     """Model: the guesses as plain strings below the root, each node known by its number."""

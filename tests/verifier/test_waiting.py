@@ -1,13 +1,14 @@
-"""A draft is waited for as long as that pays, and no longer."""
+"""A draft is waited for as long as that pays, and no longer. All in virtual time, so a busy machine changes nothing."""
 
-import threading
 import time
 
 import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
+from virtual_time import VirtualTime
 
 from outrider.depth_policy import DepthPolicy
-from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenRequest
+from outrider.errors import OutriderError
+from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenChunk, TokenRequest
 from verifier_svc.depth import goodput, patience_s
 from verifier_svc.engine import Engine, Limits
 from verifier_svc.sequence import Sequence
@@ -15,14 +16,29 @@ from verifier_svc.sequence import Sequence
 GREEDY = SamplingParams(temperature=0.0)
 
 
+@pytest.fixture(autouse=True)
+def virtual(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    return VirtualTime(monkeypatch)
+
+
+class StopsAt(Client):
+    """Ends the engine's loop with its last token."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        super().__init__()
+        self._engine, self._count = engine, count
+        self.arrived_s: list[float] = []
+        """When each token came."""
+
+    def __call__(self, message: TokenChunk | OutriderError) -> None:
+        super().__call__(message)
+        self.arrived_s += [time.monotonic()] * (len(self.tokens) - len(self.arrived_s))
+        if len(self.tokens) >= self._count:
+            self._engine.stop()
+
+
 def slow_forward(model: TableModel, seconds: float) -> None:
     model.broken = lambda slices: time.sleep(seconds)
-
-
-def run_in_background(engine: Engine) -> threading.Thread:
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    return thread
 
 
 def after_one_step(max_tokens: int, forward_s: float, **hello: object) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
@@ -35,13 +51,6 @@ def after_one_step(max_tokens: int, forward_s: float, **hello: object) -> tuple[
     drafter.propose(sequence.id, model.greedy([1], 1))
     engine.step()
     return engine, model, drafter, sequence
-
-
-def wait_for(client: Client, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while len(client.tokens) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize(("due_s", "steps"), [(0.02, 1), (0.13, 1), (0.17, 2)])
@@ -154,14 +163,15 @@ def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
     assert not is_waited_for()
 
 
-def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow() -> None:
+def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(virtual: VirtualTime) -> None:
     engine, model, drafter, sequence = after_one_step(20, 0.1)
     truth = model.greedy([1], 20)
     for _ in range(7):
         drafter.handle.reply.observe(0.03)
+    virtual.drives(engine)
     for at_s in (0.005, 0.01, 0.015):
-        threading.Timer(at_s, lambda: engine.post(lambda: None)).start()
-    threading.Timer(0.03, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6]))).start()
+        virtual.after(at_s, lambda: engine.post(lambda: None))
+    virtual.after(0.03, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
     engine._await_drafts()
@@ -169,8 +179,10 @@ def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow() -
     assert drafter.handle.reply.value < 0.06
 
 
-def test_one_request_after_the_other_is_drafted_from_its_first_token_on() -> None:
+def test_one_request_after_the_other_is_drafted_from_its_first_token_on(virtual: VirtualTime) -> None:
     engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    slow_forward(model, 0.01)
+    virtual.drives(engine)
     engine.warm_up()
     drafter = ScriptedDrafter(engine)
     for _ in range(3):
@@ -219,28 +231,24 @@ def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for() -> None:
     assert drafter.handle.latency(4) == 0
 
 
-def test_a_drafter_that_falls_silent_stops_being_waited_for() -> None:
+def test_a_drafter_that_falls_silent_stops_being_waited_for(virtual: VirtualTime) -> None:
     engine, model = make_engine(eos_bias=-99)
     slow_forward(model, 0.01)
-    drafter, client = ScriptedDrafter(engine), Client()
+    virtual.drives(engine)
+    drafter, client = ScriptedDrafter(engine), StopsAt(engine, 150)
     sequence = engine.submit(TokenRequest([1, 2], 150, GREEDY), client)
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1, 2], 4))
     assert sequence.assignments["scripted"].met
-    thread = run_in_background(engine)
-    wait_for(client, 100)
-    started = time.monotonic()
-    wait_for(client, 150)
-    elapsed_s = time.monotonic() - started
-    engine.stop()
-    thread.join()
-    assert elapsed_s < 50 * 0.01 * 1.6
+    engine.run()
+    assert client.arrived_s[149] - client.arrived_s[99] == pytest.approx(50 * 0.01)
 
 
-def test_a_prompt_answer_is_waited_for_and_used() -> None:
+def test_a_prompt_answer_is_waited_for_and_used(virtual: VirtualTime) -> None:
     engine, model = make_engine(eos_bias=-99)
     slow_forward(model, 0.02)
-    drafter, client = ScriptedDrafter(engine), Client()
+    virtual.drives(engine)
+    drafter, client = ScriptedDrafter(engine), StopsAt(engine, 60)
     truth = model.greedy([1, 2], 60)
     deliver = engine.outgoing._deliver
 
@@ -253,22 +261,20 @@ def test_a_prompt_answer_is_waited_for_and_used() -> None:
                 drafter.propose(sequence.id, truth[done : done + 4])
 
         if any(isinstance(argument, StepBatch) for _, argument in deliveries):  # type: ignore[misc]
-            threading.Timer(0.004, lambda: engine.post(answer)).start()
+            virtual.after(0.004, lambda: engine.post(answer))
 
     engine.outgoing._deliver = answer_soon  # type: ignore[assignment]
     sequence = engine.submit(TokenRequest([1, 2], 60, GREEDY), client)
-    thread = run_in_background(engine)
-    wait_for(client, 60)
-    engine.stop()
-    thread.join()
+    engine.run()
     assert client.tokens == truth
     assert client.chunks[-1].stats is not None
     assert client.chunks[-1].stats.forward_count < 25
 
 
-def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed() -> None:
+def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(virtual: VirtualTime) -> None:
     engine, model = make_engine(eos_bias=-99, page_count=128)
     model.broken = lambda slices: time.sleep(sum(len(part.token_ids) for part in slices) * 0.0005)
+    virtual.drives(engine)
     engine.warm_up()
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 200, GREEDY), client)
