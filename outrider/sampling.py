@@ -235,7 +235,6 @@ def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tens
     Summed in float64: at a vocabulary of 150k, float32 sums would shift the tail. A token of weight 0 is never returned.
     """
     cumulative = weights_RV.cumsum(-1, dtype=torch.float64)
+    # At most 1 - 2^-53 of the total, which never rounds up to the total itself, past the last token that has weight.
     point = uniform_R.to(torch.float64).unsqueeze(-1) * cumulative[:, -1:]
-    # At 53 bits the product can round up to the total itself, past the last token that has weight.
-    point = torch.minimum(point, torch.nextafter(cumulative[:, -1:], torch.zeros_like(point)))
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)

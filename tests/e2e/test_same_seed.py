@@ -32,7 +32,7 @@ SETTINGS = (SamplingParams(1.0), SamplingParams(0.8, 40, 0.95, min_p=0.02, repet
 
 
 def request(index: int, options: SpeculationOptions, sampling: SamplingParams = SETTINGS[0]) -> TokenRequest:
-    seeded = replace(sampling, seed=1000 + index)
+    seeded = replace(sampling, seed=(index + 1) * 0x9E3779B97F4A7C15 % 2**64)  # all of the 64 bits
     return TokenRequest(PROMPTS[index], 48, seeded, speculation=options, ignore_eos=True)
 
 

@@ -22,8 +22,8 @@ def judge(drafts: SparseDrafts) -> Verdicts:
     for i in range(1, count + 1):
         ratio_B = drafts.target_BK[:, i - 1] / drafts.draft_BK[:, i - 1].clamp(min=torch.finfo(torch.float64).tiny)
         weight_B = (weight_B * ratio_B).clamp(max=1.0)
-        last_B = drafts.lengths_B == i
-        chance_B = weight_B if i == count else torch.where(last_B, weight_B, _ends_here(drafts, i, weight_B))
+        # Behind a draft that is shorter than others there are zeros, with which `_ends_here` is its last weight.
+        chance_B = weight_B if i == count else _ends_here(drafts, i, weight_B)
         stands_B = (drafts.uniform_BK[:, i - 1] < chance_B) & (drafts.lengths_B >= i)
         accepted_B = torch.where(stands_B, i, accepted_B)
         scale_B = torch.where(stands_B, weight_B, scale_B)

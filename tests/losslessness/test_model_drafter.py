@@ -1,0 +1,113 @@
+"""The draft model that is shipped, sampling with its own law cut to a few entries, leaves the target's distribution as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from chi_square import LEAST_P
+from drafted import make_engine
+from exact import LENGTH, PROMPT, VOCAB, against_enumeration, tiny_model
+
+from drafter_svc.families import model
+from drafter_svc.families.model import ModelFamily
+from outrider.depth_policy import DepthPolicy
+from outrider.errors import OutriderError
+from outrider.lm.runner import ModelRunner
+from outrider.messages import AcceptanceRule, Hello, Rule, SamplingParams, StepBatch, TokenChunk, TokenRequest
+from verifier_svc.engine import Limits
+
+CONCURRENT = 256
+ENTRIES = 6
+SETTINGS = {"plain": SamplingParams(), "penalties": SamplingParams(0.8, top_p=0.9, repetition_penalty=1.3)}
+
+
+def near_target() -> torch.nn.Module:
+    """The target with weights that are a little off."""
+    near = copy.deepcopy(tiny_model())
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.mul_(1 + 0.15 * torch.randn(parameter.shape, generator=noise))
+    return near
+
+
+@pytest.fixture
+def family() -> Iterator[ModelFamily]:
+    with ThreadPoolExecutor(1) as thread:
+        runner = ModelRunner(near_target(), page_size=4, page_count=16 * CONCURRENT)
+        yield ModelFamily(runner, thread, VOCAB, max_batch_tokens=8 * CONCURRENT, max_entries=ENTRIES)
+
+
+def generate(family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int) -> npt.NDArray[np.int64]:
+    """The first three tokens of so many requests, [draws, 3], drafted by the family as over its stream."""
+    limits = Limits(DepthPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+    engine = make_engine(rule, True, limits, 8 * CONCURRENT)
+    texts: list[list[int]] = [[] for _ in range(draws)]
+    sampled = 0
+
+    def hear(step: StepBatch | OutriderError) -> None:
+        assert isinstance(step, StepBatch), step
+        for opened in step.opened:
+            assert opened.rule is Rule.SPARSE
+            family.open(opened)
+        for verdict in step.verdicts:
+            family.verdict(verdict)
+        for closed in step.closed:
+            family.close(closed.sequence_id)
+
+    handle = engine.drafting.join(Hello("model", "model", "f", 12, distributions=family.distributions), hear)
+    own, started = np.random.default_rng(3), 0
+    with asyncio.Runner() as loop, mock.patch("secrets.randbits", lambda bits: int(own.integers(2**bits, dtype=np.uint64))):
+        while started < draws or engine.sequences:
+            while started < draws and len(engine.sequences) < CONCURRENT:
+                text = texts[started]
+                engine.submit(TokenRequest(PROMPT, LENGTH + 2, sampling), lambda chunk, text=text: collect(chunk, text))  # type: ignore[misc]
+                started += 1
+            engine.drain_inbox()
+            batch = loop.run(family.draft(lambda: False))
+            sampled += sum(len(proposal.distributions) for proposal in batch.proposals)
+            engine.drafting.take(handle, batch)
+            engine.step()
+            engine.outgoing.tell_clients()
+    assert sampled > 2 * draws
+    return np.array([text[:LENGTH] for text in texts])
+
+
+def collect(chunk: TokenChunk | OutriderError, text: list[int]) -> None:
+    assert isinstance(chunk, TokenChunk), chunk
+    text += chunk.token_ids
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule", "draws", "sees"),
+    [
+        ("plain", AcceptanceRule.BLOCK, 5_000, 0.066),
+        *(
+            pytest.param(setting, rule, 30_000, 0.035, marks=pytest.mark.slow)
+            for setting in SETTINGS
+            for rule in (AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE)
+        ),
+    ],
+)
+def test_texts_follow_the_target_behind_the_real_draft_model(
+    family: ModelFamily, setting: str, rule: AcceptanceRule, draws: int, sees: float
+) -> None:
+    sampling = SETTINGS[setting]
+    against_enumeration(generate(family, sampling, rule, draws), sampling).must_agree(sees)
+
+
+def test_a_draft_model_that_draws_from_another_law_than_it_claims_is_caught(
+    family: ModelFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = model.inverse_cdf
+    monkeypatch.setattr(model, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers))
+    sampling = SETTINGS["plain"]
+    assert against_enumeration(generate(family, sampling, AcceptanceRule.BLOCK, 3_000), sampling).p < LEAST_P
