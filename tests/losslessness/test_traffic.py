@@ -35,9 +35,7 @@ class Case:
     events: Callable[[Traffic, list[Guesser], int], object] = lambda traffic, drafters, tick: None
     timed: bool = False
 
-    def run(
-        self, draws: int, offers: frozenset[Rule], patch: pytest.MonkeyPatch, **settings: Any
-    ) -> tuple[Traffic, np.ndarray]:
+    def run(self, draws: int, offers: frozenset[Rule], patch: pytest.MonkeyPatch, **settings: Any) -> tuple[Traffic, np.ndarray]:
         """The traffic, and what its requests generated."""
         traffic = Traffic(**{**self.settings, **settings})
         drafters = self.drafters(offers)
@@ -70,9 +68,7 @@ CASES = {
     "two drafters, depth auto": Case(two, settings={"policy": DepthPolicy("auto", 5), "concurrent": 24}),
     "pauses": Case(
         lambda offers: [Guesser("first", POOR, offers, late=1), Guesser("second", CLOSE, ONE_HOT, late=2)],
-        lambda traffic, drafters: (
-            traffic.paused_ticks > 20 and all(sum(drafter.proposed.values()) > 200 for drafter in drafters)
-        ),
+        lambda traffic, drafters: traffic.paused_ticks > 20 and all(sum(drafter.proposed.values()) > 200 for drafter in drafters),
         {"policy": DepthPolicy("goodput", 5), "always": False, "concurrent": 48, "length": 9},
         timed=True,
     ),
