@@ -6,7 +6,6 @@ OpenTelemetry's semantic conventions for generative AI have their own names.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -25,10 +24,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from outrider import __version__
+from outrider.collector import collector_at
 from outrider.config import ScrapedSettings, ServiceSettings
 from outrider.errors import invalid
-
-log = logging.getLogger(__name__)
 
 # A time series of its own for when each counter began is of no use here.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
@@ -45,7 +43,6 @@ SEMANTIC_LABELS = {
     "gen_ai_request_model": "gen_ai.request.model",
     "error_type": "error.type",
 }
-_LAST_SEND_S = 3.0
 # Each scrape is a connection of its own.
 MAX_SCRAPES = 16
 _SCRAPE_S = 10.0
@@ -127,6 +124,7 @@ class MetricsSender:
         self._registry = registry
         self._resource = Resource.create({"service.name": service, "service.version": __version__})
         self._exporter = OTLPMetricExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+        self._collector = collector_at(endpoint)
         self._interval_s = interval_s
         self._started_ns = time.time_ns()
         self._stopping = threading.Event()
@@ -136,7 +134,8 @@ class MetricsSender:
     def stop(self) -> None:
         """Send what is left and hang up; a collector that does not answer is not waited for long."""
         self._stopping.set()
-        self._thread.join(_LAST_SEND_S)
+        with self._collector.ending(self._exporter.shutdown):
+            self._thread.join()
         self._exporter.shutdown()
 
     def _run(self) -> None:
@@ -157,8 +156,8 @@ class MetricsSender:
             return
         scope = export.ScopeMetrics(InstrumentationScope("outrider", __version__), metrics, "")
         data = export.MetricsData([export.ResourceMetrics(self._resource, [scope], "")])
-        if self._exporter.export(data) is not export.MetricExportResult.SUCCESS:
-            log.warning("metrics could not be sent by OTLP; they are counted on and sent again")
+        taken = self._exporter.export(data) is export.MetricExportResult.SUCCESS
+        self._collector.heard("metrics", taken=taken)
 
 
 def convert(family: Metric, started_ns: int) -> export.Metric | None:

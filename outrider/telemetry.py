@@ -7,11 +7,13 @@ that many sequences share. The empty string means "not sampled", and every span 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import TracebackType
 from typing import NoReturn
@@ -24,6 +26,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider import __version__
+from outrider.collector import WatchedSpans, collector_at
 from outrider.errors import OutriderError
 
 Attribute = str | int | float | bool | Sequence[str]
@@ -31,6 +34,7 @@ Kind = trace.SpanKind
 _propagator = TraceContextTextMapPropagator()
 _tracer: trace.Tracer | None = None
 _provider: TracerProvider | None = None
+_ending: Callable[[], AbstractContextManager[None]] = nullcontext
 _logged: ContextVar[str] = ContextVar("traceparent", default="")
 
 
@@ -102,14 +106,16 @@ def enabled() -> bool:
 
 def setup(service: str, processor: SpanProcessor | None = None, *, endpoint: str = "", sample_ratio: float = 1.0) -> None:
     """Turn tracing on when there is somewhere to send spans: an OTLP gRPC `endpoint`, or a `processor` (for tests)."""
-    global _tracer, _provider
+    global _tracer, _provider, _ending
     if processor is None and not endpoint:
         return
     if processor is None:
         # Loaded only here: the exporter costs start-up time that a process without tracing should not pay.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https")))
+        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+        processor = BatchSpanProcessor(WatchedSpans(exporter, collector_at(endpoint)))
+        _ending = functools.partial(collector_at(endpoint).ending, exporter.shutdown)
     resource = Resource.create({"service.name": service, "service.version": __version__})
     _provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
     _provider.add_span_processor(processor)
@@ -117,11 +123,13 @@ def setup(service: str, processor: SpanProcessor | None = None, *, endpoint: str
 
 
 def shutdown() -> None:
-    """Send what is left and turn tracing off."""
-    global _tracer, _provider
+    """Send what is left and turn tracing off; a collector that does not answer is not waited for long."""
+    global _tracer, _provider, _ending
     if _provider is not None:
-        _provider.shutdown()
+        with _ending():
+            _provider.shutdown()
     _tracer = _provider = None
+    _ending = nullcontext
 
 
 def leave() -> NoReturn:

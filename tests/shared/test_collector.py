@@ -1,0 +1,102 @@
+"""A collector that is away: said once, as is its return, and nobody waits for it at the end."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from prometheus_client import CollectorRegistry, Counter
+
+from outrider import telemetry
+from outrider.config import ScrapedSettings
+from outrider.metrics_export import sending_metrics
+from outrider.stack import free_port
+
+
+class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Takes metrics."""
+
+    def Export(self, request: Any, context: Any) -> Any:
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
+class Spans(trace_service_pb2_grpc.TraceServiceServicer):
+    """Takes spans."""
+
+    def Export(self, request: Any, context: Any) -> Any:
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@contextmanager
+def collector(port: int) -> Iterator[None]:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(Metrics(), server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Spans(), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(0).wait()
+
+
+@contextmanager
+def sending(port: int) -> Iterator[None]:
+    """Spans and metrics, each many times a second."""
+    registry = CollectorRegistry()
+    Counter("outrider:tokens", "Tokens.", registry=registry)
+    settings = ScrapedSettings(otlp_endpoint=f"http://127.0.0.1:{port}", otlp_metrics_seconds=0.05)
+    telemetry.setup("outrider-test", endpoint=settings.otlp_endpoint)
+    try:
+        with sending_metrics(registry, "outrider-test", settings):
+            yield
+    finally:
+        telemetry.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the SDK's environment variables have it: one attempt, and spans every 50 ms."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        with telemetry.start_root("request", {}):
+            time.sleep(0.02)
+
+
+def test_a_collector_that_goes_and_comes_back_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    port = free_port("127.0.0.1")
+    attempts: list[object] = []
+    with sending(port):
+        until(lambda: "takes no" in caplog.text)
+        until(lambda: bool(attempts.append(None)) or len(attempts) > 100)
+        with collector(port):
+            until(lambda: "again" in caplog.text)
+        until(lambda: caplog.text.count("takes no") == 2)
+    said = [record.getMessage().partition(f"http://127.0.0.1:{port} ")[2] for record in caplog.records]
+    assert [text.partition(" ")[2].partition(" ")[0] for text in said] == ["no", "spans", "no"]
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_collector_that_does_not_answer_holds_up_no_end(listens: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        with sending(silent.getsockname()[1]):
+            until(lambda: "takes no" in caplog.text)
+            started = time.monotonic()
+        assert time.monotonic() - started < 2
