@@ -67,6 +67,10 @@ export class Charts {
 
   #draw() {
     const last = this.samples.at(-1);
+    const isQuiet = total(last.activity) === total(this.samples[0].activity);
+    document.querySelector(".charts").hidden = isQuiet;
+    document.getElementById("no-activity").hidden = !isQuiet;
+    if (isQuiet) return;
     const ages = this.samples.map((sample) => sample.seconds - last.seconds);
     for (const name of Object.keys(CHARTS)) this.plots[name].setData([ages, this.samples.map((sample) => sample[name])]);
     const lengths = this.#lengths();

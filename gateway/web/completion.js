@@ -4,7 +4,7 @@
  * @param {object} request endpoint ("completions" or "chat/completions"), model, prompt, maxTokens, temperature, seed, speculation
  * @param {(tokens: {text: string, source: string, drafter: string | null}[]) => void} onTokens
  * @param {AbortSignal} signal
- * @returns {Promise<object>} tokens, firstMs, tokenMs, tokensPerSecond, and vLLM's speculative_decoding when drafts were verified
+ * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond, and vLLM's speculative_decoding when drafts were verified
  */
 export async function complete(request, onTokens, signal) {
   const started = performance.now();
@@ -31,6 +31,7 @@ export async function complete(request, onTokens, signal) {
   const tokenMs = count > 1 ? (last - first) / (count - 1) : 0;
   return {
     tokens: count,
+    totalMs: last - started,
     firstMs: first - started,
     tokenMs,
     tokensPerSecond: tokenMs ? 1000 / tokenMs : 0,

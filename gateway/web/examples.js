@@ -3,8 +3,14 @@
 import { complete } from "./completion.js";
 import { Output, figures } from "./output.js";
 
+// Long enough to start a drafter meanwhile; with what follows and the prompt it fits into the bundled model's context.
+const WAITING_TOKENS = 1500;
+const DRAFTED_TOKENS = 240;
 const TOKENS = 480;
 const PROMPT = "class Cache:\n    def __init__(self, size):\n        self.size = size\n        self.items = {}\n\n    def get(self, key):\n";
+// Ids and addresses come from drafters and go into a shell's line: nothing that a shell or a pattern could take for more.
+const SAFE = /^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}$/;
+const PLAIN = { enabled: false };
 
 export class Example {
   /** `kind` is "join" or "leave"; `request` gives the model's name. */
@@ -12,7 +18,7 @@ export class Example {
     this.kind = kind;
     this.request = request;
     const card = document.getElementById(`example-${kind}`);
-    [this.code, this.button, this.outcome] = ["code", "button", ".outcome"].map((part) => card.querySelector(part));
+    [this.commands, this.button, this.outcome] = [".commands", ".start", ".outcome"].map((part) => card.querySelector(part));
     this.output = null;
     this.happening = null;
     this.stop = null;
@@ -22,18 +28,19 @@ export class Example {
   /** Put the addresses of this very stack into the commands. */
   explain(readiness) {
     const verifier = readiness.verifiers[0];
-    const victim = (verifier.drafters ?? []).find((drafter) => drafter.connected);
-    const [serve, compose] = this.kind === "join"
-      ? [`.venv/bin/python -m drafter_svc --family ngram --id ngram-new --verifier ${verifier.address}`, "docker compose up -d --scale drafter-ngram=3"]
-      : [`pkill -KILL -f -- '--id ${victim?.id ?? "DRAFTER"}'`, "docker kill CONTAINER   # docker compose ps lists them"];
-    const text = `# beside outrider serve\n${serve}\n\n# with docker compose\n${compose}`;
-    if (this.code.textContent !== text) this.code.textContent = text;
+    const commands = this.kind === "join" ? joining(verifier) : leaving(verifier);
+    const text = JSON.stringify(commands);
+    if (this.commands.dataset.shown === text) return;
+    this.commands.dataset.shown = text;
+    this.commands.replaceChildren(...commands.map(([where, line]) => command(where, line)));
   }
 
   /** A drafter joined, left or was lost. */
   heard(drafter, what) {
     if (this.output && !this.happening && (what === "joined") === (this.kind === "join")) {
-      this.happening = { id: drafter.id, what, at: this.output.tokens.length };
+      this.happening = { id: drafter.id, words: what === "joined" ? "joined" : "was lost", at: this.output.tokens.length };
+      this.#say(this.kind === "join" ? "It drafts what follows." : "The text goes on.");
+      this.onHappening?.();
     }
   }
 
@@ -44,37 +51,123 @@ export class Example {
     document.getElementById("outputs").replaceChildren();
     document.getElementById("verdict").textContent = "";
     this.output = new Output(document.getElementById("outputs"), this.kind === "join" ? "a drafter joins" : "a drafter is lost");
-    const common = { ...this.request(), endpoint: "completions", prompt: PROMPT, maxTokens: TOKENS, temperature: 0, ignoreEnd: true };
     try {
-      let text = null;
-      do {
-        // Again and again until something happened, each time from the beginning.
-        this.output.tokens.length = 0;
-        this.output.pane.replaceChildren();
-        this.outcome.textContent = this.kind === "join" ? "Writing; waiting for a drafter to join." : "Writing; waiting for a drafter to be lost.";
-        const statistics = await complete({ ...common, speculation: {} }, (tokens) => this.output.add(tokens), this.stop.signal);
-        this.output.show(figures(statistics));
-        text = this.output.text;
-      } while (!this.happening);
-      await this.#conclude(common, text);
+      await (this.kind === "join" ? this.#join() : this.#leave());
     } catch (error) {
       this.outcome.textContent = error.name === "AbortError" ? "Stopped." : error.message;
     } finally {
       this.button.textContent = "Start the text";
       this.stop = null;
       this.output = null;
+      this.onHappening = null;
     }
   }
 
-  async #conclude(common, text) {
-    let plain = "";
-    await complete({ ...common, speculation: { enabled: false } }, (tokens) => tokens.forEach((token) => { plain += token.text; }), this.stop.signal);
-    const { id, what, at } = this.happening;
-    const after = this.output.tokens.slice(at);
-    const own = after.filter((token) => token.source === "accepted" && token.drafter === id).length;
-    const share = after.length ? Math.round(100 * own / after.length) : 0;
-    const then = this.kind === "join" ? `${share} % of the ${after.length} tokens since are its guesses` : `${after.length} more tokens came without it`;
-    const same = plain === text ? "The text is the one of plain decoding." : "The text differs from plain decoding.";
-    this.outcome.textContent = `${id} ${what === "joined" ? "joined" : "was lost"} after ${at} tokens; ${then}. ${same}`;
+  /** Write without drafts until a drafter joins, then go on with that drafter alone. */
+  async #join() {
+    this.outcome.textContent = "Writing without drafts; waiting for a drafter to join.";
+    const first = new AbortController();
+    const joined = new Promise((resolve, reject) => {
+      this.onHappening = resolve;
+      this.stop.signal.addEventListener("abort", () => reject(this.stop.signal.reason));
+    });
+    joined.finally(() => first.abort()).catch(() => {});
+    await this.#write({ maxTokens: WAITING_TOKENS, speculation: PLAIN }, first.signal).catch((error) => {
+      if (!this.happening) throw error;
+    });
+    if (!this.happening) this.outcome.textContent = "Written without drafts; waiting for a drafter to join, to go on with it.";
+    await joined;
+    const before = this.output.text;
+    const rest = { prompt: PROMPT + before, maxTokens: DRAFTED_TOKENS };
+    const drafted = await this.#write({ ...rest, speculation: { drafter: this.happening.id } });
+    const plain = await this.#compare(rest, this.output.text.slice(before.length));
+    const after = this.output.tokens.slice(-DRAFTED_TOKENS);
+    const own = after.filter((token) => token.source === "accepted").length;
+    const faster = (plain.totalMs / drafted.totalMs).toFixed(2);
+    const share = Math.round(100 * own / after.length);
+    this.#say(`${share} % of the ${after.length} tokens since are its guesses; they came ${faster} times as fast as without it. ${plain.verdict}`);
   }
+
+  /** Write the same text again and again until a drafter is lost. */
+  async #leave() {
+    this.outcome.textContent = "Writing; waiting for a drafter to be lost.";
+    do {
+      let isNew = true;
+      const begin = () => {
+        if (isNew) this.output.clear();
+        isNew = false;
+      };
+      await this.#write({ maxTokens: TOKENS, speculation: {} }, this.stop.signal, begin);
+    } while (!this.happening);
+    const plain = await this.#compare({ maxTokens: TOKENS }, this.output.text);
+    this.#say(`${this.output.tokens.length - this.happening.at} more tokens came without it. ${plain.verdict}`);
+  }
+
+  async #write(change, signal = this.stop.signal, before = () => {}) {
+    const common = { ...this.request(), endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
+    const first = this.output.tokens.length;
+    const take = (tokens) => {
+      before();
+      this.output.add(tokens);
+    };
+    const statistics = await complete({ ...common, ...change }, take, AbortSignal.any([signal, this.stop.signal]));
+    this.output.show(figures(statistics, this.output.tokens.slice(change.prompt ? first : 0)));
+    return statistics;
+  }
+
+  /** What plain decoding makes of the same request, and whether that is the text. */
+  async #compare(change, text) {
+    this.#say("Comparing with plain decoding.");
+    let plain = "";
+    const common = { ...this.request(), endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
+    const take = (tokens) => tokens.forEach((token) => { plain += token.text; });
+    const statistics = await complete({ ...common, ...change, speculation: PLAIN }, take, this.stop.signal);
+    const verdict = plain === text ? "The text is the one of plain decoding." : "The text differs from plain decoding.";
+    return { ...statistics, verdict };
+  }
+
+  #say(sentence) {
+    const { id, words, at } = this.happening;
+    this.outcome.textContent = `${id} ${words} after ${at} tokens. ${sentence}`;
+  }
+}
+
+/** [where, line] of each command that adds a drafter. */
+function joining(verifier) {
+  const taken = (verifier.drafters ?? []).filter((drafter) => drafter.connected).map((drafter) => drafter.id);
+  let id = "ngram-new";
+  for (let i = 2; taken.includes(id); i += 1) id = `ngram-new-${i}`;
+  const address = SAFE.test(verifier.address) ? verifier.address : "HOST:PORT";
+  return [
+    ["beside outrider serve, in its directory", `.venv/bin/python -m drafter_svc --verifier ${address} --family ngram --id ${id}`],
+    ["with docker compose", "docker compose up -d --scale drafter-ngram=3"],
+  ];
+}
+
+/** The same of each that kills one. The pattern has the verifier's address, so that no other stack's drafter is meant. */
+function leaving(verifier) {
+  const victim = (verifier.drafters ?? []).find((drafter) => drafter.connected && SAFE.test(drafter.id));
+  const commands = [["with docker compose; docker compose ps lists the containers", "docker kill CONTAINER"]];
+  if (!victim || !SAFE.test(verifier.address)) return commands;
+  const [address, id] = [verifier.address, victim.id].map((text) => text.replaceAll(".", "\\."));
+  const line = `pkill -KILL -f -- '--verifier ${address} .*--id ${id}( |$)'`;
+  return [[`beside outrider serve: kills ${victim.id} of this stack alone; serve starts it anew`, line], ...commands];
+}
+
+function command(where, line) {
+  const row = document.createElement("div");
+  row.className = "command";
+  row.innerHTML = `<p></p><pre tabindex="0"><code></code></pre><button type="button">Copy</button>`;
+  const [label, pre, button] = row.children;
+  label.textContent = where;
+  pre.firstElementChild.textContent = line;
+  button.setAttribute("aria-label", `Copy the command ${where}`);
+  button.onclick = async () => {
+    getSelection().selectAllChildren(pre.firstElementChild);
+    // Not there where the page is served neither by TLS nor from this host; the line is selected for the keyboard then.
+    await navigator.clipboard?.writeText(line);
+    button.textContent = navigator.clipboard ? "Copied" : "Selected";
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  };
+  return row;
 }

@@ -42,6 +42,11 @@ export class Output {
     if (follows) this.pane.scrollTop = this.pane.scrollHeight;
   }
 
+  clear() {
+    this.tokens.length = 0;
+    this.pane.replaceChildren();
+  }
+
   /** Figures below the text: [name, value] each. */
   show(figures) {
     this.list.replaceChildren(...figures.map(([name, value]) => {
@@ -90,8 +95,8 @@ export class Output {
   }
 }
 
-/** What a finished completion's statistics say, for `Output.show`. */
-export function figures(statistics) {
+/** What a finished completion's statistics and tokens say, for `Output.show`. */
+export function figures(statistics, tokens) {
   const known = [
     ["tokens", statistics.tokens],
     ["tokens/s", statistics.tokensPerSecond.toFixed(1)],
@@ -100,9 +105,11 @@ export function figures(statistics) {
   ];
   const speculative = statistics.speculative;
   if (!speculative?.num_spec_steps) return known;
+  // Of all steps, those without a draft too: each ends with a token of the target's own, but for a last one that is cut.
+  const steps = tokens.filter((token, i) => token.source !== "accepted" || i === tokens.length - 1).length;
   return [
     ...known,
-    ["accepted", `${(100 * speculative.draft_acceptance_rate).toFixed(0)} %`],
-    ["tokens a step", speculative.mean_acceptance_length.toFixed(2)],
+    ["drafts accepted", `${(100 * speculative.draft_acceptance_rate).toFixed(0)} %`],
+    ["tokens per step", (tokens.length / steps).toFixed(2)],
   ];
 }

@@ -25,7 +25,7 @@ export class Processes {
   /** Take the gateway's view of itself and of the others. */
   push(readiness, version) {
     this.#compare(readiness);
-    const gateway = { name: "gateway", state: readiness.status, good: ["ready", "degraded"].includes(readiness.status), lines: [`version ${version}`] };
+    const gateway = { name: "gateway", state: readiness.status, good: readiness.status === "ready", fair: readiness.status === "degraded", lines: [`version ${version}`] };
     const tree = branch(gateway, readiness.verifiers.map((verifier) => this.#verifier(verifier)));
     if (tree.outerHTML === this.shown) return;
     this.shown = tree.outerHTML;
@@ -88,9 +88,9 @@ export class Processes {
   }
 }
 
-function box({ name, state, good, fresh, lines }) {
+function box({ name, state, good, fair, fresh, lines }) {
   const element = document.createElement("div");
-  element.className = `process ${good ? "good" : "bad"}${fresh ? " new" : ""}`;
+  element.className = `process ${good ? "good" : fair ? "fair" : "bad"}${fresh ? " new" : ""}`;
   const status = document.createElement("span");
   status.className = "state";
   const dot = document.createElement("span");

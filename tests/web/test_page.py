@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
@@ -34,6 +35,11 @@ async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_poi
     assert await page.locator(".output .token.bonus, .output .token.recovered").count() > 0
     await accepted.nth(5).hover()
     await expect(page.get_by_role("tooltip")).to_have_text("accepted: a guess of ngram-1")
+    tokens = await page.locator(".output .token").count()
+    steps = tokens - await page.locator(".output .token.accepted").count()
+    await expect(page.locator(".output dl")).to_contain_text(
+        re.compile(rf"tokens per step({tokens / steps:.2f}|{tokens / (steps + 1):.2f})")
+    )
     shown = await page.locator(".output pre").inner_text()
     asked = {"model": await page.locator("#model").inner_text(), "prompt": REPEATING, "max_tokens": 64, "temperature": 0}
     answer = await page.request.post(f"{page.url}v1/completions", data=asked)
@@ -56,6 +62,7 @@ async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_a
 
 
 async def test_the_charts_follow_what_happens(page: Page) -> None:
+    await expect(page.locator("#no-activity").or_(page.locator(".charts canvas").first)).to_be_visible()
     await write(page, REPEATING, 128)
     await page.get_by_role("button", name="Run", exact=True).click()
     await finished(page)
@@ -104,7 +111,7 @@ async def test_stop_stops(page: Page) -> None:
 async def test_an_example_waits_until_something_happens_or_is_stopped(page: Page) -> None:
     example = page.locator("#example-join")
     await example.get_by_role("button", name="Start the text").click()
-    await expect(example.locator(".outcome")).to_have_text("Writing; waiting for a drafter to join.")
+    await expect(example.locator(".outcome")).to_have_text("Writing without drafts; waiting for a drafter to join.")
     await page.locator(".output .token").nth(3).wait_for()
     await example.get_by_role("button", name="Stop").click()
     await expect(example.locator(".outcome")).to_have_text("Stopped.")
@@ -118,10 +125,10 @@ async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
     await page.keyboard.type("x = 1\nx = 1\nx = 1\nx")
     for _ in range(5):
         await page.keyboard.press("Tab")
-    await expect(page.get_by_role("button", name="Run", exact=True)).to_be_focused()
+    await expect(page.get_by_role("button", name="Run beside plain decoding")).to_be_focused()
     await page.keyboard.press("Enter")
-    await finished(page)
-    await page.locator(".output pre").focus()
+    await finished(page, 2)
+    await page.locator(".output pre").first.focus()
     await page.keyboard.press("ArrowRight")
     await expect(page.get_by_role("tooltip")).to_have_text(re.compile("plain|accepted|bonus|recovered"))
     await page.keyboard.press("Escape")
@@ -153,35 +160,66 @@ async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_
 
 async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
     example = page.locator("#example-join")
-    await expect(example.locator("code")).to_contain_text(f"--verifier {site.stack.address}")
-    await example.get_by_role("button").click()
+    await expect(example.locator("code").first).to_contain_text(f"--verifier {site.stack.address} --family ngram --id ngram-new")
+    await example.get_by_role("button", name="Start the text").click()
     await page.locator(".output .token").nth(20).wait_for()
-    site.stack.add_drafter("model-late", "model")
+    assert await page.locator(".output .token.accepted").count() == 0, "no drafter but the new one writes"
+    site.stack.add_drafter("ngram-late", "ngram")
     try:
-        await expect(page.locator(".process", has_text="model-late")).to_contain_text("connected", timeout=30_000)
-        await expect(page.locator("#happened")).to_contain_text("model-late joined.")
-        await expect(example.locator(".outcome")).to_contain_text("model-late joined after", timeout=60_000)
+        await expect(page.locator(".process", has_text="ngram-late")).to_contain_text("connected", timeout=30_000)
+        await expect(page.locator("#happened")).to_contain_text("ngram-late joined.")
         await expect(example.locator(".outcome")).to_contain_text("The text is the one of plain decoding.", timeout=60_000)
+        said = re.fullmatch(
+            r"ngram-late joined after \d+ tokens. (\d+) % of the 240 tokens since are its guesses; .*",
+            await example.locator(".outcome").inner_text(),
+        )
+        assert said is not None
+        assert int(said[1]) > 30
     finally:
-        site.remove_drafter("model-late")
-    await expect(page.locator("#happened")).to_contain_text("model-late said goodbye.")
+        site.remove_drafter("ngram-late")
+    await expect(page.locator("#happened")).to_contain_text("ngram-late said goodbye.")
 
 
-async def test_lose_a_drafter_while_it_runs(page: Page, site: Site) -> None:
-    site.stack.add_drafter("model-victim", "model")
-    await expect(page.locator(".process", has_text="model-victim")).to_contain_text("connected", timeout=30_000)
+async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(page: Page, site: Site) -> None:
+    site.stack.add_drafter("a.victim", "model")
+    # Neither of these is meant: another drafter whose id begins alike, and one whose id would be read as a pattern.
+    site.stack.add_drafter("a.victim-2", "ngram")
+    site.stack.add_drafter("x'; touch pwned; echo '", "ngram")
+    processes = page.locator(".process", has_text="connected")
+    await expect(processes).to_have_count(4, timeout=30_000)
     example = page.locator("#example-leave")
-    await example.get_by_role("button").click()
+    await expect(example.locator(".command p").first).to_contain_text("a.victim of this stack alone")
+    line = await example.locator("code").first.inner_text()
+    assert "pwned" not in await example.inner_text()
+    await example.get_by_role("button", name="Start the text").click()
     await page.locator(".output .token").nth(20).wait_for()
-    site.remove_drafter("model-victim", kill=True)
-    await expect(page.locator(".process", has_text="model-victim")).to_contain_text("lost", timeout=10_000)
-    await expect(page.locator("#status")).to_contain_text("degraded")
-    await expect(example.locator(".outcome")).to_contain_text("model-victim was lost after", timeout=60_000)
+    subprocess.run(["sh", "-c", line], check=True)
+    await expect(page.locator(".process", has_text="lost")).to_have_count(1, timeout=10_000)
+    await expect(page.locator(".process", has_text="lost")).to_contain_text("a.victim")
+    assert [name for name, process in site.stack.drafters.items() if process.popen.poll() is not None] == ["a.victim"]
+    await expect(page.locator("#status")).to_have_text("degraded")
+    await expect(page.locator("#status")).to_have_class("status fair")
+    await expect(page.locator("#reason")).to_have_text("drafter a.victim is lost")
+    await expect(example.locator(".outcome")).to_contain_text("a.victim was lost after", timeout=60_000)
     await expect(example.locator(".outcome")).to_contain_text("The text is the one of plain decoding.", timeout=60_000)
+    for name in [name for name in site.stack.drafters if name != "ngram-1"]:
+        site.remove_drafter(name)
+
+
+async def test_a_command_is_copied_whole(browser: Browser, site: Site) -> None:
+    context = await browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = await context.new_page()
+    await page.goto(site.url)
+    row = page.locator("#example-join .command").first
+    await row.get_by_role("button").click()
+    await expect(row.get_by_role("button")).to_have_text("Copied")
+    assert await page.evaluate("navigator.clipboard.readText()") == await row.locator("code").inner_text()
+    await context.close()
 
 
 async def test_the_page_says_when_the_gateway_is_gone_and_goes_on_when_it_is_back(page: Page, site: Site) -> None:
     site.gateway.kill()
-    await expect(page.locator("#status")).to_contain_text("does not answer", timeout=10_000)
+    await expect(page.locator("#reason")).to_have_text("the gateway does not answer", timeout=10_000)
+    await expect(page.locator("#status")).to_have_class("status bad")
     site.gateway.start()
     await expect(page.locator(".process", has_text="ngram-1")).to_contain_text("connected", timeout=60_000)
