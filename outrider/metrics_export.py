@@ -6,6 +6,7 @@ OpenTelemetry's semantic conventions for generative AI have their own names.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ from outrider import __version__
 from outrider.collector import collector_at
 from outrider.config import ScrapedSettings, ServiceSettings
 from outrider.errors import invalid
+
+log = logging.getLogger(__name__)
 
 # A time series of its own for when each counter began is of no use here.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
