@@ -93,6 +93,7 @@ def _unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 # For the document alone: these limits are checked where a message can name them as the caller does.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+_Choice = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
 _Filled = Annotated[str, Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -226,7 +227,7 @@ class StructuredOutputs(Body):
     json_: JsonValue | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: Text | None = None
-    choice: Listed[Text] | None = None
+    choice: Listed[_Choice] | None = None
     grammar: Text | None = None
     structural_tag: dict[str, Any] | Text | None = None
 
@@ -261,14 +262,14 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     regex: Text | None = _limited("What the answer must match.", **_GRAMMAR)
     grammar: Text | None = _limited("What the answer must be, in GBNF.", **_GRAMMAR)
-    choice: Listed[Text] | None = _limited("Texts of which the answer must be one.", minItems=1, maxItems=MAX_CHOICES)
+    choice: Listed[_Choice] | None = _limited("Texts of which the answer must be one.", minItems=1, maxItems=MAX_CHOICES)
     structural_tag: dict[str, Any] | None = Field(default=None, description="XGrammar's structural tag.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's extension.")
     guided_json: JsonValue | None = Field(default=None, description="vLLM's older name of structured_outputs.json.")
     guided_regex: Text | None = _limited(
         "vLLM's older name of structured_outputs.regex.", minLength=1, maxLength=MAX_GRAMMAR_CHARACTERS
     )
-    guided_choice: Listed[Text] | None = _limited(
+    guided_choice: Listed[_Choice] | None = _limited(
         "vLLM's older name of structured_outputs.choice.", minItems=1, maxItems=MAX_CHOICES
     )
     guided_grammar: Text | None = _limited(
