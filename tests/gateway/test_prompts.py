@@ -45,7 +45,10 @@ def test_the_bundled_template_renders_as_in_transformers(prompts: Prompts, gener
     assert prompts.render(CHAT, add_generation_prompt=generation_prompt) == expected
 
 
-TRIMMING = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+TRIMMING = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 
 
 @pytest.mark.parametrize("template", [None, TRIMMING], ids=["bundled", "trimming"])

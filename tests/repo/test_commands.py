@@ -12,6 +12,12 @@ PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "DECISIONS.md", "
 )
 FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
+CLIENTS = {
+    *("backend", "base-url", "constraint", "custom-output-len", "data", "dataset-name", "dataset-path", "endpoint", "ignore-eos"),
+    *("max-concurrency", "model", "num-prompts", "output", "profile", "random-input-len", "random-output-len"),
+    *("skip-chat-template", "temperature", "tokenizer"),
+}
+"""Flags of `vllm bench serve` and `guidellm run` that the pages name."""
 DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "volumes"}
 """Flags of `docker compose` that the pages name."""
 
@@ -45,7 +51,7 @@ def test_every_flag_named_is_some_commands(path: Path) -> None:
         )
     }
     named = {flag.removeprefix("no-") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())} - {"help"}
-    others = {"models", "max-tokens", "service", "timeout"} | DOCKERS
+    others = {"models", "max-tokens", "service", "timeout"} | CLIENTS | DOCKERS
     assert named <= fields | others
 
 
