@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from gateway.schema import UNSUPPORTED
+from gateway.unsupported import UNSUPPORTED
 from outrider.errors import OutriderError, Reason
 
 log = logging.getLogger(__name__)

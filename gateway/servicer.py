@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 
 from gateway.choices import Tally
+from gateway.conversation import MAX_MESSAGES
 from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
 from gateway.json_body import MAX_VALUES
 from gateway.request_span import begin, describe
-from gateway.schema import MAX_MESSAGES
 from gateway.tenants import tenant_of
 from outrider import rpc, wire, wire_settings
 from outrider.errors import OutriderError, invalid

@@ -10,9 +10,11 @@ import httpx
 import pytest
 from gateway_rig import Rig
 
+from gateway.conversation import MAX_MESSAGES
+from gateway.fields import MAX_KEYS
 from gateway.json_body import MAX_STRINGS, MAX_VALUES, check_size
 from gateway.prompts import Prompts
-from gateway.schema import MAX_KEYS, MAX_MESSAGES, MAX_PROMPTS
+from gateway.schema import MAX_PROMPTS
 from gateway.system import MAX_TOKENIZED
 from outrider import rpc
 from outrider.errors import OutriderError, Reason

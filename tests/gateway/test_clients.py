@@ -12,7 +12,7 @@ from gateway_rig import Rig, is_ready, model_with_template, running_rig, until
 from scripted_verifier import last, plain
 
 from gateway.config import GatewaySettings
-from gateway.schema import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
+from gateway.conversation import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_VARIABLES
 from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
