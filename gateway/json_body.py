@@ -35,11 +35,15 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
-        if len(body) > _SMALL_BYTES:
-            check_size(body)
-            # Other requests get a turn between the two.
-            await asyncio.sleep(0)
-        return json.loads(body)
+        if len(body) <= _SMALL_BYTES:
+            return json.loads(body)
+        # Other requests get a turn between each two steps.
+        await asyncio.sleep(0)
+        check_size(body)
+        await asyncio.sleep(0)
+        parsed = json.loads(body)
+        await asyncio.sleep(0)
+        return parsed
 
 
 def check_size(body: bytes) -> None:

@@ -16,6 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Encoding
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
@@ -24,7 +25,7 @@ from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 _AT_ONCE_CHARACTERS = 5_000
 # Templates are programs in Python; so is what jinja2 makes of them.
 _AT_ONCE_MESSAGES = 64
-# How many texts are tokenised on threads at once; a million tokens take some 200 MB meanwhile.
+# How many texts are tokenised on threads at once, beside a long one; a million tokens take some 200 MB meanwhile.
 _AT_ONCE_TEXTS = 2
 # A text with more characters for each token of the context is counted in slices first, so that what is far too long is neither
 # tokenised to its end nor kept in memory.
@@ -51,48 +52,56 @@ class Prompts:
         self._template = _template(model, config)
         # Names of byte tokens are longer than their text, never shorter.
         self._longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self._few = asyncio.Semaphore(_AT_ONCE_TEXTS)
+        self._turns = asyncio.Semaphore(_AT_ONCE_TEXTS)
+        # So that a long text neither waits for many short ones, nor they for it, and leaves a processor to the event loop.
+        self._long_turns = asyncio.Semaphore(1)
 
     async def encode(self, text: str, field: str, most_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
         """The text's ids; a long text does not hold up the event loop.
 
         A text that cannot have as few as `most_tokens` tokens is refused before it is tokenised: raises
-        OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field`. Texts that are a little too long are not.
+        OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field`. So is one that has more.
         """
         if len(text) > most_tokens * self._longest_token:
             raise _too_long(field, f"{len(text)} characters", most_tokens)
         is_unusual = len(text) > max(most_tokens * _USUAL_CHARACTERS, _SLICE_CHARACTERS)
         if is_unusual and len(await self._first_tokens(text, _SLICED * most_tokens)) > _SLICED * most_tokens:
             raise _too_long(field, f"{len(text)} characters", most_tokens)
-        return await self._encode(text, add_special_tokens)
+        encoding = await self._encode(text, add_special_tokens)
+        # To make a list of millions of ids takes long as well.
+        if (count := len(encoding)) > most_tokens:
+            raise context_overflow(most_tokens, f"{field} has {count} tokens, and the answer needs room too", field)
+        ids: list[int] = encoding.ids
+        return ids
 
     async def encode_start(self, text: str, most_tokens: int) -> list[int]:
         """At most so many ids of the text's beginning, without special tokens; of a very long text, ids of its slices."""
         if len(text) > _SLICE_CHARACTERS:
             return (await self._first_tokens(text, most_tokens))[:most_tokens]
-        return (await self._encode(text, add_special_tokens=False))[:most_tokens]
+        ids: list[int] = (await self._encode(text, add_special_tokens=False)).ids
+        return ids[:most_tokens]
 
     async def _first_tokens(self, text: str, wanted: int) -> list[int]:
         """Tokens of the text's slices, to the slice with which there are more than `wanted`."""
         found: list[int] = []
         for begin in range(0, len(text), _SLICE_CHARACTERS):
-            found += await self._encode(text[begin : begin + _SLICE_CHARACTERS], add_special_tokens=False)
+            found += (await self._encode(text[begin : begin + _SLICE_CHARACTERS], add_special_tokens=False)).ids
             if len(found) > wanted:
                 break
         return found
 
-    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
         if len(text) <= _AT_ONCE_CHARACTERS:
-            at_once: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            at_once: Encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return at_once
-        await self._few.acquire()
+        turns = self._turns if len(text) <= _SLICE_CHARACTERS else self._long_turns
+        await turns.acquire()
         # "Fast" leaves out where in the text tokens begin, which nobody asks for here and takes long to free.
         work = asyncio.ensure_future(self.tokenizer.async_encode_batch_fast([text], add_special_tokens=add_special_tokens))
         # A caller that is cancelled does not end the work.
-        work.add_done_callback(lambda _: self._few.release())
-        [encoding] = await asyncio.shield(work)
-        ids: list[int] = encoding.ids
-        return ids
+        work.add_done_callback(lambda _: turns.release())
+        encodings: list[Encoding] = await asyncio.shield(work)
+        return encodings[0]
 
     async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
         """The tokenizer's own names of the tokens."""

@@ -98,9 +98,11 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         else:
             text = body.prompt or ""
             special = True if special is None else special
-        ids = await prompts.encode(text, field, most, add_special_tokens=special)
-        if len(ids) > most:
-            raise invalid(field, f"must have at most {most} tokens, not {len(ids)}")
+        try:
+            ids = await prompts.encode(text, field, most, add_special_tokens=special)
+        except OutriderError as error:
+            # Here the limit may be another than the model's context.
+            raise invalid(field, f"must have at most {most} tokens") from error
         strings = await prompts.token_names(ids) if body.return_token_strs else None
         return JSONResponse({"count": len(ids), "max_model_len": info.context_length, "tokens": ids, "token_strs": strings})
 
@@ -111,9 +113,11 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         most = max(info.context_length, MAX_TOKENIZED)
         if len(body.tokens) > most:
             raise invalid("tokens", f"must hold at most {most} ids, not {len(body.tokens)}")
-        for index, token_id in enumerate(body.tokens):
-            if not 0 <= token_id < info.vocab_size:
-                raise invalid(f"tokens[{index}]", f"must be in [0, {info.vocab_size}), not {token_id}")
+        outside = next(
+            (i for i in (min(body.tokens, default=0), max(body.tokens, default=0)) if not 0 <= i < info.vocab_size), None
+        )
+        if outside is not None:
+            raise invalid(f"tokens[{body.tokens.index(outside)}]", f"must be in [0, {info.vocab_size}), not {outside}")
         return JSONResponse({"prompt": generation.prompts.decode(body.tokens)})
 
 

@@ -83,6 +83,13 @@ class ServeSettings(ServiceSettings):
     grpc_port: int = Field(8001, ge=0, le=65535)
     """Port of the gateway's gRPC service; 0 takes a free one."""
 
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names under which clients reach the gateway, beside addresses and localhost, such as llm.example.com or *.example.com; * allows
+    all."""
+
+    allowed_origins: list[str] = Field(default_factory=list)
+    """Origins of other websites whose scripts may call the gateway (CORS), such as http://localhost:*; * allows all."""
+
     verifier_host: str = "127.0.0.1"
     """Address that the verifier listens on, for drafters that are started by hand; 0.0.0.0 lets other machines in."""
 
@@ -248,6 +255,8 @@ def _flag(key: str, value: str) -> list[str]:
 def _gateway_arguments(settings: ServeSettings, verifier: str, http_port: int, grpc_port: int) -> list[str]:
     arguments = ["--verifier", verifier, "--tokenizer", settings.target]
     arguments += ["--http-host", settings.host, "--http-port", str(http_port)]
+    arguments += [word for name in settings.allowed_hosts for word in ("--allowed-hosts", name)]
+    arguments += [word for origin in settings.allowed_origins for word in ("--allowed-origins", origin)]
     return [*arguments, "--grpc-listen", f"{settings.host}:{grpc_port}"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import grpc
@@ -114,10 +115,15 @@ async def test_a_prompt_that_no_context_could_hold_is_refused_before_it_is_token
             assert (caught.value.reason, caught.value.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
 
 
-async def test_a_prompt_of_the_longest_tokens_is_taken(prompts: Prompts) -> None:
-    longest = max(prompts.tokenizer.get_vocab(), key=len)
-    text = longest * CONTEXT
-    assert prompts.decode(await prompts.encode(text, "prompt", CONTEXT)) == text
+async def test_a_prompt_that_just_fits_is_taken_whatever_it_consists_of(prompts: Prompts) -> None:
+    names = sorted(prompts.tokenizer.get_vocab(), key=len)
+    draw = random.Random(5)
+    for kinds in (names[-3:], names[:40], names):
+        text = prompts.decode([prompts.tokenizer.token_to_id(draw.choice(kinds)) for _ in range(20_000)])
+        ids = prompts.tokenizer.encode(text).ids
+        assert await prompts.encode(text, "prompt", len(ids)) == ids
+        with pytest.raises(OutriderError, match=f"{len(ids)} tokens"):
+            await prompts.encode(text, "prompt", len(ids) - 1)
 
 
 async def test_of_a_prompt_that_is_much_too_long_only_the_beginning_is_tokenised(

@@ -66,9 +66,11 @@ async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_
         by_grpc = [asyncio.create_task(asked_by_grpc(gateway, prompt)) for prompt in (BEGUN, BEGUN + 1)]
         await until(lambda: gateway.script.running == 3 * EACH + 2, timeout_s=30)
         gateway.terminate()
-        while (answer := await http.get("/readyz")).status_code == 200:
-            await asyncio.sleep(0.02)
-        assert answer.json()["status"] == "draining"
+
+        async def is_stopping() -> bool:
+            return (await http.get("/readyz")).json()["status"] == "draining"
+
+        await until(is_stopping)
         # What comes while others may still finish is told when to come again.
         assert is_draining(await ask(BEGUN, True))
 

@@ -1,0 +1,225 @@
+"""Whatever one client sends, the gateway's event loop is free for the others: nothing holds it for more than 50 ms.
+
+Measured by the gateway itself (`outrider:event_loop_lag_seconds`), in a process of its own. On a loaded machine the loop may be
+late because the process does not run. So another gateway, which nobody attacks, tells how late the machine makes a loop
+meanwhile, and an attack has several tries: one that holds up the loop does so each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from gateway_process import GatewayProcess, gateway_process
+from gateway_rig import until
+from scripted_verifier import last, plain
+
+from gateway.prompts import Prompts
+from outrider import rpc
+from outrider.messages import FinishReason
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
+
+ALLOWED_S = 0.05
+TRIES = 8
+MIB = 2**20
+# That of many models; the bundled pair's is shorter, so that more is refused at once.
+CONTEXT = 131_072
+HEADERS = {"content-type": "application/json"}
+_BUCKET = re.compile(r'^outrider:event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
+
+
+class Target:
+    """A gateway, and those who attack it."""
+
+    def __init__(self, gateway: GatewayProcess, http: httpx.AsyncClient) -> None:
+        self.gateway = gateway
+        self.http = http
+
+    async def post(self, path: str, body: bytes, *statuses: int) -> None:
+        assert len(body) <= 4 * MIB
+        assert (await self.http.post(path, content=body, headers=HEADERS)).status_code in statuses
+
+    async def complete(self, *statuses: int, **body: object) -> None:
+        await self.post("/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1} | body).encode(), *statuses)
+
+    async def generate(self, request: bytes, status: grpc.StatusCode) -> None:
+        """By gRPC."""
+        async with rpc.dial(self.gateway.grpc_address) as channel:
+            call = channel.unary_stream("/outrider.v1.GenerationService/GenerateText")(request)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in call:
+                    pass
+            assert await call.code() is status
+
+    async def say(self, data: bytes, times: int = 1) -> None:
+        """On a raw connection, until the gateway reads no more."""
+        where = urlsplit(self.gateway.http_url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        try:
+            for _ in range(times):
+                writer.write(data)
+                await writer.drain()
+            await reader.read()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def lags(self) -> dict[float, float]:
+        """How often the loop was at most so late, as of a look that began after this call."""
+        first = await self._lags()
+        while (now := await self._lags())[float("inf")] < first[float("inf")] + 2:  # noqa: ASYNC110  # of another process
+            await asyncio.sleep(0.02)
+        return now
+
+    async def _lags(self) -> dict[float, float]:
+        text = (await self.http.get("/metrics")).text
+        return {float(bound): float(count) for bound, count in _BUCKET.findall(text)}
+
+
+@contextlib.asynccontextmanager
+async def _target(prompts: Prompts, log: Path) -> AsyncIterator[Target]:
+    async with (
+        gateway_process(prompts, log, "--log-level", "warning") as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=120) as http,
+    ):
+        gateway.script.info = replace(gateway.script.info, context_length=CONTEXT)
+        gateway.script.answer = lambda _: [last([5], FinishReason.LENGTH)]
+
+        async def is_known() -> bool:
+            listed = (await http.get("/v1/models")).json()["data"]
+            return bool(listed) and listed[0]["max_model_len"] == CONTEXT
+
+        await until(is_known, timeout_s=30)
+        yield Target(gateway, http)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def target(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Target]:
+    async with _target(prompts, tmp_path_factory.mktemp("target") / "log") as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def control(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Target]:
+    """A gateway that nobody attacks: as late as the machine makes it."""
+    async with _target(prompts, tmp_path_factory.mktemp("control") / "log") as made:
+        yield made
+
+
+def _keys(count: int, value: str = "1") -> str:
+    return ",".join(f'"{number}":{value}' for number in range(count))
+
+
+def _chat(count: int) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x"}] * count, "max_tokens": 1}).encode()
+
+
+async def _one_prompt_of_many_kinds(target: Target) -> None:
+    await target.complete(400, prompt="".join(map(chr, range(0x100, 0xD000))) * 12)
+
+
+LONG_TEXT = generation_pb2.GenerateTextRequest(prompt="a " * (MIB - 50)).SerializeToString()
+LONG_GUESS = generation_pb2.GenerateTextRequest(prompt="a", prediction="a " * (MIB - 50), max_tokens=1).SerializeToString()
+# A conversation of a million empty messages.
+EMPTY_MESSAGES = b"\x1a" + b"\xc0\xff\x7f" + b"\x0a\x00" * ((2 * MIB - 64) // 2)
+GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
+
+ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
+    "a long prompt": lambda t: t.complete(400, prompt="a " * (2 * MIB - 50)),
+    "a prompt of many characters": _one_prompt_of_many_kinds,
+    "a prompt that just fits": lambda t: t.complete(200, prompt="a " * (CONTEXT - 8)),
+    "a long prediction": lambda t: t.complete(200, prediction={"type": "content", "content": "a " * (2 * MIB - 99)}),
+    "unknown keys": lambda t: t.post("/v1/completions", f'{{"prompt":"x",{_keys(300_000)}}}'.encode(), 413),
+    "as many unknown keys as are read": lambda t: t.post("/v1/completions", f'{{"prompt":"x",{_keys(32_000)}}}'.encode(), 400),
+    "messages": lambda t: t.post("/v1/chat/completions", _chat(90_000), 413),
+    "as many messages as allowed": lambda t: t.post("/v1/chat/completions", _chat(2048), 200),
+    "a long message": lambda t: t.post(
+        "/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": "a " * (2 * MIB - 99)}]}).encode(), 400
+    ),
+    "a long logit_bias": lambda t: t.post("/v1/completions", f'{{"prompt":"x","logit_bias":{{{_keys(300_000)}}}}}'.encode(), 413),
+    "a bad logit_bias": lambda t: t.post("/v1/completions", f'{{"logit_bias":{{{_keys(32_000, "[]")}}}}}'.encode(), 400),
+    "bad stops": lambda t: t.complete(400, stop=[1] * 250_000),
+    "token ids": lambda t: t.complete(400, prompt=[5] * 262_000),
+    "too many token ids": lambda t: t.complete(413, prompt=[5] * 1_000_000),
+    "an echo of token ids": lambda t: t.complete(200, prompt=[5] * (CONTEXT - 8), echo=True),
+    "quotation marks": lambda t: t.post("/v1/completions", b'{"prompt":"' + b'\\"' * (2 * MIB - 50) + b'"}', 400),
+    "tokens with their names": lambda t: t.post(
+        "/tokenize", json.dumps({"prompt": "a " * (CONTEXT - 8), "return_token_strs": True}).encode(), 200
+    ),
+    "too many tokens with their names": lambda t: t.post(
+        "/tokenize", json.dumps({"prompt": "a " * (2 * MIB - 50), "return_token_strs": True}).encode(), 400
+    ),
+    "detokenising": lambda t: t.post("/detokenize", json.dumps({"tokens": [5] * CONTEXT}).encode(), 200),
+    "a long prompt by gRPC": lambda t: t.generate(LONG_TEXT, grpc.StatusCode.INVALID_ARGUMENT),
+    "a long prediction by gRPC": lambda t: t.generate(LONG_GUESS, grpc.StatusCode.OK),
+    "empty messages by gRPC": lambda t: t.generate(EMPTY_MESSAGES, grpc.StatusCode.INVALID_ARGUMENT),
+    "a long header": lambda t: t.say(GET + b"X: " + b"a" * MIB, 64),
+    "a million headers": lambda t: t.say(GET + b"X: a\r\n" * 1_000_000),
+    "a long trailer": lambda t: t.say(GET + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * MIB, 64),
+}
+
+
+def largest(before: dict[float, float], after: dict[float, float]) -> float:
+    """A bound on the lags observed in between, in seconds."""
+    newly = {bound: after[bound] - before[bound] for bound in after}
+    return min(bound for bound, count in newly.items() if count == newly[float("inf")])
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_no_request_holds_up_the_event_loop(target: Target, control: Target, name: str) -> None:
+    seen = []
+    for _ in range(TRIES):
+        before, before_control = await target.lags(), await control.lags()
+        await ATTACKS[name](target)
+        lag, machine = largest(before, await target.lags()), largest(before_control, await control.lags())
+        if lag <= max(ALLOWED_S, machine):
+            return
+        seen.append((lag, machine))
+    pytest.fail(f"the event loop was late by up to so many seconds, and the machine made others as late as: {seen}")
+
+
+async def test_the_lag_of_a_loop_that_is_held_up_is_seen(target: Target) -> None:
+    """The measure itself: a stopped process is as late as it was stopped for."""
+    before = await target.lags()
+    target.gateway.process.send_signal(19)
+    await asyncio.sleep(0.3)
+    target.gateway.process.send_signal(18)
+    assert largest(before, await target.lags()) >= 0.25
+
+
+async def test_a_stream_goes_on_during_all_attacks_at_once(target: Target) -> None:
+    script = target.gateway.script
+    answer = script.answer
+    script.answer = lambda request: (
+        [step for _ in range(300) for step in (plain([7]), 0.01)] + [last([], FinishReason.LENGTH)]
+        if request.prompt == [7]
+        else answer(request)
+    )
+    chunks = 0
+
+    async def read() -> int:
+        nonlocal chunks
+        async with rpc.dial(target.gateway.grpc_address) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            tokens = generation_pb2.TokenPrompt(token_ids=[7])
+            async for _ in stub.GenerateText(generation_pb2.GenerateTextRequest(tokens=tokens)):
+                chunks += 1
+        return chunks
+
+    reading = asyncio.create_task(read())
+    await until(lambda: chunks > 0, timeout_s=30)
+    await asyncio.gather(*(attack(target) for attack in ATTACKS.values()))
+    assert await reading == 301
