@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from outrider.config import ServiceSettings
@@ -60,8 +60,9 @@ class GatewaySettings(ServiceSettings):
 
     @field_validator("verifier", "allowed_hosts", "allowed_origins")
     @classmethod
-    def _one_by_one(cls, texts: list[str]) -> list[str]:
+    def _one_by_one(cls, texts: list[str], info: ValidationInfo) -> list[str]:
         entries = [entry.strip() for text in texts for entry in text.split(",")]
         if not all(entries):
-            raise ValueError("must have nothing empty between commas")
+            what = "host:port or unix:/path" if info.field_name == "verifier" else "names"
+            raise ValueError(f"must name {what}, and nothing empty between commas")
         return entries

@@ -84,8 +84,8 @@ class ServeSettings(ServiceSettings):
     """Port of the gateway's gRPC service; 0 takes a free one."""
 
     allowed_hosts: list[str] = Field(default_factory=list)
-    """Names under which clients reach the gateway, beside addresses and localhost, such as llm.example.com or *.example.com; * allows
-    all."""
+    """Names under which clients reach the gateway, such as llm.example.com or *.example.com, beside addresses and localhost; *
+    allows all names."""
 
     allowed_origins: list[str] = Field(default_factory=list)
     """Origins of other websites whose scripts may call the gateway (CORS), such as http://localhost:*; * allows all."""

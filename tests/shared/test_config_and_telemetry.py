@@ -122,6 +122,24 @@ def test_a_draft_model_has_a_core_of_its_own_and_one_that_is_placed_all_that_it_
     assert children["verifier"]["--threads"] == "10"
 
 
+def test_a_gateway_hears_of_all_names_and_websites_that_are_allowed(tmp_path: Path) -> None:
+    allowed = [
+        "--allowed-hosts",
+        "a.example,*.b.example",
+        "--allowed-hosts",
+        "c.example",
+        "--allowed-origins",
+        "http://localhost:*",
+    ]
+    settings = parse(
+        ServeSettings, "serve", ["--target", "t", "--http-port", "0", "--grpc-port", "0", "--verifier-port", "0", *allowed]
+    )
+    [gateway] = [child for child in plan_stack(settings, tmp_path).children if child.name == "gateway"]
+    told = parse(GatewaySettings, "gateway", gateway.arguments)
+    assert told.allowed_hosts == ["a.example", "*.b.example", "c.example"]
+    assert told.allowed_origins == ["http://localhost:*"]
+
+
 def test_a_verifier_that_lets_other_machines_in_is_dialled_at_home(tmp_path: Path) -> None:
     children = planned(tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0")
     host, _, port = children["verifier"]["--listen"].partition(":")
