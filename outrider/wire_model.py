@@ -14,6 +14,8 @@ from outrider.wire_settings import check_name, known, proto_enum
 _MAX_CORES = 1024
 # Linux numbers at most 8192 logical processors, and 1024 nodes.
 _MAX_CORE_ID, _MAX_NODE_ID = 65_535, 65_535
+# The longest that a Duration may be, ten thousand years.
+_LONGEST_S = 315_576_000_000.0
 # A quarter of the largest message: who drafts is not worth losing sight of the model for.
 _MAX_DRAFTER_BYTES = 4 * 2**20
 
@@ -120,4 +122,4 @@ def _duration(seconds: float | None) -> Duration | None:
 
 
 def _seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+    return min(max(duration.seconds + duration.nanos / 1e9, 0.0), _LONGEST_S)

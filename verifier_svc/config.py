@@ -10,7 +10,6 @@ from pydantic_settings import SettingsConfigDict
 
 from outrider.config import Device, Dtype, ScrapedSettings
 from outrider.depth_policy import DepthSetting
-from verifier_svc.drafters import MAX_DRAFTERS
 
 
 class VerifierSettings(ScrapedSettings):
@@ -55,7 +54,7 @@ class VerifierSettings(ScrapedSettings):
     max_waiting: int = Field(1024, ge=1)
     """Requests that wait for a place before more are refused."""
 
-    max_drafters: int = Field(MAX_DRAFTERS, ge=1)
+    max_drafters: int = Field(64, ge=1)
     """Drafters that may be connected before more are refused."""
 
     page_size: int | None = Field(None, ge=1, le=4096)

@@ -19,7 +19,7 @@ _MISSED_S = 600.0
 # When to try again where there are as many drafters as there may be.
 _FULL_S = 5.0
 _REMEMBERED = 256
-MAX_DRAFTERS = 64
+_MAX_DRAFTERS = 64
 # Names in an error's message, which travels in the call's metadata.
 _NAMED = 20
 # What a message takes in memory, however little it says.
@@ -83,8 +83,8 @@ class Drafter:
 class Roster:
     """All drafters: connected ones, at most `max_drafters`, and those that were lost without a goodbye."""
 
-    def __init__(self, max_drafters: int = MAX_DRAFTERS) -> None:
-        self._max_drafters = max_drafters
+    def __init__(self) -> None:
+        self.max_drafters = _MAX_DRAFTERS
         self.connected: dict[str, Drafter] = {}
         # Those that left, and when, the longest gone first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
@@ -99,8 +99,8 @@ class Roster:
             raise OutriderError(Reason.QUARANTINED, message, retry_after_s=left_s)
         if drafter.id in self.connected:
             raise OutriderError(Reason.DRAFTER_ID_TAKEN, f"a drafter with the id {drafter.id} is connected", "hello.drafter_id")
-        if len(self.connected) >= self._max_drafters:
-            message = f"{self._max_drafters} drafters are connected, and --max-drafters allows no more"
+        if len(self.connected) >= self.max_drafters:
+            message = f"{self.max_drafters} drafters are connected, and --max-drafters allows no more"
             raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
         self.connected[drafter.id] = drafter
         self._gone.pop(drafter.id, None)

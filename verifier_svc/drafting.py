@@ -12,7 +12,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
 from outrider.telemetry import Span
 from verifier_svc.depth import AcceptanceRate
-from verifier_svc.drafters import MAX_DRAFTERS, MESSAGE_BYTES, Drafter, Roster
+from verifier_svc.drafters import MESSAGE_BYTES, Drafter, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.planning import Planner
 from verifier_svc.sequence import Assignment, Sequence
@@ -44,10 +44,9 @@ class Drafting:
         *,
         trust_distributions: bool = False,
         own_cores: frozenset[int] | None = None,
-        max_drafters: int = MAX_DRAFTERS,
     ) -> None:
         """`own_cores` are those that the target computes on, unless some are left for others or it computes elsewhere."""
-        self.roster = Roster(max_drafters)
+        self.roster = Roster()
         self.planner = planner
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self._sequences = sequences

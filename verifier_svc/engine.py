@@ -23,18 +23,10 @@ from outrider.errors import OutriderError, Reason
 from outrider.grammar_backends import Compiled
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import Slice
-from outrider.messages import (
-    Acceptance,
-    FinishReason,
-    SpeculationStats,
-    TokenChunk,
-    TokenLogprob,
-    TokenRequest,
-)
+from outrider.messages import Acceptance, FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenRequest
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.chunks import chunk_of, end
 from verifier_svc.depth import ForwardCost
-from verifier_svc.drafters import MAX_DRAFTERS
 from verifier_svc.drafting import Drafting
 from verifier_svc.guidance import Guidance
 from verifier_svc.judging import Judge, Judgement, why_impossible
@@ -78,7 +70,7 @@ class Limits:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024
-    max_drafters: int = MAX_DRAFTERS
+    max_drafters: int = 64
     scored_logits_bytes: int = 2**28
 
 
@@ -116,13 +108,9 @@ class Engine:
         """As `cost`, but as trial forwards left it: what a forward takes that nothing disturbs."""
         self.planner = Planner(limits.depth, self.cost, always=always_draft)
         self.drafting = Drafting(
-            self.sequences,
-            self.planner,
-            metrics,
-            trust_distributions=trust_draft_distributions,
-            own_cores=own_cores,
-            max_drafters=limits.max_drafters,
+            self.sequences, self.planner, metrics, trust_distributions=trust_draft_distributions, own_cores=own_cores
         )
+        self.drafting.roster.max_drafters = limits.max_drafters
         self._spans = StepSpans(metrics, traced_steps)
         self._guidance = Guidance()
         self._metrics = metrics
@@ -292,8 +280,7 @@ class Engine:
         late = worth
         while late and not self._stopping:
             now = time.monotonic()
-            # On a clock that was set back the wait begins anew, and does not last until that time comes again.
-            started = min(started, now)
+            started = min(started, now)  # on a clock that was set back, the wait begins anew
             if now >= started + budget_s:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
                 for drafter in {assignment.drafter for assignment in late}:

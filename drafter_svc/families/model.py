@@ -15,11 +15,11 @@ import torch
 
 from drafter_svc.chain import Chain
 from drafter_svc.families.base import Failures
+from drafter_svc.followed_grammar import FollowedGrammar
 from drafter_svc.outcomes import fan_out
 from outrider import telemetry
 from outrider.errors import OutriderError
 from outrider.grammar import GrammarCompiler
-from outrider.grammar_backends import Mask, Matcher
 from outrider.lm.pages import KVSequence, PagePool
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.logits import Context, adjust
@@ -31,38 +31,6 @@ log = logging.getLogger(__name__)
 
 # Other tokens that are remembered for each guessed one.
 _ALTERNATIVES = 3
-
-
-class _Followed:
-    """A grammar that goes along with the output, guesses included, and back when they fall."""
-
-    def __init__(self, matcher: Matcher | None, mask_width: int) -> None:
-        """Without a matcher nothing is ever masked."""
-        self._matcher = matcher
-        self._width = mask_width
-        self._seen: list[int] = []
-
-    def mask(self, output: list[int]) -> Mask | None:
-        """What may follow `output`, as one row; None once the output left the grammar, or came to its end."""
-        if self._matcher is None or not self._go_to(output) or self._matcher.ended:
-            return None
-        mask: Mask = np.zeros((1, self._width), np.int32)
-        self._matcher.fill(mask, 0)
-        return mask if mask.any() else None
-
-    def _go_to(self, output: list[int]) -> bool:
-        pairs = enumerate(zip(self._seen, output, strict=False))
-        common = next((i for i, (one, other) in pairs if one != other), min(len(self._seen), len(output)))
-        if self._matcher is None:
-            return False
-        self._matcher.rollback(len(self._seen) - common)
-        del self._seen[common:]
-        for token in output[common:]:
-            if not self._matcher.accept(token):
-                self._matcher = None
-                return False
-            self._seen.append(token)
-        return True
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +47,7 @@ class _Draft:
     at: int | None = None
     kv: KVSequence = field(default_factory=KVSequence)
     run: list[int] = field(default_factory=list)
-    grammar: _Followed | None = None
+    grammar: FollowedGrammar | None = None
     distributions: list[SparseDistribution] = field(default_factory=list)
     others: list[list[int]] = field(default_factory=list)
     """For each token of the run, what the draft model thought likeliest besides."""
@@ -376,7 +344,7 @@ class ModelFamily:
         except OutriderError as error:
             log.warning("sequence %d is drafted without its grammar: %s", draft.chain.opened.sequence_id, error)
             matcher = None
-        draft.grammar = _Followed(matcher, self._grammars.mask_width)
+        draft.grammar = FollowedGrammar(matcher, self._grammars.mask_width)
 
     def _fits(self, draft: _Draft) -> bool:
         """Reserve pages for all the text there is."""

@@ -62,14 +62,6 @@ def has_torch(process_id: int) -> bool:
     return "libtorch" in Path(f"/proc/{process_id}/maps").read_text()
 
 
-@pytest.fixture
-async def verifier() -> AsyncIterator[ScriptedVerifier]:
-    verifier = ScriptedVerifier()
-    await verifier.start()
-    yield verifier
-    await verifier.stop()
-
-
 DRAFT_MODEL = ["--model", DRAFT, "--dtype", "float32", "--threads", "1"]
 FAMILIES = [("ngram", []), pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow)]
 

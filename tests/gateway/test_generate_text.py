@@ -39,6 +39,26 @@ async def test_text_streams_in_whole_characters_with_its_tokens(rig: Rig) -> Non
     assert not any(response.HasField("usage") or response.finish_reason for response in others)
 
 
+@pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
+async def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused(rig: Rig, data: bytes) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(rig, GenerateTextRequest(prompt="x", grammar=common_pb2.Grammar.FromString(data)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = rpc.error_of(caught.value)
+    assert (error.reason, error.field) == (Reason.INVALID_VALUE, "grammar")
+    assert "must have one of json_schema, json_object" in error.message
+
+
+async def test_a_request_that_cannot_be_parsed_is_refused(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    async with rpc.dial(rig.gateway.grpc_address) as channel:
+        unparsed = channel.unary_stream("/outrider.v1.GenerationService/GenerateText")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await unparsed(b"\xff" * 30).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert rpc.error_of(caught.value).reason is Reason.MALFORMED_REQUEST
+    assert "Traceback" not in caplog.text
+
+
 async def test_statistics_of_the_speculation_come_with_the_end(rig: Rig) -> None:
     stats = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
     rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, stats, cached=1)]

@@ -1,4 +1,4 @@
-"""A value of an enum that only a later version knows is taken for something documented, or refused; it is never an unexpected error.
+"""An enum value that only a later version knows is taken for something documented, or refused; it is no unexpected error.
 
 The enums, and every field that has one, come from the protos' descriptors, so that one that is added is tried as well.
 """
@@ -81,14 +81,13 @@ def test_no_enum_value_is_an_unexpected_error(
     reader(message)
     # As it comes from the network, since a setter could refuse it.
     received = type(message).FromString(with_value(message, path, value).SerializeToString())
-    try:
+    # A request may ask for what is not there; nothing that is only told of is refused.
+    if isinstance(message, verifier_pb2.GenerateTokensRequest) and value != 0:
+        with pytest.raises(OutriderError) as caught:
+            reader(received)
+        assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "speculation.acceptance")
+    else:
         reader(received)
-    except OutriderError as error:
-        # A request may ask for what is not there; nothing that is only told of is refused.
-        assert isinstance(message, verifier_pb2.GenerateTokensRequest)
-        assert error.reason is Reason.INVALID_VALUE
-        assert error.field == "speculation.acceptance"
-        assert value != 0
 
 
 def test_every_enum_is_tried() -> None:
@@ -163,5 +162,5 @@ def test_a_family_has_1_to_64_characters(length: int, taken: bool) -> None:
     if taken:
         assert wire.hello_from_proto(hello).family == "x" * length
         return
-    with pytest.raises(OutriderError, match="hello.family must be 1 to 64 printable characters"):
+    with pytest.raises(OutriderError, match=r"hello\.family must be 1 to 64 printable characters"):
         wire.hello_from_proto(hello)

@@ -1,0 +1,105 @@
+"""A drafter's end of the draft stream with a family that counts, for tests against a scripted verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from scripted_drafts import FINGERPRINT  # lies beside this file
+
+from drafter_svc.chain import Chain
+from drafter_svc.families.base import Failures
+from drafter_svc.metrics import Metrics
+from drafter_svc.stream import Callbacks, DraftStream
+from outrider.messages import DraftBatch, Hello, ModelInfo, Opened, Proposal, Rule, SamplingParams, Verdict, Window
+
+WINDOW = Window(16, 4)
+TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+
+class Counting:
+    """A family that guesses one more than the token before, two at a time; `slow_s` is how long a draft takes, unless cut short."""
+
+    name = "counting"
+    distributions = frozenset({Rule.ONE_HOT})
+    max_depth = 8
+    device = "cpu"
+
+    def __init__(self, slow_s: float = 0.0) -> None:
+        self.chains: dict[int, Chain] = {}
+        self.slow_s = slow_s
+        self.closed = False
+        self.failures = Failures(self.close)
+
+    def open(self, opened: Opened) -> None:
+        self.chains[opened.sequence_id] = Chain(opened)
+
+    def verdict(self, verdict: Verdict) -> None:
+        if chain := self.chains.get(verdict.sequence_id):
+            chain.apply(verdict)
+
+    def close(self, sequence_id: int) -> None:
+        self.chains.pop(sequence_id, None)
+
+    async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+        ends = time.monotonic() + self.slow_s
+        drafting = any(chain.room for chain in self.chains.values())
+        while drafting and time.monotonic() < ends and not interrupted():  # noqa: ASYNC110  # polled, as between two forwards
+            await asyncio.sleep(0.005)
+        return DraftBatch([self._run(chain) for chain in self.chains.values() if chain.room])
+
+    def _run(self, chain: Chain) -> Proposal:
+        last = [*chain.tokens, *chain.ahead][-1]
+        return chain.grow([last + 1, last + 2][: chain.room])
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def opened(sequence_id: int = 1, tokens: tuple[int, ...] = (10, 11), traceparent: str = "") -> Opened:
+    return Opened(sequence_id, 0, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, WINDOW, 2, traceparent=traceparent)
+
+
+class Drafter:
+    """A stream with its families, and whether it is registered."""
+
+    def __init__(
+        self, port: int, fingerprint: str = FINGERPRINT, slow_s: float = 0.0, make: Callable[[], Counting] | None = None
+    ) -> None:
+        self.families: list[Counting] = []
+        self.registered = False
+        self.metrics = Metrics("counting-1", "counting")
+
+        def make_family(info: ModelInfo) -> Counting:
+            self.families.append(make() if make is not None else Counting(slow_s))
+            return self.families[-1]
+
+        async def set_registered(registered: bool) -> None:
+            self.registered = registered
+
+        self.stream = DraftStream(
+            lambda: f"127.0.0.1:{port}",
+            make_family,
+            lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_depth),
+            Callbacks(lambda address: set_registered(True), lambda: set_registered(False)),
+            self.metrics,
+        )
+
+
+@asynccontextmanager
+async def running(drafter: Drafter) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(drafter.stream.run())
+    try:
+        yield task
+    finally:
+        drafter.stream.stop()
+        await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)

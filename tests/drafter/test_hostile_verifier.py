@@ -1,0 +1,195 @@
+"""The drafter's end of the draft stream, over real gRPC against a verifier that lies, is newer, or breaks the drafter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from counting_drafter import Counting, Drafter, opened, running, until  # lies beside this file
+from scripted_drafts import ScriptedVerifier
+
+from drafter_svc import stream as stream_module
+from drafter_svc.families.base import Failures
+from outrider import wire
+from outrider.errors import OutriderError, Reason
+from outrider.messages import Closed, DraftBatch, Opened, Proposal, Skip, StepBatch, Verdict
+from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
+
+GARBAGE = b"\xff" * 30
+SENSELESS = {
+    "what cannot be parsed": GARBAGE,
+    "a token that the target lacks": wire.step_to_proto(StepBatch(opened=[opened(tokens=(4096,))])),
+    "no tokens": wire.step_to_proto(StepBatch(opened=[opened(tokens=())])),
+    "a window without room": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[1])]),
+    "a negative depth": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(depth=-1)]),
+    "a committed token that the target lacks": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(new_token_ids=[2**32 - 1])]),
+    "a longer prompt than text": drafts_pb2.StepBatch(
+        opened=[drafts_pb2.Opened(token_ids=[1], prompt_token_count=2, window=drafts_pb2.Window(node_count=1, depth=1))]
+    ),
+}
+
+
+def raw(message: bytes | drafts_pb2.StepBatch) -> bytes:
+    if isinstance(message, bytes):
+        return message
+    return verifier_pb2.StreamDraftsResponse(step=message).SerializeToString()
+
+
+@pytest.mark.parametrize("message", SENSELESS.values(), ids=SENSELESS.keys())
+async def test_a_message_without_a_meaning_ends_the_stream_and_it_dials_again(
+    verifier: ScriptedVerifier, message: bytes | drafts_pb2.StepBatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(Drafter(verifier.port)):
+        (await verifier.accepted()).say(raw(message))
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened()]))
+        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [12, 13])])
+    assert "the stream to 127.0.0.1" in caplog.text
+
+
+LATER = {
+    "a distribution to come": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[10, 11], distribution=9)]),  # type: ignore[arg-type]
+    "no distribution": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[10, 11])]),
+    "a grammar to come": drafts_pb2.StepBatch(
+        opened=[drafts_pb2.Opened(token_ids=[10, 11], grammar=common_pb2.Grammar.FromString(b"\x3a\x02hi"))]
+    ),
+    "a reason for closing to come": drafts_pb2.StepBatch(
+        opened=[drafts_pb2.Opened(token_ids=[10, 11])],
+        closed=[drafts_pb2.Closed(sequence_id=5, reason=99)],  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("step", LATER.values(), ids=LATER.keys())
+async def test_what_only_a_later_verifier_says_is_drafted_for(verifier: ScriptedVerifier, step: drafts_pb2.StepBatch) -> None:
+    step.opened[0].sequence_id, step.opened[0].depth = 1, 2
+    step.opened[0].window.CopyFrom(drafts_pb2.Window(node_count=16, depth=4))
+    async with running(Drafter(verifier.port)):
+        stream = await verifier.accepted()
+        # A kind of message to come is ignored.
+        stream.say(b"\xfa\x3f\x02hi")
+        stream.say(raw(step))
+        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [12, 13])])
+        assert verifier.streams.empty()
+
+
+async def test_a_model_that_cannot_be_read_is_asked_for_again(verifier: ScriptedVerifier) -> None:
+    of_a_later_version = verifier_pb2.GetModelResponse(stage=99, stage_detail="resharding")  # type: ignore[arg-type]
+    misplaced = verifier_pb2.DrafterInfo(placement=common_pb2.Placement(cores=[-1]))
+    verifier.answers = [
+        GARBAGE,
+        of_a_later_version.SerializeToString(),
+        verifier_pb2.GetModelResponse(drafters=[misplaced]).SerializeToString(),
+    ]
+    async with running(Drafter(verifier.port)):
+        await verifier.accepted()
+    assert not verifier.answers
+
+
+async def test_a_verifier_that_makes_no_sense_is_dialled_ever_more_rarely(
+    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Welcome shows nothing: only a stream that lasted does."""
+    delays: list[float] = []
+    drafter = Drafter(verifier.port)
+
+    async def note(seconds: float) -> None:
+        delays.append(seconds)
+
+    monkeypatch.setattr(drafter.stream, "_sleep", note)
+    monkeypatch.setattr(stream_module.random, "uniform", lambda low, high: high)
+    async with running(drafter):
+        for _ in range(8):
+            (await verifier.accepted()).say(GARBAGE)
+        await until(lambda: len(delays) == 8)
+        # As if it had lasted a minute.
+        monkeypatch.setattr(stream_module, "_GOOD_S", 0.0)
+        (await verifier.accepted()).say(GARBAGE)
+        await until(lambda: len(delays) == 9)
+        monkeypatch.setattr(stream_module, "_GOOD_S", 60.0)
+        for retry_s in (1e-9, 0.0, 1e9):
+            error = OutriderError(Reason.OVERLOADED, "later", retry_after_s=retry_s)
+            (await verifier.accepted()).say(error)
+        await verifier.accepted()
+    assert delays[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0, 3.0]
+    assert delays[8:12] == [0.1, 0.2, 0.4, 60.0]
+
+
+class Breaking(Counting):
+    """Fails for sequence 2, at the place it is told of."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def open(self, opened: Opened) -> None:
+        super().open(opened)
+        self._fail_at("open", opened.sequence_id)
+
+    def verdict(self, verdict: Verdict) -> None:
+        self._fail_at("verdict", verdict.sequence_id)
+        super().verdict(verdict)
+
+    def close(self, sequence_id: int) -> None:
+        super().close(sequence_id)
+        self._fail_at("close", sequence_id)
+
+    def _fail_at(self, place: str, sequence_id: int) -> None:
+        if self.place == place and sequence_id == 2:
+            raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize("place", ["open", "verdict", "close"])
+async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for(verifier: ScriptedVerifier, place: str) -> None:
+    drafter = Drafter(verifier.port, make=lambda: Breaking(place))
+    async with running(drafter):
+        stream = await verifier.accepted()
+        stream.say(StepBatch(opened=[opened(1), opened(2, (20, 21))]))
+        first = await stream.hear()
+        assert isinstance(first, DraftBatch)
+        assert Proposal(1, 0, 0, 1, [12, 13]) in first.proposals
+        assert first.skips == ([Skip(2, 0, 0)] if place == "open" else [])
+        stream.say(StepBatch(verdicts=[Verdict(2, 1, 0, 3, 0, [9])], closed=[Closed(2)] if place == "close" else []))
+        if place != "close":
+            while not (batch := await stream.hear()).skips:  # type: ignore[union-attr]
+                pass
+            assert batch.skips == [Skip(2, 1, 0)]  # type: ignore[union-attr]
+            stream.say(StepBatch(closed=[Closed(2)]))
+        stream.say(StepBatch(opened=[opened(3, (30, 31))]))
+        while (batch := await stream.hear()) != DraftBatch([Proposal(3, 0, 0, 1, [32, 33])]):
+            assert isinstance(batch, DraftBatch)
+        assert verifier.streams.empty()
+        assert not drafter.families[0].failures.sequence_ids
+    failed = drafter.metrics.registry.get_sample_value(
+        "outrider:drafter_failed_sequences_total", {"drafter": "counting-1", "family": "counting"}
+    )
+    assert failed == (0.0 if place == "close" else 1.0)
+
+
+async def test_drafting_that_fails_altogether_begins_anew_on_a_new_stream(
+    verifier: ScriptedVerifier, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Counting):
+        async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+            raise ZeroDivisionError("planted")
+
+    drafter = Drafter(verifier.port, make=Failing)
+    async with running(drafter):
+        await verifier.accepted()
+        await verifier.accepted()
+    assert "ZeroDivisionError: planted" in caplog.text
+
+
+async def test_a_lost_device_ends_the_process(verifier: ScriptedVerifier) -> None:
+    class Lost(Counting):
+        async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+            raise ZeroDivisionError("planted")
+
+    def make() -> Counting:
+        family = Lost()
+        family.failures = Failures(family.close, fatal=(ZeroDivisionError,))
+        return family
+
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(Drafter(verifier.port, make=make).stream.run(), 10)

@@ -1,0 +1,94 @@
+"""An engine under drafts that make no sense, and under a clock that makes none."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from fake_model import Client, ScriptedDrafter, make_engine
+from prometheus_client import generate_latest
+
+from outrider.depth_policy import DepthPolicy
+from outrider.errors import Reason
+from outrider.messages import DraftBatch, Proposal, SamplingParams, Skip, SpeculationOptions, TokenRequest
+from verifier_svc.engine import Limits
+
+
+def request(prompt: list[int], max_tokens: int) -> TokenRequest:
+    return TokenRequest(prompt, max_tokens, SamplingParams(temperature=0.0))
+
+
+@pytest.mark.parametrize("handed", [0, 1])
+def test_a_proposal_or_skip_for_a_sequence_that_never_was_is_a_violation(handed: int) -> None:
+    """No delay explains an id above the last one that the drafter was handed."""
+    for batch in (DraftBatch([Proposal(handed + 1, 0, 0, 1, [1])]), DraftBatch(skips=[Skip(handed + 1, 0, 0)])):
+        engine, _ = make_engine()
+        drafter = ScriptedDrafter(engine)
+        for _ in range(handed):
+            engine.submit(request([1, 2], 8), Client())
+        engine.submit(replace(request([1, 2], 8), speculation=SpeculationOptions(enabled=False)), Client())
+        engine.drafting.take(drafter.handle, batch)
+        engine.drain_inbox()
+        assert drafter.error is not None
+        assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
+        kind = "proposal" if batch.proposals else "skip"
+        assert drafter.error.message == f"{kind}.sequence_id must be one that was opened, at most {handed}, not {handed + 1}"
+
+
+def test_a_bad_skip_is_reported_as_a_skip() -> None:
+    for skip, field in ((Skip(1, 7, 0), "skip.epoch"), (Skip(1, 0, 7), "skip.node")):
+        engine, _ = make_engine()
+        drafter = ScriptedDrafter(engine)
+        engine.submit(request([1, 2], 8), Client())
+        engine.drafting.take(drafter.handle, DraftBatch(skips=[skip]))
+        engine.drain_inbox()
+        assert drafter.error is not None
+        assert drafter.error.field == field
+
+
+def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alone(caplog: pytest.LogCaptureFixture) -> None:
+    engine, model = make_engine(eos_bias=-99)
+    unlucky, other = ScriptedDrafter(engine, "unlucky", "unlucky"), ScriptedDrafter(engine, "other", "other")
+    client = Client()
+    sequence = engine.submit(request([1, 2], 8), client)
+    engine.drain_inbox()
+    unlucky.propose(sequence.id, [1])
+    # Nothing that comes from the wire does this; what does is not known.
+    unlucky.propose(sequence.id, [[]], parent=0)  # type: ignore[list-item]
+    assert unlucky.error is not None
+    assert unlucky.error.reason is Reason.INTERNAL
+    assert "TypeError" in caplog.text
+    other.propose(sequence.id, model.greedy([1, 2], 4))
+    while engine.sequences:
+        engine.step()
+    assert client.tokens == model.greedy([1, 2], 8)
+    assert other.error is None
+
+
+def test_a_clock_that_steps_back_and_forth_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No real clock does; an engine that a wrong time can end is one that a metric can end."""
+    rng, real, shift = random.Random(1), time.monotonic, 0.0
+
+    def stepping() -> float:
+        nonlocal shift
+        if rng.random() < 0.3:
+            shift = rng.choice([0.0, 0.0, 3600.0, -3600.0, 1e8, -1e8])
+        return real() + shift
+
+    monkeypatch.setattr(time, "monotonic", stepping)
+    engine, model = make_engine(limits=Limits(DepthPolicy("goodput", 4)), eos_bias=-99)
+    engine.warm_up()
+    drafters = [ScriptedDrafter(engine, name, name) for name in ("quick", "silent")]
+    for prompt in ([1, 2], [3, 4, 5], [6]):
+        clients = [Client(), Client()]
+        sequences = [engine.submit(request([*prompt, number], 20), client) for number, client in enumerate(clients)]
+        while engine.sequences:
+            engine.drain_inbox()
+            for sequence in sequences:
+                if sequence.id in engine.sequences and sequence.id in drafters[0].epoch and rng.random() < 0.7:
+                    drafters[0].propose(sequence.id, [rng.randrange(7)])
+            engine._await_drafts()
+            engine.step()
+        for number, client in enumerate(clients):
+            assert client.tokens == model.greedy([*prompt, number], 20)
+    assert b"outrider:decode_seconds_total" in generate_latest(engine._metrics.registry)

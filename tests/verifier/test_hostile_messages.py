@@ -1,0 +1,154 @@
+"""Random and changed messages in both directions of the draft stream: each is taken or refused, and no error is unexpected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
+from google.protobuf.message import DecodeError
+from hostile_messages import changed, messages  # lies beside this file
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.pools.memory import NgramOptions
+from outrider import wire, wire_model
+from outrider.errors import OutriderError, Reason
+from outrider.messages import (
+    Closed,
+    DraftBatch,
+    Grammar,
+    GrammarKind,
+    Hello,
+    Opened,
+    Placement,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Skip,
+    StepBatch,
+    TokenRequest,
+    Verdict,
+    Window,
+)
+from outrider.v1 import verifier_pb2
+
+BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+GREEDY = SamplingParams(temperature=0.0)
+HELLO = Hello("d", "f", "t", 8, frozenset(Rule), Placement("cpu", "h", "cpu", (0, 1), 0, "x"))
+DRAFTS = DraftBatch([Proposal(1, 0, 0, 1, [1, 2]), Proposal(1, 0, 2, 3, [3], draft_seconds=0.1)], [Skip(2, 0, 0)])
+OPENED = Opened(1, 0, [1, 2, 3, 1, 2], GREEDY, Rule.ONE_HOT, Window(16, 4), 2, "t", grammar=Grammar(GrammarKind.REGEX, "a"))
+STEP = StepBatch([OPENED], [Verdict(1, 0, 1, 6, 1, [3]), Verdict(1, 1, 0, 7, 1, [4], Window(8, 4), depth=2)], [Closed(1)])
+
+
+def from_drafter(**fields: object) -> bytes:
+    return verifier_pb2.StreamDraftsRequest(**fields).SerializeToString()  # type: ignore[arg-type]
+
+
+SAID_BY_DRAFTERS = [from_drafter(hello=wire.hello_to_proto(HELLO)), from_drafter(drafts=wire.drafts_to_proto(DRAFTS))]
+SAID_BY_VERIFIERS = [
+    verifier_pb2.StreamDraftsResponse(step=wire.step_to_proto(step)).SerializeToString()
+    for step in (STEP, replace(STEP, verdicts=[]), replace(STEP, closed=[]))
+]
+
+
+def take(data: bytes) -> None:
+    """Have an engine that is at work take in what a drafter said, step by step, until its requests are done."""
+    engine, model = make_engine(eos_bias=-99)
+    drafter, clients = ScriptedDrafter(engine), [Client(), Client()]
+    for client in clients:
+        engine.submit(TokenRequest([1, 2], 6, GREEDY), client)
+    engine.drain_inbox()
+    try:
+        request = verifier_pb2.StreamDraftsRequest.FromString(data)
+        if request.WhichOneof("message") == "hello":
+            wire.hello_from_proto(request.hello)
+        engine.drafting.take(drafter.handle, wire.drafts_from_proto(request.drafts, VOCAB))
+    except (DecodeError, OutriderError):
+        pass  # refused
+    engine.drain_inbox()
+    assert drafter.error is None or drafter.error.reason is Reason.PROTOCOL_VIOLATION
+    while engine.sequences:
+        engine.step()
+    assert [client.tokens for client in clients] == [model.greedy([1, 2], 6)] * 2
+    engine.pool.check_integrity()
+
+
+@BOUNDED
+@given(st.one_of(changed(SAID_BY_DRAFTERS), messages(verifier_pb2.StreamDraftsRequest).map(lambda m: m.SerializeToString())))
+def test_whatever_a_drafter_says_is_taken_or_refused_and_changes_no_text(data: bytes) -> None:
+    take(data)
+
+
+@contextmanager
+def refused_by_field() -> Iterator[None]:
+    """A block that goes through, or is refused with the name of a field."""
+    error: OutriderError | None = None
+    try:
+        yield
+    except OutriderError as refusal:
+        error = refusal
+    assert error is None or error.field
+
+
+async def draft(said: list[bytes]) -> None:
+    """Have a family follow what a verifier said; a refusal begins a new stream."""
+    family = NgramFamily(NgramOptions(), 100)
+    for data in said:
+        try:
+            response = verifier_pb2.StreamDraftsResponse.FromString(data)
+            step = wire.step_from_proto(response.step, VOCAB)
+            for opened in step.opened:
+                family.open(opened)
+            for verdict in step.verdicts:
+                family.verdict(verdict)
+            batch = await family.draft(lambda: False)
+            wire.drafts_from_proto(wire.drafts_to_proto(batch), VOCAB)
+            for closed in step.closed:
+                family.close(closed.sequence_id)
+        except (DecodeError, OutriderError):
+            family = NgramFamily(NgramOptions(), 100)
+        assert not family.failures.sequence_ids
+
+
+@BOUNDED
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(SAID_BY_VERIFIERS),
+            changed(SAID_BY_VERIFIERS),
+            messages(verifier_pb2.StreamDraftsResponse).map(lambda m: m.SerializeToString()),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_whatever_a_verifier_says_is_followed_or_refused(said: list[bytes]) -> None:
+    asyncio.run(draft(said))
+
+
+@BOUNDED
+@given(messages(verifier_pb2.GetModelResponse), messages(verifier_pb2.GenerateTokensResponse))
+def test_whatever_a_verifier_tells_a_gateway_is_read_or_refused(
+    model: verifier_pb2.GetModelResponse, tokens: verifier_pb2.GenerateTokensResponse
+) -> None:
+    with refused_by_field():
+        wire_model.model_to_proto(wire_model.model_from_proto(model))
+    wire.chunk_from_proto(tokens)
+
+
+@BOUNDED
+@given(messages(verifier_pb2.GenerateTokensRequest))
+def test_whatever_a_caller_asks_for_is_taken_or_refused_by_a_field(request: verifier_pb2.GenerateTokensRequest) -> None:
+    request.prompt_token_ids.append(1)
+    with refused_by_field():
+        wire.request_from_proto(request, vocab_size=VOCAB, context_length=64)
+
+
+@pytest.mark.parametrize("data", SAID_BY_DRAFTERS)
+def test_the_messages_that_are_changed_are_valid(data: bytes) -> None:
+    take(data)
