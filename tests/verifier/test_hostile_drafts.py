@@ -9,7 +9,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from prometheus_client import generate_latest
 
 from outrider.depth_policy import DepthPolicy
-from outrider.errors import Reason
+from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Proposal, SamplingParams, Skip, SpeculationOptions, TokenRequest
 from verifier_svc.engine import Limits
 
@@ -92,3 +92,15 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing(monkeypatch: pytest.Monk
         for number, client in enumerate(clients):
             assert client.tokens == model.greedy([*prompt, number], 20)
     assert b"outrider:decode_seconds_total" in generate_latest(engine._metrics.registry)
+
+
+def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
+    """gRPC takes 8 KiB of it, and drafters choose their names."""
+    engine, _ = make_engine(limits=Limits(max_drafters=300))
+    for number in range(300):
+        ScriptedDrafter(engine, f"{number:0128}", f"{number:064}")
+    asked = replace(request([1, 2], 2), speculation=SpeculationOptions(drafter="nobody"))
+    with pytest.raises(OutriderError, match=r"speculation\.drafter must be one of 0") as caught:
+        engine.submit(asked, Client())
+    assert caught.value.reason is Reason.DRAFTER_NOT_FOUND
+    assert len(caught.value.message) < 4096
