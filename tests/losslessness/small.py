@@ -114,12 +114,14 @@ class Guesser:
         *,
         late: int = 0,
         silent: float = 0.2,
-        stops: Callable[[float], bool] = lambda probability: False,
+        stops: Callable[[int, float], bool] = lambda token, probability: False,
         branches: bool = False,
+        shortest: int = 0,
         longest: int = 5,
     ) -> None:
         self.name, self._law, self._offers = name, cache(law), frozenset(offers)
-        self._late, self._silent, self._stops, self._branches, self._longest = late, silent, stops, branches, longest
+        self._late, self._silent, self._stops, self._branches = late, silent, stops, branches
+        self._lengths = (shortest, longest + 1)
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
         self._chains: dict[int, Chain] = {}
         self._heard: deque[tuple[int, StepBatch]] = deque()
@@ -171,7 +173,7 @@ class Guesser:
             del self._chains[closed.sequence_id]
 
     def _grow(self, batch: DraftBatch) -> None:
-        rooms = [(chain, min(chain.room, int(self._rng.integers(0, self._longest + 1)))) for chain in self._chains.values()]
+        rooms = [(chain, min(chain.room, int(self._rng.integers(*self._lengths)))) for chain in self._chains.values()]
         growing = [(chain, count) for chain, count in rooms if count]
         for (chain, count), noise in zip(growing, self._noise(growing), strict=True):
             self._grow_chain(chain, count, noise, batch)
@@ -201,7 +203,7 @@ class Guesser:
         for i in range(count):
             law = self._law((*text, *tokens))
             token = self._draw(law) if rule is Rule.SPARSE else int((law / noise[i]).argmax())
-            if self._stops(float(law[token])):
+            if self._stops(token, float(law[token])):
                 break
             tokens.append(token)
             laws.append(_sparse(law))
@@ -241,12 +243,16 @@ class Traffic:
     policy: DepthPolicy = field(default_factory=lambda: DepthPolicy("fixed", 3))
     length: int = LENGTH + 2
     """Tokens that each request generates."""
+    first: int = 0
+    """The first of those whose joint law is looked at."""
     concurrent: int = 96
     page_count: int = 2048
     page_size: int = 4
     max_batch_tokens: int = 2048
     seed: Callable[[int], int | None] = lambda number: None
     always: bool = True
+    in_waves: bool = False
+    """Whether the next requests begin once all are done, so that all are equally far."""
     events: Callable[[int], object] = lambda tick: None
     """What else happens at a tick."""
     paused_ticks: int = field(default=0, init=False)
@@ -286,7 +292,8 @@ class Traffic:
         started = 0
         for tick in itertools.count():
             self.events(tick)
-            while started < draws and len(engine.sequences) < self.concurrent:
+            room = 0 if self.in_waves and engine.sequences else self.concurrent - len(engine.sequences)
+            for _ in range(min(room, draws - started)):
                 self._submit(started, texts[started])
                 started += 1
             if started == draws and not engine.sequences:
@@ -317,14 +324,18 @@ class Traffic:
     def expected(self, draws: int) -> Law:
         """How often each prompt and each text of `LENGTH` tokens should come, [prompts * VOCAB ** LENGTH]."""
         counts = np.bincount(np.arange(draws) % len(self.prompts), minlength=len(self.prompts))
-        found = []
-        for prompt, count in zip(self.prompts, counts, strict=True):
-            for text in itertools.product(range(VOCAB), repeat=LENGTH):
-                found.append(count * np.prod([self.law((*prompt, *text[:i]))[token] for i, token in enumerate(text)]))
-        return np.array(found)
+        return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in zip(self.prompts, counts, strict=True)])
+
+    def _joint(self, prompt: Text) -> Law:
+        """Of the tokens that are looked at, whatever is before them; [VOCAB] * LENGTH."""
+        found = np.zeros([VOCAB] * LENGTH)
+        for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):
+            found[text[self.first :]] += np.prod([self.law((*prompt, *text[:i]))[token] for i, token in enumerate(text)])
+        return found
 
     def observed(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """How often they came."""
         prompts = np.arange(len(texts)) % len(self.prompts)
-        cells = texts[:, :LENGTH] @ VOCAB ** np.arange(LENGTH)[::-1] + prompts * VOCAB**LENGTH
+        looked_at = texts[:, self.first : self.first + LENGTH]
+        cells = looked_at @ VOCAB ** np.arange(LENGTH)[::-1] + prompts * VOCAB**LENGTH
         return np.bincount(cells, minlength=len(self.prompts) * VOCAB**LENGTH)
