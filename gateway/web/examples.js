@@ -1,13 +1,15 @@
 // Two examples of what a drafter's coming and going does to a text that is being written: nothing but its speed.
 
 import { complete } from "./completion.js";
-import { Output, figures } from "./output.js";
+import { Output, figures, stepCount } from "./output.js";
 
 // Long enough to start a drafter meanwhile; with what follows and the prompt it fits into the bundled model's context.
-const WAITING_TOKENS = 1500;
-const DRAFTED_TOKENS = 240;
+const WAITING_TOKENS = 1400;
+const DRAFTED_TOKENS = 400;
 const TOKENS = 480;
-const PROMPT = "class Cache:\n    def __init__(self, size):\n        self.size = size\n        self.items = {}\n\n    def get(self, key):\n";
+// Twice, so that there is something that an n-gram drafter can guess.
+const METHOD = "    def get(self, key):\n        if key in self.items:\n            return self.items[key]\n        return None\n\n";
+const PROMPT = `class Cache:\n${METHOD}\nclass Store:\n${METHOD}\nclass Table:\n`;
 // Ids and addresses come from drafters and go into a shell's line: nothing that a shell or a pattern could take for more.
 const SAFE = /^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}$/;
 const PLAIN = { enabled: false };
@@ -79,13 +81,13 @@ export class Example {
     await joined;
     const before = this.output.text;
     const rest = { prompt: PROMPT + before, maxTokens: DRAFTED_TOKENS };
-    const drafted = await this.#write({ ...rest, speculation: { drafter: this.happening.id } });
-    const plain = await this.#compare(rest, this.output.text.slice(before.length));
+    await this.#write({ ...rest, speculation: { drafter: this.happening.id } });
+    const verdict = await this.#compare(rest, this.output.text.slice(before.length));
     const after = this.output.tokens.slice(-DRAFTED_TOKENS);
     const own = after.filter((token) => token.source === "accepted").length;
-    const faster = (plain.totalMs / drafted.totalMs).toFixed(2);
     const share = Math.round(100 * own / after.length);
-    this.#say(`${share} % of the ${after.length} tokens since are its guesses; they came ${faster} times as fast as without it. ${plain.verdict}`);
+    const steps = stepCount(after);
+    this.#say(`${share} % of the ${after.length} tokens since are its guesses: ${steps} steps of the model in place of ${after.length}. ${verdict}`);
   }
 
   /** Write the same text again and again until a drafter is lost. */
@@ -99,31 +101,31 @@ export class Example {
       };
       await this.#write({ maxTokens: TOKENS, speculation: {} }, this.stop.signal, begin);
     } while (!this.happening);
-    const plain = await this.#compare({ maxTokens: TOKENS }, this.output.text);
-    this.#say(`${this.output.tokens.length - this.happening.at} more tokens came without it. ${plain.verdict}`);
+    const verdict = await this.#compare({ maxTokens: TOKENS }, this.output.text);
+    this.#say(`${this.output.tokens.length - this.happening.at} more tokens came without it. ${verdict}`);
   }
 
   async #write(change, signal = this.stop.signal, before = () => {}) {
-    const common = { ...this.request(), endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
-    const first = this.output.tokens.length;
+    const first = change.prompt ? this.output.tokens.length : 0;
     const take = (tokens) => {
       before();
       this.output.add(tokens);
     };
-    const statistics = await complete({ ...common, ...change }, take, AbortSignal.any([signal, this.stop.signal]));
-    this.output.show(figures(statistics, this.output.tokens.slice(change.prompt ? first : 0)));
-    return statistics;
+    const statistics = await complete({ ...this.#common(), ...change }, take, AbortSignal.any([signal, this.stop.signal]));
+    this.output.show(figures(statistics, this.output.tokens.slice(first)));
   }
 
-  /** What plain decoding makes of the same request, and whether that is the text. */
+  /** Whether plain decoding makes the same text of the same request. */
   async #compare(change, text) {
     this.#say("Comparing with plain decoding.");
     let plain = "";
-    const common = { ...this.request(), endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
     const take = (tokens) => tokens.forEach((token) => { plain += token.text; });
-    const statistics = await complete({ ...common, ...change, speculation: PLAIN }, take, this.stop.signal);
-    const verdict = plain === text ? "The text is the one of plain decoding." : "The text differs from plain decoding.";
-    return { ...statistics, verdict };
+    await complete({ ...this.#common(), ...change, speculation: PLAIN }, take, this.stop.signal);
+    return plain === text ? "The text is the one of plain decoding." : "The text differs from plain decoding.";
+  }
+
+  #common() {
+    return { ...this.request(), endpoint: "completions", prompt: PROMPT, temperature: 0, ignoreEnd: true };
   }
 
   #say(sentence) {

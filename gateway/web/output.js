@@ -18,6 +18,8 @@ export class Output {
     this.pane.setAttribute("aria-label", `${title}: text. Left and right arrow name the author of each token.`);
     this.tokens = [];
     this.current = -1;
+    this.frame = 0;
+    this.end = 0;
     this.pane.addEventListener("pointerover", (event) => this.#point(event.target));
     this.pane.addEventListener("pointerleave", () => { tip.hidden = true; });
     this.pane.addEventListener("keydown", (event) => this.#key(event));
@@ -30,21 +32,32 @@ export class Output {
   }
 
   add(tokens) {
-    const follows = this.pane.scrollTop + this.pane.clientHeight >= this.pane.scrollHeight - 4;
+    const spans = new DocumentFragment();
     for (const token of tokens) {
       this.tokens.push(token);
       const span = document.createElement("span");
       span.className = `token ${token.source}`;
       span.textContent = token.text;
       span.dataset.index = this.tokens.length - 1;
-      this.pane.append(span);
+      spans.append(span);
     }
-    if (follows) this.pane.scrollTop = this.pane.scrollHeight;
+    this.pane.append(spans);
+    // Once a frame, since it has the browser lay out the whole text.
+    this.frame ||= requestAnimationFrame(() => this.#follow());
+  }
+
+  /** Scroll to the end, unless the reader has scrolled back. */
+  #follow() {
+    this.frame = 0;
+    if (this.pane.scrollTop < this.end) return;
+    this.pane.scrollTop = this.pane.scrollHeight;
+    this.end = this.pane.scrollTop;
   }
 
   clear() {
     this.tokens.length = 0;
     this.pane.replaceChildren();
+    this.end = 0;
   }
 
   /** Figures below the text: [name, value] each. */
@@ -105,11 +118,15 @@ export function figures(statistics, tokens) {
   ];
   const speculative = statistics.speculative;
   if (!speculative?.num_spec_steps) return known;
-  // Of all steps, those without a draft too: each ends with a token of the target's own, but for a last one that is cut.
-  const steps = tokens.filter((token, i) => token.source !== "accepted" || i === tokens.length - 1).length;
   return [
     ...known,
     ["drafts accepted", `${(100 * speculative.draft_acceptance_rate).toFixed(0)} %`],
-    ["tokens per step", (tokens.length / steps).toFixed(2)],
+    ["tokens per step", (tokens.length / stepCount(tokens)).toFixed(2)],
   ];
+}
+
+/** The steps of the target that wrote the tokens, those without a draft too: each ends with a token of the target's own. */
+export function stepCount(tokens) {
+  // But for the last step, which the end of the text may cut.
+  return tokens.filter((token, i) => token.source !== "accepted" || i === tokens.length - 1).length;
 }
