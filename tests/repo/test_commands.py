@@ -51,7 +51,7 @@ def test_every_flag_named_is_some_commands(path: Path) -> None:
         )
     }
     named = {flag.removeprefix("no-") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())} - {"help"}
-    others = {"models", "max-tokens", "service", "timeout"} | CLIENTS | DOCKERS
+    others = {"models", "max-tokens", "service", "timeout", "version"} | CLIENTS | DOCKERS
     assert named <= fields | others
 
 

@@ -171,7 +171,8 @@ async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
         await expect(page.locator("#happened")).to_contain_text("ngram-late joined.")
         await expect(example.locator(".outcome")).to_contain_text("The text is the one of plain decoding.", timeout=60_000)
         said = re.fullmatch(
-            r"ngram-late joined after \d+ tokens. (\d+) % of the 400 tokens since are its guesses: \d+ steps of the model in place of 400. .*",
+            r"ngram-late joined after \d+ tokens. (\d+) % of the 400 tokens since are its guesses: "
+            r"\d+ steps of the model in place of 400. The text is the one of plain decoding.",
             await example.locator(".outcome").inner_text(),
         )
         assert said is not None
