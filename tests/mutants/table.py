@@ -47,8 +47,8 @@ ENGINES = ("tests/verifier/test_engine.py",)
 POOLS = ("tests/lm/test_pages.py",)
 DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
 
-_UNSURE = """                self._forward(active)
-            for draft in active:
+_UNSURE = """            self._forward(drafts)
+            for draft in drafts:
                 law = draft.distributions[-1] if draft.distributions else None
                 if law is not None and len(draft.run) > 1 and law.probabilities[law.token_ids == draft.run[-1]][0] < 0.3:
                     for gathered in (draft.run, draft.distributions, draft.others):
@@ -79,7 +79,7 @@ MUTANTS = (
         "A3",
         "a draft token may stand where nothing is allowed",
         ACCEPTANCE,
-        "matches_R &= ~nothing_R",
+        "matches_R &= tokens_R >= 0",
         "pass",
         RULES,
     ),
@@ -196,8 +196,24 @@ MUTANTS = (
         "0,\n                path.token_ids",
         (f"{LAWS}::test_without_a_drafter_output_follows_the_target[everything]",),
     ),
-    Mutant("U1", "drafts are sampled though there is a seed", TRUST, "and request.sampling.seed is None ", "", RULES),
-    Mutant("U2", "drafts are sampled by whoever is not trusted", TRUST, "if trusted and exact", "if exact", RULES),
+    Mutant("U1", "drafts are sampled though there is a seed", TRUST, " and request.sampling.seed is None", "", RULES),
+    Mutant("U2", "drafts are sampled by whoever is not trusted", TRUST, "trusted and exact and", "exact and", RULES),
+    Mutant(
+        "U3",
+        "a drafter is told the noise of a sequence that accepts sampled drafts",
+        TRUST,
+        "return wanted if wanted in offered else Rule.ONE_HOT",
+        "return next((rule for rule in (wanted, Rule.COUPLED) if rule in offered), Rule.ONE_HOT)",
+        RULES,
+    ),
+    Mutant(
+        "N1",
+        "logits that are not finite give a token",
+        ACCEPTANCE,
+        "return torch.where(finite_R, tokens_R, NOT_FINITE)",
+        "return tokens_R",
+        RULES,
+    ),
     # --- noise and laws ---
     Mutant(
         "S1",
@@ -431,7 +447,5 @@ MUTANTS = (
         "greedy = self.chain.opened.sampling.greedy",
         ("tests/drafter/test_draft_branches.py",),
     ),
-    Mutant(
-        "D6", "the draft model drops tokens it is unsure of", MODEL, "                self._forward(active)\n", _UNSURE, REAL_MODEL
-    ),
+    Mutant("D6", "the draft model drops tokens it is unsure of", MODEL, "            self._forward(drafts)\n", _UNSURE, REAL_MODEL),
 )

@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from fake_model import EOS, VOCAB, Client, ScriptedDrafter, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -392,37 +391,6 @@ def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> N
         engine.submit(request([1], 7), Client())
     assert caught.value.reason is Reason.OVERLOADED
     assert caught.value.retry_after_s == 1.0
-
-
-def test_a_failed_forward_ends_its_batch_with_an_error_and_the_engine_goes_on() -> None:
-    engine, model = make_engine()
-    unlucky = Client()
-    engine.submit(request([1, 2], 5), unlucky)
-
-    def broken(slices: object) -> None:
-        raise RuntimeError("out of memory")
-
-    model.broken = broken
-    engine.step()
-    assert unlucky.error is not None
-    assert unlucky.error.reason is Reason.INTERNAL
-    model.broken = lambda slices: None
-    lucky = Client()
-    engine.submit(request([1, 2], 5), lucky)
-    finish(engine)
-    assert lucky.tokens == model.greedy([1, 2], 5)
-
-
-def test_a_device_that_has_failed_ends_the_engine_since_no_later_forward_could_succeed() -> None:
-    engine, model = make_engine()
-    engine.submit(request([1, 2], 5), Client())
-
-    def broken(slices: object) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    model.broken = broken
-    with pytest.raises(torch.AcceleratorError):
-        engine.step()
 
 
 def test_statistics_count_what_was_verified() -> None:

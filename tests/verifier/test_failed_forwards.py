@@ -1,4 +1,4 @@
-"""A model whose logits are not numbers ends the requests that they are for, and says so."""
+"""A forward that fails, or whose logits are not numbers, ends the requests that it was for, and says so."""
 
 import pytest
 import torch
@@ -6,6 +6,41 @@ from fake_model import Client, make_engine
 
 from outrider.errors import Reason
 from outrider.messages import SamplingParams, TokenRequest
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_a_failed_forward_ends_its_batch_with_an_error_and_the_engine_goes_on() -> None:
+    engine, model = make_engine()
+    unlucky = Client()
+    engine.submit(TokenRequest([1, 2], 5, GREEDY), unlucky)
+
+    def broken(slices: object) -> None:
+        raise RuntimeError("out of memory")
+
+    model.broken = broken
+    engine.step()
+    assert unlucky.error is not None
+    assert unlucky.error.reason is Reason.INTERNAL
+    model.broken = lambda slices: None
+    lucky = Client()
+    engine.submit(TokenRequest([1, 2], 5, GREEDY), lucky)
+    while engine.sequences:
+        engine.step()
+    assert engine.pool.used_count == 0
+    assert lucky.tokens == model.greedy([1, 2], 5)
+
+
+def test_a_device_that_has_failed_ends_the_engine_since_no_later_forward_could_succeed() -> None:
+    engine, model = make_engine()
+    engine.submit(TokenRequest([1, 2], 5, GREEDY), Client())
+
+    def broken(slices: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    model.broken = broken
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
