@@ -149,6 +149,10 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
         raise ValueError("\n".join(_problem(schema, details) for details in error.errors())) from error
     except YAMLError as error:
         raise ValueError(f"config: {path}: {' '.join(str(error).split())}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config: {path} must have one setting and its value a line, as in depth: auto") from error
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on alone

@@ -74,6 +74,8 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
     if supervisor.failed.done():
         _complain(_reason(supervisor.failed.exception()))
         return 1
+    if stop.result() != 0:
+        _complain("stopped, since nobody reads its output any more")
     return stop.result()
 
 
@@ -84,8 +86,8 @@ def _stop(stop: asyncio.Future[int], status: int) -> None:
 
 def _stop_soon(stop: asyncio.Future[int]) -> None:
     """Called from another thread when nobody reads the log any more, as after `outrider serve | head`."""
-    _complain("nobody reads the output any more; stopping")
-    stop.get_loop().call_soon_threadsafe(_stop, stop, 1)
+    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        stop.get_loop().call_soon_threadsafe(_stop, stop, 1)
 
 
 def _stdout() -> int:

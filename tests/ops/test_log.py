@@ -127,7 +127,7 @@ def test_a_reader_that_leaves_ends_it_without_a_traceback(rig: Rig) -> None:
     assert all(serving.stdout.readline() for _ in range(3))
     serving.stdout.close()
     serving.stdout = None
-    assert serving.communicate(timeout=20)[1] == "outrider serve: nobody reads the output any more; stopping\n"
+    assert serving.communicate(timeout=20)[1] == "outrider serve: stopped, since nobody reads its output any more\n"
     assert serving.returncode == 1
     assert not Path(f"/proc/{rig.progress[0]}").exists()
 

@@ -78,6 +78,26 @@ def test_a_drafters_settings_are_checked_before_anything_starts(
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("a: [1\n", "while parsing a flow sequence in"),
+        ("- a\n- b\n", "must have one setting and its value a line, as in depth: auto"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_named(
+    content: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        invoke(app, "outrider", ["serve", "models/target", "--config", str(file)])
+    said = capsys.readouterr().err
+    assert said.startswith(f"outrider serve: config: {file}")
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize("arguments", ["version", "--version"])
 def test_the_version_is_a_command_and_a_flag(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not invoke(app, "outrider", [arguments])
