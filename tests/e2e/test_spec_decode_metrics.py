@@ -1,0 +1,64 @@
+"""What the gateway says of drafts under vLLM's names is what the verifier counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from stack import TARGET, Process, Stack, free_port
+
+PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sys\n")
+
+
+def counted(text: str, prefix: str) -> dict[tuple[str, str], float]:
+    """Sums of the counters on speculative decoding over all drafters, by name and position."""
+    sums: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(f"{prefix}:spec_decode") and sample.value:
+                key = (sample.name.removeprefix(prefix), sample.labels.get("position", ""))
+                sums[key] = sums.get(key, 0) + sample.value
+    return sums
+
+
+async def answer_all(url: str) -> None:
+    """Requests of every kind that end by themselves."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        deadline = time.monotonic() + 30
+        while (await client.get("/readyz")).status_code != 200:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        # Of a draft that holds the end of the text the gateway hears only what comes before the end.
+        common = {"max_tokens": 60, "ignore_eos": True}
+        bodies = [{**common, "prompt": prompt, "stream": stream} for prompt in PROMPTS for stream in (True, False)]
+        bodies += [{**common, "prompt": PROMPTS[0], "n": 2, "temperature": temperature} for temperature in (0, 1)]
+        for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)):
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.slow
+def test_the_gateway_counts_the_drafts_of_its_sequences_as_the_verifier_does() -> None:
+    gateway_port, metrics_port = free_port(), free_port()
+    stack = Stack("--metrics-port", str(metrics_port), "--always-draft")
+    stack.add_drafter("model-1", "model")
+    listen = ("--http-port", str(gateway_port), "--grpc-listen", "127.0.0.1:0")
+    gateway = Process("gateway", "--verifier", stack.address, "--tokenizer", TARGET, *listen)
+    url = f"http://127.0.0.1:{gateway_port}"
+    try:
+        stack.wait_ready()
+        asyncio.run(answer_all(url))
+        told = counted(httpx.get(f"{url}/metrics").text, "vllm")
+        deadline = time.monotonic() + 10
+        # The verifier's counters show after its step.
+        while (by_verifier := counted(httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text, "outrider")) != told:
+            assert time.monotonic() < deadline, {k: (told.get(k), v) for k, v in by_verifier.items() if told.get(k) != v}
+            time.sleep(0.1)
+    finally:
+        gateway.stop()
+        gateway.log.close()
+        stack.stop()
+    assert told[":spec_decode_num_drafts_total", ""] > 10
+    assert told[":spec_decode_num_accepted_tokens_per_pos_total", "0"] > 5
