@@ -393,25 +393,6 @@ def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> N
     assert caught.value.retry_after_s == 1.0
 
 
-def test_statistics_count_what_was_verified() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    drafter, client = ScriptedDrafter(engine), Client()
-    sequence = engine.submit(request([1, 2], 10), client)
-    engine.drain_inbox()
-    truth = model.greedy([1, 2], 10)
-    drafter.propose(sequence.id, truth[:2])
-    engine.step()
-    drafter.propose(sequence.id, [truth[3], (truth[4] + 1) % VOCAB, 0], parent=0)
-    finish(engine)
-    stats = client.chunks[-1].stats
-    assert stats is not None
-    assert (stats.draft_count, stats.draft_token_count, stats.accepted_token_count, stats.histogram) == (2, 5, 3, [0, 1, 1])
-    assert stats.forward_count == 2 + (10 - 3 - 2)
-    text = exposition(engine)
-    assert 'outrider:spec_decode_num_accepted_tokens_total{drafter="scripted",model_name="fake",placement="local"} 3.0' in text
-    assert 'num_accepted_tokens_per_pos_total{drafter="scripted",model_name="fake",placement="local",position="1"} 1.0' in text
-
-
 def test_a_caller_that_wants_the_whole_text_gets_the_first_token_at_once_and_the_rest_together() -> None:
     engine, model = make_engine(eos_bias=-99)
     client = Client()
