@@ -1,0 +1,72 @@
+"""A drafter that knows a sequence's noise beside one whose sampled drafts count: together they leave no trace either.
+
+What a drafter proposes that knows the noise may depend on it in any way: how long its runs are, or whether there are any. If
+such a path were chosen or passed over in favour of a sampled draft, the noise would decide by which rule the next token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from chi_square import compare
+from small import Guesser, Traffic, near, target_law
+
+from outrider.depth_policy import DepthPolicy
+from outrider.messages import AcceptanceRule, Rule
+
+DRAWS, SEES = 10_000, 0.06
+STOPS: dict[str, Callable[[int, float], bool]] = {
+    "stops where it is unsure": lambda token, probability: probability < 0.3,
+    "speaks for one token alone": lambda token, probability: token != 2,
+}
+
+
+def drafters(stops: Callable[[int, float], bool], longest: int = 5) -> tuple[Guesser, Guesser]:
+    """One that samples and says from what, and one that draws with the target's own noise and law."""
+    always: Any = {"silent": 0.0, "shortest": 1}
+    sparse = Guesser("sparse", near(target_law), {Rule.ONE_HOT, Rule.SPARSE}, longest=1, **always)
+    coupled = Guesser("coupled", target_law, {Rule.ONE_HOT, Rule.COUPLED}, longest=longest, stops=stops, **always)
+    return sparse, coupled
+
+
+def check(traffic: Traffic, *present: Guesser) -> None:
+    texts = traffic.run(DRAWS, *present)
+    assert all(sum(drafter.proposed.values()) > 100 for drafter in present)
+    compare(traffic.observed(texts), traffic.expected(DRAWS)).must_agree(SEES)
+
+
+def make_traffic(rule: AcceptanceRule) -> Traffic:
+    return Traffic(prompts=((1, 2),), rule=rule, policy=DepthPolicy("fixed", 5))
+
+
+RULES = [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "stops", [pytest.param(stops, id=name, marks=[pytest.mark.slow] * (i > 0)) for i, (name, stops) in enumerate(STOPS.items())]
+)
+def test_a_drafter_that_knows_the_noise_decides_nothing_beside_one_that_samples(
+    rule: AcceptanceRule, stops: Callable[[int, float], bool]
+) -> None:
+    check(make_traffic(rule), *drafters(stops))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("late", ["sparse", "coupled"])
+def test_nor_does_it_where_one_of_the_two_joins_when_texts_are_under_way(rule: AcceptanceRule, late: str) -> None:
+    traffic, present = make_traffic(rule), drafters(STOPS["stops where it is unsure"], longest=2)
+    [joins] = [drafter for drafter in present if drafter.name == late]
+    # The first token is there before it joins.
+    traffic.in_waves, traffic.first, traffic.length = True, 1, 6
+
+    def in_the_middle_of_each_wave(tick: int) -> None:
+        if joins.connected and not traffic.engine.sequences:
+            joins.leave()
+        elif not joins.connected:
+            joins.join(traffic.engine)
+
+    traffic.events = in_the_middle_of_each_wave
+    check(traffic, *present)
