@@ -2,30 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """`old` occurs exactly once in `path`. `tests` concern it and are quick; of those marked slow none runs.
-
-    `equivalent` says why no test can notice it.
-    """
-
-    name: str
-    what: str
-    path: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    equivalent: str = ""
-
-    def applied(self, source: str) -> str:
-        """The source with the bug in it; raises ValueError unless there is exactly one place for it."""
-        if (count := source.count(self.old)) != 1:
-            raise ValueError(f"mutant {self.name}: {count} places in {self.path} have {self.old!r}")
-        return source.replace(self.old, self.new)
-
+from tests.mutants.mutant import Mutant
 
 ACCEPTANCE, BLOCK, TOKEN_WISE = "verifier_svc/acceptance.py", "verifier_svc/rules/block.py", "verifier_svc/rules/token_wise.py"
 JUDGING, TRUST, GUIDANCE = "verifier_svc/judging.py", "verifier_svc/trust.py", "verifier_svc/guidance.py"
@@ -255,6 +232,14 @@ MUTANTS = (
         "return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])",
         "return kept_RV, torch.ones_like(drop[:, -1])",
         ("tests/shared/test_sampling.py::test_candidates_keep_what_all_tokens_would_whatever_ties",),
+    ),
+    Mutant(
+        "S11",
+        "u of the noise is rounded to 1 where it is largest",
+        SAMPLING,
+        "(state >> 12).bitwise_and_(2**52 - 1)\n    return bits.double().add_(0.5).mul_(2.0**-52)",
+        "(state >> 11).bitwise_and_(2**53 - 1)\n    return bits.double().add_(0.5).mul_(2.0**-53)",
+        COUPLING,
     ),
     Mutant(
         "S9",

@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from tests.mutants.table import MUTANTS, Mutant  # noqa: E402
+from tests.mutants.mutant import Mutant  # noqa: E402
+from tests.mutants.table import MUTANTS  # noqa: E402
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
