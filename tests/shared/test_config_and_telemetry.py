@@ -46,7 +46,7 @@ def test_a_list_in_the_environment_that_is_broken_is_refused_by_name(
 def test_a_gateway_refuses_an_address_that_is_empty(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(GatewaySettings, "gateway", [f"--verifier={text}", "--tokenizer", "t"])
-    assert "verifier: must have nothing empty between commas" in capsys.readouterr().err
+    assert "verifier: must name host:port" in capsys.readouterr().err
 
 
 def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
