@@ -161,7 +161,7 @@ def _left_open(text: str) -> str:
 
 
 def _too_long(field: str, length: str, context_length: int) -> OutriderError:
-    return context_overflow(context_length, f"{field} has {length}, which cannot be so few tokens", field)
+    return context_overflow(context_length, f"{field} has {length}, more than the context can hold", field)
 
 
 def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
