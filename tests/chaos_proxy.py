@@ -31,6 +31,8 @@ class ChaosProxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Transports close in the loop's next turn.
+        await asyncio.sleep(0)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -49,7 +51,9 @@ class ChaosProxy:
                 both.create_task(_pass_on(reader, far_writer, is_open))
                 both.create_task(_pass_on(far_reader, writer, is_open))
         except asyncio.CancelledError:
-            pass  # by `close`; asyncio takes it for an error of this function's
+            # By `close`; asyncio takes it for an error of this function's. What is unsent would keep the connections open.
+            writer.transport.abort()
+            far_writer.transport.abort()
         finally:
             writer.close()
             far_writer.close()
