@@ -14,7 +14,7 @@ serve: $(VENV)/installed
 
 # What has clients, servers and their time-outs runs one by one and mostly waits. What knows no clock runs beside it, on what
 # the cores have left, and is shown when it has ended.
-TOGETHER := tests/losslessness tests/lm tests/shared tests/repo
+TOGETHER := tests/losslessness tests/lm tests/shared tests/repo tests/verifier
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together
