@@ -105,17 +105,17 @@ def test_the_reference_takes_what_generate_writes_and_nothing_else(reference: Re
                 reference.check(index, wrong)
 
 
-ALONE = [pytest.param(name, marks=[] if name == "all at once" else pytest.mark.slow) for name in CONFIGURATIONS]
+QUICK_AND_SLOW = [pytest.param(name, marks=[] if name == "all at once" else pytest.mark.slow) for name in CONFIGURATIONS]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 async def test_alone(stack: Stack, reference: Reference, name: str) -> None:
     async with Client(stack.address) as client:
         for index, prompt in enumerate(reference.prompts):
             reference.check(index, await client.tokens(request(prompt, CONFIGURATIONS[name])))
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 async def test_in_mixed_batches_of_eight(stack: Stack, reference: Reference, name: str) -> None:
     places = asyncio.Semaphore(8)
 

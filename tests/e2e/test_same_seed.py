@@ -72,6 +72,7 @@ async def test_the_drafters_really_drafted(client: Client) -> None:
         assert sum(found.accepted_token_count for found in stats if found is not None) > 0
 
 
+@pytest.mark.slow
 async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) -> None:
     expected = await texts(client, PLAIN)
     tasks = [asyncio.create_task(client.tokens(request(i, SpeculationOptions(drafter="model-1")))) for i in range(len(PROMPTS))]

@@ -99,7 +99,7 @@ async def test_what_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path
         assert await gateway.ended() == 0
 
 
-@pytest.mark.parametrize("said", ["reads nothing", "half a body", "nothing"])
+@pytest.mark.parametrize("said", ["reads nothing", pytest.param("half a body", marks=pytest.mark.slow), "nothing"])
 async def test_a_client_that_does_not_take_part_holds_up_no_end(prompts: Prompts, tmp_path: Path, said: str) -> None:
     log = tmp_path / "log"
     async with gateway_process(prompts, log, "--drain-seconds", "0.2") as gateway:

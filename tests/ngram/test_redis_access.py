@@ -95,12 +95,14 @@ async def test_a_wrong_password_costs_guesses_and_one_warning(
     await refused(RedisServer.parse(deployment.url, wrong, deployment.tls.ca if deployment.tls else None), caplog)
 
 
+@pytest.mark.slow
 async def test_missing_rights_cost_guesses_and_one_warning(redis_server: Standalone, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server.data[0].admin() as client:
         client.execute_command("ACL", "SETUSER", "outrider", "-mget", "-eval")
     await refused(redis_server.server, caplog)
 
 
+@pytest.mark.slow
 async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
     certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +114,7 @@ async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
         server.close()
 
 
+@pytest.mark.slow
 async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_is_well(redis_server: Standalone) -> None:
     """The default user would be let in without a password; the pool must not be that user."""
     async with pool(redis_server.server) as made:

@@ -195,6 +195,7 @@ def test_lengths_that_vary_are_as_many_tokens_in_all_as_those_that_do_not() -> N
     assert abs(sum(varied) - sum(even)) < 40
 
 
+@pytest.mark.slow
 async def test_transformers_ways_decode_all_that_is_asked_for() -> None:
     pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
     task = Task([[5, 6, 7], [8, 9]], batch=2, max_tokens=6, temperature=0.0)

@@ -114,6 +114,7 @@ def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(r
         stops_in_good_order(rig, serving)
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_holds_up_nothing(rig: Rig) -> None:
     serving = rig.start(subprocess.PIPE)
     goes_on(rig, serving)

@@ -110,7 +110,8 @@ async def test_a_request_that_cannot_be_parsed_is_refused_without_a_traceback(
             await (answer if kind == "unary_unary" else answer.read())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert rpc.error_of(caught.value).reason is Reason.MALFORMED_REQUEST
-    assert not caplog.records
+    # asyncio may log what gRPC's poller has left of another test's loop.
+    assert [record for record in caplog.records if record.name.startswith(("grpc", "outrider"))] == []
 
 
 def failure(status: bytes) -> grpc.aio.AioRpcError:
