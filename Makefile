@@ -12,8 +12,8 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/outrider serve --target models/target --drafter ngram --drafter model=models/draft
 
-# What has clients, servers and their time-outs runs one by one and mostly waits. What knows no clock runs beside it, on what
-# the cores have left, and is shown when it has ended.
+# What has clients, servers and their time-outs runs one by one and mostly waits. What knows no clock runs beside it, at a
+# lower priority, and is shown when it has ended. At the lowest it would not run at all beside a machine's other work.
 TOGETHER := tests/losslessness tests/lm tests/shared tests/repo tests/verifier
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
@@ -23,7 +23,7 @@ test-apart:
 	$(BIN)/python -m pytest $(PYTEST) $(APART)
 
 test-together:
-	@nice -n 19 $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER) >$(VENV)/together.log 2>&1; \
+	@nice -n 5 $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER) >$(VENV)/together.log 2>&1; \
 	  status=$$?; cat $(VENV)/together.log; exit $$status
 
 test-quick: export PYTEST := -m "not slow"
