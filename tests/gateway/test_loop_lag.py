@@ -1,8 +1,9 @@
 """Whatever one client sends, the gateway's event loop is free for the others: nothing holds it for more than 50 ms.
 
 Measured by the gateway itself (`outrider:event_loop_lag_seconds`), in a process of its own. On a loaded machine the loop may be
-late because the process does not run. So another gateway, which nobody attacks, tells how late the machine makes a loop
-meanwhile, and an attack has several tries: one that holds up the loop does so each time.
+late because the process does not run. So the time in which its threads were ready and got no processor, which Linux counts, is
+allowed besides; another gateway, which nobody attacks, tells how late the machine makes a loop meanwhile; and an attack has several
+tries: one that holds up the loop does so each time.
 """
 
 from __future__ import annotations
@@ -76,6 +77,14 @@ class Target:
             pass
         finally:
             writer.close()
+
+    def waited_s(self) -> float:
+        """Seconds for which threads of the process were ready to run and had no processor."""
+        waited_ns = 0
+        for thread in Path(f"/proc/{self.gateway.process.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                waited_ns += int((thread / "schedstat").read_text().split()[1])
+        return waited_ns / 1e9
 
     async def lags(self) -> dict[float, float]:
         """How often the loop was at most so late, as of a look that began after this call."""
@@ -182,13 +191,15 @@ def largest(before: dict[float, float], after: dict[float, float]) -> float:
 async def test_no_request_holds_up_the_event_loop(target: Target, control: Target, name: str) -> None:
     seen = []
     for _ in range(TRIES):
-        before, before_control = await target.lags(), await control.lags()
+        before, before_control, before_s = await target.lags(), await control.lags(), target.waited_s()
         await ATTACKS[name](target)
         lag, machine = largest(before, await target.lags()), largest(before_control, await control.lags())
-        if lag <= max(ALLOWED_S, machine):
+        # Threads that ended took along what they had waited.
+        waited_s = max(0.0, target.waited_s() - before_s)
+        if lag <= max(ALLOWED_S + waited_s, machine):
             return
-        seen.append((lag, machine))
-    pytest.fail(f"the event loop was late by up to so many seconds, and the machine made others as late as: {seen}")
+        seen.append((lag, waited_s, machine))
+    pytest.fail(f"seconds by which the loop was late, waited for a processor, and by which another loop was late: {seen}")
 
 
 async def test_the_lag_of_a_loop_that_is_held_up_is_seen(target: Target) -> None:
