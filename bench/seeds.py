@@ -1,7 +1,8 @@
-"""`outrider bench --only seeds`: how often a seed's text depends on batch, drafts, chunks and cached prefixes.
+"""`outrider bench --only seeds`: how often a seed's text depends on batch, drafts, chunks and cache.
 
-The noise of a seed is the same everywhere, but the forward passes that it is compared with round differently in different
-batches. Texts are compared with those of the same requests run plainly and alone, in process, at temperature 1. Counts, not times.
+The noise of a seed is the same everywhere, but forward passes round differently in different
+batches. Texts are compared with those of the same requests run plainly and alone, in process, at
+temperature 1. The results are counts, not times.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ _VOCAB_STRIDE = 7
 
 
 class Case(NamedTuple):
-    """How requests are run: `depth` is of drafts, 0 without; `chunk` bounds the tokens of a step; `times` repeats the prompts."""
+    """How requests are run.
+
+    `depth` is that of drafts, 0 without any; `chunk` bounds the tokens of a step; `times` repeats
+    the prompts.
+    """
 
     name: str
     batch: int = 1
@@ -86,7 +91,7 @@ def measure(models: Path, tokens: int, dtypes: Sequence[str] = ("float32", "bflo
 
 
 def _rate(count: Count) -> str:
-    """What is known of the chance that one draw differs; below 3 / draws with 95 % where none did."""
+    """The rate of draws that differ; where none did, its upper bound with 95 % confidence, 3 / draws."""
     if count.differing == 0:
         return f"< {3 / count.draws:.1e} a draw"
     return f"{count.differing / count.draws:.1e} a draw"

@@ -87,7 +87,7 @@ async def _fault(_request: Request, _error: Exception) -> Response:
 
 
 def _instead(path: str) -> str:
-    """What generates text here, for those that look for another of OpenAI's endpoints, such as /v1/responses."""
+    """Names the endpoints that generate text, for callers of others of OpenAI's, such as /v1/responses."""
     return "; POST /v1/chat/completions and POST /v1/completions generate text" if path.startswith("/v1/") else ""
 
 

@@ -17,9 +17,9 @@ MAX_MESSAGES = 2048
 MAX_TEMPLATE_VARIABLES = 16
 MAX_TEMPLATE_NAME_CHARACTERS = 64
 MAX_TEMPLATE_CHARACTERS = 4096
-# What a template is told besides, apart from special tokens such as bos_token.
+# The gateway itself gives these to a template, and special tokens such as bos_token.
 _TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-# What an answer's message carries beside its text, so that it can be sent back as it came.
+# An answer's message carries these beside its text, so that clients can send it back as it came.
 _EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "reasoning_content", "refusal", "tool_calls")
 
 

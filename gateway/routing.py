@@ -47,13 +47,13 @@ class Replica:
     def _dial(self) -> None:
         self._channel = channel = rpc.dial(self.address)
         self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        # What becomes of an earlier connection says nothing of the verifier.
+        # The end of an earlier connection says nothing of the verifier.
         self.tokens = TokenStream(
             self._stub, lambda error: self.lost(error) if channel is self._channel else _lost(self.address, error)
         )
 
     def redial(self) -> None:
-        """Make a new connection, since the old one may be half open. What runs on the old one may go on there to its end."""
+        """Make a new connection, since the old one may be half open. Sequences on the old one may go on there to their end."""
         retired = watch(_retire(self._channel, self.tokens), f"an earlier connection to {self.address}")
         self._earlier[retired] = self.tokens
         retired.add_done_callback(self._earlier.pop)

@@ -97,7 +97,7 @@ class Gateway:
         self._http.should_exit = True
         for task in self._tasks[:1]:
             await asyncio.wait({task}, timeout=_LAST_WORDS_S)
-            # What is left are clients that do not read, or do not send the rest of their request.
+            # Only clients that do not read, or do not send the rest of their request, are left.
             self._http.hang_up()
             await asyncio.wait({task})
         await grpc_stopped

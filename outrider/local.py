@@ -32,7 +32,7 @@ async def until_ready(url: str, tell: Callable[[str], None], drafters: int) -> N
 
 
 async def _stage(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
-    """What is under way, "" for what is no news, and whether all are ready."""
+    """The stage under way ("" if it is no news), and whether all are ready."""
     try:
         body = (await client.get("/readyz")).json()
     except (httpx.TransportError, ValueError):

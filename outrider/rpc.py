@@ -227,7 +227,7 @@ def _refusing(behaviour: Callable[..., Any], readable: Callable[[Any], Any]) -> 
 
 
 def readable(message: _Message | None) -> _Message:
-    """What a peer said; raises OutriderError(PROTOCOL_VIOLATION) for None, which gRPC makes of what it cannot parse, and logs."""
+    """The peer's message; raises OutriderError(PROTOCOL_VIOLATION) for None, which gRPC returns for bytes that it cannot parse."""
     if message is None:
         raise OutriderError(Reason.PROTOCOL_VIOLATION, "the peer sent what cannot be parsed as a message of the method's type")
     return message

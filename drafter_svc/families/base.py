@@ -82,7 +82,7 @@ class Family(Protocol):
         """Drop a sequence and all its state."""
 
     async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
-        """What to propose now; empty when there is nothing to do before the next verdict. What fails for one sequence is noted in
+        """The proposals of this round; empty when there is nothing to do before the next verdict. A sequence that fails is noted in
         `failures`, and the others' drafts are returned.
 
         A draft that takes long looks at `interrupted` now and then and returns what it has once that is true: a verdict waits to be
