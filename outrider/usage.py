@@ -11,7 +11,7 @@ import click
 
 
 def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> Any:
-    """What the command's function returns, or an exit status; exits with status 2 after the reason when it was not called well."""
+    """Return the command's result, or an exit status; print the reason and exit with status 2 if the arguments are wrong."""
     try:
         return command.main(arguments, prog_name=program, standalone_mode=False)
     except click.NoSuchOption as error:
