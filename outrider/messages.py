@@ -54,7 +54,6 @@ class CloseReason(IntEnum):
     """Why a sequence was closed to a drafter; the values are those of the proto."""
 
     ENDED = 1
-    QUARANTINED = 2
 
 
 class Stage(Enum):
@@ -278,7 +277,8 @@ class Hello:
     drafter_id: str
     family: str
     tokenizer_fingerprint: str
-    max_depth: int
+    max_draft_tokens: int
+    """Most draft tokens, one behind the other, that it will ever propose for a step."""
     distributions: frozenset[Rule] = frozenset({Rule.ONE_HOT})
     placement: Placement = field(default_factory=Placement)
     max_sequence_count: int = 0
@@ -296,9 +296,9 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How far a drafter may run ahead of the verdict, counted from the root it knows."""
+    """How far a drafter may run ahead of the last committed token: in all, and one token behind the other."""
 
-    node_count: int
+    token_count: int
     depth: int
 
 
@@ -315,15 +315,15 @@ class SparseDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A sequence is handed to a drafter; node 0 of `epoch` is the last of `token_ids`."""
+    """A sequence is handed to a drafter; `token_ids` are committed, the first `prompt_length` of them the prompt."""
 
     sequence_id: int
-    epoch: int
     token_ids: list[int]
     sampling: SamplingParams
     rule: Rule
     window: Window
-    depth: int
+    draft_tokens: int
+    """Draft tokens that the verifier has a use for in its next step."""
     tenant: str = ""
     traceparent: str = ""
     grammar: Grammar | None = None
@@ -333,39 +333,41 @@ class Opened:
 
 @dataclass(slots=True)
 class Proposal:
-    """A run of nodes: the first hangs under `parent_node`, each further one under the one before."""
+    """Guesses behind the first `base_length` committed tokens.
+
+    `parents` is empty for a chain; otherwise it has the place of each token's parent, 0 for the base and j for `token_ids[j - 1]`.
+    `distributions` is empty, or has for each token what it was sampled from; None if that was said before or the token is one-hot.
+    """
 
     sequence_id: int
-    epoch: int
-    parent_node: int
-    first_node: int
+    base_length: int
     token_ids: list[int]
-    distributions: list[SparseDistribution] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    distributions: list[SparseDistribution | None] = field(default_factory=list)
     draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Nothing will come below `node` until the next verdict."""
+    """Nothing more will come behind the first `base_length` committed tokens until the next verdict."""
 
     sequence_id: int
-    epoch: int
-    node: int
+    base_length: int
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What a step committed. The same epoch: the root moved along the trie; a higher one: the trie was dropped."""
+    """The last `new_token_ids` of `committed_length` tokens were committed; `accepted_count` is the drafter's share of a commit."""
 
     sequence_id: int
-    epoch: int
-    root_node: int
     committed_length: int
-    accepted_count: int
     new_token_ids: list[int]
+    accepted_count: int
+    draft_tokens: int
+    """Draft tokens that the verifier has a use for in its next step."""
     window: Window | None = None
+    """How far to run ahead from now on; None leaves it."""
     traceparent: str = ""
-    depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

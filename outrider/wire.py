@@ -28,7 +28,8 @@ MAX_BATCH_ENTRIES = 4096
 # No more is believed of a drafter's own clock.
 MAX_DRAFT_SECONDS = 60.0
 MAX_WINDOW_DEPTH = 128
-MAX_WINDOW_NODES = 4096
+MAX_WINDOW_TOKENS = 4096
+MAX_PROPOSAL_TOKENS = 1024
 SUM_TOLERANCE = 1e-3
 # Looked up for each token that crosses the wire, which takes a third of what the enum's own call does.
 _SOURCES = {source.value: source for source in m.TokenSource}
@@ -167,7 +168,7 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
         draft_token_count=stats.draft_token_count,
         accepted_token_count=stats.accepted_token_count,
         acceptance_histogram=stats.histogram,
-        max_depth=stats.max_depth,
+        max_draft_tokens=stats.max_depth,
         rules=[proto_enum(rule) for rule in stats.rules],
     )
 
@@ -181,7 +182,7 @@ def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
         proto.draft_token_count,
         proto.accepted_token_count,
         histogram,
-        proto.max_depth,
+        proto.max_draft_tokens,
         [_RULES[rule] for rule in proto.rules if rule in _RULES],
     )
 
@@ -193,8 +194,9 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
     check_name("hello.drafter_id", proto.drafter_id)
     check_name("hello.family", proto.family, longest=m.MAX_FAMILY_LENGTH)
     check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
-    if not 1 <= proto.max_depth <= m.MAX_DEPTH:
-        raise invalid("hello.max_depth", f"must be in [1, {m.MAX_DEPTH}], not {proto.max_depth}")
+    if not 1 <= proto.max_draft_tokens <= m.MAX_DEPTH:
+        message = f"must be in [1, {m.MAX_DEPTH}], not {proto.max_draft_tokens}"
+        raise invalid("hello.max_draft_tokens", message)
     if proto.max_sequence_count < 0:
         raise invalid("hello.max_sequence_count", f"must be at least 0, not {proto.max_sequence_count}")
     distributions = {int(rule) for rule in m.Rule}.intersection(proto.distributions)
@@ -202,7 +204,7 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
         drafter_id=proto.drafter_id,
         family=proto.family,
         tokenizer_fingerprint=proto.tokenizer_fingerprint,
-        max_depth=proto.max_depth,
+        max_draft_tokens=proto.max_draft_tokens,
         distributions=frozenset({m.Rule.ONE_HOT, *map(m.Rule, distributions)}),
         placement=placement_from_proto(proto.placement),
         max_sequence_count=proto.max_sequence_count,
@@ -215,7 +217,7 @@ def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
         drafter_id=hello.drafter_id,
         family=hello.family,
         tokenizer_fingerprint=hello.tokenizer_fingerprint,
-        max_depth=hello.max_depth,
+        max_draft_tokens=hello.max_draft_tokens,
         distributions=[proto_enum(rule) for rule in sorted(hello.distributions)],
         placement=placement_to_proto(hello.placement),
         max_sequence_count=hello.max_sequence_count,
@@ -224,28 +226,37 @@ def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
 
 
 def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> m.DraftBatch:
-    """Check and convert; whether sequence, epoch, parent and window fit is for the trie to say."""
+    """Check and convert; raises OutriderError(PROTOCOL_VIOLATION).
+
+    The trie checks base lengths and windows, which depend on what was committed.
+    """
     if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
         raise _violation("drafts", f"holds more than {MAX_BATCH_ENTRIES} proposals and skips")
     return m.DraftBatch(
         [_proposal_from_proto(proposal, vocab_size) for proposal in proto.proposals],
-        [m.Skip(skip.sequence_id, skip.epoch, skip.node) for skip in proto.skips],
+        [m.Skip(skip.sequence_id, skip.base_length) for skip in proto.skips],
     )
 
 
 def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Proposal:
     ids = list(proto.token_ids)
-    if not 1 <= len(ids) <= MAX_WINDOW_DEPTH:
-        raise _violation("proposal.token_ids", f"must hold 1 to {MAX_WINDOW_DEPTH} tokens, not {len(ids)}")
+    count = len(ids)
+    if not 1 <= count <= MAX_PROPOSAL_TOKENS:
+        raise _violation("proposal.token_ids", f"must hold 1 to {MAX_PROPOSAL_TOKENS} tokens, not {count}")
     if max(ids) >= vocab_size:
         raise _violation("proposal.token_ids", f"must be in [0, {vocab_size}), not {max(ids)}")
-    if proto.distributions and len(proto.distributions) != len(ids):
-        raise _violation(
-            "proposal.distributions", f"must be empty or one for each of {len(ids)} tokens, not {len(proto.distributions)}"
-        )
-    distributions = [_distribution(d, token, vocab_size) for d, token in zip(proto.distributions, ids, strict=False)]
+    for name in ("parents", "distributions", "confidences"):
+        given = len(getattr(proto, name))
+        if given not in (0, count):
+            raise _violation(f"proposal.{name}", f"must be empty or one for each of {count} tokens, not {given}")
+    parents = list(proto.parents)
+    for place, parent in enumerate(parents):
+        if parent > place:
+            raise _violation("proposal.parents", f"must name a token before its child: at most {place} at place {place}, not {parent}")
+    pairs = zip(proto.distributions, ids, strict=False)
+    distributions = [_distribution(given, token, vocab_size) if given.token_ids else None for given, token in pairs]
     seconds = min(max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9), MAX_DRAFT_SECONDS)
-    return m.Proposal(proto.sequence_id, proto.epoch, proto.parent_node, proto.first_node, ids, distributions, seconds)
+    return m.Proposal(proto.sequence_id, proto.base_length, ids, parents, distributions, seconds)
 
 
 def _distribution(proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int) -> m.SparseDistribution:
@@ -272,17 +283,19 @@ def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
     for proposal in batch.proposals:
         out = proto.proposals.add(
             sequence_id=proposal.sequence_id,
-            epoch=proposal.epoch,
-            parent_node=proposal.parent_node,
-            first_node=proposal.first_node,
+            base_length=proposal.base_length,
             token_ids=proposal.token_ids,
+            parents=proposal.parents,
         )
-        for distribution in proposal.distributions:
-            out.distributions.add(token_ids=distribution.token_ids.tolist(), probabilities=distribution.probabilities.tolist())
+        for given in proposal.distributions:
+            if given is None:
+                out.distributions.add()
+            else:
+                out.distributions.add(token_ids=given.token_ids.tolist(), probabilities=given.probabilities.tolist())
         if proposal.draft_seconds > 0:
             out.draft_time.FromNanoseconds(int(proposal.draft_seconds * 1e9))
     for skip in batch.skips:
-        proto.skips.add(sequence_id=skip.sequence_id, epoch=skip.epoch, node=skip.node)
+        proto.skips.add(sequence_id=skip.sequence_id, base_length=skip.base_length)
     return proto
 
 
@@ -300,12 +313,11 @@ def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
 def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
     return drafts_pb2.Opened(
         sequence_id=opened.sequence_id,
-        epoch=opened.epoch,
         token_ids=opened.token_ids,
         sampling=sampling_to_proto(opened.sampling),
         distribution=proto_enum(opened.rule),
         window=_window_to_proto(opened.window),
-        depth=opened.depth,
+        draft_tokens=opened.draft_tokens,
         tenant=opened.tenant,
         traceparent=opened.traceparent,
         grammar=grammar_to_proto(opened.grammar),
@@ -317,19 +329,17 @@ def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
 def _verdict_to_proto(verdict: m.Verdict) -> drafts_pb2.Verdict:
     return drafts_pb2.Verdict(
         sequence_id=verdict.sequence_id,
-        epoch=verdict.epoch,
-        root_node=verdict.root_node,
         committed_length=verdict.committed_length,
-        accepted_count=verdict.accepted_count,
         new_token_ids=verdict.new_token_ids,
+        accepted_count=verdict.accepted_count,
+        draft_tokens=verdict.draft_tokens,
         window=None if verdict.window is None else _window_to_proto(verdict.window),
         traceparent=verdict.traceparent,
-        depth=verdict.depth,
     )
 
 
 def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
-    return drafts_pb2.Window(node_count=window.node_count, depth=window.depth)
+    return drafts_pb2.Window(token_count=window.token_count, depth=window.depth)
 
 
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
@@ -349,14 +359,12 @@ def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> m.Verdict
     _check_ids("verdict.new_token_ids", proto.new_token_ids, vocab_size)
     return m.Verdict(
         proto.sequence_id,
-        proto.epoch,
-        proto.root_node,
         proto.committed_length,
-        proto.accepted_count,
         list(proto.new_token_ids),
+        proto.accepted_count,
+        _draft_tokens_from_proto(proto.draft_tokens),
         _window_from_proto(proto.window) if proto.HasField("window") else None,
         proto.traceparent,
-        _depth_from_proto(proto.depth) if proto.HasField("depth") else None,
     )
 
 
@@ -369,12 +377,11 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
         raise _violation("opened.prompt_token_count", f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}")
     return m.Opened(
         sequence_id=proto.sequence_id,
-        epoch=proto.epoch,
         token_ids=list(proto.token_ids),
         sampling=sampling_from_proto(proto.sampling, vocab_size, "opened.sampling"),
         rule=known(m.Rule, proto.distribution, m.Rule.ONE_HOT),
         window=_window_from_proto(proto.window),
-        depth=_depth_from_proto(proto.depth),
+        draft_tokens=_draft_tokens_from_proto(proto.draft_tokens),
         tenant=proto.tenant,
         traceparent=proto.traceparent,
         grammar=grammar_from_proto(proto.grammar if proto.grammar.WhichOneof("kind") else None),
@@ -384,15 +391,15 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
 
 
 def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
-    if not 1 <= proto.node_count <= MAX_WINDOW_NODES or not 1 <= proto.depth <= MAX_WINDOW_DEPTH:
-        raise _violation("window", f"must be within {MAX_WINDOW_NODES} nodes and depth {MAX_WINDOW_DEPTH}")
-    return m.Window(proto.node_count, proto.depth)
+    if not 1 <= proto.token_count <= MAX_WINDOW_TOKENS or not 1 <= proto.depth <= MAX_WINDOW_DEPTH:
+        raise _violation("window", f"must be within {MAX_WINDOW_TOKENS} tokens and depth {MAX_WINDOW_DEPTH}")
+    return m.Window(proto.token_count, proto.depth)
 
 
-def _depth_from_proto(depth: int) -> int:
-    if not 0 <= depth <= MAX_WINDOW_DEPTH:
-        raise _violation("depth", f"must be in [0, {MAX_WINDOW_DEPTH}], not {depth}")
-    return depth
+def _draft_tokens_from_proto(count: int) -> int:
+    if not 0 <= count <= MAX_WINDOW_DEPTH:
+        raise _violation("draft_tokens", f"must be in [0, {MAX_WINDOW_DEPTH}], not {count}")
+    return count
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------------

@@ -378,7 +378,7 @@ class SpeculationOptions(_message.Message):
 
     ENABLED_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
-    DEPTH_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
     RELAXED_TOPK_FIELD_NUMBER: _builtins.int
@@ -387,7 +387,7 @@ class SpeculationOptions(_message.Message):
     """False decodes plainly; unset means true."""
     drafter: _builtins.str
     """Restricts drafting to one drafter id or to one family ("ngram", "suffix", "model"); empty lets the verifier choose."""
-    depth: _builtins.int
+    draft_tokens: _builtins.int
     """Largest number of draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""
     acceptance: Global___Acceptance.ValueType
     """How closely to follow the target."""
@@ -404,18 +404,18 @@ class SpeculationOptions(_message.Message):
         *,
         enabled: _builtins.bool | None = ...,
         drafter: _builtins.str = ...,
-        depth: _builtins.int | None = ...,
+        draft_tokens: _builtins.int | None = ...,
         acceptance: Global___Acceptance.ValueType = ...,
         typical_epsilon: _builtins.float | None = ...,
         relaxed_topk: _builtins.int | None = ...,
         relaxed_delta: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "depth", b"depth", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "draft_tokens", b"draft_tokens", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "depth", b"depth", "drafter", b"drafter", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "_enabled", b"_enabled", "_relaxed_delta", b"_relaxed_delta", "_relaxed_topk", b"_relaxed_topk", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "enabled", b"enabled", "relaxed_delta", b"relaxed_delta", "relaxed_topk", b"relaxed_topk", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__depth: _TypeAlias = _typing.Literal["depth"]  # noqa: Y015
-    _WhichOneofArgType__depth: _TypeAlias = _typing.Literal["_depth", b"_depth"]  # noqa: Y015
+    _WhichOneofReturnType__draft_tokens: _TypeAlias = _typing.Literal["draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__draft_tokens: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
     _WhichOneofReturnType__relaxed_delta: _TypeAlias = _typing.Literal["relaxed_delta"]  # noqa: Y015
@@ -425,7 +425,7 @@ class SpeculationOptions(_message.Message):
     _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
     _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__depth) -> _WhichOneofReturnType__depth | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_tokens) -> _WhichOneofReturnType__draft_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
@@ -448,7 +448,7 @@ class SpeculationStats(_message.Message):
     DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
-    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     forward_count: _builtins.int
     """Target forwards that produced tokens of this sequence, with or without a draft."""
@@ -458,7 +458,7 @@ class SpeculationStats(_message.Message):
     """Draft tokens verified."""
     accepted_token_count: _builtins.int
     """Draft tokens accepted."""
-    max_depth: _builtins.int
+    max_draft_tokens: _builtins.int
     """Largest number of draft tokens a step of this sequence was allowed to verify."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -476,12 +476,12 @@ class SpeculationStats(_message.Message):
         draft_token_count: _builtins.int = ...,
         accepted_token_count: _builtins.int = ...,
         acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
-        max_depth: _builtins.int = ...,
+        max_draft_tokens: _builtins.int = ...,
         rules: _abc.Iterable[Global___AcceptanceRule.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_token_count", b"accepted_token_count", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "forward_count", b"forward_count", "max_depth", b"max_depth", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_token_count", b"accepted_token_count", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "forward_count", b"forward_count", "max_draft_tokens", b"max_draft_tokens", "rules", b"rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,12 +3,14 @@
 isort:skip_file
 The draft stream: a trie of guesses that the commit walks.
 
-For every sequence it is handed, a drafter grows a speculation trie rooted at the last committed token; the verifier holds a
-copy. Node 0 is the root at the start of an epoch; further nodes are numbered 1, 2, 3, ... in the order they are proposed and
-numbering starts again with each epoch. A commit moves the root along the committed tokens. When the trie lacks the committed
-child, the verifier raises the epoch and begins a trie anew. What still arrives for an older epoch may be right: it is hung below
-the tokens committed since, where they do not rule it out, until the drafter is heard of in a later epoch. So a verdict that comes
-late costs nothing but its own step; drafters need not know of it.
+Committed length is the only coordinate. Committed tokens are never taken back, so "the first n committed tokens" names a prefix
+completely, on both sides, for ever. A Proposal says "behind the first base_length committed tokens comes this" and is complete
+in itself: a drafter that runs ahead repeats the tokens between base and tip. The verifier passes over what was committed since
+and agrees, and hangs the rest into the trie below the last committed token. There, equal prefixes merge, and of several children
+of one node the one that came first is the favourite. What contradicts the commit is stale; it is counted and ignored. What the
+window has no room for is cut and counted. So messages may come late, twice or in any order and do no harm.
+
+A whole drafter: append what a Verdict says, guess, answer with (sequence_id, length, guess), or with a Skip.
 """
 
 from collections import abc as _abc
@@ -87,8 +89,6 @@ class _CloseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CloseReas
     """Never sent."""
     CLOSE_REASON_ENDED: _CloseReason.ValueType  # 1
     """It ended, or its client went away."""
-    CLOSE_REASON_QUARANTINED: _CloseReason.ValueType  # 2
-    """The drafter kept proposing what the protocol forbids for it."""
 
 class CloseReason(_CloseReason, metaclass=_CloseReasonEnumTypeWrapper):
     """Why a sequence was closed to a drafter. A drafter takes a value that it does not know for ENDED."""
@@ -97,8 +97,6 @@ CLOSE_REASON_UNSPECIFIED: CloseReason.ValueType  # 0
 """Never sent."""
 CLOSE_REASON_ENDED: CloseReason.ValueType  # 1
 """It ended, or its client went away."""
-CLOSE_REASON_QUARANTINED: CloseReason.ValueType  # 2
-"""The drafter kept proposing what the protocol forbids for it."""
 Global___CloseReason: _TypeAlias = CloseReason  # noqa: Y015
 
 @_typing.final
@@ -110,7 +108,7 @@ class Hello(_message.Message):
     DRAFTER_ID_FIELD_NUMBER: _builtins.int
     FAMILY_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     WANTS_FIELD_NUMBER: _builtins.int
@@ -121,8 +119,8 @@ class Hello(_message.Message):
     """What kind of drafter, such as "ngram" or "model"; 1 to 64 printable characters."""
     tokenizer_fingerprint: _builtins.str
     """SHA-256 (hex) over the tokenizer's id-to-token table; must equal the verifier's (FAILED_PRECONDITION otherwise)."""
-    max_depth: _builtins.int
-    """Deepest chain it will ever propose. Range [1, 64]."""
+    max_draft_tokens: _builtins.int
+    """Most draft tokens, one behind the other, that it will ever propose for a step. Range [1, 64]."""
     max_sequence_count: _builtins.int
     """Most sequences it takes at once; 0 means no limit."""
     @_builtins.property
@@ -143,7 +141,7 @@ class Hello(_message.Message):
         drafter_id: _builtins.str = ...,
         family: _builtins.str = ...,
         tokenizer_fingerprint: _builtins.str = ...,
-        max_depth: _builtins.int = ...,
+        max_draft_tokens: _builtins.int = ...,
         distributions: _abc.Iterable[Global___DraftDistribution.ValueType] | None = ...,
         placement: _common_pb2.Placement | None = ...,
         wants: _abc.Iterable[Global___VerdictExtra.ValueType] | None = ...,
@@ -151,7 +149,7 @@ class Hello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "max_depth", b"max_depth", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "tokenizer_fingerprint", b"tokenizer_fingerprint", "wants", b"wants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "tokenizer_fingerprint", b"tokenizer_fingerprint", "wants", b"wants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -195,25 +193,25 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Window(_message.Message):
-    """How far a drafter may run ahead of the verdict, counted from the root it knows."""
+    """How far a drafter may run ahead of the last committed token. What does not fit is cut."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NODE_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
-    node_count: _builtins.int
-    """Most nodes below the root. Range [1, 4096]."""
+    token_count: _builtins.int
+    """Most guessed tokens below the last committed one, all branches together. Range [1, 4096]."""
     depth: _builtins.int
-    """Deepest node below the root. Range [1, 128]."""
+    """Most guessed tokens one behind the other. Range [1, 128]."""
     def __init__(
         self,
         *,
-        node_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
         depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "node_count", b"node_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -221,40 +219,35 @@ Global___Window: _TypeAlias = Window  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
-    """A sequence is handed to the drafter. Its first epoch begins; node 0 is the last of token_ids."""
+    """A sequence is handed to the drafter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     DISTRIBUTION_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
-    DEPTH_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Unique for the verifier's lifetime."""
-    epoch: _builtins.int
-    """The epoch that begins."""
+    prompt_token_count: _builtins.int
+    """How many of token_ids are the prompt; the others were generated before this drafter joined."""
     distribution: Global___DraftDistribution.ValueType
     """ONE_HOT: propose deterministically, distributions would be ignored. SPARSE: sample and send the distribution. COUPLED: draw each
     token with the coupled noise and send ids alone; sampling.seed is set.
     """
-    depth: _builtins.int
-    """Draft tokens that the verifier has a use for at once: the first message of a round should carry this many. A verdict may change it.
-    Range [0, 128].
-    """
+    draft_tokens: _builtins.int
+    """Draft tokens that the verifier has a use for in its next step. Range [0, 128]."""
     tenant: _builtins.str
     """Private pools are keyed by this opaque name; empty is the default tenant."""
     traceparent: _builtins.str
     """W3C trace context of the request; empty when it is not sampled."""
-    prompt_token_count: _builtins.int
-    """How many of token_ids are the prompt; the others were generated before this drafter joined."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Every committed token: the prompt, and what was generated before this drafter joined."""
@@ -279,21 +272,20 @@ class Opened(_message.Message):
         self,
         *,
         sequence_id: _builtins.int = ...,
-        epoch: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_token_count: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         distribution: Global___DraftDistribution.ValueType = ...,
+        draft_tokens: _builtins.int = ...,
         window: Global___Window | None = ...,
-        depth: _builtins.int = ...,
         tenant: _builtins.str = ...,
-        traceparent: _builtins.str = ...,
         grammar: _common_pb2.Grammar | None = ...,
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        prompt_token_count: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "distribution", b"distribution", "epoch", b"epoch", "grammar", b"grammar", "prediction_token_ids", b"prediction_token_ids", "prompt_token_count", b"prompt_token_count", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distribution", b"distribution", "draft_tokens", b"draft_tokens", "grammar", b"grammar", "prediction_token_ids", b"prediction_token_ids", "prompt_token_count", b"prompt_token_count", "sampling", b"sampling", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,51 +323,62 @@ Global___SparseDistribution: _TypeAlias = SparseDistribution  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """A run of nodes: the first is a child of parent_node, each further one a child of the one before."""
+    """Guesses behind a committed prefix. Complete in itself: it needs no proposal before it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    PARENT_NODE_FIELD_NUMBER: _builtins.int
-    FIRST_NODE_FIELD_NUMBER: _builtins.int
+    BASE_LENGTH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    CONFIDENCES_FIELD_NUMBER: _builtins.int
     DRAFT_TIME_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """From Opened; one that was not opened to the drafter yet is a violation."""
-    epoch: _builtins.int
-    """The epoch the drafter is in; an older one that cannot be used any more is counted and ignored."""
-    parent_node: _builtins.int
-    """The node that the run hangs under."""
-    first_node: _builtins.int
-    """Number of the first node of the run: one more than the last node of this epoch."""
+    base_length: _builtins.int
+    """The guesses stand behind this many committed tokens: any length from that of Opened.token_ids to the last committed one. A
+    greater or smaller one is a violation.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The guesses, 1 to Window.depth of them; the first must differ from its siblings under parent_node."""
+        """The guesses, 1 to 1024 of them."""
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty: a chain, each token behind the one before. Otherwise a tree, with the place of each token's parent: 0 is the base, and
+        j is token_ids[j - 1], which must come before the token itself.
+        """
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
-        """Empty, or one for each token: what that token was really sampled from. Never drop a token for its own probability."""
+        """Empty, or one for each token: what that token was really sampled from. Never drop a token for its own probability. One without
+        ids stands for what an earlier proposal said of the same token behind the same prefix; a token of which nothing was said counts
+        as one-hot, and so does a path that holds one.
+        """
+
+    @_builtins.property
+    def confidences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Reserved for the drafter's own estimate of the probability that each token is committed if its parent is. Not used yet."""
 
     @_builtins.property
     def draft_time(self) -> _duration_pb2.Duration:
-        """Time spent drafting this run."""
+        """Time spent drafting this proposal."""
 
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        parent_node: _builtins.int = ...,
-        first_node: _builtins.int = ...,
+        base_length: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
         distributions: _abc.Iterable[Global___SparseDistribution] | None = ...,
+        confidences: _abc.Iterable[_builtins.float] | None = ...,
         draft_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_time", b"draft_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_time", b"draft_time", "epoch", b"epoch", "first_node", b"first_node", "parent_node", b"parent_node", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "confidences", b"confidences", "distributions", b"distributions", "draft_time", b"draft_time", "parents", b"parents", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,29 +386,27 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Skip(_message.Message):
-    """Nothing to offer below a node: the verifier need not wait."""
+    """Nothing more to offer behind a committed prefix, beyond what was proposed: the verifier does not wait for this drafter until the
+    next verdict.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    NODE_FIELD_NUMBER: _builtins.int
+    BASE_LENGTH_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """From Opened; one that was not opened to the drafter yet is a violation."""
-    epoch: _builtins.int
-    """The epoch the drafter is in."""
-    node: _builtins.int
-    """The node below which nothing will come until the next verdict."""
+    base_length: _builtins.int
+    """The committed length that this answers, as in Proposal.base_length."""
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        node: _builtins.int = ...,
+        base_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "node", b"node", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,39 +446,33 @@ Global___Features: _TypeAlias = Features  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """What a step committed. The same epoch: the root moved along the trie. A higher epoch: a trie begins anew, node 0 is the last
-    committed token, and the drafter rewinds its own state to the common prefix.
+    """What was committed since the last verdict. The drafter appends the new tokens, keeps those of its guesses that agree, and rewinds
+    its own state to what still stands.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    ROOT_NODE_FIELD_NUMBER: _builtins.int
     COMMITTED_LENGTH_FIELD_NUMBER: _builtins.int
-    ACCEPTED_COUNT_FIELD_NUMBER: _builtins.int
     NEW_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    DEPTH_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """From Opened."""
-    epoch: _builtins.int
-    """The epoch that holds from now on."""
-    root_node: _builtins.int
-    """The root from now on, numbered in that epoch."""
     committed_length: _builtins.int
     """Committed tokens from now on, prompt included."""
     accepted_count: _builtins.int
-    """How many of this drafter's tokens the commit matched."""
+    """How many of this drafter's tokens the last commit matched."""
+    draft_tokens: _builtins.int
+    """Draft tokens that the verifier has a use for in its next step. Range [0, 128]."""
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not sampled."""
-    depth: _builtins.int
-    """Draft tokens that the verifier has a use for at once, from now on; unset leaves it. Range [0, 128]."""
     @_builtins.property
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens this step committed."""
+        """The last of them: those committed since the last verdict, mostly in one step."""
 
     @_builtins.property
     def window(self) -> Global___Window:
@@ -491,23 +486,19 @@ class Verdict(_message.Message):
         self,
         *,
         sequence_id: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        root_node: _builtins.int = ...,
         committed_length: _builtins.int = ...,
-        accepted_count: _builtins.int = ...,
         new_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_count: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
         window: Global___Window | None = ...,
         features: Global___Features | None = ...,
         traceparent: _builtins.str = ...,
-        depth: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "depth", b"depth", "features", b"features", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_depth", b"_depth", "accepted_count", b"accepted_count", "committed_length", b"committed_length", "depth", b"depth", "epoch", b"epoch", "features", b"features", "new_token_ids", b"new_token_ids", "root_node", b"root_node", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "committed_length", b"committed_length", "draft_tokens", b"draft_tokens", "features", b"features", "new_token_ids", b"new_token_ids", "sequence_id", b"sequence_id", "traceparent", b"traceparent", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__depth: _TypeAlias = _typing.Literal["depth"]  # noqa: Y015
-    _WhichOneofArgType__depth: _TypeAlias = _typing.Literal["_depth", b"_depth"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__depth) -> _WhichOneofReturnType__depth | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
@@ -547,7 +538,7 @@ class DraftBatch(_message.Message):
     SKIPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
-        """Runs of nodes, applied in order."""
+        """Guesses, applied in order. With the skips at most 4096 entries."""
 
     @_builtins.property
     def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skip]:

@@ -500,7 +500,7 @@ class GetModelResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
-    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name that requests may use; the target's path or hub id unless configured."""
     stage: Global___ModelStage.ValueType
@@ -517,7 +517,7 @@ class GetModelResponse(_message.Message):
     """Weights' type, such as "float32"."""
     device: _builtins.str
     """Torch's name of the device."""
-    max_depth: _builtins.int
+    max_draft_tokens: _builtins.int
     """Draft tokens a step verifies at most, unless a request says less."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -540,11 +540,11 @@ class GetModelResponse(_message.Message):
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
         drafters: _abc.Iterable[Global___DrafterInfo] | None = ...,
-        max_depth: _builtins.int = ...,
+        max_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_depth", b"max_depth", "model_id", b"model_id", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_draft_tokens", b"max_draft_tokens", "model_id", b"model_id", "stage", b"stage", "stage_detail", b"stage_detail", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
