@@ -252,7 +252,9 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Propo
     parents = list(proto.parents)
     for place, parent in enumerate(parents):
         if parent > place:
-            raise _violation("proposal.parents", f"must name a token before its child: at most {place} at place {place}, not {parent}")
+            raise _violation(
+                "proposal.parents", f"must name a token before its child: at most {place} at place {place}, not {parent}"
+            )
     pairs = zip(proto.distributions, ids, strict=False)
     distributions = [_distribution(given, token, vocab_size) if given.token_ids else None for given, token in pairs]
     seconds = min(max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9), MAX_DRAFT_SECONDS)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, Hello, SpeculationOptions, StepBatch
 from verifier_svc.depth import AcceptanceRate, Latency
@@ -32,7 +32,7 @@ class Drafter:
 
     hello: Hello
     sink: Callable[[StepBatch | OutriderError], None]
-    reply: Latency = field(default_factory=Latency)
+    round_trip: Latency = field(default_factory=Latency)
     """From a verdict that asks for a draft to the first message of it, without the time that it spent drafting."""
     token_time: Latency = field(default_factory=Latency)
     """Drafting one token of a run."""
@@ -54,13 +54,13 @@ class Drafter:
     def id(self) -> str:
         return self.hello.drafter_id
 
-    def latency(self, depth: int) -> float:
+    def latency(self, draft_tokens: int) -> float:
         """Seconds from a verdict to a draft of so many tokens."""
-        return self.reply.value + depth * self.token_time.value
+        return self.round_trip.value + draft_tokens * self.token_time.value
 
-    def busy_s(self, depth: int) -> float:
+    def busy_s(self, draft_tokens: int) -> float:
         """Seconds of drafting so many tokens that the target's forward loses."""
-        return depth * self.token_time.value if self.on_target_cores else 0.0
+        return draft_tokens * self.token_time.value if self.on_target_cores else 0.0
 
     @property
     def open_to_more(self) -> bool:
@@ -76,14 +76,15 @@ class Drafter:
     def info(self, connected: bool) -> DrafterInfo:
         rate = self.accepted_count / self.verified_count if self.verified_count else None
         hello = self.hello
-        held, reply_s, token_s = len(self.sequence_ids), self.reply.value or None, self.token_time.value or None
+        held, reply_s, token_s = len(self.sequence_ids), self.round_trip.value or None, self.token_time.value or None
         return DrafterInfo(hello.drafter_id, hello.family, hello.placement, connected, held, rate, reply_s, token_s)
 
 
 class Roster:
     """All drafters: connected ones, at most `max_drafters`, and those that were lost without a goodbye."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
         self.max_drafters = _MAX_DRAFTERS
         self.connected: dict[str, Drafter] = {}
         # Those that left, and when, the longest gone first.
@@ -110,12 +111,12 @@ class Roster:
             return
         del self.connected[drafter.id]
         drafter.sequence_ids.clear()
-        self._gone[drafter.id] = (time.monotonic(), drafter)
+        self._gone[drafter.id] = (self._clock(), drafter)
 
     def forget(self) -> list[str]:
         """Forget those that left long ago, or before many others, since ids are theirs to choose; who they were."""
         forgotten: list[str] = []
-        since = time.monotonic() - _MISSED_S
+        since = self._clock() - _MISSED_S
         for drafter_id, (left_at, _) in self._gone.items():
             if left_at > since and len(self._gone) - len(forgotten) <= _REMEMBERED:
                 break
@@ -126,7 +127,7 @@ class Roster:
 
     def fault(self, drafter: Drafter) -> None:
         """Count a protocol violation."""
-        self._faults[drafter.id] = [*self._faults.pop(drafter.id, []), time.monotonic()][-_FAULTS_ALLOWED:]
+        self._faults[drafter.id] = [*self._faults.pop(drafter.id, []), self._clock()][-_FAULTS_ALLOWED:]
         _drop_oldest(self._faults)
 
     def _quarantine_s(self, drafter_id: str) -> float:
@@ -134,7 +135,7 @@ class Roster:
         faults = self._faults.get(drafter_id, [])
         if len(faults) < _FAULTS_ALLOWED or faults[-1] - faults[0] >= _QUARANTINE_S:
             return 0.0
-        return faults[-1] + _QUARANTINE_S - time.monotonic()
+        return faults[-1] + _QUARANTINE_S - self._clock()
 
     def choose(self, options: SpeculationOptions, assigned: Iterable[str]) -> list[Drafter]:
         """The drafters to hand a sequence to besides those `assigned` (ids): of each family that may draft, the least busy one."""
@@ -167,7 +168,7 @@ class Roster:
 
     def _missed(self) -> list[Drafter]:
         """Drafters that were lost a short while ago; one that is gone for longer is not expected back."""
-        since = time.monotonic() - _MISSED_S
+        since = self._clock() - _MISSED_S
         return [drafter for left_at, drafter in self._gone.values() if left_at > since and not drafter.draining]
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
+from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, StepBatch, Verdict, Window
+from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, Proposal, Skip, StepBatch, Verdict, Window
 from outrider.telemetry import Span
 from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import MESSAGE_BYTES, Drafter, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.planning import Planner
 from verifier_svc.sequence import Assignment, Sequence
-from verifier_svc.trie import Fate, Trie
+from verifier_svc.trie import Trie
 from verifier_svc.trust import how_to_propose
 
 log = logging.getLogger(__name__)
 
 # A drafter may have twice the verified depth under way: the path being verified, its bonus token, and the path behind that.
 _AHEAD = 2
-_NODES_PER_DEPTH = 6
+_TOKENS_PER_DEPTH = 6
 # A way to the drafter that takes less than this share of a forward is not worth hiding, at the price of the forward's own cores.
 _NEAR = 0.05
 # What is believed of a drafter before it was tried on a sequence. Hopeful, because what is believed bad is never tried.
@@ -31,6 +32,33 @@ _OPTIMISM = 0.8
 # Of what is known of a drafter beyond one sequence a hundred drafts count: with ten, optimism alone would leave one that is always
 # wrong a rate of 0.23 on each new sequence.
 _LONG_MEMORY = 0.99
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What a message of a drafter says about its speed, and how many of its tokens came to what.
+
+    A message counts once: else one slow round of a large batch would be all that is remembered.
+    """
+
+    drafts_s: list[float] = field(default_factory=list)
+    """Seconds from asking to each draft that answers, and to each skip."""
+    skips_s: list[float] = field(default_factory=list)
+    draft_s: float = 0.0
+    """Seconds of drafting. All of a message is drafted together, and its longest proposal sets the time."""
+    draft_length: int = 0
+    """Tokens of the longest."""
+    token_count: int = 0
+    stale_count: int = 0
+    cut_count: int = 0
+
+    def teach(self, drafter: Drafter) -> None:
+        """Let the drafter's measured times learn."""
+        answers_s = [*self.drafts_s, *self.skips_s]
+        if answers_s:
+            drafter.round_trip.observe(max(max(answers_s) - self.draft_s, 0.0))
+        if self.draft_length and self.draft_s > 0.0:
+            drafter.token_time.observe(self.draft_s / self.draft_length)
 
 
 class Drafting:
@@ -44,15 +72,17 @@ class Drafting:
         *,
         trust_distributions: bool = False,
         own_cores: frozenset[int] | None = None,
+        clock: Clock = monotonic,
     ) -> None:
         """`own_cores` are those that the target computes on, unless some are left for others or it computes elsewhere."""
-        self.roster = Roster()
+        self.roster = Roster(clock)
         self.planner = planner
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self._sequences = sequences
         self._metrics = metrics
         self._trust_distributions = trust_distributions
         self._own_cores = own_cores
+        self._clock = clock
 
     # --- drafters come and go ---
 
@@ -97,8 +127,8 @@ class Drafting:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
             limit = sequence.depth_limit
-            reach = min(_AHEAD * limit + 1, drafter.hello.max_depth)
-            trie = Trie(Window(node_count=_NODES_PER_DEPTH * reach, depth=reach))
+            reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
+            trie = Trie(len(sequence.tokens), Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach))
             rule = how_to_propose(sequence.request, drafter.hello.distributions, self._trust_distributions)
             kind = _kind(sequence)
             learned = drafter.rates.get(kind)
@@ -106,9 +136,10 @@ class Drafting:
                 learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM, decay=_LONG_MEMORY)
             assignment = Assignment(drafter, trie, rule, AcceptanceRate(learned, limit), learned, trie.window, limit)
             sequence.assignments[drafter.id] = assignment
-            assignment.depth = max(1, self.planner.depth_for(sequence, assignment))
-            assignment.window = self._window(assignment, assignment.depth)
-            assignment.ahead, assignment.told_at = assignment.window.depth > assignment.depth, time.monotonic()
+            assignment.draft_tokens = max(1, self.planner.depth_for(sequence, assignment))
+            assignment.window = self._window(assignment, assignment.draft_tokens)
+            assignment.ahead = assignment.window.depth > assignment.draft_tokens
+            assignment.told_at = self._clock()
             drafter.sequence_ids.add(sequence.id)
             drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
             drafter.outbox.opened.append(sequence.opened_for(assignment))
@@ -132,38 +163,17 @@ class Drafting:
         `arrived_at` is when they came (monotonic seconds; None is now), which may be a forward ago. Were that forward counted as
         the drafter's time, one answer that came just too late would make it seem too slow to be waited for, and so all after it.
         """
-        at = time.monotonic() if arrived_at is None else arrived_at
+        at = self._clock() if arrived_at is None else arrived_at
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         if self.roster.connected.get(drafter.id) is not drafter:
             return
         self._metrics.received(drafter, byte_count)
-        # How long answers took, and how many tokens were drafted for them. A message counts once: else one slow round of a large
-        # batch would be all that is remembered.
-        drafts_s: list[float] = []
-        skips_s: list[float] = []
-        draft_length = token_count = stale_count = 0
-        # All are drafted together, and the longest sets the time.
-        draft_s = max((proposal.draft_seconds for proposal in batch.proposals), default=0.0)
+        answers = _Answers()
         try:
             for proposal in batch.proposals:
-                assignment = self._assignment(drafter, proposal.sequence_id, "proposal.sequence_id")
-                length = len(proposal.token_ids)
-                if assignment is None or assignment.trie.add(proposal) is Fate.STALE:
-                    stale_count += length
-                token_count += length
-                if assignment is None:
-                    continue
-                if (seconds := assignment.answered(at, proposal.epoch, drafted=True)) is not None:
-                    drafts_s.append(seconds)
-                    assignment.undrafted = proposal.epoch
-                if assignment.undrafted == proposal.epoch and proposal.draft_seconds > 0.0:
-                    draft_length = max(draft_length, length)
-                    assignment.undrafted = -1
+                self._take_proposal(drafter, proposal, at, answers)
             for skip in batch.skips:
-                if assignment := self._assignment(drafter, skip.sequence_id, "skip.sequence_id"):
-                    assignment.trie.skip(skip)
-                    if (seconds := assignment.answered(at, skip.epoch, drafted=False)) is not None:
-                        skips_s.append(seconds)
+                self._take_skip(drafter, skip, at, answers)
         except OutriderError as error:
             self.reject(drafter, error)
         except Exception:  # logged; a fault that a drafter's message brings to light costs that drafter's stream
@@ -171,19 +181,44 @@ class Drafting:
             self.reject(
                 drafter, OutriderError(Reason.INTERNAL, "the drafts could not be taken in; the verifier's log has the reason")
             )
-        self._metrics.proposed(drafter, token_count, stale_count)
-        self._metrics.answered(drafter, drafts_s)
-        if answers := [*drafts_s, *skips_s]:
-            drafter.reply.observe(max(max(answers) - draft_s, 0.0))
-        if draft_length:
-            drafter.token_time.observe(draft_s / draft_length)
+        self._metrics.proposed(drafter, answers.token_count, answers.stale_count, answers.cut_count)
+        self._metrics.answered(drafter, answers.drafts_s)
+        answers.teach(drafter)
+
+    def _take_proposal(self, drafter: Drafter, proposal: Proposal, at: float, answers: _Answers) -> None:
+        found = self._assignment(drafter, proposal.sequence_id, "proposal.sequence_id")
+        count = len(proposal.token_ids)
+        answers.token_count += count
+        answers.draft_s = max(answers.draft_s, proposal.draft_seconds)
+        if found is None:
+            answers.stale_count += count
+            return
+        sequence, assignment = found
+        added = assignment.trie.add(proposal, sequence.tokens)
+        answers.stale_count += added.stale
+        answers.cut_count += added.cut
+        seconds = assignment.answered(at, proposal.base_length, drafted=True)
+        if seconds is not None:
+            answers.drafts_s.append(seconds)
+            # What was in the trie already was drafted and told before.
+            answers.draft_length = max(answers.draft_length, count - added.merged)
+
+    def _take_skip(self, drafter: Drafter, skip: Skip, at: float, answers: _Answers) -> None:
+        found = self._assignment(drafter, skip.sequence_id, "skip.sequence_id")
+        if found is None:
+            return
+        sequence, assignment = found
+        assignment.trie.skip(skip, sequence.tokens)
+        seconds = assignment.answered(at, skip.base_length, drafted=False)
+        if seconds is not None:
+            answers.skips_s.append(seconds)
 
     def ignore(self, drafter: Drafter, byte_count: int) -> None:
         """A message came of a kind that only a later version knows."""
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         self._metrics.ignored(drafter)
 
-    def _assignment(self, drafter: Drafter, sequence_id: int, field_name: str) -> Assignment | None:
+    def _assignment(self, drafter: Drafter, sequence_id: int, field_name: str) -> tuple[Sequence, Assignment] | None:
         """None for a sequence that is over, or in other hands by now: a late message looks the same, so it is counted and ignored.
 
         Raises OutriderError(PROTOCOL_VIOLATION) for one that the drafter cannot have been handed yet, which no delay explains.
@@ -192,26 +227,26 @@ class Drafting:
             message = f"{field_name} must be one that was opened, at most {drafter.last_sequence_id}, not {sequence_id}"
             raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
         sequence = self._sequences.get(sequence_id)
-        return sequence.assignments.get(drafter.id) if sequence is not None else None
+        assignment = sequence.assignments.get(drafter.id) if sequence is not None else None
+        return (sequence, assignment) if sequence is not None and assignment is not None else None
 
     def acknowledge(self, sequence: Sequence, new_token_ids: list[int], span: Span) -> None:
         """Move every trie's root along the committed tokens and tell its drafter, unless it is paused; `span` is the step's."""
         found: list[str] = []
         for assignment in sequence.assignments.values():
             pause, trie, drafter = assignment.pause, assignment.trie, assignment.drafter
-            epoch = trie.epoch
             skipped = trie.node_count == 0 and trie.ready(1)
             walk = trie.advance(new_token_ids)
             if pause.steps_left == 0 and not skipped:
                 self._metrics.walked(drafter, walk)
                 if span.traceparent:
-                    found.append(f"{drafter.id}: {walk.hit.value}, {walk.wasted} wasted")
+                    found.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
             if pause.steps_left > 0:
                 # The batch, too, decides what pays, and it changes.
                 pays = self.planner.pays(sequence, assignment)
                 if not pause.step(new_token_ids, partial(self.planner.affords_probe, assignment), pays):
                     continue
-            elif trie.epoch != epoch:
+            elif walk.matched < len(new_token_ids):
                 if not self.planner.pays(sequence, assignment):
                     pause.begin(new_token_ids)
                     continue
@@ -219,26 +254,23 @@ class Drafting:
             told = pause.end() if pause.withheld else new_token_ids
             drafter.outbox.verdicts.append(self._verdict(sequence, assignment, told, walk.matched, span.traceparent))
             # What a drafter has to read first, back from a pause, is not how long it takes to draft; a probe is meant to tell.
-            timed = assignment.met and (told is new_token_ids or pause.probing)
-            if timed and (trie.epoch != epoch or trie.node_count == 0):
-                assignment.begin_epoch()
+            timed = assignment.answered_length > 0 and (told is new_token_ids or pause.probing)
+            if timed and trie.node_count == 0:
+                assignment.asked(len(sequence.tokens))
         if found:
             span.set(outrider__lookups="; ".join(found))
 
     def _verdict(self, sequence: Sequence, assignment: Assignment, told: list[int], accepted: int, traceparent: str) -> Verdict:
-        """The acknowledgement of a step, after the trie has been advanced; with depth and window where they change."""
-        trie = assignment.trie
+        """The acknowledgement of a step, after the trie has been advanced; with the window where it changes."""
         wanted = self.planner.depth_to_ask(sequence, assignment) or 1
         # What is committed until the draft is there counts as its first tokens.
-        depth = wanted + self.planner.steps_without(assignment, wanted)
-        if depth > trie.window.depth:
-            depth = trie.window.depth
-        window = self._window(assignment, depth)
-        assignment.ahead, assignment.told_at = window.depth > wanted, time.monotonic()
-        if depth == assignment.depth and window is assignment.window:
-            return Verdict(sequence.id, trie.epoch, trie.root, len(sequence.tokens), accepted, told, None, traceparent)
-        assignment.depth, assignment.window = depth, window
-        return Verdict(sequence.id, trie.epoch, trie.root, len(sequence.tokens), accepted, told, window, traceparent, depth)
+        draft_tokens = min(wanted + self.planner.steps_without(assignment, wanted), assignment.trie.window.depth)
+        window = self._window(assignment, draft_tokens)
+        assignment.ahead, assignment.told_at = window.depth > wanted, self._clock()
+        changed = window is not assignment.window
+        assignment.draft_tokens, assignment.window = draft_tokens, window
+        length = len(sequence.tokens)
+        return Verdict(sequence.id, length, told, accepted, draft_tokens, window if changed else None, traceparent)
 
     def _window(self, assignment: Assignment, depth: int) -> Window:
         """How far to run ahead: a draft for each step until the drafter hears of this one, as far as the trie has room; or not at
@@ -248,7 +280,7 @@ class Drafting:
         since a step waits for all; else it was for nothing.
         """
         drafter, step_s, most = assignment.drafter, self.planner.plain_s, assignment.trie.window
-        reply_s = drafter.reply.value
+        reply_s = drafter.round_trip.value
         if drafter.on_target_cores:
             together = min(self.planner.batch, len(drafter.sequence_ids))
             hit, draft_s = assignment.rate.stands(depth) ** max(together, 1), depth * drafter.token_time.value
@@ -256,7 +288,7 @@ class Drafting:
                 return _as_before(assignment, depth, depth)
         steps = 1 + math.ceil(reply_s / step_s) if step_s > 0.0 else MAX_DEPTH
         reach = min((1 + steps) * (1 + depth) - 1, most.depth)
-        return _as_before(assignment, min(_NODES_PER_DEPTH * reach, most.node_count), reach)
+        return _as_before(assignment, min(_TOKENS_PER_DEPTH * reach, most.token_count), reach)
 
     def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
@@ -270,10 +302,10 @@ class Drafting:
         self._metrics.verified(drafter, drafted, accepted)
 
 
-def _as_before(assignment: Assignment, node_count: int, depth: int) -> Window:
+def _as_before(assignment: Assignment, token_count: int, depth: int) -> Window:
     """The window; the very one that the drafter was told of, if that is the same."""
     before = assignment.window
-    return before if before.depth == depth and before.node_count == node_count else Window(node_count, depth)
+    return before if before.depth == depth and before.token_count == token_count else Window(token_count, depth)
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:

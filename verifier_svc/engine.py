@@ -285,7 +285,7 @@ class Engine:
                 # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
                 for drafter in {assignment.drafter for assignment in late}:
                     overdue_s = max(-assignment.due_s(now) for assignment in late if assignment.drafter is drafter)
-                    drafter.reply.observe(2 * max(now - started, drafter.reply.value + overdue_s))
+                    drafter.round_trip.observe(2 * max(now - started, drafter.round_trip.value + overdue_s))
                 break
             held_s = _LONGEST_HELD_S if self.outgoing.holds_chunks else budget_s
             with self._wake:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
-from verifier_svc.trie import Hit, Walk
+from verifier_svc.trie import CommitWalk, LookupResult
 
 _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "placement"]
@@ -62,7 +62,7 @@ class Metrics:
         self._generated_count = 0
         self._by_drafter: list[Counter | Histogram] = []
         self._answers: dict[Drafter, list[float]] = {}
-        self._walks: dict[tuple[Drafter, Hit], tuple[int, int]] = {}
+        self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int], int] = {}
         self._prefix_counts = (0, 0)
         self._register_drafts()
@@ -95,14 +95,15 @@ class Metrics:
         self._received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
         self._stale_tokens = counter(
             "stale_tokens",
-            "Draft tokens received for an epoch, node or sequence that was over, or that commits had contradicted by then.",
+            "Draft tokens received too late: committed or contradicted by then, or their sequence was over.",
             _LABELS,
         )
+        self._cut_tokens = counter("cut_tokens", "Draft tokens received that the window had no room for.", _LABELS)
         self._ignored = counter("ignored_messages", "Messages received of a kind that this version does not know.", _LABELS)
         self._hits = counter(
             "draft_lookups",
-            "Commits by what they found: the next draft on the chain or as an outcome, nothing yet (late), or a miss.",
-            [*_LABELS, "cause"],
+            "Commits by what they found: the next draft on the chain or in a side branch, nothing yet (late), or a miss.",
+            [*_LABELS, "result"],
         )
         self._wasted_tokens = counter("wasted_tokens", "Draft tokens that were dropped without being committed.", _LABELS)
         self._draft_seconds = self._histogram(
@@ -168,8 +169,8 @@ class Metrics:
 
     def _spread(self) -> None:
         """Counters of what was noted once for each sequence."""
-        for (drafter, hit), (count, wasted) in self._walks.items():
-            self._add(self._hits, (*self._labels(drafter), hit.value), count)
+        for (drafter, result), (count, wasted) in self._walks.items():
+            self._add(self._hits, (*self._labels(drafter), result.value), count)
             self._add(self._wasted_tokens, self._labels(drafter), wasted)
         for (drafter, drafted, accepted), count in self._verified.items():
             labels = self._labels(drafter)
@@ -193,15 +194,17 @@ class Metrics:
         """A drafter's first answers to verdicts came after so many seconds each."""
         self._answers.setdefault(drafter, []).extend(seconds)
 
-    def proposed(self, drafter: Drafter, token_count: int, stale_count: int) -> None:
-        """Proposals arrived with so many tokens, some of which were stale."""
+    def proposed(self, drafter: Drafter, token_count: int, stale_count: int, cut_count: int) -> None:
+        """Proposals arrived with so many tokens, some of which were stale, and some cut."""
         labels = self._labels(drafter)
         self._add(self._proposed_tokens, labels, token_count)
         self._add(self._stale_tokens, labels, stale_count)
+        if cut_count:
+            self._add(self._cut_tokens, labels, cut_count)
 
-    def walked(self, drafter: Drafter, walk: Walk) -> None:
+    def walked(self, drafter: Drafter, walk: CommitWalk) -> None:
         """A trie's root moved along a commit."""
-        key = (drafter, walk.hit)
+        key = (drafter, walk.result)
         count, wasted = self._walks.get(key, (0, 0))
         self._walks[key] = (count + 1, wasted + walk.wasted)
 

@@ -171,7 +171,7 @@ class Planner:
 
     def _chances(self, sequence: Sequence, assignment: Assignment) -> list[float]:
         """How likely each token that could be drafted is to be committed; 1 for those that are drafted whatever they cost."""
-        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_depth
+        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_draft_tokens
         if fixed is not None or assignment.pause.probing:
             return [1.0] * min(1 if fixed is None else fixed, most)
         return assignment.rate.survival[: min(self._limit, most)]
@@ -247,7 +247,7 @@ class Planner:
 
     def depth_for(self, sequence: Sequence, assignment: Assignment, price: float | None = None) -> int:
         """Draft tokens of this drafter that are worth their place in a step, at the plan's price or another."""
-        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_depth
+        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_draft_tokens
         if fixed is not None or self._by_limit:
             limit = self._limit if fixed is None else fixed
             return limit if limit < most else most
@@ -314,7 +314,7 @@ class Planner:
         busy_s: dict[Drafter, float] = {}
         for i, (due_s, seconds, assignment) in enumerate(late):
             patience += seconds
-            _note_busy(busy_s, assignment, assignment.depth)
+            _note_busy(busy_s, assignment, assignment.draft_tokens)
             most_s = min(patience + sum(busy_s.values()), _LONGEST_WAIT_S)
             if due_s <= most_s:
                 budget_s, count = most_s, i + 1
@@ -372,8 +372,8 @@ def awaited(sequence: Sequence) -> tuple[Assignment, int, float, float] | None:
         return None
     under_way: list[tuple[float, Assignment]] = []
     for assignment in sequence.assignments.values():
-        if assignment.pause.steps_left == 0 and assignment.met:
-            depth = min(limit, assignment.drafter.hello.max_depth)
+        if assignment.pause.steps_left == 0 and assignment.answered_length > 0:
+            depth = min(limit, assignment.drafter.hello.max_draft_tokens)
             if not assignment.trie.ready(depth):
                 under_way.append((assignment.rate.expected_tokens(depth), assignment))
     if not under_way:

@@ -15,7 +15,7 @@ from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import Drafter
 from verifier_svc.trie import Trie
 
-_EPOCHS_TIMED = 8
+_LENGTHS_TIMED = 8
 _RECENT = 0.2
 _FIRST_PAUSE = 4
 _LONGEST_PAUSE = 256
@@ -70,36 +70,36 @@ class Assignment:
     """What its drafter's sequences of this kind teach together."""
     window: Window
     """How far the drafter was last told to run ahead; its trie has room for more."""
-    depth: int
-    """Draft tokens that it was last told to aim at: those of a step, and of the steps that go on until they are there."""
-    asked_at: dict[int, float] = field(default_factory=dict)
-    """When each of the last few epochs began (monotonic seconds), until its first proposal."""
+    draft_tokens: int
+    """How many the drafter was last told to aim at: those of a step, and of the steps that go on until they are there."""
     pause: Pause = field(default_factory=lambda: Pause())
-    met: bool = False
-    """Whether it was heard of this sequence; before that it may be at the prompt, which says nothing of its drafting."""
-
-    undrafted: int = -1
-    """An epoch of which nothing but a resend has come, which says how long the way is, and nothing of drafting."""
+    asked_at: dict[int, float] = field(default_factory=dict)
+    """When the drafter was told of a committed length behind which its trie was empty (seconds), until it answers that length."""
+    answered_length: int = 0
+    """The greatest committed length that it answered. At 0 it may still be at the prompt, which says nothing of its drafting."""
     answer_rate: float = 1.0
     """Share of its answers that held a draft, the last few counting most; for the others nobody should have waited."""
     told_at: float = 0.0
-    """When it was last told of a step (monotonic seconds)."""
+    """When it was last told of a step (seconds)."""
     ahead: bool = False
     """Whether the drafter goes on while its last draft is verified, or is asked for so much that nobody waits for it."""
 
-    def begin_epoch(self) -> None:
-        """Note when the drafter was asked, which is when it was told, to measure how long it takes."""
-        self.asked_at[self.trie.epoch] = self.told_at
-        while len(self.asked_at) > _EPOCHS_TIMED:
+    def asked(self, committed_length: int) -> None:
+        """Note that the drafter was told of a length behind which it has to draft anew, to measure how long it takes."""
+        self.asked_at[committed_length] = self.told_at
+        while len(self.asked_at) > _LENGTHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def answered(self, at: float, epoch: int, *, drafted: bool) -> float | None:
-        """A message came, `at` by the monotonic clock: seconds since the verdict if it is the epoch's first, late or not.
+    def answered(self, at: float, base_length: int, *, drafted: bool) -> float | None:
+        """A message came, `at` by the clock: seconds since the drafter was asked if it is the first for that length, late or not.
 
         Without a draft it says that the drafter has none.
         """
-        self.met = True
-        asked_at = self.asked_at.pop(epoch, None)
+        self.answered_length = max(self.answered_length, base_length)
+        asked_at = self.asked_at.pop(base_length, None)
+        # One answer serves for all the lengths that the drafter read at once.
+        for length in [length for length in self.asked_at if length < base_length]:
+            del self.asked_at[length]
         if asked_at is None:
             return None
         self.answer_rate += _RECENT * (drafted - self.answer_rate)
@@ -107,8 +107,8 @@ class Assignment:
 
     def due_s(self, now: float) -> float:
         """Seconds until its drafter's next message should be here, by what it usually takes; below 0 when it is late."""
-        asked = [at for epoch in self.trie.open_epochs if (at := self.asked_at.get(epoch)) is not None]
-        return self.drafter.latency(self.depth) - (now - min(asked, default=self.told_at))
+        since = min(self.asked_at.values(), default=self.told_at)
+        return self.drafter.latency(self.draft_tokens) - (now - since)
 
 
 @dataclass(eq=False, slots=True)
@@ -163,13 +163,12 @@ class Sequence:
         """The announcement to a drafter."""
         return Opened(
             sequence_id=self.id,
-            epoch=assignment.trie.epoch,
             token_ids=list(self.tokens),
             # Whoever draws with our noise needs the seed that it is drawn from.
             sampling=replace(self.request.sampling, seed=self.seed if assignment.rule is Rule.COUPLED else None),
             rule=assignment.rule,
             window=assignment.window,
-            depth=assignment.depth,
+            draft_tokens=assignment.draft_tokens,
             tenant=self.request.tenant,
             traceparent=self.span.traceparent,
             grammar=self.request.grammar,

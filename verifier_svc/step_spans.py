@@ -78,6 +78,6 @@ def _verify(item: Item, wait_s: float, batch: str) -> Span:
             outrider__drafter=hello.drafter_id,
             outrider__family=hello.family,
             outrider__placement=hello.placement.kind,
-            outrider__epoch=item.assignment.trie.epoch,
+            outrider__committed_length=len(item.sequence.tokens),
         )
     return span

@@ -1,55 +1,51 @@
-"""The verifier's copy of one drafter's guesses for one sequence: a trie rooted at the last committed token.
+"""The verifier's copy of one drafter's guesses for one sequence: a trie below the last committed token.
 
-Knows tokens and node numbers; not models, streams or who drafts. See protos/outrider/v1/drafts.proto for the numbering.
+Knows tokens and committed lengths; not models, streams or who drafts. protos/outrider/v1/drafts.proto has the contract.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum, auto
+from dataclasses import dataclass
+from enum import StrEnum
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Proposal, Skip, SparseDistribution, Window
 
 
-class Hit(StrEnum):
+class LookupResult(StrEnum):
     """What a commit found in the trie."""
 
     CHAIN = "chain"
-    """The favourite path went on below what was committed: the next draft is there already."""
-    OUTCOME = "outcome"
-    """So did a side branch."""
+    """The favourite path goes on behind what was committed: the next draft is there already."""
+    BRANCH = "branch"
+    """So does a side branch."""
     LATE = "late"
-    """What was committed was not contradicted, but there is nothing behind it yet."""
+    """Nothing contradicts the commit, but there is nothing behind it yet."""
     MISS = "miss"
     """The commit left the trie."""
 
 
 @dataclass(slots=True)
-class Walk:
-    """What `Trie.advance` came upon: committed tokens that the trie had, and nodes that were dropped without being committed."""
+class CommitWalk:
+    """What `Trie.advance` found: committed tokens that the trie had, and guesses that fell without being committed."""
 
     matched: int
-    hit: Hit
+    result: LookupResult
     wasted: int
 
 
-class Fate(Enum):
-    """What became of a proposal."""
+@dataclass(slots=True)
+class Added:
+    """What became of a proposal's tokens."""
 
-    ADDED = auto()
-    STALE = auto()
-    """Commits since then rule it out, or what it hangs below; or it is for an epoch that is over."""
-
-
-@dataclass(eq=False, slots=True)
-class _Branch:
-    """A guess beside the path. `depth` is its distance from node 0 of the epoch; `children` are by token, the favourite first."""
-
-    number: int
-    token: int
-    depth: int
-    children: dict[int, _Branch] = field(default_factory=dict)
+    fresh: int = 0
+    """Hung into the trie."""
+    merged: int = 0
+    """Already in the trie."""
+    stale: int = 0
+    """Committed by then, or contradicted by what was committed."""
+    cut: int = 0
+    """Beyond the window."""
 
 
 @dataclass(slots=True)
@@ -60,311 +56,165 @@ class Path:
     distributions: list[SparseDistribution]
 
 
-class _Epoch:
-    """What was proposed in one epoch.
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A guess. Mostly it has one child; `others` are later ones by token."""
 
-    `owed` are tokens that were committed below `root` and that no proposal has named yet: it may be under way. The path, that of
-    first-proposed children from the root's on, is flat lists, since mostly there is nothing beside it.
-    """
+    token: int
+    distribution: SparseDistribution | None = None
+    favourite: _Node | None = None
+    others: dict[int, _Node] | None = None
 
-    __slots__ = ("_branches", "_depth", "_laws", "_sides", "last", "number", "numbers", "owed", "root", "skipped", "tokens")
+    def child(self, token: int) -> _Node | None:
+        favourite = self.favourite
+        if favourite is not None and favourite.token == token:
+            return favourite
+        return self.others.get(token) if self.others is not None else None
 
-    def __init__(self, number: int, owed: list[int]) -> None:
-        self.number = number
-        self.owed = owed
-        self.root = 0
-        self.last = 0
-        self.tokens: list[int] = []
-        """The path's, and its nodes' numbers."""
-        self.numbers: list[int] = []
-        self.skipped: set[int] = set()
-        # The root's distance from node 0.
-        self._depth = 0
-        # What tokens were sampled from, by number.
-        self._laws: dict[int, SparseDistribution] = {}
-        # The path's nodes' other children, by their parent's number and by token; and all that is in and below those, by number.
-        self._sides: dict[int, dict[int, _Branch]] = {}
-        self._branches: dict[int, _Branch] = {}
-
-    @property
-    def node_count(self) -> int:
-        """Nodes below the root."""
-        return len(self.tokens) + len(self._branches)
-
-    @property
-    def contradicted(self) -> bool:
-        """Whether there are guesses, and others than what was committed."""
-        return bool(self.owed and self.tokens)
-
-    def add(self, proposal: Proposal, window: Window) -> Fate:
-        parent, tokens, count = proposal.parent_node, proposal.token_ids, len(proposal.token_ids)
-        self.check_known(parent, "proposal.parent_node")
-        first = self.last + 1
-        if proposal.first_node != first:
-            raise _violation("proposal.first_node", f"must be {first}, the epoch's next node, not {proposal.first_node}")
-        tip = self.numbers[-1] if self.numbers else self.root
-        if parent == tip:
-            self._check_room(count, self._depth + len(self.tokens), window)
-            self.tokens += tokens
-            self.numbers += range(first, first + count)
-        elif self.knows(parent):
-            self._branch_off(proposal, window)
+    def hang(self, child: _Node) -> None:
+        if self.favourite is None:
+            self.favourite = child
         else:
-            self.last += count  # the drafter has numbered them, so numbering goes on behind them
-            return Fate.STALE
-        self.last += count
-        if proposal.distributions:
-            self._laws.update(enumerate(proposal.distributions, first))
-        return Fate.ADDED
+            self.others = self.others or {}
+            self.others[child.token] = child
 
-    def _branch_off(self, proposal: Proposal, window: Window) -> None:
-        """Add a run that does not lengthen the path."""
-        parent, number, repeated = proposal.parent_node, proposal.first_node, proposal.token_ids[0]
-        branch = self._branches.get(parent)
-        if branch is not None:
-            siblings, depth, taken = branch.children, branch.depth, repeated in branch.children
-        else:
-            at = 0 if parent == self.root else self.numbers.index(parent) + 1
-            siblings, depth = self._sides.get(parent, {}), self._depth + at
-            taken = repeated in siblings or repeated == self.tokens[at]
-        self._check_room(len(proposal.token_ids), depth, window)
-        if taken:
-            raise _violation("proposal.token_ids", f"begin with {repeated}, but node {parent} has that child already")
-        if branch is None:
-            self._sides[parent] = siblings
-        for i, token in enumerate(proposal.token_ids):
-            siblings[token] = self._branches[number + i] = branch = _Branch(number + i, token, depth + 1 + i)
-            siblings = branch.children
-
-    def follow(self, token_ids: list[int]) -> tuple[int, bool]:
-        """Move the root along committed tokens as far as there are nodes, the rest is owed; how far that was, and whether along
-        first-proposed children alone.
-        """
-        owed, matched = self.owed, 0
-        owed += token_ids
-        for token, guess in zip(owed, self.tokens, strict=False):
-            if token != guess:
-                break
-            matched += 1
-        if matched:
-            passed = [self.root, *self.numbers[: matched - 1]]
-            self.root = self.numbers[matched - 1]
-            self._depth += matched
-            del self.tokens[:matched], self.numbers[:matched], owed[:matched]
-            if self._sides or self._laws or self.skipped:
-                self._forget(passed)
-        branch = self._sides.get(self.root, {}).get(owed[0]) if owed and self._sides else None
-        if branch is None:
-            return matched, True
-        return matched + self._leave_path(branch), False
-
-    def _leave_path(self, branch: _Branch) -> int:
-        """Move the root to a child beside the path and on from there; how far that was."""
-        matched = 1
-        while matched < len(self.owed) and self.owed[matched] in branch.children:
-            branch = branch.children[self.owed[matched]]
-            matched += 1
-        del self.owed[:matched]
-        self.root, self._depth = branch.number, branch.depth
-        self.tokens, self.numbers, self._sides = [], [], {}
-        while branch.children:
-            favourite, *others = branch.children.values()
-            if others:
-                self._sides[branch.number] = {other.token: other for other in others}
-            self.tokens.append(favourite.token)
-            self.numbers.append(favourite.number)
-            branch = favourite
-        self._prune()
-        return matched
-
-    def _forget(self, passed: list[int]) -> None:
-        """Forget nodes of the path that are no longer below the root, and what was beside them."""
-        ruled_out = False
-        for number in passed:
-            self._laws.pop(number, None)
-            self.skipped.discard(number)
-            ruled_out = self._sides.pop(number, None) is not None or ruled_out
-        if ruled_out:
-            self._prune()
-
-    def _prune(self) -> None:
-        """Forget what is neither the root nor below it."""
-        kept: dict[int, _Branch] = {}
-        pending = [branch for side in self._sides.values() for branch in side.values()]
+    def count(self) -> int:
+        """Guesses in this node's subtree, itself included."""
+        found, pending = 0, [self]
         while pending:
-            branch = pending.pop()
-            kept[branch.number] = branch
-            pending += branch.children.values()
-        self._branches = kept
-        known = {self.root, *self.numbers, *kept}
-        self.skipped &= known
-        self._laws = {number: law for number, law in self._laws.items() if number in known}
+            node = pending.pop()
+            found += 1
+            if node.favourite is not None:
+                pending.append(node.favourite)
+            if node.others is not None:
+                pending += node.others.values()
+        return found
 
-    def laws(self, depth: int) -> list[SparseDistribution]:
-        """What the path's first tokens were sampled from, of as many as were."""
-        return [self._laws[number] for number in self.numbers[:depth] if number in self._laws] if self._laws else []
 
-    def knows(self, node: int) -> bool:
-        """Whether it is the root or below it."""
-        return node == self.root or node in self._branches or node in self.numbers
-
-    def check_known(self, node: int, field_name: str) -> None:
-        if node > self.last:
-            raise _violation(field_name, f"must be a node of the epoch, at most {self.last}, not {node}")
-
-    def _check_room(self, count: int, parent_depth: int, window: Window) -> None:
-        """For so many nodes below one of that depth."""
-        depth = parent_depth - self._depth + count
-        if depth > window.depth:
-            raise _violation("proposal.token_ids", f"reach depth {depth}, but the window allows {window.depth}")
-        if self.node_count + count > window.node_count:
-            raise _violation("proposal.token_ids", f"make more than the {window.node_count} nodes that the window allows")
+# What stands in for a token that fell: nothing hangs below it.
+_STALE, _CUT = _Node(-1), _Node(-1)
 
 
 class Trie:
-    """Speculation trie of one (sequence, drafter).
+    """Speculation trie of one (sequence, drafter). Equal prefixes merge; a node's first child is its favourite."""
 
-    What is committed before anything was proposed for it raises the epoch, as a guess that was wrong does; but the proposal may be
-    under way and right. So such epochs stay open until the drafter is heard of in a later one, and a proposal for one of them is
-    hung below the tokens committed since. Only the first of the open epochs can have any nodes.
-    """
-
-    def __init__(self, window: Window) -> None:
+    def __init__(self, opened_length: int, window: Window) -> None:
+        """The sequence was handed to the drafter with `opened_length` committed tokens."""
         self.window = window
-        self.epoch = 0
-        """The one that holds, of which the drafter is told."""
-        self._heard = _Epoch(0, [])
-        # Later epochs, of which nothing was heard yet, and how many of the tokens committed since the first of them precede each.
-        self._unheard: list[tuple[int, int]] = []
-        self._since: list[int] = []
-        self._dropped = 0
-
-    @property
-    def root(self) -> int:
-        """The last committed token's node in the epoch that holds."""
-        return 0 if self._unheard else self._heard.root
-
-    @property
-    def last_node(self) -> int:
-        """The number of the last node that was proposed in the epoch that holds."""
-        return 0 if self._unheard else self._heard.last
-
-    @property
-    def open_epochs(self) -> list[int]:
-        """Those of which a draft may be waited for, the oldest first; of one that is contradicted only a branch could be of use."""
-        later = [number for number, _ in self._unheard]
-        return later if self._heard.contradicted else [self._heard.number, *later]
-
-    @property
-    def node_count(self) -> int:
+        self.node_count = 0
         """Guesses below the last committed token."""
-        heard = self._heard
-        return 0 if heard.owed else heard.node_count
+        self._opened_length = opened_length
+        self._root = _Node(-1)
+        self._skipped = False
+        # The favourite path from the root's child on; None until it is asked for.
+        self._favourites: list[_Node] | None = None
 
-    def add(self, proposal: Proposal) -> Fate:
-        """Hang a run of nodes under its parent.
+    def add(self, proposal: Proposal, committed: list[int]) -> Added:
+        """Pass over what was committed since the proposal's base, and hang the rest below the last committed token.
 
-        Raises OutriderError(PROTOCOL_VIOLATION) for what no delay can explain: an epoch or parent that never was, numbers that are
-        not consecutive, two siblings of one token, more nodes or depth than the window allows.
+        Raises OutriderError(PROTOCOL_VIOLATION) for a base that no delay explains.
         """
-        epoch = self._hear(proposal.epoch, "proposal.epoch")
-        if epoch is None:
-            return Fate.STALE
-        fate = epoch.add(proposal, self.window)
-        if epoch.owed:
-            matched, _ = epoch.follow([])
-            if epoch.contradicted:
-                return Fate.STALE
-            self._dropped += matched
-        return fate
+        self._check_base(proposal.base_length, len(committed), "proposal.base_length")
+        added, parents, given = Added(), proposal.parents, proposal.distributions
+        # By place, 0 for the base: the distance from the root, which is below 0 before it, and the node. All places on the commit
+        # before the root share its node, since it is by their distance that they are told apart.
+        depths = [proposal.base_length - len(committed)]
+        nodes = [self._root]
+        for i, token in enumerate(proposal.token_ids):
+            parent = parents[i] if parents else i
+            depth, node = depths[parent] + 1, nodes[parent]
+            depths.append(depth)
+            if node is _CUT:
+                added.cut += 1
+            elif node is _STALE or depth <= 0:
+                added.stale += 1
+                if depth <= 0 and token != committed[depth - 1]:
+                    node = _STALE
+            else:
+                node = self._hang(node, token, depth, given[i] if given else None, added)
+            nodes.append(node)
+        self._favourites = None
+        return added
 
-    def skip(self, skip: Skip) -> Fate:
-        """Note that nothing will come below a node; raises as `add` does."""
-        epoch = self._hear(skip.epoch, "skip.epoch")
-        if epoch is None:
-            return Fate.STALE
-        epoch.check_known(skip.node, "skip.node")
-        if epoch.knows(skip.node):
-            epoch.skipped.add(skip.node)
-        return Fate.ADDED
+    def _hang(self, parent: _Node, token: int, depth: int, distribution: SparseDistribution | None, added: Added) -> _Node:
+        """The node of a guess, made anew unless there is one or the window has no room."""
+        node = parent.child(token)
+        if node is not None:
+            # What it was sampled from is as it was first said: a token that stood here anyway was not drawn by the later draw.
+            added.merged += 1
+            return node
+        if depth > self.window.depth or self.node_count >= self.window.token_count:
+            added.cut += 1
+            return _CUT
+        node = _Node(token, distribution)
+        parent.hang(node)
+        self.node_count += 1
+        added.fresh += 1
+        return node
 
-    def _hear(self, number: int, field_name: str) -> _Epoch | None:
-        """The epoch that a message is for, None if it is of no use; whoever is in it has read what ended those before."""
-        if number > self.epoch:
-            raise _violation(field_name, f"must be at most {self.epoch}, not {number}")
-        if number != self._heard.number:
-            at = next((i for i, (later, _) in enumerate(self._unheard) if later == number), None)
-            if at is None:
-                return None
-            self._dropped += self.node_count
-            start = self._unheard[at][1]
-            self._heard = _Epoch(number, self._since[start:])
-            self._forget(at + 1)
-        return self._heard
+    def skip(self, skip: Skip, committed: list[int]) -> None:
+        """Note that nothing more will come before the next verdict; an older skip says nothing. Raises as `add` does."""
+        self._check_base(skip.base_length, len(committed), "skip.base_length")
+        if skip.base_length == len(committed):
+            self._skipped = True
 
-    def _forget(self, count: int) -> None:
-        """The first of the epochs of which nothing was heard."""
-        del self._unheard[:count]
-        start = self._unheard[0][1] if self._unheard else len(self._since)
-        del self._since[:start]
-        self._unheard = [(number, first - start) for number, first in self._unheard]
+    def _check_base(self, base_length: int, committed_length: int, field_name: str) -> None:
+        if not self._opened_length <= base_length <= committed_length:
+            lengths = f"from {self._opened_length}, as it was opened, to the {committed_length} committed tokens"
+            message = f"{field_name} must be a length {lengths}, not {base_length}"
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
 
-    def favourites(self) -> list[int]:
-        """Node numbers of the path, in the epoch that it was proposed in; none while something is owed."""
-        return [] if self._heard.owed else self._heard.numbers
+    def advance(self, new_token_ids: list[int]) -> CommitWalk:
+        """Move the root along committed tokens, all of which are new; what is not below it falls."""
+        node, before, matched, forked, favoured = self._root, self.node_count, 0, False, True
+        for token in new_token_ids:
+            child = node.child(token)
+            if child is None:
+                break
+            if node.others is not None:
+                forked, favoured = True, favoured and child is node.favourite
+            matched += 1
+            node = child
+        missed = matched < len(new_token_ids)
+        result = LookupResult.CHAIN if favoured else LookupResult.BRANCH
+        if node.favourite is None:
+            result = LookupResult.LATE
+        elif missed:
+            result = LookupResult.MISS
+        if missed:
+            node = _Node(-1)
+        # What the root leaves behind holds branches that go with it, which are counted only where there were any.
+        left = 0 if missed else before - matched
+        if forked and not missed:
+            left = node.count() - 1
+        self._root, self.node_count, self._skipped, self._favourites = node, left, False, None
+        return CommitWalk(matched, result, before - matched - left)
 
     def path(self, depth: int) -> Path:
-        """The path of first-proposed children from the root, cut at `depth` tokens; siblings come later, as less likely.
+        """The path of favourites from the root, cut at `depth` tokens.
 
         Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
         """
-        heard = self._heard
-        if heard.owed:
-            return Path([], [])
-        tokens, distributions = heard.tokens[:depth], heard.laws(depth)
+        nodes = self._path()[:depth]
+        distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path is sampled from end to end or counts as one-hot from end to end.
-        return Path(tokens, distributions if len(distributions) == len(tokens) else [])
+        return Path([node.token for node in nodes], distributions if len(distributions) == len(nodes) else [])
 
-    def ready(self, depth: int) -> bool:
-        """Whether waiting could not make the path to `depth` any longer."""
-        heard = self._heard
-        if heard.numbers and not heard.owed:
-            return len(heard.numbers) >= depth or heard.numbers[-1] in heard.skipped
-        # Who was asked anew may know more than when it skipped.
-        return depth == 0 or (not self._unheard and heard.root in heard.skipped)
+    def _path(self) -> list[_Node]:
+        found = self._favourites
+        if found is None:
+            self._favourites = found = []
+            node = self._root.favourite
+            while node is not None:
+                found.append(node)
+                node = node.favourite
+        return found
 
     def length(self, depth: int) -> int:
         """Tokens of the path, at most `depth`."""
-        heard = self._heard
-        length = 0 if heard.owed else len(heard.tokens)
+        length = len(self._path())
         return length if length < depth else depth
 
-    def advance(self, token_ids: list[int]) -> Walk:
-        """Move the root along committed tokens. If the epoch lacks one of them, another begins."""
-        heard = self._heard
-        owed_before = bool(heard.owed)
-        held = 0 if owed_before else heard.node_count
-        matched, favoured = heard.follow(token_ids)
-        left = 0 if heard.owed else heard.node_count
-        hit = Hit.CHAIN if left and favoured else Hit.OUTCOME if left else Hit.LATE
-        if heard.owed and not owed_before and heard.tokens:
-            hit = Hit.MISS
-        walk = Walk(matched, hit, self._dropped + held - matched - left)
-        self._dropped = 0
-        if self._unheard or heard.owed or (heard.last == 0 and token_ids):
-            self._since += token_ids if self._unheard else ()
-            self.epoch += 1
-            self._unheard.append((self.epoch, len(self._since)))
-            self._trim()
-        return walk
-
-    def _trim(self) -> None:
-        """No guess reaches further than the window, so what is further back cannot be caught up with."""
-        if len(self._unheard) > 2 * self.window.depth:
-            count = len(self._unheard) - self.window.depth
-            self._heard = _Epoch(self._unheard[count - 1][0], self._since[self._unheard[count - 1][1] :])
-            self._forget(count)
-
-
-def _violation(field_name: str, message: str) -> OutriderError:
-    return OutriderError(Reason.PROTOCOL_VIOLATION, f"{field_name} {message}", field_name)
+    def ready(self, depth: int) -> bool:
+        """Whether waiting could not make the path to `depth` any longer."""
+        return self._skipped or len(self._path()) >= depth
