@@ -86,10 +86,12 @@ class ScriptedDrafter:
         self.engine = engine
         self.told: list[StepBatch] = []
         self.error: OutriderError | None = None
-        self.epoch: dict[int, int] = {}
-        self.next_node: dict[int, int] = {}
-        self.tip: dict[int, int] = {}
-        self.handle: Drafter = engine.drafting.join(Hello(name, family, "f", **{"max_depth": 16, **hello}), self._sink)  # type: ignore[arg-type]
+        self.length: dict[int, int] = {}
+        """The committed length that it was told of, by sequence."""
+        self.ahead: dict[int, list[int]] = {}
+        """Its guesses behind that, as far as no verdict contradicts them."""
+        fields = {"max_draft_tokens": 16, **hello}
+        self.handle: Drafter = engine.drafting.join(Hello(name, family, "f", **fields), self._sink)  # type: ignore[arg-type]
 
     def _sink(self, message: StepBatch | OutriderError) -> None:
         if isinstance(message, OutriderError):
@@ -97,29 +99,21 @@ class ScriptedDrafter:
             return
         self.told.append(message)
         for opened in message.opened:
-            self._begin(opened.sequence_id, opened.epoch)
+            self.length[opened.sequence_id] = len(opened.token_ids)
+            self.ahead[opened.sequence_id] = []
         for verdict in message.verdicts:
-            if verdict.epoch != self.epoch[verdict.sequence_id]:
-                self._begin(verdict.sequence_id, verdict.epoch)
-            elif verdict.root_node > self.tip[verdict.sequence_id]:
-                self.tip[verdict.sequence_id] = verdict.root_node
+            new, ahead = verdict.new_token_ids, self.ahead[verdict.sequence_id]
+            self.length[verdict.sequence_id] = verdict.committed_length
+            self.ahead[verdict.sequence_id] = ahead[len(new) :] if ahead[: len(new)] == new else []
 
-    def _begin(self, sequence_id: int, epoch: int) -> None:
-        self.epoch[sequence_id], self.next_node[sequence_id], self.tip[sequence_id] = epoch, 1, 0
-
-    def propose(self, sequence_id: int, tokens: list[int], parent: int | None = None) -> None:
-        """Hang tokens under `parent`, the tip of the last run unless given."""
-        under = self.tip[sequence_id] if parent is None else parent
-        first = self.next_node[sequence_id]
+    def propose(self, sequence_id: int, tokens: list[int], *, anew: bool = False) -> None:
+        """Propose tokens behind its guesses so far, or `anew` behind what is committed."""
         # Before it is sent, since the engine may answer at once.
-        self.next_node[sequence_id] += len(tokens)
-        self.tip[sequence_id] = first + len(tokens) - 1
-        self.send(Proposal(sequence_id, self.epoch[sequence_id], under, first, tokens))
+        self.ahead[sequence_id] = [*tokens] if anew else [*self.ahead[sequence_id], *tokens]
+        self.send(Proposal(sequence_id, self.length[sequence_id], list(self.ahead[sequence_id])))
 
     def skip(self, sequence_id: int) -> None:
-        self.engine.drafting.take(
-            self.handle, DraftBatch(skips=[Skip(sequence_id, self.epoch[sequence_id], self.tip[sequence_id])])
-        )
+        self.engine.drafting.take(self.handle, DraftBatch(skips=[Skip(sequence_id, self.length[sequence_id])]))
 
     def send(self, *proposals: Proposal) -> None:
         self.engine.drafting.take(self.handle, DraftBatch(list(proposals)))

@@ -47,7 +47,7 @@ def test_deep_drafts_leave_room_for_a_prompt() -> None:
     engine.step()
     prompt = engine.submit(TokenRequest([1] * 40, 3, GREEDY), Client())
     for sequence in decoding:
-        drafter.propose(sequence.id, model.greedy(sequence.tokens, 8), 0)
+        drafter.propose(sequence.id, model.greedy(sequence.tokens, 8), anew=True)
     engine.step()
     # A quarter of a step is the prompt's, and with a token each of six sequences, drafts had all the rest.
     assert prompt.pending_count == 40 - 8

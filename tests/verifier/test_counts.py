@@ -16,7 +16,7 @@ def test_statistics_count_what_was_verified() -> None:
     truth = model.greedy([1, 2], 10)
     drafter.propose(sequence.id, truth[:2])
     engine.step()
-    drafter.propose(sequence.id, [truth[3], (truth[4] + 1) % VOCAB, 0], parent=0)
+    drafter.propose(sequence.id, [truth[3], (truth[4] + 1) % VOCAB, 0], anew=True)
     while engine.sequences:
         engine.step()
     stats = client.chunks[-1].stats

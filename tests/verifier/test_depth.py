@@ -161,11 +161,11 @@ def test_a_batch_that_fills_the_processor_drafts_less() -> None:
     assert max(depths(crowded)) < min(depths(alone))
 
 
-def kneed(rates: Mapping[str, Sequence[float]], max_depth: int = 64) -> Engine:
+def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
     """Eight sequences, drafters with these chances to be right for each; 16 tokens take little more than 8, further ones 2 ms."""
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
     for name in rates:
-        ScriptedDrafter(engine, name, name, max_depth=max_depth)
+        ScriptedDrafter(engine, name, name, max_draft_tokens=max_draft_tokens)
     for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
         engine.cost.calibrate(8, 8 * (1 + depth), seconds)
     for _ in range(8):
@@ -205,7 +205,7 @@ def test_places_go_to_the_likeliest_tokens_of_all_sequences() -> None:
 
 
 def test_what_a_drafter_cannot_draft_leaves_its_place_to_others() -> None:
-    assert settle(kneed({"one": [0.9] * 4 + [0.4] * 4}, max_depth=1)) == [1] * 8
+    assert settle(kneed({"one": [0.9] * 4 + [0.4] * 4}, max_draft_tokens=1)) == [1] * 8
 
 
 def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> None:
@@ -261,13 +261,13 @@ def test_the_drafter_is_told_when_the_depth_changes() -> None:
         engine.cost.calibrate(1, 1 + depth, 0.05 + 0.005 * depth)
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), client)
     engine.drain_inbox()
-    first = drafter.told[0].opened[0].depth
+    first = drafter.told[0].opened[0].draft_tokens
     for _ in range(6):
         truth = model.greedy(sequence.tokens, 2)
         drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % 7])
         engine.planner.plan([sequence])
         engine.step()
-    told = [verdict.depth for batch in drafter.told for verdict in batch.verdicts if verdict.depth is not None]
+    told = [verdict.draft_tokens for batch in drafter.told for verdict in batch.verdicts]
     assert told[-1] < first
 
 
@@ -281,7 +281,7 @@ def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_where_the_way_to_it_
     engine.drain_inbox()
     assert here.told[0].opened[0].window.depth == 4
     assert there.told[0].opened[0].window.depth == 9
-    here.handle.reply.observe(0.1)
+    here.handle.round_trip.observe(0.1)
     engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     assert here.told[1].opened[0].window.depth == 9
@@ -294,7 +294,7 @@ def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     [assignment] = sequence.assignments.values()
     assert engine.drafting._window(assignment, 1).depth == 3
-    drafter.handle.reply.observe(0.08)
+    drafter.handle.round_trip.observe(0.08)
     assert [engine.drafting._window(assignment, depth).depth for depth in (1, 2, 8)] == [7, 11, assignment.trie.window.depth]
 
 
@@ -303,7 +303,7 @@ def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_if_the_drafts_of_all
         engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 8)))
         engine.drafting._own_cores = frozenset({0, 1})
         drafter = ScriptedDrafter(engine, placement=Placement(host=platform.node(), device="cpu"))
-        drafter.handle.reply.observe(0.02)
+        drafter.handle.round_trip.observe(0.02)
         drafter.handle.token_time.observe(0.01)
         for size in (1, 8):
             engine.cost.calibrate(size, size, 0.05)
@@ -379,7 +379,7 @@ def test_a_pause_ends_as_soon_as_the_batch_is_one_in_which_drafting_pays() -> No
     assert not assignment.pause.probing
     told = drafter.told[-1].verdicts[0]
     assert told.new_token_ids == [*withheld, good.tokens[-1]]
-    assert told.epoch == assignment.trie.epoch
+    assert told.committed_length == len(good.tokens)
 
 
 def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() -> None:
@@ -393,8 +393,8 @@ def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() ->
     for name, accepted in (("quick", 1), ("slow", 4)):
         for _ in range(40):
             sequence.assignments[name].rate.observe(8, accepted)
-    quick.handle.reply.observe(0.001)
-    slow.handle.reply.observe(0.3)
+    quick.handle.round_trip.observe(0.001)
+    slow.handle.round_trip.observe(0.3)
     for _ in range(4):
         engine.planner.plan([sequence])
     assert engine.planner.pays(sequence, sequence.assignments["quick"])
@@ -427,13 +427,12 @@ def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> N
         now = time.monotonic()
         proposals = []
         for sequence in sequences:
-            trie = sequence.assignments["scripted"].trie
-            sequence.assignments["scripted"].asked_at = {trie.epoch: now}
-            proposals.append(Proposal(sequence.id, trie.epoch, trie.root, trie.last_node + 1, [5]))
+            sequence.assignments["scripted"].asked_at = {len(sequence.tokens): now}
+            proposals.append(Proposal(sequence.id, len(sequence.tokens), [5]))
         engine.drafting.take(drafter.handle, DraftBatch(proposals), arrived_at=now + seconds)
         engine.step()
 
     for seconds in (0.01, 0.01, 0.01, 0.5):
         answer(seconds)
     assert drafter.error is None
-    assert drafter.handle.reply.value == pytest.approx(0.01)
+    assert drafter.handle.round_trip.value == pytest.approx(0.01)

@@ -30,13 +30,13 @@ from verifier_svc.engine_thread import EngineThread
 
 
 def opened(sequence_id: int, token_count: int) -> Opened:
-    return Opened(sequence_id, 0, [100_000] * token_count, SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 4)
+    return Opened(sequence_id, [100_000] * token_count, SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 4)
 
 
 def test_prompts_too_long_for_one_message_come_in_several_before_what_became_of_them() -> None:
     step = StepBatch(
         opened=[opened(number, 500_000) for number in range(12)],
-        verdicts=[Verdict(3, 0, 0, 500_001, 0, [5])],
+        verdicts=[Verdict(3, 500_001, [5], 0, 4)],
         closed=[Closed(4, CloseReason.ENDED)],
     )
     parts = list(draft_streams._messages(wire.step_to_proto(step)))
@@ -69,7 +69,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
 
     thread = EngineThread(lambda deliver: engine)
     await thread.built
-    message = verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(DraftBatch([Proposal(1, 0, 0, 1, [5] * 100)] * 500)))
+    message = verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500)))
     said = 0
 
     async def requests() -> AsyncIterator[verifier_pb2.StreamDraftsRequest]:

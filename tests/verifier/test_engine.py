@@ -64,7 +64,7 @@ def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
     drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % VOCAB, truth[2]])
     engine.step()
     verdict = drafter.told[-1].verdicts[0]
-    assert (verdict.epoch, verdict.root_node, verdict.accepted_count, verdict.new_token_ids) == (1, 0, 1, truth[:2])
+    assert (verdict.committed_length, verdict.accepted_count, verdict.new_token_ids) == (5, 1, truth[:2])
     finish(engine)
     assert client.chunks[0].token_ids == truth[:2]
     assert client.chunks[0].sources == [TokenSource.ACCEPTED, TokenSource.RECOVERED]
@@ -91,7 +91,6 @@ def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:
     drafter.propose(sequence.id, truth[:5])
     engine.step()
     engine.step()
-    assert drafter.told[-2].verdicts[0].epoch == 0
     finish(engine)
     assert [chunk.token_ids for chunk in client.chunks[:2]] == [truth[:3], truth[3:6]]
 
@@ -163,12 +162,12 @@ def guess_randomly(engine: Engine, drafter: ScriptedDrafter, sequence_id: int, n
     assignment = engine.sequences[sequence_id].assignments.get(drafter.handle.id)
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
         return
-    if drafter.epoch[sequence_id] != assignment.trie.epoch:
-        return  # paused, it has yet to hear of the epoch that holds
+    if drafter.length[sequence_id] != len(engine.sequences[sequence_id].tokens):
+        return  # paused, it has yet to hear of what was committed
     right = noise.randint(0, len(truth))
     tokens = [*truth[:right], *(noise.randrange(VOCAB) for _ in range(3))][: assignment.trie.window.depth]
     if tokens:
-        drafter.propose(sequence_id, tokens, parent=assignment.trie.root)
+        drafter.propose(sequence_id, tokens, anew=True)
 
 
 def test_preemption_loses_nothing() -> None:
@@ -258,7 +257,7 @@ def test_a_violation_ends_that_drafters_stream_and_no_other_sequence_suffers() -
     client = Client()
     sequence = engine.submit(request([1, 2], 10), client)
     engine.drain_inbox()
-    bad.send(Proposal(sequence.id, 0, 77, 1, [1]))
+    bad.send(Proposal(sequence.id, 77, [1]))
     assert bad.error is not None
     assert bad.error.reason is Reason.PROTOCOL_VIOLATION
     good.propose(sequence.id, model.greedy([1, 2], 4))
@@ -272,7 +271,7 @@ def test_a_drafter_that_keeps_breaking_the_protocol_is_quarantined() -> None:
     sequence = engine.submit(request([1, 2], 10), Client())
     for _ in range(3):
         drafter = ScriptedDrafter(engine, "bad")
-        drafter.send(Proposal(sequence.id, 5, 0, 1, [1]))
+        drafter.send(Proposal(sequence.id, 5, [1]))
     with pytest.raises(OutriderError) as caught:
         ScriptedDrafter(engine, "bad")
     assert caught.value.reason is Reason.QUARANTINED
@@ -285,7 +284,7 @@ def test_a_quarantine_is_counted_from_the_third_violation_within_half_a_minute(m
     engine, _ = make_engine()
     sequence = engine.submit(request([1, 2], 10), Client())
     for clock.now in (0.0, 10.0, 31.0, 39.0):
-        ScriptedDrafter(engine, "bad").send(Proposal(sequence.id, 5, 0, 1, [1]))
+        ScriptedDrafter(engine, "bad").send(Proposal(sequence.id, 5, [1]))
     clock.now = 68.9
     with pytest.raises(OutriderError, match="in quarantine for 1 s more") as caught:
         ScriptedDrafter(engine, "bad")
@@ -300,7 +299,7 @@ def test_proposals_for_finished_sequences_are_ignored() -> None:
     sequence = engine.submit(request([1, 2], 2), Client())
     while engine.sequences:
         engine.step()
-    drafter.send(Proposal(sequence.id, 0, 0, 1, [1]))
+    drafter.send(Proposal(sequence.id, 2, [1]))
     assert drafter.error is None
     assert 'outrider:stale_tokens_total{drafter="scripted"' in exposition(engine)
 

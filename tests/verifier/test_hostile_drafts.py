@@ -21,7 +21,7 @@ def request(prompt: list[int], max_tokens: int) -> TokenRequest:
 @pytest.mark.parametrize("handed", [0, 1])
 def test_a_proposal_or_skip_for_a_sequence_that_never_was_is_a_violation(handed: int) -> None:
     """No delay explains an id above the last one that the drafter was handed."""
-    for batch in (DraftBatch([Proposal(handed + 1, 0, 0, 1, [1])]), DraftBatch(skips=[Skip(handed + 1, 0, 0)])):
+    for batch in (DraftBatch([Proposal(handed + 1, 2, [1])]), DraftBatch(skips=[Skip(handed + 1, 2)])):
         engine, _ = make_engine()
         drafter = ScriptedDrafter(engine)
         for _ in range(handed):
@@ -36,7 +36,7 @@ def test_a_proposal_or_skip_for_a_sequence_that_never_was_is_a_violation(handed:
 
 
 def test_a_bad_skip_is_reported_as_a_skip() -> None:
-    for skip, field in ((Skip(1, 7, 0), "skip.epoch"), (Skip(1, 0, 7), "skip.node")):
+    for skip, field in ((Skip(1, 7), "skip.base_length"), (Skip(1, 1), "skip.base_length")):
         engine, _ = make_engine()
         drafter = ScriptedDrafter(engine)
         engine.submit(request([1, 2], 8), Client())
@@ -54,7 +54,7 @@ def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alon
     engine.drain_inbox()
     unlucky.propose(sequence.id, [1])
     # Nothing that comes from the wire does this; what does is not known.
-    unlucky.propose(sequence.id, [[]], parent=0)  # type: ignore[list-item]
+    unlucky.send(Proposal(sequence.id, 2, None))  # type: ignore[arg-type]
     assert unlucky.error is not None
     assert unlucky.error.reason is Reason.INTERNAL
     assert "TypeError" in caplog.text
@@ -85,7 +85,7 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing(monkeypatch: pytest.Monk
         while engine.sequences:
             engine.drain_inbox()
             for sequence in sequences:
-                if sequence.id in engine.sequences and sequence.id in drafters[0].epoch and rng.random() < 0.7:
+                if sequence.id in engine.sequences and sequence.id in drafters[0].length and rng.random() < 0.7:
                     drafters[0].propose(sequence.id, [rng.randrange(7)])
             engine._await_drafts()
             engine.step()

@@ -40,9 +40,9 @@ from outrider.v1 import verifier_pb2
 BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 GREEDY = SamplingParams(temperature=0.0)
 HELLO = Hello("d", "f", "t", 8, frozenset(Rule), Placement("cpu", "h", "cpu", (0, 1), 0, "x"))
-DRAFTS = DraftBatch([Proposal(1, 0, 0, 1, [1, 2]), Proposal(1, 0, 2, 3, [3], draft_seconds=0.1)], [Skip(2, 0, 0)])
-OPENED = Opened(1, 0, [1, 2, 3, 1, 2], GREEDY, Rule.ONE_HOT, Window(16, 4), 2, "t", grammar=Grammar(GrammarKind.REGEX, "a"))
-STEP = StepBatch([OPENED], [Verdict(1, 0, 1, 6, 1, [3]), Verdict(1, 1, 0, 7, 1, [4], Window(8, 4), depth=2)], [Closed(1)])
+DRAFTS = DraftBatch([Proposal(1, 5, [1, 2]), Proposal(1, 5, [1, 3], [0, 1], draft_seconds=0.1)], [Skip(2, 5)])
+OPENED = Opened(1, [1, 2, 3, 1, 2], GREEDY, Rule.ONE_HOT, Window(16, 4), 2, "t", grammar=Grammar(GrammarKind.REGEX, "a"))
+STEP = StepBatch([OPENED], [Verdict(1, 6, [3], 1, 2), Verdict(1, 7, [4], 1, 2, Window(8, 4))], [Closed(1)])
 
 
 def from_drafter(**fields: object) -> bytes:

@@ -61,7 +61,7 @@ class RawDrafter:
         parse = verifier_pb2.StreamDraftsResponse.FromString
         call: Any = channel.stream_stream("/outrider.v1.VerifierService/StreamDrafts", response_deserializer=parse)
         self.call = call()
-        fields = {"drafter_id": name, "family": "raw", "tokenizer_fingerprint": "f", "max_depth": 8, **hello}
+        fields = {"drafter_id": name, "family": "raw", "tokenizer_fingerprint": "f", "max_draft_tokens": 8, **hello}
         self._hello = drafts_pb2.Hello(**fields)
 
     async def say(self, data: bytes) -> None:

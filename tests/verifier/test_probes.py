@@ -59,8 +59,8 @@ def test_a_probe_asks_for_one_token_whatever_the_policy(policy: DepthPolicy) -> 
     engine.planner.plan([sequence])
     assert sequence.depth == 1
     verdict = drafter.told[-1].verdicts[0]
-    assert assignment.depth == 1
-    assert verdict.depth in (1, None)
+    assert assignment.draft_tokens == 1
+    assert verdict.draft_tokens == 1
 
 
 def test_time_spent_on_probes_is_bounded() -> None:
@@ -132,8 +132,8 @@ def test_the_wait_for_a_slow_drafters_probe_is_saved_for_whoever_else_is_probed(
     planner, sequence = engine.planner, engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     engine.step()
-    quick.handle.reply.observe(0.001)
-    slow.handle.reply.observe(0.03)
+    quick.handle.round_trip.observe(0.001)
+    slow.handle.round_trip.observe(0.03)
     for _ in range(40):
         planner.plan([sequence])
         planner.waited(0.0, 0.05, [])
@@ -149,7 +149,7 @@ def test_a_probe_is_not_asked_for_before_its_answer_can_be_waited_for() -> None:
     drafter, planner = ScriptedDrafter(engine), engine.planner
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
-    drafter.handle.reply.observe(0.02)
+    drafter.handle.round_trip.observe(0.02)
     assignment, steps = sequence.assignments[drafter.handle.id], 0
     while not planner.affords_probe(assignment):
         planner.waited(0.0, 0.05, [])
@@ -166,7 +166,7 @@ def test_a_drafter_slower_than_can_be_saved_for_is_probed_once_the_savings_are_f
     engine.drain_inbox()
     engine.step()
     planner.plan([sequence])
-    drafter.handle.reply.observe(10.0)
+    drafter.handle.round_trip.observe(10.0)
     for _ in range(1000):
         planner.waited(0.0, 0.0531, [])
     assert planner.affords_probe(sequence.assignments[drafter.handle.id])

@@ -85,7 +85,7 @@ def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
 
 def test_a_drafter_that_skips_is_not_waited_for() -> None:
     engine, _, drafter, sequence = after_one_step(10, 0.05)
-    drafter.handle.reply.observe(0.01)
+    drafter.handle.round_trip.observe(0.01)
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
     late, budget_s = engine.planner.worth_waiting_for(engine.scheduler.running.values())
@@ -99,16 +99,16 @@ def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for() 
     engine, model, drafter, sequence = after_one_step(20, 0.02)
     truth = model.greedy([1], 20)
     assert sequence.tokens == [1, *truth[:2]]
-    drafter.handle.reply.observe(0.03)
+    drafter.handle.round_trip.observe(0.03)
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
     assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
-    asked = drafter.epoch[sequence.id]
+    asked = drafter.length[sequence.id]
     engine.step()
     assert sequence.tokens == [1, *truth[:3]]
-    assert drafter.epoch[sequence.id] == asked + 1
+    assert drafter.length[sequence.id] == asked + 1
     # Sent before the drafter heard of the third token.
-    engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, asked, 0, 1, truth[2:7])]))
+    engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, asked, truth[2:7])]))
     engine.step()
     assert sequence.tokens == [1, *truth[:8]]
 
@@ -125,7 +125,7 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
         for turn in range(40):
             sequence.assignments["scripted"].rate.observe(4, accepted or turn % 3 == 0)
     for _ in range(7):
-        drafter.handle.reply.observe(0.012)
+        drafter.handle.round_trip.observe(0.012)
 
     def waited_for(*ready: Sequence) -> list[Sequence]:
         for sequence in ready:
@@ -134,7 +134,7 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
             engine.planner.plan(engine.scheduler.running.values())
         for sequence in (good, poor):
             assignment = sequence.assignments["scripted"]
-            assignment.met, assignment.asked_at, assignment.told_at = True, {}, time.monotonic()
+            assignment.answered_length, assignment.asked_at, assignment.told_at = 1, {}, time.monotonic()
         worth, budget_s = engine.planner.worth_waiting_for(engine.scheduler.running.values())
         assert budget_s <= 0.05
         return [sequence for sequence in (good, poor) if sequence.assignments["scripted"] in worth]
@@ -149,7 +149,7 @@ def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
 
     def is_waited_for() -> bool:
         for _ in range(7):
-            drafter.handle.reply.observe(0.008)
+            drafter.handle.round_trip.observe(0.008)
         for _ in range(3):
             engine.planner.plan(engine.scheduler.running.values())
         assignment.asked_at, assignment.told_at = {}, time.monotonic()
@@ -167,7 +167,7 @@ def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(vir
     engine, model, drafter, sequence = after_one_step(20, 0.1)
     truth = model.greedy([1], 20)
     for _ in range(7):
-        drafter.handle.reply.observe(0.03)
+        drafter.handle.round_trip.observe(0.03)
     virtual.drives(engine)
     for at_s in (0.005, 0.01, 0.015):
         virtual.after(at_s, lambda: engine.post(lambda: None))
@@ -176,7 +176,7 @@ def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(vir
         engine.planner.plan(engine.scheduler.running.values())
     engine._await_drafts()
     assert sequence.assignments["scripted"].trie.path(9).token_ids == truth[2:6]
-    assert drafter.handle.reply.value < 0.06
+    assert drafter.handle.round_trip.value < 0.06
 
 
 def test_one_request_after_the_other_is_drafted_from_its_first_token_on(virtual: VirtualTime) -> None:
@@ -204,19 +204,19 @@ def test_who_is_not_waited_for_is_asked_for_more() -> None:
 
     def asked(reply_s: float) -> int:
         for _ in range(7):
-            drafter.handle.reply.observe(reply_s)
+            drafter.handle.round_trip.observe(reply_s)
         for _ in range(4):
             engine.planner.plan(engine.scheduler.running.values())
             engine.step()
         [assignment] = next(iter(engine.sequences.values())).assignments.values()
-        return assignment.depth
+        return assignment.draft_tokens
 
     assert asked(0.0) == 4
     assert asked(0.025) in (6, 7), "two or three steps go on meanwhile"
 
 
 def test_no_more_is_waited_for_than_the_drafter_said_it_can() -> None:
-    engine, model, drafter, sequence = after_one_step(20, 0.05, max_depth=2)
+    engine, model, drafter, sequence = after_one_step(20, 0.05, max_draft_tokens=2)
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
     assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
 
@@ -239,7 +239,7 @@ def test_a_drafter_that_falls_silent_stops_being_waited_for(virtual: VirtualTime
     sequence = engine.submit(TokenRequest([1, 2], 150, GREEDY), client)
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1, 2], 4))
-    assert sequence.assignments["scripted"].met
+    assert sequence.assignments["scripted"].answered_length == 2
     engine.run()
     assert client.arrived_s[149] - client.arrived_s[99] == pytest.approx(50 * 0.01)
 
@@ -258,7 +258,7 @@ def test_a_prompt_answer_is_waited_for_and_used(virtual: VirtualTime) -> None:
         def answer() -> None:
             done = len(sequence.tokens) - 2
             if sequence.id in engine.sequences and done < 55:
-                drafter.propose(sequence.id, truth[done : done + 4])
+                drafter.propose(sequence.id, truth[done : done + 4], anew=True)
 
         if any(isinstance(argument, StepBatch) for _, argument in deliveries):  # type: ignore[misc]
             virtual.after(0.004, lambda: engine.post(answer))
@@ -284,9 +284,9 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(vi
         if sequence.id not in engine.sequences:
             break
         trie = sequence.assignments["scripted"].trie
-        if trie.node_count == 0 and drafter.epoch[sequence.id] == trie.epoch:
+        if trie.node_count == 0 and drafter.length[sequence.id] == len(sequence.tokens):
             wrong = [(token + 1) % 7 for token in model.greedy(sequence.tokens, 1)] * 3
-            drafter.propose(sequence.id, wrong)
+            drafter.propose(sequence.id, wrong, anew=True)
             asked += 1
         engine._await_drafts()
         engine.step()
@@ -305,10 +305,9 @@ def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1], 1))
     engine.step()
-    epoch, asked_at = next(iter(sequence.assignments["scripted"].asked_at.items()))
+    length, asked_at = next(iter(sequence.assignments["scripted"].asked_at.items()))
     slow_forward(model, 0.4)
     engine.step()
-    root = next(verdict for batch in drafter.told for verdict in batch.verdicts).root_node
-    answer = Proposal(sequence.id, epoch, root, 1, [3])
+    answer = Proposal(sequence.id, length, [3])
     engine.drafting.take(drafter.handle, DraftBatch([answer]), arrived_at=asked_at + 0.003)
-    assert drafter.handle.reply.value < 0.1
+    assert drafter.handle.round_trip.value < 0.1
