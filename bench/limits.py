@@ -126,12 +126,11 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
     sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
     times = []
     for _ in range(_STEPS):
-        tries = {sequence.id: sequence.assignments["d"].trie for sequence in sequences} if drafter is not None else {}
         # The bonus token is part of the run, so the next draft hangs below it.
         runs = [
-            Proposal(number, trie.epoch, trie.root, trie.last_node + 1, [0] * 4)
-            for number, trie in tries.items()
-            if trie.node_count == 0
+            Proposal(sequence.id, len(sequence.tokens), [0] * 4)
+            for sequence in sequences
+            if drafter is not None and sequence.assignments["d"].trie.node_count == 0
         ]
         started = time.perf_counter()
         if drafter is not None:

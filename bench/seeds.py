@@ -199,19 +199,17 @@ class _Guesser:
         proposals = []
         for opened in step.opened:
             self._numbers[opened.sequence_id] = int(opened.tenant)
-            proposals.append(self._guess(opened.sequence_id, opened.epoch, opened.prompt_length))
+            proposals.append(self._guess(opened.sequence_id, opened.prompt_length))
         for verdict in step.verdicts:
-            # A root other than 0 means that the rest of the last guess still stands.
-            if verdict.root_node == 0:
-                proposals.append(self._guess(verdict.sequence_id, verdict.epoch, verdict.committed_length))
+            proposals.append(self._guess(verdict.sequence_id, verdict.committed_length))
         batch = DraftBatch([proposal for proposal in proposals if proposal.token_ids])
         self._engine.post(lambda: self._engine.drafting.take(self._drafter, batch))
 
-    def _guess(self, sequence_id: int, epoch: int, length: int) -> Proposal:
+    def _guess(self, sequence_id: int, length: int) -> Proposal:
         number = self._numbers[sequence_id]
         start = length - len(self._prompts[number])
         tokens = list(self._reference[number][start : start + self._depth])
         if tokens and self._random.random() < 0.5:
             at = self._random.randrange(len(tokens))
             tokens[at] = (tokens[at] + _VOCAB_STRIDE) % self._engine.model.vocab_size
-        return Proposal(sequence_id, epoch, 0, 1, tokens)
+        return Proposal(sequence_id, length, tokens)

@@ -43,7 +43,7 @@ class RawDrafter:
                 return response.step.opened[0]
 
     async def insist(self, **fields: Any) -> OutriderError:
-        """Propose in one announced epoch after another until the stream ends, since an epoch may be over when the proposal arrives.
+        """Answer one verdict after another until the stream ends.
 
         With a rest in between, long enough on a busy machine: grpc.aio forgets the status of a call that is being written to when
         it ends.
@@ -53,7 +53,7 @@ class RawDrafter:
             while (response := await self.hear()) != grpc.aio.EOF:
                 for said in response.step.verdicts:
                     if time.monotonic() > rested_at:
-                        await self.propose(**{"sequence_id": said.sequence_id, "epoch": said.epoch, "first_node": 1, **fields})
+                        await self.propose(**{"sequence_id": said.sequence_id, "base_length": said.committed_length, **fields})
                         rested_at = time.monotonic() + 0.2
         return await self.error()
 
@@ -73,7 +73,7 @@ async def dialled(client: Client, name: str, **hello: Any) -> AsyncIterator[RawD
     fingerprint = (await client.model()).tokenizer_fingerprint
     call = client.stub.StreamDrafts()
     drafter = RawDrafter(call)
-    fields = {"drafter_id": name, "family": name, "tokenizer_fingerprint": fingerprint, "max_depth": 16, **hello}
+    fields = {"drafter_id": name, "family": name, "tokenizer_fingerprint": fingerprint, "max_draft_tokens": 16, **hello}
     await drafter.say(hello=drafts_pb2.Hello(**fields))
     try:
         yield drafter
@@ -100,12 +100,17 @@ def distribution(ids: list[int], probabilities: list[float]) -> drafts_pb2.Spars
 
 BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an id out of range": ({"token_ids": [4096]}, "proposal.token_ids", r"must be in \[0, 4096\), not 4096"),
-    "no tokens": ({"token_ids": []}, "proposal.token_ids", "must hold 1 to 128 tokens, not 0"),
-    "an unknown parent node": ({"token_ids": [5], "parent_node": 99}, "proposal.parent_node", "must be a node of the epoch"),
+    "no tokens": ({"token_ids": []}, "proposal.token_ids", "must hold 1 to 1024 tokens, not 0"),
+    "a parent behind its child": ({"token_ids": [5], "parents": [1]}, "proposal.parents", "at most 0 at place 0, not 1"),
+    "fewer parents than tokens": ({"token_ids": [5, 6], "parents": [0]}, "proposal.parents", "one for each of 2 tokens, not 1"),
+    "fewer confidences than tokens": (
+        {"token_ids": [5, 6], "confidences": [0.5]},
+        "proposal.confidences",
+        "one for each of 2 tokens, not 1",
+    ),
     "a sequence that never was": ({"token_ids": [5], "sequence_id": 10**12}, "proposal.sequence_id", "must be one that was opened"),
-    "an epoch that never was": ({"token_ids": [5], "epoch": 10_000}, "proposal.epoch", "must be at most"),
-    "numbers with a gap": ({"token_ids": [5], "first_node": 7}, "proposal.first_node", "must be 1"),
-    "a run beyond the window": ({"token_ids": [5] * 20}, "proposal.token_ids", "reach depth 20, but the window allows"),
+    "a base beyond the commit": ({"token_ids": [5], "base_length": 10_000}, "proposal.base_length", "must be a length from 30"),
+    "a base within the prompt": ({"token_ids": [5], "base_length": 7}, "proposal.base_length", "must be a length from 30"),
     "a negative probability": (
         {"token_ids": [5], "distributions": [distribution([5, 6], [1.5, -0.5])]},
         "proposal.distributions",
@@ -160,7 +165,7 @@ async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack)
 
 @pytest.mark.parametrize(
     ("hello", "field"),
-    [({"drafter_id": ""}, "hello.drafter_id"), ({"max_depth": 65}, "hello.max_depth"), ({"family": "x" * 200}, "hello.family")],
+    [({"drafter_id": ""}, "hello.drafter_id"), ({"max_draft_tokens": 65}, "hello.max_draft_tokens"), ({"family": "x" * 200}, "hello.family")],
 )
 async def test_a_hello_out_of_range_is_refused_by_the_field_at_fault(stack: Stack, hello: dict[str, Any], field: str) -> None:
     async with Client(stack.address) as client, dialled(client, "odd", **hello) as drafter:
@@ -189,8 +194,8 @@ async def test_proposals_for_finished_or_older_things_are_ignored(stack: Stack) 
         assert (await drafter.hear()).HasField("welcome")
         async with a_request(client, "late"):
             opened = await drafter.opened()
-            await drafter.propose(sequence_id=opened.sequence_id, epoch=opened.epoch, first_node=1, token_ids=[5])
-        await drafter.propose(sequence_id=opened.sequence_id, epoch=0, first_node=1, token_ids=[5])
+            await drafter.propose(sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5])
+        await drafter.propose(sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5])
         infos = {info.drafter_id: info for info in (await client.model()).drafters}
         assert infos["late"].connected
 

@@ -82,6 +82,8 @@ class LawDrafter:
         self._sends_distributions = sends_distributions
         self._known = cache(lambda text: _Known.of(law(text), (claims or law)(text)))
         self._texts: dict[int, tuple[Rule, int, list[int]]] = {}
+        # What was guessed behind each text and still stands.
+        self._guesses: dict[int, list[int]] = {}
         self._handle = engine.drafting.join(Hello("laws", "laws", "f", 8, distributions=offers), self._told)
         self._batch = DraftBatch()
         self._late = late
@@ -94,17 +96,20 @@ class LawDrafter:
         asked = []
         for opened in step.opened:
             self._texts[opened.sequence_id] = opened.rule, opened.sampling.seed or 0, []
-            asked.append((opened.sequence_id, opened.epoch))
+            asked.append(opened.sequence_id)
         for verdict in step.verdicts:
-            self._texts[verdict.sequence_id][2].extend(verdict.new_token_ids)
-            # In the same epoch what is below the root still stands, and is left as it is.
-            if verdict.root_node == 0:
-                asked.append((verdict.sequence_id, verdict.epoch))
-        noise = self._noise([sequence_id for sequence_id, _ in asked])
-        for sequence_id, epoch in asked:
-            self._propose(sequence_id, epoch, noise.get(sequence_id))
+            new, number = verdict.new_token_ids, verdict.sequence_id
+            self._texts[number][2].extend(new)
+            # Guesses that still stand are left as they are.
+            guesses = self._guesses[number]
+            self._guesses[number] = guesses[len(new) :] if guesses[: len(new)] == new else []
+            if not self._guesses[number]:
+                asked.append(number)
+        noise = self._noise(asked)
+        for number in asked:
+            self._propose(number, noise.get(number))
         for closed in step.closed:
-            del self._texts[closed.sequence_id]
+            del self._texts[closed.sequence_id], self._guesses[closed.sequence_id]
 
     def _noise(self, sequence_ids: list[int]) -> dict[int, Law]:
         """The coupled noise of the next `MOST` positions of those that draw with it, [MOST, VOCAB] each."""
@@ -119,10 +124,10 @@ class LawDrafter:
         noise = coupled_exponentials(torch.from_numpy(coupled_keys(seeds, positions)), VOCAB).numpy()
         return dict(zip(coupled, noise.reshape(-1, MOST, VOCAB), strict=True))
 
-    def _propose(self, sequence_id: int, epoch: int, noise: Law | None) -> None:
+    def _propose(self, sequence_id: int, noise: Law | None) -> None:
         rule, _, text = self._texts[sequence_id]
         tokens: list[int] = []
-        distributions = []
+        distributions: list[SparseDistribution | None] = []
         for i in range(int(self._rng.integers(0, MOST + 1))):
             known = self._known((*text, *tokens))
             token = self._draw(rule, known) if noise is None else int((known.law / noise[i]).argmax())
@@ -130,19 +135,20 @@ class LawDrafter:
                 break
             tokens.append(token)
             distributions.append(known.claimed)
+        self._guesses[sequence_id] = tokens
         if tokens:
             sends = rule is Rule.SPARSE or self._sends_distributions
-            self._batch.proposals.append(Proposal(sequence_id, epoch, 0, 1, tokens, distributions if sends else []))
+            length = len(PROMPT) + len(text)
+            self._batch.proposals.append(Proposal(sequence_id, length, list(tokens), [], distributions if sends else []))
             if self._branches:
-                self._propose_branches(sequence_id, epoch, tokens)
+                self._propose_branches(sequence_id, length, tokens)
 
-    def _propose_branches(self, sequence_id: int, epoch: int, main: list[int]) -> None:
+    def _propose_branches(self, sequence_id: int, length: int, main: list[int]) -> None:
         """Sampled, as deep as the main run."""
         _, _, text = self._texts[sequence_id]
-        last = len(main)
         for at, avoided in enumerate(main):
             tokens: list[int] = []
-            distributions = []
+            distributions: list[SparseDistribution | None] = [None] * at
             while at + len(tokens) < len(main):
                 known = self._known((*text, *main[:at], *tokens))
                 if not tokens:
@@ -151,8 +157,7 @@ class LawDrafter:
                     known = _Known.of(law / law.sum(), law / law.sum())
                 tokens.append(int(known.cumulative.searchsorted(self._rng.random(), "right")))
                 distributions.append(known.claimed)
-            self._batch.proposals.append(Proposal(sequence_id, epoch, at, last + 1, tokens, distributions))
-            last += len(tokens)
+            self._batch.proposals.append(Proposal(sequence_id, length, [*main[:at], *tokens], [], distributions))
 
     def _draw(self, rule: Rule, known: _Known) -> int:
         if rule is Rule.SPARSE or self._sends_distributions:

@@ -18,8 +18,8 @@ from outrider.errors import OutriderError, Reason
 from outrider.v1 import common_pb2, drafts_pb2, generation_pb2, verifier_pb2
 
 VOCAB = 1000
-OPENED = drafts_pb2.Opened(token_ids=[1], window=drafts_pb2.Window(node_count=1, depth=1))
-HELLO = drafts_pb2.Hello(drafter_id="d", family="f", tokenizer_fingerprint="t", max_depth=1)
+OPENED = drafts_pb2.Opened(token_ids=[1], window=drafts_pb2.Window(token_count=1, depth=1))
+HELLO = drafts_pb2.Hello(drafter_id="d", family="f", tokenizer_fingerprint="t", max_draft_tokens=1)
 # What is read from the network, by a message that is accepted.
 READERS: list[tuple[Message, Callable[[Any], object]]] = [
     (

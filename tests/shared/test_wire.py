@@ -70,19 +70,19 @@ def test_a_chunk_comes_back_as_it_was() -> None:
 
 @given(
     sequence_id=st.integers(0, 2**64 - 1),
-    epoch=st.integers(0, 2**32 - 1),
+    length=st.integers(0, 2**31 - 1),
     tokens=ids,
     sampling=samplings,
     window=st.builds(m.Window, st.integers(1, 4096), st.integers(1, 128)),
     accepted=st.integers(0, 64),
 )
 def test_a_step_comes_back_as_it_was(
-    sequence_id: int, epoch: int, tokens: list[int], sampling: m.SamplingParams, window: m.Window, accepted: int
+    sequence_id: int, length: int, tokens: list[int], sampling: m.SamplingParams, window: m.Window, accepted: int
 ) -> None:
     step = m.StepBatch(
-        [m.Opened(sequence_id, epoch, tokens, sampling, m.Rule.SPARSE, window, 4, "tenant", "trace")],
-        [m.Verdict(sequence_id, epoch, 7, 9, accepted, tokens, window, "trace")],
-        [m.Closed(sequence_id, m.CloseReason.QUARANTINED)],
+        [m.Opened(sequence_id, tokens, sampling, m.Rule.SPARSE, window, 4, "tenant", "trace")],
+        [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace")],
+        [m.Closed(sequence_id, m.CloseReason.ENDED)],
     )
     assert wire.step_from_proto(wire.step_to_proto(step), VOCAB) == step
 
@@ -92,8 +92,9 @@ def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[
     """The drafter draws from float32 weights over their sum; the verifier must divide by the very same numbers."""
     drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
     sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
-    batch = m.DraftBatch([m.Proposal(1, 0, 0, 1, [0], [sent])])
+    batch = m.DraftBatch([m.Proposal(1, 5, [0], [], [sent])])
     received = wire.drafts_from_proto(wire.drafts_to_proto(batch), VOCAB).proposals[0].distributions[0]
+    assert received is not None
     assert (received.probabilities == drawn_from / drawn_from.sum()).all()
 
 
@@ -107,7 +108,7 @@ def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
     assert wire_model.model_from_proto(wire_model.model_to_proto(info)) == info
 
 
-PROPOSAL = {"sequence_id": 1, "first_node": 1, "token_ids": [5]}
+PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 
 
 @pytest.mark.parametrize(("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire.MAX_DRAFT_SECONDS)])
@@ -126,9 +127,12 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**PROPOSAL, "token_ids": []}, "must hold 1 to 128 tokens, not 0"),
-        ({**PROPOSAL, "token_ids": [5] * 129}, "must hold 1 to 128 tokens, not 129"),
+        ({**PROPOSAL, "token_ids": []}, "must hold 1 to 1024 tokens, not 0"),
+        ({**PROPOSAL, "token_ids": [5] * 1025}, "must hold 1 to 1024 tokens, not 1025"),
         ({**PROPOSAL, "token_ids": [VOCAB]}, r"must be in \[0, 1000\), not 1000"),
+        ({**PROPOSAL, "parents": [1]}, "must name a token before its child: at most 0 at place 0, not 1"),
+        ({**PROPOSAL, "parents": [0, 1]}, "must be empty or one for each of 1 tokens, not 2"),
+        ({**PROPOSAL, "confidences": [0.5, 0.5]}, "must be empty or one for each of 1 tokens, not 2"),
         (sparse([5], []), "must hold 1 to 256 ids and as many probabilities, not 1 and 0"),
         (sparse(list(range(300)), [1 / 300] * 300), "must hold 1 to 256 ids"),
         (sparse([5, 6], [1.5, -0.5]), "must be finite and not negative"),
