@@ -150,7 +150,7 @@ def _step_figures(samples: list[Sample]) -> list[str]:
     steps = max(total["step_seconds_count"], 1)
     tokens = total["generation_tokens"]
     plain_steps = tokens - total.get("spec_decode_num_accepted_tokens", 0.0)
-    efficiency = total.get("decode_bare_forward_seconds", 0.0) / max(total.get("decode_seconds", 0.0), 1e-9)
+    efficiency = total.get("decode_isolated_forward_seconds", 0.0) / max(total.get("decode_seconds", 0.0), 1e-9)
     rate = sum(sample.tokens for sample in samples) / sum(sample.seconds for sample in samples)
     lookups = [total.get(f"draft_lookups.{cause}", 0.0) for cause in CAUSES]
     return [

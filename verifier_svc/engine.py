@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -18,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from outrider.clock import Clock, monotonic
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar_backends import Compiled
@@ -29,14 +27,17 @@ from verifier_svc.chunks import chunk_of, end
 from verifier_svc.depth import ForwardCost
 from verifier_svc.drafting import Drafting
 from verifier_svc.guidance import Guidance
+from verifier_svc.inbox import Inbox
 from verifier_svc.judging import Judge, Judgement, why_impossible
 from verifier_svc.logprobs import split_scored
-from verifier_svc.metrics import Metrics, Phases
+from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery, Outgoing
-from verifier_svc.planning import Planner, awaited
+from verifier_svc.planning import Planner
 from verifier_svc.scheduler import Item, Scheduler
 from verifier_svc.sequence import Sequence
+from verifier_svc.step_clock import StepClock
 from verifier_svc.step_spans import StepSpans
+from verifier_svc.waiting import DraftWait
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,6 @@ _EXACT = Judge()
 _WARM_UP_S = 5.0
 # Tokens of the prompt that is tried.
 _TRIAL_PROMPT = 256
-# What clients are to be told waits no longer than this for a draft to come.
-_LONGEST_HELD_S = 0.005
 
 
 class LanguageModel(Protocol):
@@ -90,8 +89,12 @@ class Engine:
         always_draft: bool = False,
         own_cores: frozenset[int] | None = None,
         traced_steps: float = 1.0,
+        clock: Clock = monotonic,
     ) -> None:
-        """`own_cores` as in `Drafting`, `traced_steps` is the share of a traced request's steps that have spans."""
+        """`own_cores` as in `Drafting`, `traced_steps` is the share of a traced request's steps that have spans.
+
+        The engine and all its parts read time from `clock` alone.
+        """
         self.model = model
         self.limits = limits
         self.judge = judge
@@ -104,35 +107,33 @@ class Engine:
             max_scored_tokens=max(1, limits.scored_logits_bytes // (4 * model.vocab_size)),
         )
         self.cost = ForwardCost()
-        self.bare_cost = ForwardCost()
-        """As `cost`, but as trial forwards left it: what a forward takes that nothing disturbs."""
+        self.isolated_cost = ForwardCost()
+        """As `cost`, but as trial forwards left it: the cost of a forward that nothing disturbs."""
         self.planner = Planner(limits.depth, self.cost, always=always_draft)
         self.drafting = Drafting(
-            self.sequences, self.planner, metrics, trust_distributions=trust_draft_distributions, own_cores=own_cores
+            self.sequences, self.planner, metrics, trust_distributions=trust_draft_distributions, own_cores=own_cores, clock=clock
         )
         self.drafting.roster.max_drafters = limits.max_drafters
-        self._spans = StepSpans(metrics, traced_steps)
+        self._spans = StepSpans(metrics, traced_steps, clock)
         self._guidance = Guidance()
         self._metrics = metrics
         self.outgoing = Outgoing(deliver, self.drafting)
         """What was not said yet."""
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
+        self._clock = clock
+        self._step_clock = StepClock(clock)
+        self._wait = DraftWait(self.planner, self.scheduler, self.outgoing, self._step_clock, clock)
+        self._inbox = Inbox()
         self._last_id = 0
-        self._phases = Phases()
 
     # --- from other threads ---
 
     def post(self, work: Callable[[], object]) -> None:
         """Have `work` run on the engine's thread, between two steps."""
-        with self._wake:
-            self._inbox.append(work)
-            self._wake.notify()
+        self._inbox.post(work)
 
     def stop(self) -> None:
-        """Let `run` return after the step in progress."""
-        self.post(lambda: setattr(self, "_stopping", True))
+        """Let `run` return after the step in progress and what was posted before."""
+        self._inbox.stop()
 
     def warm_up(self, context: int = 0) -> None:
         """Run forwards of many sizes: the first request does not pay for choosing kernels, and costs are known from the start.
@@ -141,15 +142,15 @@ class Engine:
         pages are overwritten.
         """
         limits, pool = self.limits, self.pool
-        end = time.monotonic() + _WARM_UP_S
+        end = self._clock() + _WARM_UP_S
         self._try_batch(1, context)
         longest = min(_TRIAL_PROMPT, context, limits.max_batch_tokens, pool.page_count * pool.page_size)
-        if longest > 3 and time.monotonic() < end:
+        if longest > 3 and self._clock() < end:
             short, long = ((count, self._trial_s(1, count, 0, 1)) for count in (longest // 4, longest))
             self.cost.calibrate_prompts(short, long)
         # The largest first, in case there is not the time for those between.
         for batch in dict.fromkeys([limits.max_sequences, *(2**i for i in range(3, limits.max_sequences.bit_length()))]):
-            if batch > 1 and time.monotonic() < end:
+            if batch > 1 and self._clock() < end:
                 self._try_batch(batch, context)
 
     def _try_batch(self, batch: int, context: int) -> None:
@@ -159,7 +160,7 @@ class Engine:
             pages = batch * -(-count // pool.page_size)
             if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:
                 seconds = self._trial_s(batch, count, context)
-                for cost in (self.cost, self.bare_cost):
+                for cost in (self.cost, self.isolated_cost):
                     cost.calibrate(batch, batch * count, seconds)
 
     def _trial_s(self, batch: int, count: int, context: int, logit_count: int = 0) -> float:
@@ -174,32 +175,42 @@ class Engine:
         ]
         times = []
         for _ in range(2):
-            started = time.monotonic()
+            started = self._clock()
             # Reading a value back waits for a device that works on its own.
             self.model.forward(slices)[0, 0].item()
-            times.append(time.monotonic() - started)
+            times.append(self._clock() - started)
         return min(times)
 
     # --- the loop ---
 
     def run(self) -> None:
-        """Step until stopped; sleeps while there is nothing to do."""
+        """Advance until stopped, and sleep in between for as long as there is nothing to do."""
         try:
-            while not self._stopping:
-                with self._wake:
-                    while not self._inbox and not self.sequences:
-                        self._wake.wait()
-                self.drain_inbox()
-                self._await_drafts()
-                self.step()
+            while not self._inbox.stopped:
+                self._inbox.wait(self.advance())
         finally:
             # What was committed is told, whatever ended the loop.
             self.outgoing.tell_clients()
 
+    def advance(self) -> float | None:
+        """Do what is to be done now, at most one step of it, and return how long the caller may sleep before the next call.
+
+        0.0 is not at all, and a positive number at most so many seconds, while drafts are waited for; None is as long as nothing
+        is posted. The caller ends a sleep early when something is posted.
+        """
+        self.drain_inbox()
+        wait_s = self._wait.remaining_s()
+        if wait_s > 0.0:
+            return wait_s
+        if not self.sequences:
+            self.outgoing.tell_clients()
+            return None
+        self.step()
+        return 0.0
+
     def drain_inbox(self) -> None:
         """Run everything that was posted."""
-        while self._inbox:
-            self._inbox.popleft()()
+        self._inbox.run_all()
         self._metrics.flush()
         self.outgoing.tell_drafters()
 
@@ -208,7 +219,7 @@ class Engine:
 
         So are clients if there is nobody left to compute for.
         """
-        clock, preempted = self._phases, self.scheduler.preemption_count
+        clock, preempted = self._step_clock, self.scheduler.preemption_count
         clock.begin()
         self._admit()
         self.outgoing.tell_drafters()
@@ -218,7 +229,8 @@ class Engine:
         clock.end("send")
         if not items:
             return
-        spans = self._spans.begin(items, clock.last["wait"])
+        spans = self._spans.begin(items, clock.wait_s)
+        isolated_forward_s = 0.0
         try:
             judgements, scores = self._forward(items)
         except torch.AcceleratorError:
@@ -234,7 +246,7 @@ class Engine:
                 else:
                     self._commit(item, judgement, scored, span)
             clock.end("commit")
-            self._observe(items)
+            isolated_forward_s = self._observe(items)
         self._spans.end()
         self._measure_occupancy()
         self._metrics.flush()
@@ -242,11 +254,11 @@ class Engine:
         if not self.sequences:
             self.outgoing.tell_clients()
         clock.end("send")
-        self._metrics.step(clock, self.scheduler.preemption_count - preempted, len(items))
+        self._metrics.step(clock, isolated_forward_s, self.scheduler.preemption_count - preempted, len(items))
 
     def _forward(self, items: list[Item]) -> tuple[list[Judgement | None], list[list[TokenLogprob]]]:
         """Score a batch: a judgement for each item, None for a part of a prompt, and the log probabilities of `Item.scored`."""
-        clock = self._phases
+        clock = self._step_clock
         slices = [_slice(item) for item in items]
         masked = self._guidance.masks(items)
         clock.end("pack")
@@ -257,48 +269,19 @@ class Engine:
         clock.end("accept")
         return judgements, scores
 
-    def _observe(self, items: list[Item]) -> None:
-        """Let a step teach what such steps take, the host's part included but for telling drafters, which is little.
+    def _observe(self, items: list[Item]) -> float:
+        """Update the cost model with this step's duration, host time included (notifying drafters, which is little, is not).
 
-        What scoring a prompt takes is nobody else's price.
+        Returns what the step's forward takes on an idle machine, in seconds; 0 when it holds prompts or before trial forwards.
+        Steps that score a prompt are skipped, since ordinary steps do not pay that cost.
         """
         if any(item.scored for item in items):
-            return
+            return 0.0
         decoding = [len(item.path.token_ids) for item in items if item.samples]
         token_count = len(decoding) + sum(decoding)
         prompt_token_count = sum([len(item.token_ids) for item in items]) - len(decoding)
-        self.cost.observe(len(decoding), token_count, self._phases.step_s, prompt_token_count)
-        if prompt_token_count == 0:
-            self._phases.bare_s = self.bare_cost.estimate(len(items), token_count)
-
-    def _await_drafts(self) -> None:
-        """Wait for drafts that are under way as long as that pays; they may come, or turn out not to pay, in the meantime."""
-        planner, running = self.planner, self.scheduler.running
-        started = time.monotonic()
-        planner.plan(running.values())
-        worth, budget_s = planner.worth_waiting_for(running.values())
-        late = worth
-        while late and not self._stopping:
-            now = time.monotonic()
-            started = min(started, now)  # on a clock that was set back, the wait begins anew
-            if now >= started + budget_s:
-                # Whoever was not heard of takes longer than this; so it is waited for less, and in the end not at all.
-                for drafter in {assignment.drafter for assignment in late}:
-                    overdue_s = max(-assignment.due_s(now) for assignment in late if assignment.drafter is drafter)
-                    drafter.round_trip.observe(2 * max(now - started, drafter.round_trip.value + overdue_s))
-                break
-            held_s = _LONGEST_HELD_S if self.outgoing.holds_chunks else budget_s
-            with self._wake:
-                if not self._inbox:
-                    self._wake.wait(started + min(budget_s, held_s) - now)
-            self.drain_inbox()
-            if time.monotonic() >= started + held_s:
-                self.outgoing.tell_clients()
-            under_way = {found[0] for sequence in running.values() if (found := awaited(sequence)) is not None}
-            late = [assignment for assignment in worth if assignment in under_way]
-        waited_s = max(time.monotonic() - started, 0.0)
-        planner.waited(waited_s, self._phases.step_s if planner.pausing else 0.0, worth)
-        self._phases.waited(waited_s)
+        self.cost.observe(len(decoding), token_count, self._step_clock.step_s, prompt_token_count)
+        return self.isolated_cost.estimate(len(items), token_count) if prompt_token_count == 0 else 0.0
 
     # --- requests ---
 
@@ -355,6 +338,7 @@ class Engine:
             # Nothing precedes the first token that could tell how likely it is.
             unscored=range(0) if request.prompt_logprobs is None else range(1, len(request.prompt)),
             span=span,
+            submitted_at=self._clock(),
         )
 
     def cancel(self, sequence: Sequence) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
+from verifier_svc.step_clock import StepClock
 from verifier_svc.trie import CommitWalk, LookupResult
 
 _MODEL = ["model_name"]
@@ -18,38 +17,6 @@ _POSITIONS = [str(position) for position in range(MAX_DEPTH)]
 def _doubling(first: float, count: int) -> list[float]:
     """Bounds of a histogram's buckets, each twice the one before."""
     return [first * 2**i for i in range(count)]
-
-
-class Phases:
-    """Where the time of a step went; one object serves all steps of an engine. Times are in seconds."""
-
-    def __init__(self) -> None:
-        self.last: dict[str, float] = {}
-        self.bare_s = 0.0
-        """What the step's forward takes on an idle machine; 0 when it holds prompts, or before trial forwards."""
-        self._wait_s = 0.0
-        self._at = 0.0
-
-    def waited(self, seconds: float) -> None:
-        """What the coming step waited for drafts."""
-        self._wait_s = max(seconds, 0.0)
-
-    def begin(self) -> None:
-        self.last, self.bare_s = {"wait": self._wait_s}, 0.0
-        self._wait_s = 0.0
-        self._at = time.monotonic()
-
-    def end(self, name: str) -> None:
-        """A phase ended; what began with the end of the one before it."""
-        now = time.monotonic()
-        # A counter that is told of a negative time raises, and a clock is not worth an engine.
-        self.last[name] = self.last.get(name, 0.0) + max(now - self._at, 0.0)
-        self._at = now
-
-    @property
-    def step_s(self) -> float:
-        """The last step without the wait before it."""
-        return sum(self.last.values()) - self.last.get("wait", 0.0)
 
 
 class Metrics:
@@ -113,7 +80,9 @@ class Metrics:
     def _register_steps(self) -> None:
         """What steps take."""
         self._decode_seconds = self._counter("decode_seconds", "Time of steps without prompts, waits included.", _MODEL)
-        self._bare_seconds = self._counter("decode_bare_forward_seconds", "What their forwards took before any request.", _MODEL)
+        self._isolated_seconds = self._counter(
+            "decode_isolated_forward_seconds", "What their forwards took before any request.", _MODEL
+        )
         self._phase_seconds = self._counter(
             "step_phase_seconds",
             "Time of engine steps by phase: wait (for drafts), pack, forward, accept, commit, send.",
@@ -231,15 +200,15 @@ class Metrics:
         self._prefix_queries.labels(self._model_name).inc(queried - before[0])
         self._prefix_hits.labels(self._model_name).inc(hits - before[1])
 
-    def step(self, phases: Phases, preempted: int, sequence_count: int) -> None:
-        """An engine step of so many sequences ended."""
-        self._step_seconds.labels(self._model_name).observe(phases.step_s)
+    def step(self, clock: StepClock, isolated_forward_s: float, preempted: int, sequence_count: int) -> None:
+        """An engine step of so many sequences ended; its forward takes `isolated_forward_s` on an idle machine, 0 if not known."""
+        self._step_seconds.labels(self._model_name).observe(clock.step_s)
         self._batch.labels(self._model_name).observe(sequence_count)
-        for name, seconds in phases.last.items():
+        for name, seconds in {"wait": clock.wait_s, **clock.phases_s}.items():
             self._phase_seconds.labels(self._model_name, name).inc(seconds)
-        if phases.bare_s:
-            self._decode_seconds.labels(self._model_name).inc(phases.step_s + phases.last["wait"])
-            self._bare_seconds.labels(self._model_name).inc(phases.bare_s)
+        if isolated_forward_s > 0.0:
+            self._decode_seconds.labels(self._model_name).inc(clock.wait_s + clock.step_s)
+            self._isolated_seconds.labels(self._model_name).inc(isolated_forward_s)
         self._preemptions.labels(self._model_name).inc(preempted)
 
     def occupancy(self, *, running: int, waiting: int, page_share: float) -> None:

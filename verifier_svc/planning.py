@@ -9,7 +9,6 @@ looks at no token, so it cannot bias the output.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -294,9 +293,8 @@ class Planner:
         stands = _stands(assignment, depth, steps_meanwhile(wait_s, self.plain_s))
         return self._goodput(_Outlook(rate.expected_tokens(depth), depth, wait_s, drafter.busy_s(depth), stands))
 
-    def worth_waiting_for(self, running: Iterable[Sequence]) -> tuple[list[Assignment], float]:
+    def worth_waiting_for(self, running: Iterable[Sequence], now_s: float) -> tuple[list[Assignment], float]:
         """The drafts under way that may still pay, and how many seconds of waiting they are worth."""
-        now_s = time.monotonic()
         late: list[tuple[float, float, Assignment]] = []
         for sequence in running:
             found = awaited(sequence) if sequence.pending_count == 1 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -139,7 +138,8 @@ class Sequence:
     admitted: bool = False
     """Whether it ever left the queue; one that was preempted has, and keeps its drafters."""
     span: Span = NO_SPAN
-    submitted_at: float = field(default_factory=time.monotonic)
+    submitted_at: float = 0.0
+    """When the request came (monotonic seconds)."""
     scheduled_at: float = 0.0
     """When it was first part of a batch (monotonic seconds)."""
     depth: int = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from outrider import telemetry
+from outrider.clock import Clock
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.metrics import Metrics
 from verifier_svc.scheduler import Item
@@ -14,9 +13,10 @@ from verifier_svc.sequence import Sequence
 class StepSpans:
     """For one engine, on its thread. `share` of the steps have spans, evenly spread; drafts are traced below those."""
 
-    def __init__(self, metrics: Metrics, share: float) -> None:
+    def __init__(self, metrics: Metrics, share: float, clock: Clock) -> None:
         self._metrics = metrics
         self._share = share
+        self._clock = clock
         self._due = 0.0
         self._open: list[Span] = []
 
@@ -44,14 +44,14 @@ class StepSpans:
 
     def _scheduled(self, sequence: Sequence) -> None:
         """A sequence left the queue."""
-        sequence.scheduled_at = time.monotonic()
+        sequence.scheduled_at = self._clock()
         queued_s = max(sequence.scheduled_at - sequence.submitted_at, 0.0)
         self._metrics.queued(queued_s)
         telemetry.start("queue", sequence.span.traceparent, seconds_ago=queued_s).end()
 
     def prefilled(self, sequence: Sequence) -> None:
         """A sequence's first token is there."""
-        seconds = max(time.monotonic() - sequence.scheduled_at, 0.0)
+        seconds = max(self._clock() - sequence.scheduled_at, 0.0)
         self._metrics.prefilled(seconds)
         telemetry.start(
             "prefill",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from drafter_svc.chain import Chain
+from outrider.clock import Clock, monotonic
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
@@ -255,6 +256,7 @@ class Traffic:
     """Whether the next requests begin once all are done, so that all are equally far."""
     events: Callable[[int], object] = lambda tick: None
     """What else happens at a tick."""
+    clock: Clock = monotonic
     paused_ticks: int = field(default=0, init=False)
     """Those at which some sequence's drafter was paused."""
 
@@ -275,6 +277,7 @@ class Traffic:
             judge,
             trust_draft_distributions=self.trust,
             always_draft=self.always,
+            clock=self.clock,
         )
 
     def run(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from chi_square import compare
 from small import VOCAB, Guesser, Traffic, fixed_law, near, target_law
-from virtual_time import VirtualTime
+from virtual_time import VirtualClock
 
+from outrider.clock import monotonic
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import AcceptanceRule, Rule
 
@@ -35,14 +36,14 @@ class Case:
     events: Callable[[Traffic, list[Guesser], int], object] = lambda traffic, drafters, tick: None
     timed: bool = False
 
-    def run(self, draws: int, offers: frozenset[Rule], patch: pytest.MonkeyPatch, **settings: Any) -> tuple[Traffic, np.ndarray]:
+    def run(self, draws: int, offers: frozenset[Rule], **settings: Any) -> tuple[Traffic, np.ndarray]:
         """The traffic, and what its requests generated."""
-        traffic = Traffic(**{**self.settings, **settings})
+        clock = VirtualClock()
+        traffic = Traffic(**{**self.settings, **settings}, clock=clock if self.timed else monotonic)
         drafters = self.drafters(offers)
         traffic.events = lambda tick: self.events(traffic, drafters, tick)
         if self.timed:
-            time = VirtualTime(patch)
-            traffic.model.takes = lambda token_count: time.sleep(0.01 + 0.0003 * token_count)
+            traffic.model.takes = lambda token_count: clock.sleep(0.01 + 0.0003 * token_count)
         texts = traffic.run(draws, *drafters)
         assert self.happened(traffic, drafters), "this case no longer does what it is for"
         return traffic, texts
@@ -90,32 +91,32 @@ WAYS: dict[str, tuple[frozenset[Rule], AcceptanceRule]] = {
 }
 
 
-def check(case: Case, way: str, draws: int, sees: float, patch: pytest.MonkeyPatch) -> None:
+def check(case: Case, way: str, draws: int, sees: float) -> None:
     offers, rule = WAYS[way]
-    traffic, texts = case.run(draws, offers, patch, rule=rule)
+    traffic, texts = case.run(draws, offers, rule=rule)
     compare(traffic.observed(texts), traffic.expected(draws)).must_agree(sees)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_texts_follow_the_target_whatever_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(CASES[name], "block", 4_000, 0.081, monkeypatch)
+def test_texts_follow_the_target_whatever_goes_on(name: str) -> None:
+    check(CASES[name], "block", 4_000, 0.081)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_texts_follow_the_target_over_many_draws(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(CASES[name], way, 20_000, 0.042, monkeypatch)
+def test_texts_follow_the_target_over_many_draws(name: str, way: str) -> None:
+    check(CASES[name], way, 20_000, 0.042)
 
 
 @pytest.mark.parametrize("way", ["block", "coupled"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_seed_gives_each_request_its_text_whatever_goes_on(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_gives_each_request_its_text_whatever_goes_on(name: str, way: str) -> None:
     offers, rule = WAYS[way]
     seeds: dict[str, Any] = {"seed": lambda number: (number + 1) * 0x9E3779B97F4A7C15 % 2**64, "rule": rule}
     plain = Traffic(**seeds, length=CASES[name].settings.get("length", 5)).run(600)
     assert len({tuple(text) for text in plain.tolist()}) > 300
-    _, texts = CASES[name].run(600, offers, monkeypatch, **seeds)
+    _, texts = CASES[name].run(600, offers, **seeds)
     assert texts.tolist() == plain.tolist()
 
 

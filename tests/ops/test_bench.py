@@ -114,7 +114,7 @@ def results() -> Results:
     phases = dict.fromkeys(("wait", "pack", "forward", "accept", "commit", "send"), 0.1)
     counters = {f"step_phase_seconds.{name}": seconds for name, seconds in phases.items()}
     counters |= {"step_seconds_count": 10, "generation_tokens": 30, "spec_decode_num_accepted_tokens": 20}
-    counters |= {"decode_seconds": 2.0, "decode_bare_forward_seconds": 1.5, "draft_lookups.chain": 3, "draft_lookups.miss": 1}
+    counters |= {"decode_seconds": 2.0, "decode_isolated_forward_seconds": 1.5, "draft_lookups.chain": 3, "draft_lookups.miss": 1}
     for batch in (1, 8):
         found.add(Cell("code", 0.0, batch), "transformers", Sample(30, 3.0))
         # Two requests of 15 tokens; while both are under way, the first second, 15 of the one come and 8 of the other.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
@@ -128,6 +129,8 @@ def make_engine(
     seed: int = 0,
     trust: bool = False,
     eos_bias: float = -1.0,
+    always_draft: bool = False,
+    clock: Clock = monotonic,
     deliver: Callable[[list[Delivery]], None] | None = None,
 ) -> tuple[Engine, TableModel]:
     """An engine over a table model; without `deliver`, sinks are called at once, on the caller's thread."""
@@ -138,4 +141,14 @@ def make_engine(
 
     model = TableModel(page_count, page_size, seed, eos_bias)
     pool = PagePool(page_count, page_size)
-    return Engine(model, pool, deliver or call, Metrics("fake"), limits or Limits(), trust_draft_distributions=trust), model
+    engine = Engine(
+        model,
+        pool,
+        deliver or call,
+        Metrics("fake"),
+        limits or Limits(),
+        trust_draft_distributions=trust,
+        always_draft=always_draft,
+        clock=clock,
+    )
+    return engine, model

@@ -410,7 +410,7 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
             drafter.handle.token_time.observe(0.25 / 8)
         for _ in range(5):
             engine.planner.plan(engine.scheduler.running.values())
-        assert engine.planner.worth_waiting_for([sequence]) == ([], 0.0)
+        assert engine.planner.worth_waiting_for([sequence], time.monotonic()) == ([], 0.0)
         return engine.planner.pays(sequence, sequence.assignments["scripted"])
 
     assert not pays(on_target_cores=True)

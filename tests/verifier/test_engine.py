@@ -2,12 +2,12 @@
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from fake_model import EOS, VOCAB, Client, ScriptedDrafter, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
@@ -278,10 +278,10 @@ def test_a_drafter_that_keeps_breaking_the_protocol_is_quarantined() -> None:
     ScriptedDrafter(engine, "another")
 
 
-def test_a_quarantine_is_counted_from_the_third_violation_within_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("time.monotonic", lambda: clock.now)
-    engine, _ = make_engine()
+def test_a_quarantine_is_counted_from_the_third_violation_within_half_a_minute() -> None:
+    clock = VirtualClock()
+    clock.now = 0.0
+    engine, _ = make_engine(clock=clock)
     sequence = engine.submit(request([1, 2], 10), Client())
     for clock.now in (0.0, 10.0, 31.0, 39.0):
         ScriptedDrafter(engine, "bad").send(Proposal(sequence.id, 5, [1]))
@@ -310,10 +310,10 @@ def exposition(engine: Engine) -> str:
     return generate_latest(engine._metrics.registry).decode()
 
 
-def test_metrics_of_drafters_that_are_gone_are_forgotten_and_those_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("time.monotonic", lambda: clock.now)
-    engine, model = make_engine(eos_bias=-99)
+def test_metrics_of_drafters_that_are_gone_are_forgotten_and_those_of_others_stay() -> None:
+    clock = VirtualClock()
+    clock.now = 0.0
+    engine, model = make_engine(eos_bias=-99, clock=clock)
     stays, goes, comes_back = (ScriptedDrafter(engine, name, name) for name in ("stays", "goes", "comes-back"))
     sequence = engine.submit(request([1, 2], 40), Client())
     engine.drain_inbox()

@@ -1,12 +1,12 @@
 """An engine under drafts that make no sense, and under a clock that makes none."""
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from prometheus_client import generate_latest
+from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
@@ -65,9 +65,9 @@ def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alon
     assert other.error is None
 
 
-def test_a_clock_that_steps_back_and_forth_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_steps_back_and_forth_ends_nothing() -> None:
     """No real clock does; an engine that a wrong time can end is one that a metric can end."""
-    rng, real, shift = random.Random(1), time.monotonic, 0.0
+    rng, real, shift = random.Random(1), VirtualClock(), 0.0
 
     def stepping() -> float:
         nonlocal shift
@@ -75,8 +75,8 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing(monkeypatch: pytest.Monk
             shift = rng.choice([0.0, 0.0, 3600.0, -3600.0, 1e8, -1e8])
         return real() + shift
 
-    monkeypatch.setattr(time, "monotonic", stepping)
-    engine, model = make_engine(limits=Limits(DepthPolicy("goodput", 4)), eos_bias=-99)
+    engine, model = make_engine(limits=Limits(DepthPolicy("goodput", 4)), eos_bias=-99, clock=stepping)
+    model.broken = lambda slices: real.sleep(0.001)
     engine.warm_up()
     drafters = [ScriptedDrafter(engine, name, name) for name in ("quick", "silent")]
     for prompt in ([1, 2], [3, 4, 5], [6]):
@@ -87,8 +87,7 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing(monkeypatch: pytest.Monk
             for sequence in sequences:
                 if sequence.id in engine.sequences and sequence.id in drafters[0].length and rng.random() < 0.7:
                     drafters[0].propose(sequence.id, [rng.randrange(7)])
-            engine._await_drafts()
-            engine.step()
+            real.step(engine)
         for number, client in enumerate(clients):
             assert client.tokens == model.greedy([*prompt, number], 20)
     assert b"outrider:decode_seconds_total" in generate_latest(engine._metrics.registry)

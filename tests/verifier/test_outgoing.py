@@ -4,12 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
-from virtual_time import VirtualTime
+from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, TokenRequest
 from verifier_svc.engine import Limits
-from verifier_svc.planning import Planner
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -44,9 +43,9 @@ def test_with_nothing_left_to_compute_clients_are_told_at_once() -> None:
     assert last.tokens == model.greedy([3], 1)
 
 
-def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)))
-    engine.planner = engine.drafting.planner = Planner(engine.limits.depth, engine.cost, always=True)
+def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None:
+    clock = VirtualClock()
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
     engine.drain_inbox()
@@ -54,14 +53,12 @@ def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for(monkeypat
     drafter.propose(sequence.id, truth[:1])
     engine.step()
     assert client.tokens == []
-    time = VirtualTime(monkeypatch)
-    time.drives(engine)
     told: list[list[int]] = []
-    time.after(0.01, lambda: told.append(client.tokens))
-    time.after(0.5, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
-    engine._await_drafts()
+    clock.after(0.01, lambda: told.append(client.tokens))
+    clock.after(0.5, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
+    clock.step(engine)
     assert told == [truth[:2]]
-    assert sequence.assignments["scripted"].trie.path(9).token_ids == truth[2:6], "it was waited for nevertheless"
+    assert sequence.tokens == [1, 2, *truth[:7]], "it was waited for nevertheless"
 
 
 def test_whatever_ends_the_engine_clients_are_told_what_was_committed() -> None:

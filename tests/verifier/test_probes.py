@@ -2,6 +2,7 @@
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
+from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
@@ -11,9 +12,11 @@ from verifier_svc.sequence import Sequence
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def doubted(policy: DepthPolicy, **limits: int) -> tuple[Engine, ScriptedDrafter, Sequence]:
-    """A drafter that was always wrong, and a new sequence that it is handed."""
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(policy, **limits))
+def doubted(policy: DepthPolicy, clock: VirtualClock | None = None, **limits: int) -> tuple[Engine, ScriptedDrafter, Sequence]:
+    """A drafter that was always wrong, and a new sequence that it is handed; a forward takes 52 ms."""
+    virtual = clock or VirtualClock()
+    engine, model = make_engine(eos_bias=-99, limits=Limits(policy, **limits), clock=virtual)
+    model.broken = lambda slices: virtual.sleep(0.052)
     drafter = ScriptedDrafter(engine)
     for depth, seconds in ((0, 0.052), (4, 0.057), (8, 0.065)):
         engine.cost.calibrate(1, 1 + depth, seconds)
@@ -70,21 +73,20 @@ def test_time_spent_on_probes_is_bounded() -> None:
     for _ in range(1000):
         planner.waited(0.0, 0.01, [])
     assert planner._probe_credit_s == pytest.approx(0.02)
-    assert planner.worth_waiting_for([]) == ([], 0.0)
+    assert planner.worth_waiting_for([], 0.0) == ([], 0.0)
 
 
 def test_plain_traffic_saves_nothing_for_probes() -> None:
-    engine, _, sequence = doubted(DepthPolicy())
+    clock = VirtualClock()
+    engine, _, sequence = doubted(DepthPolicy(), clock)
     engine.cancel(sequence)
     engine.submit(TokenRequest([1, 2], 60, GREEDY, speculation=SpeculationOptions(enabled=False)), Client())
     for _ in range(30):
-        engine._await_drafts()
-        engine.step()
+        clock.step(engine)
     assert engine.planner._probe_credit_s == 0.0
     engine.submit(TokenRequest([1, 2], 60, GREEDY), Client())
     for _ in range(5):
-        engine._await_drafts()
-        engine.step()
+        clock.step(engine)
     assert engine.planner._probe_credit_s > 0.0
 
 

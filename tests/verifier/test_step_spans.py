@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider import telemetry
+from outrider.clock import monotonic
 from outrider.messages import SamplingParams, TokenRequest
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import Metrics
@@ -76,7 +77,7 @@ def test_a_batch_is_linked_to_every_traced_sequence_and_each_of_those_to_it(expo
 @pytest.mark.parametrize(("share", "spans"), [(0.0, 0), (0.25, 2), (1.0, 8)])
 def test_a_share_of_the_steps_has_spans_evenly_spread(exporter: InMemorySpanExporter, share: float, spans: int) -> None:
     engine, _ = make_engine(eos_bias=-99)
-    engine._spans = StepSpans(Metrics("test"), share)
+    engine._spans = StepSpans(Metrics("test"), share, monotonic)
     root = telemetry.start_root("request", {})
     engine.submit(TokenRequest([1, 2, 3], 8, SamplingParams(temperature=0.0), ignore_eos=True), Client(), root)
     while engine.sequences:

@@ -1,56 +1,58 @@
 """A draft is waited for as long as that pays, and no longer. All in virtual time, so a busy machine changes nothing."""
 
-import time
-
 import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
-from virtual_time import VirtualTime
+from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenChunk, TokenRequest
 from verifier_svc.depth import goodput, patience_s
 from verifier_svc.engine import Engine, Limits
-from verifier_svc.sequence import Sequence
+from verifier_svc.sequence import Assignment, Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(autouse=True)
-def virtual(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-    return VirtualTime(monkeypatch)
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
-class StopsAt(Client):
-    """Ends the engine's loop with its last token."""
+class TimedClient(Client):
+    """Notes when each token came."""
 
-    def __init__(self, engine: Engine, count: int) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
-        self._engine, self._count = engine, count
+        self._clock = clock
         self.arrived_s: list[float] = []
-        """When each token came."""
 
     def __call__(self, message: TokenChunk | OutriderError) -> None:
         super().__call__(message)
-        self.arrived_s += [time.monotonic()] * (len(self.tokens) - len(self.arrived_s))
-        if len(self.tokens) >= self._count:
-            self._engine.stop()
+        self.arrived_s += [self._clock()] * (len(self.tokens) - len(self.arrived_s))
 
 
-def slow_forward(model: TableModel, seconds: float) -> None:
-    model.broken = lambda slices: time.sleep(seconds)
+def slow_forward(model: TableModel, clock: VirtualClock, seconds: float) -> None:
+    model.broken = lambda slices: clock.sleep(seconds)
 
 
-def after_one_step(max_tokens: int, forward_s: float, **hello: object) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
+def after_one_step(
+    clock: VirtualClock, max_tokens: int, forward_s: float, **hello: object
+) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
     """A greedy request of one token, to which a first step of so many seconds added two, one of them drafted."""
-    engine, model = make_engine(eos_bias=-99)
+    engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine, **hello)  # type: ignore[arg-type]  # of Hello's own types
     sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())
-    slow_forward(model, forward_s)
+    slow_forward(model, clock, forward_s)
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1], 1))
     engine.step()
     return engine, model, drafter, sequence
+
+
+def worth_waiting_for(engine: Engine, clock: VirtualClock) -> tuple[list[Assignment], float]:
+    """What the planner says now of all running sequences."""
+    return engine.planner.worth_waiting_for(engine.scheduler.running.values(), clock())
 
 
 @pytest.mark.parametrize(("due_s", "steps"), [(0.02, 1), (0.13, 1), (0.17, 2)])
@@ -83,26 +85,26 @@ def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
     assert patience_s((1.0, 1.2), 0.3, rate, 8, plain_s, 0.001) == pytest.approx(0.2 / rate), "no more than what comes of it"
 
 
-def test_a_drafter_that_skips_is_not_waited_for() -> None:
-    engine, _, drafter, sequence = after_one_step(10, 0.05)
+def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
+    engine, _, drafter, sequence = after_one_step(clock, 10, 0.05)
     drafter.handle.round_trip.observe(0.01)
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
-    late, budget_s = engine.planner.worth_waiting_for(engine.scheduler.running.values())
+    late, budget_s = worth_waiting_for(engine, clock)
     assert late
     assert budget_s > 0.02
     drafter.skip(sequence.id)
-    assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
+    assert not worth_waiting_for(engine, clock)[0]
 
 
-def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for() -> None:
-    engine, model, drafter, sequence = after_one_step(20, 0.02)
+def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(clock: VirtualClock) -> None:
+    engine, model, drafter, sequence = after_one_step(clock, 20, 0.02)
     truth = model.greedy([1], 20)
     assert sequence.tokens == [1, *truth[:2]]
     drafter.handle.round_trip.observe(0.03)
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
-    assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
+    assert not worth_waiting_for(engine, clock)[0]
     asked = drafter.length[sequence.id]
     engine.step()
     assert sequence.tokens == [1, *truth[:3]]
@@ -113,8 +115,8 @@ def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for() 
     assert sequence.tokens == [1, *truth[:8]]
 
 
-def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock) -> None:
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()), clock=clock)
     engine.cost.calibrate(2, 2, 0.05)
     engine.cost.calibrate(2, 10, 0.055)
     drafter = ScriptedDrafter(engine)
@@ -134,8 +136,8 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
             engine.planner.plan(engine.scheduler.running.values())
         for sequence in (good, poor):
             assignment = sequence.assignments["scripted"]
-            assignment.answered_length, assignment.asked_at, assignment.told_at = 1, {}, time.monotonic()
-        worth, budget_s = engine.planner.worth_waiting_for(engine.scheduler.running.values())
+            assignment.answered_length, assignment.asked_at, assignment.told_at = 1, {}, clock()
+        worth, budget_s = worth_waiting_for(engine, clock)
         assert budget_s <= 0.05
         return [sequence for sequence in (good, poor) if sequence.assignments["scripted"] in worth]
 
@@ -143,8 +145,8 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch() -> None:
     assert waited_for(good) == []
 
 
-def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
-    engine, _, drafter, sequence = after_one_step(90, 0.05)
+def test_who_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
+    engine, _, drafter, sequence = after_one_step(clock, 90, 0.05)
     assignment = sequence.assignments["scripted"]
 
     def is_waited_for() -> bool:
@@ -152,8 +154,8 @@ def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
             drafter.handle.round_trip.observe(0.008)
         for _ in range(3):
             engine.planner.plan(engine.scheduler.running.values())
-        assignment.asked_at, assignment.told_at = {}, time.monotonic()
-        return bool(engine.planner.worth_waiting_for(engine.scheduler.running.values())[0])
+        assignment.asked_at, assignment.told_at = {}, clock()
+        return bool(worth_waiting_for(engine, clock)[0])
 
     assert is_waited_for()
     for _ in range(12):
@@ -163,26 +165,24 @@ def test_who_mostly_has_no_draft_is_not_waited_for() -> None:
     assert not is_waited_for()
 
 
-def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(virtual: VirtualTime) -> None:
-    engine, model, drafter, sequence = after_one_step(20, 0.1)
+def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(clock: VirtualClock) -> None:
+    engine, model, drafter, sequence = after_one_step(clock, 20, 0.1)
     truth = model.greedy([1], 20)
     for _ in range(7):
         drafter.handle.round_trip.observe(0.03)
-    virtual.drives(engine)
     for at_s in (0.005, 0.01, 0.015):
-        virtual.after(at_s, lambda: engine.post(lambda: None))
-    virtual.after(0.03, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
+        clock.after(at_s, lambda: engine.post(lambda: None))
+    clock.after(0.03, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
     for _ in range(3):
         engine.planner.plan(engine.scheduler.running.values())
-    engine._await_drafts()
-    assert sequence.assignments["scripted"].trie.path(9).token_ids == truth[2:6]
+    clock.step(engine)
+    assert sequence.tokens == [1, *truth[:7]]
     assert drafter.handle.round_trip.value < 0.06
 
 
-def test_one_request_after_the_other_is_drafted_from_its_first_token_on(virtual: VirtualTime) -> None:
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
-    slow_forward(model, 0.01)
-    virtual.drives(engine)
+def test_one_request_after_the_other_is_drafted_from_its_first_token_on(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()), clock=clock)
+    slow_forward(model, clock, 0.01)
     engine.warm_up()
     drafter = ScriptedDrafter(engine)
     for _ in range(3):
@@ -191,14 +191,13 @@ def test_one_request_after_the_other_is_drafted_from_its_first_token_on(virtual:
         assert sequence.assignments["scripted"].pause.steps_left == 0
         drafter.propose(sequence.id, model.greedy([1], 6))
         while sequence.id in engine.sequences:
-            engine._await_drafts()
-            engine.step()
+            clock.step(engine)
 
 
-def test_who_is_not_waited_for_is_asked_for_more() -> None:
-    engine, model = make_engine(eos_bias=-99)
+def test_who_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
-    slow_forward(model, 0.01)
+    slow_forward(model, clock, 0.01)
     engine.submit(TokenRequest([1], 60, GREEDY), Client())
     engine.drain_inbox()
 
@@ -215,40 +214,38 @@ def test_who_is_not_waited_for_is_asked_for_more() -> None:
     assert asked(0.025) in (6, 7), "two or three steps go on meanwhile"
 
 
-def test_no_more_is_waited_for_than_the_drafter_said_it_can() -> None:
-    engine, model, drafter, sequence = after_one_step(20, 0.05, max_draft_tokens=2)
+def test_no_more_is_waited_for_than_the_drafter_said_it_can(clock: VirtualClock) -> None:
+    engine, model, drafter, sequence = after_one_step(clock, 20, 0.05, max_draft_tokens=2)
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
-    assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
+    assert not worth_waiting_for(engine, clock)[0]
 
 
-def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for() -> None:
-    engine, model = make_engine(eos_bias=-99)
+def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
     engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())
-    slow_forward(model, 0.05)
+    slow_forward(model, clock, 0.05)
     engine.step()
-    assert not engine.planner.worth_waiting_for(engine.scheduler.running.values())[0]
+    assert not worth_waiting_for(engine, clock)[0]
     assert drafter.handle.latency(4) == 0
 
 
-def test_a_drafter_that_falls_silent_stops_being_waited_for(virtual: VirtualTime) -> None:
-    engine, model = make_engine(eos_bias=-99)
-    slow_forward(model, 0.01)
-    virtual.drives(engine)
-    drafter, client = ScriptedDrafter(engine), StopsAt(engine, 150)
+def test_a_drafter_that_falls_silent_stops_being_waited_for(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, clock=clock)
+    slow_forward(model, clock, 0.01)
+    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
     sequence = engine.submit(TokenRequest([1, 2], 150, GREEDY), client)
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1, 2], 4))
     assert sequence.assignments["scripted"].answered_length == 2
-    engine.run()
+    clock.finish(engine)
     assert client.arrived_s[149] - client.arrived_s[99] == pytest.approx(50 * 0.01)
 
 
-def test_a_prompt_answer_is_waited_for_and_used(virtual: VirtualTime) -> None:
-    engine, model = make_engine(eos_bias=-99)
-    slow_forward(model, 0.02)
-    virtual.drives(engine)
-    drafter, client = ScriptedDrafter(engine), StopsAt(engine, 60)
+def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, clock=clock)
+    slow_forward(model, clock, 0.02)
+    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
     truth = model.greedy([1, 2], 60)
     deliver = engine.outgoing._deliver
 
@@ -261,20 +258,19 @@ def test_a_prompt_answer_is_waited_for_and_used(virtual: VirtualTime) -> None:
                 drafter.propose(sequence.id, truth[done : done + 4], anew=True)
 
         if any(isinstance(argument, StepBatch) for _, argument in deliveries):  # type: ignore[misc]
-            virtual.after(0.004, lambda: engine.post(answer))
+            clock.after(0.004, lambda: engine.post(answer))
 
     engine.outgoing._deliver = answer_soon  # type: ignore[assignment]
     sequence = engine.submit(TokenRequest([1, 2], 60, GREEDY), client)
-    engine.run()
+    clock.finish(engine)
     assert client.tokens == truth
     assert client.chunks[-1].stats is not None
     assert client.chunks[-1].stats.forward_count < 25
 
 
-def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(virtual: VirtualTime) -> None:
-    engine, model = make_engine(eos_bias=-99, page_count=128)
-    model.broken = lambda slices: time.sleep(sum(len(part.token_ids) for part in slices) * 0.0005)
-    virtual.drives(engine)
+def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, page_count=128, clock=clock)
+    model.broken = lambda slices: clock.sleep(sum(len(part.token_ids) for part in slices) * 0.0005)
     engine.warm_up()
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 200, GREEDY), client)
@@ -288,8 +284,7 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(vi
             wrong = [(token + 1) % 7 for token in model.greedy(sequence.tokens, 1)] * 3
             drafter.propose(sequence.id, wrong, anew=True)
             asked += 1
-        engine._await_drafts()
-        engine.step()
+        clock.step(engine)
     assert client.tokens == model.greedy([1, 2], 200)
     assert asked < 30
     verdicts = [verdict for batch in drafter.told for verdict in batch.verdicts]
@@ -298,15 +293,15 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(vi
     assert told == client.tokens[: len(told)]
 
 
-def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it() -> None:
-    engine, model = make_engine(eos_bias=-99)
+def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
     sequence = engine.submit(TokenRequest([1], 20, GREEDY), Client())
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1], 1))
     engine.step()
     length, asked_at = next(iter(sequence.assignments["scripted"].asked_at.items()))
-    slow_forward(model, 0.4)
+    slow_forward(model, clock, 0.4)
     engine.step()
     answer = Proposal(sequence.id, length, [3])
     engine.drafting.take(drafter.handle, DraftBatch([answer]), arrived_at=asked_at + 0.003)

@@ -1,0 +1,93 @@
+"""The engine's loop: what one call of `advance` does, and how long its caller may sleep before the next one."""
+
+import threading
+
+from fake_model import Client, ScriptedDrafter, make_engine
+from virtual_time import VirtualClock
+
+from outrider.depth_policy import DepthPolicy
+from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.engine import Limits
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_an_engine_without_requests_may_sleep_until_something_is_posted() -> None:
+    engine, model = make_engine()
+    assert engine.advance() is None
+    engine.post(lambda: engine.submit(TokenRequest([1], 2, GREEDY), Client()))
+    assert [engine.advance() for _ in range(3)] == [0.0, 0.0, None]
+    assert model.forward_count == 2
+
+
+def test_an_engine_that_waits_for_a_draft_computes_nothing_and_says_how_long() -> None:
+    clock = VirtualClock()
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
+    engine.drain_inbox()
+    truth = model.greedy([1, 2], 20)
+    drafter.propose(sequence.id, truth[:1])
+    assert engine.advance() == 0.0
+    while_chunks_are_held = engine.advance()
+    assert while_chunks_are_held is not None
+    assert 0.0 < while_chunks_are_held <= 0.005
+    clock.sleep(while_chunks_are_held)
+    afterwards = engine.advance()
+    assert client.tokens == truth[:2]
+    assert afterwards is not None
+    assert 0.5 < afterwards <= 1.0
+    assert model.forward_count == 1
+    drafter.propose(sequence.id, truth[2:6])
+    assert engine.advance() == 0.0
+    assert sequence.tokens == [1, 2, *truth[:7]]
+
+
+def test_a_wait_ends_at_its_deadline_with_a_step() -> None:
+    clock = VirtualClock()
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), Client())
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1, 2], 1))
+    assert engine.advance() == 0.0
+    began = clock()
+    clock.step(engine)
+    assert 0.5 < clock() - began <= 1.0
+    assert len(sequence.tokens) == 5
+
+
+def test_a_request_that_is_cancelled_while_its_draft_is_waited_for_leaves_an_idle_engine() -> None:
+    clock = VirtualClock()
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
+    drafter, client = ScriptedDrafter(engine), Client()
+    sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy([1, 2], 1))
+    assert engine.advance() == 0.0
+    assert engine.advance() != 0.0
+    engine.post(lambda: engine.cancel(sequence))
+    assert engine.advance() is None
+    assert client.tokens == model.greedy([1, 2], 2), "what was committed before is told"
+
+
+def test_a_posted_request_wakes_a_sleeping_engine_and_a_stop_comes_behind_what_was_posted_before() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    client, done = Client(), threading.Event()
+
+    def collect(chunk: object) -> None:
+        client(chunk)  # type: ignore[arg-type]
+        if len(client.tokens) == 5:
+            done.set()
+
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    engine.post(lambda: engine.submit(TokenRequest([1, 2], 5, GREEDY), collect))
+    assert done.wait(60)
+    ran: list[str] = []
+    engine.post(lambda: ran.append("before"))
+    engine.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert ran == ["before"]
+    assert client.tokens == model.greedy([1, 2], 5)
