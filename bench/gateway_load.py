@@ -27,10 +27,11 @@ from outrider.messages import ModelInfo, SamplingParams, SpeculationOptions, Sta
 from outrider.stack import free_port
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import VerifierServiceStub, add_VerifierServiceServicer_to_server
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.engine_thread import EngineThread
 from verifier_svc.metrics import Metrics
 from verifier_svc.servicer import VerifierServicer
+from verifier_svc.target import Limits
 
 _CONNECTIONS = 64
 # For latencies; what one connection has, and all.

@@ -33,9 +33,10 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import DraftBatch, Hello, Proposal, SamplingParams, StepBatch, TokenRequest
 from outrider.stack import free_port
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery
+from verifier_svc.target import Limits
 
 _VOCAB = 256
 _BATCHES = (1, 16, 64, 256)

@@ -31,9 +31,10 @@ from outrider.messages import (
     TokenRequest,
 )
 from outrider.tokenizer import load_tokenizer
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery
+from verifier_svc.target import Limits
 
 _TEXTS = 32
 _VOCAB_STRIDE = 7

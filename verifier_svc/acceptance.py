@@ -19,11 +19,11 @@ from outrider.messages import AcceptanceRule, SparseDistribution, SpeculationOpt
 from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
 from outrider.tensors import on
 from verifier_svc.rules import block, lossy, token_wise
-from verifier_svc.rules.sparse import SparseDrafts, Verdicts
+from verifier_svc.rules.sparse import AcceptedPrefixes, SparseDrafts
 
-_SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], Verdicts]] = {
-    AcceptanceRule.TOKEN_WISE: token_wise.judge,
-    AcceptanceRule.BLOCK: block.judge,
+_SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], AcceptedPrefixes]] = {
+    AcceptanceRule.TOKEN_WISE: token_wise.accept,
+    AcceptanceRule.BLOCK: block.accept,
 }
 NO_TOKEN = -1
 """In place of a token where the request's bans and grammar allow none."""
@@ -49,7 +49,7 @@ class Draft:
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
     thinking: Sequence[bool] = ()
     step: int = 0
-    """Drafts of the sequence that were judged before, so that no coin is used twice."""
+    """Drafts of the sequence that were verified before, so that no coin is used twice."""
 
     @property
     def needs_probs(self) -> bool:
@@ -57,7 +57,7 @@ class Draft:
 
 
 @dataclass(slots=True)
-class Outcome:
+class AcceptResult:
     """How many draft tokens of a sequence were accepted, and the recovered, bonus or plain token that follows them.
 
     `next_token` is NO_TOKEN when the request's bans and grammar leave none, NOT_FINITE when the model's logits are not numbers.
@@ -67,8 +67,8 @@ class Outcome:
     next_token: int
 
 
-def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None) -> list[Outcome]:
-    """Judge every draft of a batch in a few tensor operations and one copy back.
+def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None) -> list[AcceptResult]:
+    """Accept or reject every draft of a batch in a few tensor operations and one copy back.
 
     `logits_RV` is float32 with R = sum of (draft length + 1), sequence by sequence, as the model gave them. With a
     `synthetic_rate` draft tokens stand at that rate whatever the target says, which is of use for benchmarks alone.
@@ -83,12 +83,12 @@ def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: flo
     if synthetic_rate is None and not any(draft.needs_probs for draft in drafts):
         return _greedy(_with_errors(tokens_R, peaks_R, raw_peaks_R).tolist(), drafts)
     rows = _Rows(drafts, logits_RV.device)
-    matches_R = _judge(logits_RV, rows, tokens_R)
+    matches_R = _accept_rows(logits_RV, rows, tokens_R)
     if synthetic_rate is not None:
         matches_R = rows.tensor(rows.uniform(Purpose.ACCEPT) < synthetic_rate) & rows.drafted_R
     tokens_R = _with_errors(tokens_R, peaks_R, raw_peaks_R)
     matches_R &= tokens_R >= 0
-    return rows.outcomes(*torch.stack([tokens_R, matches_R]).cpu().numpy())
+    return rows.results(*torch.stack([tokens_R, matches_R]).cpu().numpy())
 
 
 def _with_errors(tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor | None) -> torch.Tensor:
@@ -103,21 +103,21 @@ def _with_errors(tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: tor
     return torch.where(finite_R, tokens_R, NOT_FINITE)
 
 
-def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[Outcome]:
-    """Outcomes where the target's own token is the likeliest one; done on the host, sooner than tensors would be laid out."""
-    outcomes, first = [], 0
+def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
+    """Results where the target's own token is the likeliest one; done on the host, sooner than tensors would be laid out."""
+    results, first = [], 0
     for draft in drafts:
         end = first
         for token in draft.context.drafted:
             if token != tokens[end]:
                 break
             end += 1
-        outcomes.append(Outcome(end - first, tokens[end]))
+        results.append(AcceptResult(end - first, tokens[end]))
         first += len(draft.context.drafted) + 1
-    return outcomes
+    return results
 
 
-def _judge(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torch.Tensor:
+def _accept_rows(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torch.Tensor:
     """Which rows' draft tokens stand, bool [R]; `tokens_R`, the argmax, becomes each row's token."""
     needed = rows.where(lambda draft: draft.needs_probs)
     if not needed:
@@ -133,9 +133,9 @@ def _judge(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torc
     probs = _Probs(probs_NV, {row: n for n, row in enumerate(needed)})
     for rule in {draft.rule for draft in rows.drafts}:
         if rule in _SAMPLED_RULES:
-            _judge_sampled(_SAMPLED_RULES[rule], rule, probs, rows, tokens_R, matches_R)
+            _accept_sampled(_SAMPLED_RULES[rule], rule, probs, rows, tokens_R, matches_R)
         elif rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED):
-            _judge_lossy(rule, probs, rows, matches_R)
+            _accept_lossy(rule, probs, rows, matches_R)
     return matches_R
 
 
@@ -150,8 +150,8 @@ class _Probs:
         return self.values_NV[on(self.values_NV.device, [self.index[row] for row in rows])]
 
 
-def _judge_sampled(
-    judge: Callable[[SparseDrafts], Verdicts],
+def _accept_sampled(
+    accept_prefixes: Callable[[SparseDrafts], AcceptedPrefixes],
     rule: AcceptanceRule,
     probs: _Probs,
     rows: _Rows,
@@ -163,15 +163,15 @@ def _judge_sampled(
     if not picked:
         return
     sampled = _Sampled(picked, probs, rows)
-    verdicts = judge(sampled.drafts)
-    accepted_B, lengths_B = verdicts.accepted_B, sampled.drafts.lengths_B
+    prefixes = accept_prefixes(sampled.drafts)
+    accepted_B, lengths_B = prefixes.accepted_B, sampled.drafts.lengths_B
     of_draft_S, place_S = sampled.places
     matches_R[sampled.rows_S] = place_S < accepted_B[of_draft_S]
     # A draft that is accepted whole keeps the bonus token that its last row has already.
     short = (accepted_B < lengths_B).nonzero().squeeze(-1)
     if len(short):
         end_R = sampled.first_B[short] + accepted_B[short]
-        residual = sampled.residual(short, accepted_B[short], verdicts.scale_B[short])
+        residual = sampled.residual(short, accepted_B[short], prefixes.scale_B[short])
         tokens_R[end_R] = inverse_cdf(residual, rows.tensor(rows.uniform(Purpose.RECOVER))[end_R])
 
 
@@ -218,7 +218,7 @@ class _Sampled:
         return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
 
 
-def _judge_lossy(rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor) -> None:
+def _accept_lossy(rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor) -> None:
     """Let draft tokens stand that the lossy rule allows; the others go as under the exact rule."""
     flat, options = [], []
     for first, draft in rows:
@@ -289,11 +289,11 @@ class _Rows:
                 probs[b, k, : distribution.token_ids.size] = distribution.probabilities
         return self.tensor(ids), self.tensor(probs)
 
-    def outcomes(self, tokens_R: np.ndarray, matches_R: np.ndarray) -> list[Outcome]:
+    def results(self, tokens_R: np.ndarray, matches_R: np.ndarray) -> list[AcceptResult]:
         """Each sequence's accepted tokens end at its first row without a match, whose token is the next one."""
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]
-        return [Outcome(*pair) for pair in zip((end_B - self._first_B).tolist(), tokens_R[end_B].tolist(), strict=True)]
+        return [AcceptResult(*pair) for pair in zip((end_B - self._first_B).tolist(), tokens_R[end_B].tolist(), strict=True)]
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the logits' device."""

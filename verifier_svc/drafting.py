@@ -16,9 +16,9 @@ from verifier_svc.depth import AcceptanceRate
 from verifier_svc.drafters import MESSAGE_BYTES, Drafter, Roster
 from verifier_svc.metrics import Metrics
 from verifier_svc.planning import Planner
+from verifier_svc.rule_choice import how_to_propose
 from verifier_svc.sequence import Assignment, Sequence
 from verifier_svc.trie import Trie
-from verifier_svc.trust import how_to_propose
 
 log = logging.getLogger(__name__)
 

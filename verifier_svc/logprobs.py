@@ -9,7 +9,7 @@ import torch
 
 from outrider.messages import TokenLogprob
 from outrider.tensors import on
-from verifier_svc.scheduler import Item
+from verifier_svc.scheduler import ScheduledSequence
 
 # Rows that are worked on at once: with a vocabulary of 150,000, a log-softmax of 40 MB.
 _ROWS_AT_ONCE = 64
@@ -34,22 +34,22 @@ def logprobs(logits_RV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
     ]
 
 
-def split_scored(logits_RV: torch.Tensor, items: Sequence[Item]) -> tuple[torch.Tensor, list[list[TokenLogprob]]]:
-    """The rows to draw from, and for each item the log probabilities of its `scored` tokens, which the other rows tell."""
-    if not any(item.scored for item in items):
-        return logits_RV, [[] for _ in items]
+def split_scored(logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, list[list[TokenLogprob]]]:
+    """The rows to draw from, and for each sequence the log probabilities of its `scored` tokens, which the other rows tell."""
+    if not any(scheduled.scored for scheduled in batch):
+        return logits_RV, [[] for _ in batch]
     drawn: list[int] = []
     rows: list[int] = []
     tokens: list[int] = []
     counts: list[int] = []
     first = 0
-    for item in items:
-        scored, request = item.scored, item.sequence.request
+    for scheduled in batch:
+        scored, request = scheduled.scored, scheduled.sequence.request
         rows += range(first, first + len(scored))
-        drawn += range(first + len(scored), first + item.logit_count)
+        drawn += range(first + len(scored), first + scheduled.logit_count)
         tokens += request.prompt[scored.start : scored.stop]
         counts += [request.prompt_logprobs or 0] * len(scored)
-        first += item.logit_count
+        first += scheduled.logit_count
     found = iter(logprobs(logits_RV, rows, tokens, counts))
-    scores = [[*islice(found, len(item.scored))] for item in items]
+    scores = [[*islice(found, len(scheduled.scored))] for scheduled in batch]
     return logits_RV[on(logits_RV.device, drawn, torch.long)], scores

@@ -31,7 +31,7 @@ class Metrics:
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int], int] = {}
-        self._prefix_counts = (0, 0)
+        self._scheduled = (0, 0, 0)
         self._register_drafts()
         self._register_steps()
         self._register_requests()
@@ -98,6 +98,9 @@ class Metrics:
         self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", _MODEL)
         self._prefix_queries = counter("prefix_cache_queries", "Tokens of admitted texts.", _MODEL)
         self._prefix_hits = counter("prefix_cache_hits", "Those of them that the prefix cache held.", _MODEL)
+        self._integrity_failures = counter(
+            "integrity_failures", "Checks of the page pool that failed when the engine went idle.", _MODEL
+        )
         self._running = gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
         self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
@@ -194,13 +197,18 @@ class Metrics:
         """A sequence's first token was committed."""
         self._prefill_seconds.labels(self._model_name).observe(seconds)
 
-    def prefix_cache(self, queried: int, hits: int) -> None:
-        """Tokens that were looked for and found in the prefix cache since the start."""
-        before, self._prefix_counts = self._prefix_counts, (queried, hits)
+    def scheduled(self, queried: int, hits: int, preemptions: int) -> None:
+        """Since the start: tokens that were looked for and found in the prefix cache, and sequences that were preempted."""
+        before, self._scheduled = self._scheduled, (queried, hits, preemptions)
         self._prefix_queries.labels(self._model_name).inc(queried - before[0])
         self._prefix_hits.labels(self._model_name).inc(hits - before[1])
+        self._preemptions.labels(self._model_name).inc(preemptions - before[2])
 
-    def step(self, clock: StepClock, isolated_forward_s: float, preempted: int, sequence_count: int) -> None:
+    def integrity_failed(self) -> None:
+        """The check of the idle engine's page pool failed."""
+        self._integrity_failures.labels(self._model_name).inc()
+
+    def step(self, clock: StepClock, isolated_forward_s: float, sequence_count: int) -> None:
         """An engine step of so many sequences ended; its forward takes `isolated_forward_s` on an idle machine, 0 if not known."""
         self._step_seconds.labels(self._model_name).observe(clock.step_s)
         self._batch.labels(self._model_name).observe(sequence_count)
@@ -209,7 +217,6 @@ class Metrics:
         if isolated_forward_s > 0.0:
             self._decode_seconds.labels(self._model_name).inc(clock.wait_s + clock.step_s)
             self._isolated_seconds.labels(self._model_name).inc(isolated_forward_s)
-        self._preemptions.labels(self._model_name).inc(preempted)
 
     def occupancy(self, *, running: int, waiting: int, page_share: float) -> None:
         """What the engine holds now."""

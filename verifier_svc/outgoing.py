@@ -1,4 +1,4 @@
-"""What the engine has to say, and when: drafters hear of a step at once, clients while the target computes the next one."""
+"""The engine's messages: drafters hear of a step at once, clients while the target computes the next one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ Delivery = tuple[Callable[..., None], object]
 
 
 class Outgoing:
-    """For the engine's thread alone; `deliver` takes what is said to wherever sinks may be called, which must not change the engine
-    but by what they `post`: clients are told in the middle of a step.
+    """For the engine's thread alone. `deliver` runs the sinks, in production on the event loop.
 
-    A step's chunks are many messages, and whoever reads them has work to do at once, all of which would stand between a drafter's
-    answer and a target that waits for it.
+    A sink may change the engine only through `Engine.post`, because clients are told in the middle of a step. They are told late
+    because a step's chunks are many messages: sending and reading them would delay a drafter's answer while the target waits.
     """
 
     def __init__(self, deliver: Callable[[list[Delivery]], None], drafting: Drafting) -> None:
@@ -27,7 +26,7 @@ class Outgoing:
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether there is something that clients were not told yet."""
+        """Whether messages to clients are still to be delivered."""
         return bool(self._to_clients)
 
     def add(self, sink: Callable[[TokenChunk | OutriderError], None], message: TokenChunk | OutriderError) -> None:
@@ -35,7 +34,7 @@ class Outgoing:
         self._to_clients.append((sink, message))
 
     def tell_drafters(self) -> None:
-        """Deliver what every drafter should hear, a message each."""
+        """Deliver one message to each drafter that has something to hear."""
         drafting = self._drafting
         said: list[Delivery] = [(drafter.sink, error) for drafter, error in drafting.rejections]
         drafting.rejections.clear()
@@ -47,7 +46,7 @@ class Outgoing:
             self._deliver(said)
 
     def tell_clients(self) -> None:
-        """Deliver all that was kept, in one go."""
+        """Deliver all messages that were kept, in one call."""
         if self._to_clients:
             said, self._to_clients = self._to_clients, []
             self._deliver(said)

@@ -89,7 +89,7 @@ class Planner:
         decoding: list[Sequence] = []
         reading: list[Sequence] = []
         for sequence in running:
-            (decoding if sequence.pending_count == 1 else reading).append(sequence)
+            (decoding if sequence.num_uncomputed_tokens == 1 else reading).append(sequence)
         self._limit = self.policy.limit(len(decoding) or 1)
         self._probing = self.pausing = False
         for sequence in decoding:
@@ -297,7 +297,7 @@ class Planner:
         """The drafts under way that may still pay, and how many seconds of waiting they are worth."""
         late: list[tuple[float, float, Assignment]] = []
         for sequence in running:
-            found = awaited(sequence) if sequence.pending_count == 1 else None
+            found = awaited(sequence) if sequence.num_uncomputed_tokens == 1 else None
             if found is not None:
                 assignment, length, now, promised = found
                 due_s = assignment.due_s(now_s)

@@ -22,12 +22,12 @@ _PROMPTS_SHARE = 0.25
 
 
 @dataclass(slots=True)
-class Item:
-    """One sequence's part of a batch: committed tokens the model has not seen, then a draft behind the last of them.
+class ScheduledSequence:
+    """One sequence's part of a batch: committed tokens that the model has not seen, then a draft behind the last of them.
 
-    `samples` is False for a chunk of a prompt that is not its last: no token is drawn behind it. `scored` are the prompt's tokens,
-    by position, whose log probabilities this part yields; the logits rows for them come before those to draw from. `mask` is what
-    the grammar allows, as in `outrider.logits.Context`.
+    `start` is the position of the first token. `samples` is False for a chunk of a prompt that is not its last, since no token is
+    drawn behind it. `scored` are the positions of the prompt's tokens whose log probabilities this part yields; their logits rows
+    come before the rows to draw from. `mask` is what the grammar allows, as in `outrider.logits.Context`.
     """
 
     sequence: Sequence
@@ -69,9 +69,9 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.pool.free(sequence.kv)
 
-    def next(self) -> list[Item]:
+    def next(self) -> list[ScheduledSequence]:
         """The next batch of what was admitted; empty when there is nothing to do."""
-        items: dict[int, Item] = {}
+        batch: dict[int, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
         running = [(sequence, len(sequence.tokens) - sequence.kv.length) for sequence in self.running.values()]
@@ -86,13 +86,15 @@ class Scheduler:
             if count == 0:
                 continue
             spare -= count if count > 1 else 0
-            item = self._schedule(sequence, count, pending, max(0, spare - kept) if pending == 1 else spare, items)
-            if item is not None:
-                spare -= len(item.path.token_ids)
-                rows -= len(item.scored)
-        return list(items.values())
+            scheduled = self._schedule(sequence, count, pending, max(0, spare - kept) if pending == 1 else spare, batch)
+            if scheduled is not None:
+                spare -= len(scheduled.path.token_ids)
+                rows -= len(scheduled.scored)
+        return list(batch.values())
 
-    def _schedule(self, sequence: Sequence, count: int, pending: int, spare: int, items: dict[int, Item]) -> Item | None:
+    def _schedule(
+        self, sequence: Sequence, count: int, pending: int, spare: int, batch: dict[int, ScheduledSequence]
+    ) -> ScheduledSequence | None:
         """Put `count` pending tokens of the sequence, and a draft of at most `spare` behind the last of them, into the batch.
 
         None if it had to be preempted.
@@ -107,14 +109,14 @@ class Scheduler:
         if not reserved and path.token_ids:
             assignment, path, end = None, NO_PATH, start + count
         while not reserved and not self.pool.reserve(sequence.kv, end):
-            victim = next((other for other in reversed(self.running.values()) if other.id not in items), sequence)
+            victim = next((other for other in reversed(self.running.values()) if other.id not in batch), sequence)
             self._preempt(victim)
             if victim is sequence:
                 return None
         scored = _scored(sequence, start, count) if sequence.unscored else _NOTHING
-        item = Item(sequence, start, sequence.tokens[start : start + count], path, assignment, samples, scored)
-        items[sequence.id] = item
-        return item
+        scheduled = ScheduledSequence(sequence, start, sequence.tokens[start : start + count], path, assignment, samples, scored)
+        batch[sequence.id] = scheduled
+        return scheduled
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences in, those returned, while their whole text fits: so that none preempts another at once."""

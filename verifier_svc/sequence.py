@@ -146,7 +146,7 @@ class Sequence:
     """Draft tokens that the coming step should verify, before `draft_limit` cuts it; none before it was planned for."""
 
     @property
-    def pending_count(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Committed tokens that a forward has not seen; 1 when decoding."""
         return len(self.tokens) - self.kv.length
 

@@ -23,12 +23,13 @@ from outrider.metrics_export import serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.engine_thread import EngineThread
-from verifier_svc.judging import Judge
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery
 from verifier_svc.servicer import VerifierServicer
+from verifier_svc.target import Limits
+from verifier_svc.verification import DraftVerifier
 
 # Length of the sequences in trial forwards: few are shorter for long, and how much longer others get is learned as they do.
 _TRIAL_CONTEXT = 256
@@ -114,7 +115,8 @@ class Loader:
             max_depth=policy.depth,
         )
         rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
-        judge = Judge(rule, _thinking_ids(tokenizer, settings.thinking_tokens), settings.synthetic_acceptance_rate)
+        thinking_ids = _thinking_ids(tokenizer, settings.thinking_tokens)
+        draft_verifier = DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
         limits = Limits(policy, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting, settings.max_drafters)
         engine = Engine(
             runner,
@@ -122,7 +124,7 @@ class Loader:
             deliver,
             self._metrics,
             limits,
-            judge,
+            draft_verifier,
             trust_draft_distributions=settings.trust_draft_distributions,
             always_draft=settings.always_draft,
             own_cores=_cores_without_spare() if runner.device.type == "cpu" else None,

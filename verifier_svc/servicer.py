@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import grpc
 
 from outrider import telemetry, wire, wire_model
+from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
 from outrider.grammar import GrammarCompiler
 from outrider.grammar_backends import Compiled
@@ -32,7 +32,8 @@ _STEP_S, _LONGEST_STEP_S = 0.25, 60.0
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """Answers GetModel from the start, and the rest once `serve` has been called."""
 
-    def __init__(self, model_id: str) -> None:
+    def __init__(self, model_id: str, clock: Clock = monotonic) -> None:
+        self._clock = clock
         self.info = ModelInfo(model_id, Stage.LOADING, "starting")
         self._engine: EngineThread | None = None
         self._grammars: GrammarCompiler | None = None
@@ -88,9 +89,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         if self._asked is None:
             self._asked = watch(engine.call(engine.engine.drafting.roster.infos), "asking the engine for its drafters")
             self._asked.add_done_callback(self._answered)
-            self._asked_at = time.monotonic()
+            self._asked_at = self._clock()
         await asyncio.wait({self._asked}, timeout=_STEP_S)
-        if self._asked is not None and (seconds := time.monotonic() - self._asked_at) > _LONGEST_STEP_S:
+        if self._asked is not None and (seconds := self._clock() - self._asked_at) > _LONGEST_STEP_S:
             raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {seconds:.0f} s", retry_after_s=1.0)
         return self._drafter_infos
 

@@ -6,7 +6,7 @@ from outrider import telemetry
 from outrider.clock import Clock
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.metrics import Metrics
-from verifier_svc.scheduler import Item
+from verifier_svc.scheduler import ScheduledSequence
 from verifier_svc.sequence import Sequence
 
 
@@ -20,21 +20,29 @@ class StepSpans:
         self._due = 0.0
         self._open: list[Span] = []
 
-    def begin(self, items: list[Item], wait_s: float) -> list[Span]:
+    def begin(self, batch: list[ScheduledSequence], wait_s: float) -> list[Span]:
         """A step begins: a span for each traced sequence in it, and one for the batch when there are several."""
-        for item in items:
-            if item.sequence.scheduled_at == 0.0:
-                self._scheduled(item.sequence)
-        traced = [item.sequence.span.traceparent for item in items if item.sequence.span.traceparent]
+        for scheduled in batch:
+            if scheduled.sequence.scheduled_at == 0.0:
+                self._scheduled(scheduled.sequence)
+        traced = [scheduled.sequence.span.traceparent for scheduled in batch if scheduled.sequence.span.traceparent]
         self._due += self._share if traced else 0.0
         if not traced or self._due < 1.0:
-            return [NO_SPAN] * len(items)
+            return [NO_SPAN] * len(batch)
         self._due -= 1.0
-        several = len(items) > 1
-        batch = telemetry.start("step", traced[0], links=traced, outrider__sequences=len(items)) if several else NO_SPAN
-        spans = [_verify(item, wait_s, batch.traceparent) if item.sequence.span.traceparent else NO_SPAN for item in items]
-        self._open = [*spans, batch]
+        step = NO_SPAN
+        if len(batch) > 1:
+            step = telemetry.start("step", traced[0], links=traced, outrider__sequences=len(batch))
+        spans = [
+            _verify(scheduled, wait_s, step.traceparent) if scheduled.sequence.span.traceparent else NO_SPAN for scheduled in batch
+        ]
+        self._open = [*spans, step]
         return spans
+
+    @property
+    def traceparent(self) -> str:
+        """That of some span of the step, for the log; empty when the step has none."""
+        return next((span.traceparent for span in self._open if span.traceparent), "")
 
     def end(self) -> None:
         """The step is over."""
@@ -62,22 +70,22 @@ class StepSpans:
         ).end()
 
 
-def _verify(item: Item, wait_s: float, batch: str) -> Span:
+def _verify(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span:
     """The step's span in its request's trace; drafters of the next round stand below it."""
-    span = telemetry.start("verify", item.sequence.span.traceparent, links=[batch])
+    span = telemetry.start("verify", scheduled.sequence.span.traceparent, links=[step])
     span.set(
-        outrider__sequence_id=item.sequence.id,
-        outrider__tokens=len(item.token_ids),
-        outrider__draft_tokens=len(item.path.token_ids),
-        outrider__depth=item.sequence.depth,
+        outrider__sequence_id=scheduled.sequence.id,
+        outrider__tokens=len(scheduled.token_ids),
+        outrider__draft_tokens=len(scheduled.path.token_ids),
+        outrider__depth=scheduled.sequence.depth,
         outrider__wait_seconds=wait_s,
     )
-    if item.assignment is not None:
-        hello = item.assignment.drafter.hello
+    if scheduled.assignment is not None:
+        hello = scheduled.assignment.drafter.hello
         span.set(
             outrider__drafter=hello.drafter_id,
             outrider__family=hello.family,
             outrider__placement=hello.placement.kind,
-            outrider__committed_length=len(item.sequence.tokens),
+            outrider__committed_length=len(scheduled.sequence.tokens),
         )
     return span

@@ -33,10 +33,11 @@ from outrider.messages import (
     TokenRequest,
 )
 from outrider.sampling import coupled_exponentials, coupled_keys
-from verifier_svc.engine import Engine, Limits
-from verifier_svc.judging import Judge
+from verifier_svc.engine import Engine
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery
+from verifier_svc.target import Limits
+from verifier_svc.verification import DraftVerifier
 
 CONCURRENT = 512
 MOST = 5
@@ -273,6 +274,8 @@ def make_engine(sampled_rule: AcceptanceRule, trust: bool, limits: Limits = _MAN
     # A copy, since a runner takes its model over.
     runner = ModelRunner(copy.deepcopy(tiny_model()), page_size=4, page_count=page_count)
     pool = PagePool(runner.page_count, runner.page_size)
-    judge = Judge(sampled_rule)
+    draft_verifier = DraftVerifier(sampled_rule)
     # No draft is left out because it would not pay.
-    return Engine(runner, pool, deliver, Metrics("exact"), limits, judge, trust_draft_distributions=trust, always_draft=True)
+    return Engine(
+        runner, pool, deliver, Metrics("exact"), limits, draft_verifier, trust_draft_distributions=trust, always_draft=True
+    )

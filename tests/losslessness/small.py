@@ -36,10 +36,11 @@ from outrider.messages import (
     TokenRequest,
 )
 from outrider.sampling import coupled_exponentials, coupled_keys
-from verifier_svc.engine import Engine, Limits
-from verifier_svc.judging import Judge
+from verifier_svc.engine import Engine
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery
+from verifier_svc.target import Limits
+from verifier_svc.verification import DraftVerifier
 
 VOCAB = 5
 LENGTH = 3
@@ -267,14 +268,14 @@ class Traffic:
 
         self.model = SmallTarget(self.law, self.page_count, self.page_size)
         limits = Limits(self.policy, self.max_batch_tokens, self.concurrent, 2 * self.concurrent)
-        pool, judge = PagePool(self.page_count, self.page_size), Judge(self.rule)
+        pool, draft_verifier = PagePool(self.page_count, self.page_size), DraftVerifier(self.rule)
         self.engine = Engine(
             self.model,
             pool,
             deliver,
             Metrics("small"),
             limits,
-            judge,
+            draft_verifier,
             trust_draft_distributions=self.trust,
             always_draft=self.always,
             clock=self.clock,

@@ -22,7 +22,7 @@ from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
 from outrider.messages import AcceptanceRule, Hello, Rule, SamplingParams, StepBatch, TokenChunk, TokenRequest
-from verifier_svc.engine import Limits
+from verifier_svc.target import Limits
 
 CONCURRENT = 256
 ENTRIES = 6

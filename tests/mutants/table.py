@@ -5,8 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ACCEPTANCE, BLOCK, TOKEN_WISE = "verifier_svc/acceptance.py", "verifier_svc/rules/block.py", "verifier_svc/rules/token_wise.py"
-JUDGING, TRUST, GUIDANCE = "verifier_svc/judging.py", "verifier_svc/trust.py", "verifier_svc/guidance.py"
-TRIE, ENGINE, DRAFTING = "verifier_svc/trie.py", "verifier_svc/engine.py", "verifier_svc/drafting.py"
+VERIFICATION, RULE_CHOICE, GRAMMAR_MASKS = (
+    "verifier_svc/verification.py",
+    "verifier_svc/rule_choice.py",
+    "verifier_svc/grammar_masks.py",
+)
+TRIE, COMMIT, DRAFTING = "verifier_svc/trie.py", "verifier_svc/commit.py", "verifier_svc/drafting.py"
+ADMISSION = "verifier_svc/admission.py"
 SAMPLING, LOGITS, PAGES = "outrider/sampling.py", "outrider/logits.py", "outrider/lm/pages.py"
 CHAIN, MODEL = "drafter_svc/chain.py", "drafter_svc/families/model.py"
 
@@ -35,7 +40,7 @@ _UNSURE = """            self._forward(drafts)
 """
 
 MUTANTS = (
-    # --- judging a draft ---
+    # --- verifying a draft ---
     Mutant(
         "A1",
         "coins of acceptance are the same at every step",
@@ -48,8 +53,8 @@ MUTANTS = (
         "A2",
         "the residual ignores block verification's scale",
         ACCEPTANCE,
-        "accepted_B[short], verdicts.scale_B[short])",
-        "accepted_B[short], torch.ones_like(verdicts.scale_B[short]))",
+        "accepted_B[short], prefixes.scale_B[short])",
+        "accepted_B[short], torch.ones_like(prefixes.scale_B[short]))",
         EXACT,
     ),
     Mutant(
@@ -152,15 +157,15 @@ MUTANTS = (
     Mutant(
         "J1",
         "a distribution counts from anybody",
-        JUDGING,
-        "asked = item.assignment is not None and item.assignment.rule is Rule.SPARSE",
+        VERIFICATION,
+        "asked = scheduled.assignment is not None and scheduled.assignment.rule is Rule.SPARSE",
         "asked = True",
         (f"{LAWS}::test_a_liar_that_is_not_trusted_leaves_no_trace",),
     ),
     Mutant(
         "J2",
         "coins are the same at every step, through the engine",
-        JUDGING,
+        VERIFICATION,
         "sequence.stats.forward_count,",
         "0,",
         (f"{TRAFFIC}::test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine",),
@@ -168,17 +173,17 @@ MUTANTS = (
     Mutant(
         "J3",
         "penalties on the output take the prompt for output",
-        JUDGING,
+        VERIFICATION,
         "len(request.prompt),\n                path.token_ids",
         "0,\n                path.token_ids",
         (f"{LAWS}::test_without_a_drafter_output_follows_the_target[everything]",),
     ),
-    Mutant("U1", "drafts are sampled though there is a seed", TRUST, " and request.sampling.seed is None", "", RULES),
-    Mutant("U2", "drafts are sampled by whoever is not trusted", TRUST, "trusted and exact and", "exact and", RULES),
+    Mutant("U1", "drafts are sampled though there is a seed", RULE_CHOICE, " and request.sampling.seed is None", "", RULES),
+    Mutant("U2", "drafts are sampled by whoever is not trusted", RULE_CHOICE, "trusted and exact and", "exact and", RULES),
     Mutant(
         "U3",
         "a drafter is told the noise of a sequence that accepts sampled drafts",
-        TRUST,
+        RULE_CHOICE,
         "return wanted if wanted in offered else Rule.ONE_HOT",
         "return next((rule for rule in (wanted, Rule.COUPLED) if rule in offered), Rule.ONE_HOT)",
         RULES,
@@ -268,40 +273,40 @@ MUTANTS = (
     Mutant(
         "G1",
         "no mask behind a draft that stands whole",
-        GUIDANCE,
+        GRAMMAR_MASKS,
         "if not stands or matcher.ended:",
         "if not stands or matcher.ended or i + 1 == len(tokens):",
-        ("tests/verifier/test_guidance.py",),
+        ("tests/verifier/test_grammar_masks.py",),
     ),
     Mutant(
         "G2",
         "a sampled token that the grammar forbids is cut",
-        GUIDANCE,
-        "kept = allowed + bool(item.path.distributions)",
+        GRAMMAR_MASKS,
+        "kept = allowed + bool(scheduled.path.distributions)",
         "kept = allowed",
-        ("tests/verifier/test_guidance.py",),
+        ("tests/verifier/test_grammar_masks.py",),
     ),
     # --- the engine and its pages ---
     Mutant(
         "E2",
         "pages of rejected tokens are kept",
-        ENGINE,
-        "        if accepted < len(drafted):\n            self.pool.truncate(sequence.kv, sequence.kv.length)\n",
+        COMMIT,
+        "        if accepted < drafted:\n            self._pool.truncate(sequence.kv, sequence.kv.length)\n",
         "",
         ENGINES,
     ),
     Mutant(
         "E3",
         "keys and values of rejected tokens are kept",
-        ENGINE,
+        COMMIT,
         "sequence.kv.length += accepted",
-        "sequence.kv.length += len(drafted)",
+        "sequence.kv.length += drafted",
         ENGINES,
     ),
     Mutant(
         "E4",
         "the verifier draws seeds of 8 bits",
-        ENGINE,
+        ADMISSION,
         "secrets.randbits(64)",
         "secrets.randbits(8)",
         (f"{TRAFFIC}::test_a_thousand_requests_without_a_seed_have_texts_of_their_own",),
@@ -309,9 +314,9 @@ MUTANTS = (
     Mutant(
         "E5",
         "what an end cut off counts as accepted",
-        ENGINE,
-        "accepted = min(outcome.accepted_count, len(new))",
-        "accepted = outcome.accepted_count",
+        COMMIT,
+        "accepted = min(result.accepted_count, len(new))",
+        "accepted = result.accepted_count",
         ("tests/verifier/test_counts.py",),
     ),
     Mutant(

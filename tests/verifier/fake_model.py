@@ -11,9 +11,10 @@ from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import DraftBatch, FinishReason, Hello, Proposal, Skip, StepBatch, TokenChunk
 from verifier_svc.drafters import Drafter
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery
+from verifier_svc.target import Limits
 
 VOCAB = 8
 EOS = 7

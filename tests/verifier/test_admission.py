@@ -4,7 +4,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.engine import Limits
+from verifier_svc.target import Limits
 
 GREEDY = SamplingParams(0.0)
 
@@ -50,5 +50,5 @@ def test_deep_drafts_leave_room_for_a_prompt() -> None:
         drafter.propose(sequence.id, model.greedy(sequence.tokens, 8), anew=True)
     engine.step()
     # A quarter of a step is the prompt's, and with a token each of six sequences, drafts had all the rest.
-    assert prompt.pending_count == 40 - 8
+    assert prompt.num_uncomputed_tokens == 40 - 8
     assert sum(sequence.stats.draft_token_count for sequence in decoding) == 32 - 6 - 8

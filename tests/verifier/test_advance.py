@@ -2,12 +2,13 @@
 
 import threading
 
+import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, TokenRequest
-from verifier_svc.engine import Limits
+from verifier_svc.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -91,3 +92,29 @@ def test_a_posted_request_wakes_a_sleeping_engine_and_a_stop_comes_behind_what_w
     assert not thread.is_alive()
     assert ran == ["before"]
     assert client.tokens == model.greedy([1, 2], 5)
+
+
+def test_a_pool_that_is_inconsistent_when_the_engine_goes_idle_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = make_engine(eos_bias=-99)
+
+    def serve_one() -> None:
+        engine.submit(TokenRequest([1, 2], 2, GREEDY), Client())
+        while engine.advance() is not None:
+            pass
+
+    def failures() -> float:
+        return engine._metrics.registry.get_sample_value("outrider:integrity_failures_total", {"model_name": "fake"}) or 0.0
+
+    serve_one()
+    assert failures() == 0.0
+    engine.pool._blank.pop()
+    assert engine.advance() is None
+    assert failures() == 0.0, "the engine was idle before"
+    serve_one()
+    assert failures() == 1.0
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "a page is lost, or free twice" in record.getMessage()
+    assert engine.advance() is None
+    assert failures() == 1.0
+    serve_one()
+    assert failures() == 2.0

@@ -13,7 +13,8 @@ from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.depth import AcceptanceRate, Latency
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
+from verifier_svc.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 

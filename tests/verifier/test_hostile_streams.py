@@ -18,9 +18,10 @@ from outrider import rpc, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, ModelInfo, Placement, Stage
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.engine_thread import EngineThread
 from verifier_svc.servicer import VerifierServicer
+from verifier_svc.target import Limits
 
 
 class Verifier:

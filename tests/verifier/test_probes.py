@@ -6,8 +6,9 @@ from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.sequence import Sequence
+from verifier_svc.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -9,10 +9,10 @@ import torch
 from outrider.logits import Context
 from outrider.messages import Acceptance, AcceptanceRule, Rule, SamplingParams, SparseDistribution, SpeculationOptions, TokenRequest
 from verifier_svc.acceptance import NO_TOKEN, NOT_FINITE, Draft, accept
-from verifier_svc.judging import Judge
+from verifier_svc.rule_choice import acceptance_rule, how_to_propose
 from verifier_svc.rules import block, lossy, token_wise
 from verifier_svc.rules.sparse import SparseDrafts
-from verifier_svc.trust import how_to_propose, judged_by
+from verifier_svc.verification import DraftVerifier
 
 TARGET, DRAFTER = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
 
@@ -40,16 +40,16 @@ def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
 def test_block_verification_accepts_eleven_ninths_of_a_token_where_token_wise_accepts_ten_ninths() -> None:
     drafts, weights = toy()
     assert weights.sum() == pytest.approx(1)
-    assert (token_wise.judge(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(10 / 9)
-    assert (block.judge(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(11 / 9)
+    assert (token_wise.accept(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(10 / 9)
+    assert (block.accept(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(11 / 9)
 
 
 def test_the_last_accepted_position_decides_not_the_first_rejected() -> None:
     # Tokens (0, 1): the first alone can never end a block here, but the pair is always taken.
     drafts, _ = toy(4)
     pair = (drafts.target_BK[:, 0] < 0.5) & (drafts.target_BK[:, 1] > 0.5)
-    assert (block.judge(drafts).accepted_B[pair] == 2).all()
-    assert (token_wise.judge(drafts).accepted_B[pair] == 0).any()
+    assert (block.accept(drafts).accepted_B[pair] == 2).all()
+    assert (token_wise.accept(drafts).accepted_B[pair] == 0).any()
 
 
 def test_with_one_hot_drafts_both_rules_accept_with_the_products_of_the_targets_probabilities() -> None:
@@ -62,7 +62,7 @@ def test_with_one_hot_drafts_both_rules_accept_with_the_products_of_the_targets_
     target = torch.tensor([0.5, 0.75], dtype=torch.float64).expand(count, 2)
     drafts = SparseDrafts(torch.full((count,), 2), ones, target, ones.unsqueeze(-1), target.unsqueeze(-1), uniform)
     for rule in (token_wise, block):
-        accepted = rule.judge(drafts).accepted_B
+        accepted = rule.accept(drafts).accepted_B
         assert [(accepted == n).double().mean().item() for n in range(3)] == pytest.approx([0.5, 0.125, 0.375], abs=0.02)
 
 
@@ -83,7 +83,7 @@ def test_block_verification_never_accepts_less(seed: int) -> None:
         torch.from_numpy(target * real[..., None]),
         torch.from_numpy(rng.random((count, depth))),
     )
-    kept = [rule.judge(drafts).accepted_B.double() for rule in (token_wise, block)]
+    kept = [rule.accept(drafts).accepted_B.double() for rule in (token_wise, block)]
     assert kept[1].mean() > kept[0].mean() - 0.01
     assert (kept[1] <= drafts.lengths_B).all()
 
@@ -131,11 +131,11 @@ def test_relaxed_acceptance_is_exact_outside_the_thinking_phase() -> None:
 
 
 def test_the_thinking_phase_ends_before_its_end_token() -> None:
-    judge = Judge(thinking_ids=(5, 6))
+    draft_verifier = DraftVerifier(thinking_ids=(5, 6))
 
-    assert judge._thinking([1, 5, 2], [3, 4, 6, 3, 5, 3]) == [True, True, False, False, False, True]
-    assert judge._thinking([1, 5, 2, 6, 2], [3, 3]) == [False, False]
-    assert Judge()._thinking([1, 5, 2], [3]) == [False]
+    assert draft_verifier._thinking([1, 5, 2], [3, 4, 6, 3, 5, 3]) == [True, True, False, False, False, True]
+    assert draft_verifier._thinking([1, 5, 2, 6, 2], [3, 3]) == [False, False]
+    assert DraftVerifier()._thinking([1, 5, 2], [3]) == [False]
 
 
 def test_a_synthetic_rate_is_met_whatever_the_target_says() -> None:
@@ -242,12 +242,12 @@ def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
     for acceptance, rule in ((Acceptance.TYPICAL, AcceptanceRule.TYPICAL), (Acceptance.RELAXED, AcceptanceRule.RELAXED)):
         request = TokenRequest([1], 1, speculation=SpeculationOptions(acceptance=acceptance))
         assert how_to_propose(request, ALL, True) is Rule.COUPLED
-        assert judged_by(request, AcceptanceRule.BLOCK, False) is rule
+        assert acceptance_rule(request, AcceptanceRule.BLOCK, False) is rule
         assert rule.lossy
     exact = TokenRequest([1], 1)
-    assert judged_by(exact, AcceptanceRule.BLOCK, False) is AcceptanceRule.BLOCK
-    assert judged_by(exact, None, False) is AcceptanceRule.COUPLED
-    assert judged_by(exact, None, True).lossy
+    assert acceptance_rule(exact, AcceptanceRule.BLOCK, False) is AcceptanceRule.BLOCK
+    assert acceptance_rule(exact, None, False) is AcceptanceRule.COUPLED
+    assert acceptance_rule(exact, None, True).lossy
 
 
 def test_a_draft_of_one_token_and_one_of_none_share_a_batch_with_sampled_ones() -> None:

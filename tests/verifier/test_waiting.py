@@ -8,8 +8,9 @@ from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenChunk, TokenRequest
 from verifier_svc.depth import goodput, patience_s
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
 from verifier_svc.sequence import Assignment, Sequence
+from verifier_svc.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from verifier_svc.rules.sparse import SparseDrafts, Verdicts
+from verifier_svc.rules.sparse import AcceptedPrefixes, SparseDrafts
 
 
-def judge(drafts: SparseDrafts) -> Verdicts:
+def accept(drafts: SparseDrafts) -> AcceptedPrefixes:
     """Accept up to the last position whose own coin comes up, not up to the first that fails.
 
     With w_i = min(1, w_(i-1) * target_i / draft_i) position i is the end of an accepted block with probability
@@ -27,7 +27,7 @@ def judge(drafts: SparseDrafts) -> Verdicts:
         stands_B = (drafts.uniform_BK[:, i - 1] < chance_B) & (drafts.lengths_B >= i)
         accepted_B = torch.where(stands_B, i, accepted_B)
         scale_B = torch.where(stands_B, weight_B, scale_B)
-    return Verdicts(accepted_B, scale_B)
+    return AcceptedPrefixes(accepted_B, scale_B)
 
 
 def _ends_here(drafts: SparseDrafts, i: int, weight_B: torch.Tensor) -> torch.Tensor:

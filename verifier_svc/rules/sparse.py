@@ -29,7 +29,7 @@ class SparseDrafts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
+class AcceptedPrefixes:
     """`accepted_B` tokens stand; where that is not all of a draft, the next is drawn from max(0, scale_B * target - draft)."""
 
     accepted_B: torch.Tensor

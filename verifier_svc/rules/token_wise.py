@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from verifier_svc.rules.sparse import SparseDrafts, Verdicts
+from verifier_svc.rules.sparse import AcceptedPrefixes, SparseDrafts
 
 
-def judge(drafts: SparseDrafts) -> Verdicts:
+def accept(drafts: SparseDrafts) -> AcceptedPrefixes:
     """Accept each token with min(1, target / draft), up to the first that is rejected."""
     stands_BK = (drafts.uniform_BK * drafts.draft_BK < drafts.target_BK) & drafts.real_BK
     accepted_B = stands_BK.long().cumprod(-1).sum(-1)
-    return Verdicts(accepted_B, torch.ones_like(accepted_B, dtype=torch.float64))
+    return AcceptedPrefixes(accepted_B, torch.ones_like(accepted_B, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""A grammar changes what the target says, never how its drafts are judged."""
+"""A grammar changes what the target says, never how its drafts are verified."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.grammar_backends import Mask
 from outrider.messages import Rule, SamplingParams, SparseDistribution, TokenRequest
-from verifier_svc.guidance import Guidance
-from verifier_svc.judging import Judge
-from verifier_svc.scheduler import Item
+from verifier_svc.grammar_masks import GrammarMasks
+from verifier_svc.scheduler import ScheduledSequence
 from verifier_svc.trie import Path
+from verifier_svc.verification import DraftVerifier, Verified
 
 
 class Heads:
@@ -41,18 +41,19 @@ def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -
     sequence.matcher, sequence.mask_width = (matcher := Heads()), 1
     [assignment] = sequence.assignments.values()
     law = SparseDistribution(np.array([0, 2]), np.array([0.5, 0.5]))
-    guidance, judge = Guidance(), Judge()
+    masks, draft_verifier = GrammarMasks(), DraftVerifier()
     firsts = []
     for seed in range(1_800):
         sequence.seed = seed
         drafted = [2 * (seed % 2), 1] if sampled else [2, 1]
         path = Path(drafted, [law, SparseDistribution(np.array([1]), np.array([1.0]))] if sampled else [])
-        items = guidance.cut([Item(sequence, 0, [3], path, assignment, True)])
-        logits = torch.zeros(1 + len(items[0].path.token_ids), model.vocab_size)
-        [judgement] = judge.judge(logits, guidance.masks(items)())
-        assert judgement is not None
+        batch = masks.cut([ScheduledSequence(sequence, 0, [3], path, assignment, True)])
+        logits = torch.zeros(1 + len(batch[0].path.token_ids), model.vocab_size)
+        [verified] = draft_verifier.verify(logits, masks.masks(batch)())
+        assert isinstance(verified, Verified)
+        assert verified.result is not None
         assert matcher.held == 0
-        firsts.append([*items[0].path.token_ids[: judgement.outcome.accepted_count], judgement.outcome.next_token][0])
+        firsts.append([*batch[0].path.token_ids[: verified.result.accepted_count], verified.result.next_token][0])
     assert set(firsts) == {0, 1}
     assert np.mean(firsts) == pytest.approx(0.5, abs=0.05)
 
@@ -63,9 +64,10 @@ def test_the_token_behind_a_draft_that_stands_whole_is_one_that_the_grammar_allo
     sequence.matcher, sequence.mask_width = Heads(), 1
     logits = torch.zeros(3, model.vocab_size)
     logits[0, 0] = logits[1, 1] = logits[2, 5] = 9.0
-    guidance = Guidance()
-    items = guidance.cut([Item(sequence, 0, [3], Path([0, 1], []), None, True)])
-    [judgement] = Judge().judge(logits, guidance.masks(items)())
-    assert judgement is not None
-    assert judgement.outcome.accepted_count == 2
-    assert judgement.outcome.next_token in (0, 1)
+    masks = GrammarMasks()
+    batch = masks.cut([ScheduledSequence(sequence, 0, [3], Path([0, 1], []), None, True)])
+    [verified] = DraftVerifier().verify(logits, masks.masks(batch)())
+    assert isinstance(verified, Verified)
+    assert verified.result is not None
+    assert verified.result.accepted_count == 2
+    assert verified.result.next_token in (0, 1)

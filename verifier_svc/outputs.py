@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.messages import FinishReason, TokenChunk, TokenLogprob, TokenSource
-from verifier_svc.judging import Judgement
-from verifier_svc.scheduler import Item
+from outrider.messages import FinishReason, TokenChunk, TokenSource
+from verifier_svc.scheduler import ScheduledSequence
 from verifier_svc.sequence import Sequence
+from verifier_svc.verification import Verified
 
 
-def end(sequence: Sequence, new: list[int]) -> FinishReason | None:
+def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
     """Cut `new` behind the token that ends the sequence, and say why it ends; None when it goes on."""
     if sequence.request.max_tokens == 0:
         new.clear()  # only the prompt's log probabilities were wanted
@@ -21,26 +21,21 @@ def end(sequence: Sequence, new: list[int]) -> FinishReason | None:
 
 
 def chunk_of(
-    item: Item,
-    new: list[int],
-    accepted: int,
-    judgement: Judgement,
-    finish_reason: FinishReason | None,
-    scored: list[TokenLogprob],
+    scheduled: ScheduledSequence, new: list[int], accepted: int, verified: Verified, finish_reason: FinishReason | None
 ) -> TokenChunk:
     """What the step committed, each token with its author."""
-    sources, drafted = [TokenSource.ACCEPTED] * accepted, len(item.path.token_ids)
+    sources, drafted = [TokenSource.ACCEPTED] * accepted, len(scheduled.path.token_ids)
     if len(new) > accepted:
         own = TokenSource.BONUS if accepted == drafted else TokenSource.RECOVERED
         sources.append(own if drafted else TokenSource.PLAIN)
     return TokenChunk(
         token_ids=new,
         sources=sources,
-        drafter_id=item.assignment.drafter.id if item.assignment is not None else "",
+        drafter_id=scheduled.assignment.drafter.id if scheduled.assignment is not None else "",
         finish_reason=finish_reason,
-        stats=item.sequence.stats if finish_reason is not None else None,
-        cached_token_count=item.sequence.cached_token_count,
+        stats=scheduled.sequence.stats if finish_reason is not None else None,
+        cached_token_count=scheduled.sequence.cached_token_count,
         draft_token_count=drafted,
-        logprobs=list(judgement.logprobs[: len(new)]),
-        prompt_logprobs=scored,
+        logprobs=list(verified.logprobs[: len(new)]),
+        prompt_logprobs=verified.prompt_logprobs,
     )

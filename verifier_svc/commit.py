@@ -1,0 +1,110 @@
+"""Commits what a forward confirms: tokens, pages and statistics of a sequence, its client's chunk and its drafters' verdicts."""
+
+from __future__ import annotations
+
+from outrider.errors import OutriderError, Reason
+from outrider.lm.pages import PagePool
+from outrider.messages import FinishReason, TokenChunk
+from outrider.telemetry import Span
+from verifier_svc.acceptance import AcceptResult
+from verifier_svc.drafting import Drafting
+from verifier_svc.metrics import Metrics
+from verifier_svc.outgoing import Outgoing
+from verifier_svc.outputs import chunk_of, cut_at_end
+from verifier_svc.scheduler import ScheduledSequence, Scheduler
+from verifier_svc.sequence import Sequence
+from verifier_svc.step_spans import StepSpans
+from verifier_svc.verification import Verified
+
+
+class Committer:
+    """For one engine, on its thread. `sequences` are the engine's, by id: those that end are taken out."""
+
+    def __init__(
+        self,
+        sequences: dict[int, Sequence],
+        scheduler: Scheduler,
+        drafting: Drafting,
+        outgoing: Outgoing,
+        spans: StepSpans,
+        metrics: Metrics,
+    ) -> None:
+        self._sequences = sequences
+        self._scheduler = scheduler
+        self._pool: PagePool = scheduler.pool
+        self._drafting = drafting
+        self._outgoing = outgoing
+        self._spans = spans
+        self._metrics = metrics
+
+    def commit(self, scheduled: ScheduledSequence, verified: Verified | OutriderError, span: Span) -> None:
+        """Take over what a forward says of one sequence; an error ends the sequence. `span` is the step's."""
+        if isinstance(verified, OutriderError):
+            self.fail(scheduled.sequence, verified)
+            return
+        sequence = scheduled.sequence
+        sequence.kv.length = scheduled.start + len(scheduled.token_ids)
+        if verified.prompt_logprobs:
+            sequence.unscored = sequence.unscored[len(verified.prompt_logprobs) :]
+        if verified.result is not None:
+            self._commit_tokens(scheduled, verified, verified.result, span)
+            return
+        self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+        if verified.prompt_logprobs:
+            self._outgoing.add(sequence.sink, TokenChunk([], [], prompt_logprobs=verified.prompt_logprobs))
+
+    def fail(self, sequence: Sequence, error: OutriderError) -> None:
+        """End a sequence with an error."""
+        self._outgoing.add(sequence.sink, error)
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget a sequence, free its pages, and tell its drafters that it is over."""
+        del self._sequences[sequence.id]
+        self._scheduler.remove(sequence)
+        self._drafting.close(sequence)
+
+    def _commit_tokens(self, scheduled: ScheduledSequence, verified: Verified, result: AcceptResult, span: Span) -> None:
+        sequence, drafted = scheduled.sequence, scheduled.path.token_ids
+        new = [*drafted[: result.accepted_count], result.next_token]
+        finish_reason = cut_at_end(sequence, new)
+        accepted = min(result.accepted_count, len(new))
+        if sequence.matcher is not None:
+            if not all(sequence.matcher.accept(token) for token in new):
+                self.fail(sequence, OutriderError(Reason.INTERNAL, "a token was sampled that the grammar's mask forbids"))
+                return
+            # Behind the end of a grammar there is nothing, whatever ignore_eos says.
+            finish_reason = FinishReason.STOP if sequence.matcher.ended else finish_reason
+        sequence.tokens += new
+        sequence.stats.record(len(drafted), accepted, verified.rule)
+        self._keep_pages(sequence, len(drafted), accepted)
+        if sequence.stats.forward_count == 1:
+            self._spans.prefilled(sequence)
+        self._metrics.generated(len(new))
+        if span.traceparent:
+            span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
+        if scheduled.assignment is not None:
+            self._drafting.judge(scheduled.assignment, len(drafted), result.accepted_count)
+        self._emit(sequence, chunk_of(scheduled, new, accepted, verified, finish_reason))
+        if finish_reason is not None:
+            self.close(sequence)
+        else:
+            self._drafting.acknowledge(sequence, new, span)
+
+    def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Keep the cache of accepted tokens. The target's own token was sampled, not fed, so it comes with the next forward."""
+        sequence.kv.length += accepted
+        if accepted < drafted:
+            self._pool.truncate(sequence.kv, sequence.kv.length)
+        self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+
+    def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
+        """Deliver what was committed, unless the request wants more tokens at once."""
+        if sequence.unsent is not None:
+            chunk = sequence.unsent.joined(chunk)
+        first = sequence.stats.forward_count == 1
+        if first or chunk.finish_reason is not None or len(chunk.token_ids) >= sequence.request.min_chunk_tokens:
+            self._outgoing.add(sequence.sink, chunk)
+            sequence.unsent = None
+        else:
+            sequence.unsent = chunk

@@ -1,0 +1,137 @@
+"""From a batch and its logits to what is to be committed: the context, rule and noise of each draft, and what it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from math import isnan
+
+import torch
+
+from outrider.errors import OutriderError, Reason
+from outrider.logits import Context
+from outrider.messages import AcceptanceRule, Rule, TokenLogprob
+from verifier_svc.acceptance import NO_TOKEN, NOT_FINITE, AcceptResult, Draft, accept
+from verifier_svc.logprobs import logprobs, split_scored
+from verifier_svc.rule_choice import acceptance_rule
+from verifier_svc.scheduler import ScheduledSequence
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a forward says of one scheduled sequence.
+
+    `result` came by `rule`; it is None behind a chunk of a prompt that is not its last. `logprobs` are those of the accepted
+    tokens and the next one where the request wants them, `prompt_logprobs` those of the tokens that were scheduled to be scored.
+    """
+
+    result: AcceptResult | None = None
+    rule: AcceptanceRule = AcceptanceRule.COUPLED
+    logprobs: SequenceOf[TokenLogprob] = ()
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVerifier:
+    """Decides which draft tokens of a batch stand.
+
+    `sampled_rule` is for drafts that a trusted drafter sampled; `thinking_ids` begin and end the thinking phase, None when the
+    model has none; with a `synthetic_rate` drafts stand at that rate whatever the target says.
+    """
+
+    sampled_rule: AcceptanceRule = AcceptanceRule.BLOCK
+    thinking_ids: tuple[int, int] | None = None
+    synthetic_rate: float | None = None
+
+    def verify(self, logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence]) -> list[Verified | OutriderError]:
+        """For each sequence what is to be committed, or why it cannot go on; `logits_RV` has `logit_count` rows of each in turn."""
+        logits_RV, scores = split_scored(logits_RV, batch)
+        accepted = iter(self._accept(logits_RV, [scheduled for scheduled in batch if scheduled.samples]))
+        found: list[Verified | OutriderError] = []
+        for scheduled, prompt_logprobs in zip(batch, scores, strict=True):
+            verified = next(accepted) if scheduled.samples else Verified()
+            verified.prompt_logprobs = prompt_logprobs
+            found.append(_why_impossible(verified) or verified)
+        return found
+
+    def _accept(self, logits_RV: torch.Tensor, sampling: SequenceOf[ScheduledSequence]) -> list[Verified]:
+        """For the sequences that a token is drawn for; `logits_RV` has no other rows than theirs."""
+        drafts = [self._draft(scheduled) for scheduled in sampling]
+        results = accept(logits_RV, drafts, self.synthetic_rate)
+        verified = [Verified(result, draft.rule) for result, draft in zip(results, drafts, strict=True)]
+        for i, found in _logprobs(logits_RV, sampling, results).items():
+            verified[i].logprobs = found
+        return verified
+
+    def _draft(self, scheduled: ScheduledSequence) -> Draft:
+        sequence = scheduled.sequence
+        request, path = sequence.request, scheduled.path
+        # A distribution counts only from whom it was asked; else it could force a token.
+        asked = scheduled.assignment is not None and scheduled.assignment.rule is Rule.SPARSE
+        sampled = self.sampled_rule if asked and path.distributions else None
+        rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
+        return Draft(
+            Context(
+                request.sampling,
+                sequence.tokens,
+                len(request.prompt),
+                path.token_ids,
+                sequence.end_ids,
+                scheduled.mask,
+            ),
+            sequence.seed,
+            rule,
+            path.distributions if rule is sampled else (),
+            request.speculation,
+            self._thinking(sequence.tokens, path.token_ids) if rule is AcceptanceRule.RELAXED else (),
+            sequence.stats.forward_count,
+        )
+
+    def _thinking(self, text: SequenceOf[int], drafted: SequenceOf[int]) -> list[bool]:
+        """For each draft token behind a text, whether it stands in the thinking phase; a phase that the prompt opened counts."""
+        if self.thinking_ids is None:
+            return [False] * len(drafted)
+        begin, end = self.thinking_ids
+        inside = next((token == begin for token in reversed(text) if token in (begin, end)), False)
+        states = []
+        for token in drafted:
+            # The end itself is verified exactly: when thinking stops is the target's decision.
+            inside = (inside and token != end) or token == begin
+            states.append(inside and token != begin)
+        return states
+
+
+def _logprobs(
+    logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence], results: SequenceOf[AcceptResult]
+) -> dict[int, list[TokenLogprob]]:
+    """Those of the sequences that want them, by their place in the batch."""
+    if not [scheduled for scheduled in batch if scheduled.sequence.request.top_logprobs is not None]:
+        return {}
+    rows: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    spans: dict[int, range] = {}
+    first = 0
+    for i, (scheduled, result) in enumerate(zip(batch, results, strict=True)):
+        count = scheduled.sequence.request.top_logprobs
+        if count is not None:
+            committed = [*scheduled.path.token_ids[: result.accepted_count], max(0, result.next_token)]
+            spans[i] = range(len(rows), len(rows) + len(committed))
+            rows += range(first, first + len(committed))
+            tokens += committed
+            counts += [count] * len(committed)
+        first += len(scheduled.path.token_ids) + 1
+    found = logprobs(logits_RV, rows, tokens, counts)
+    return {i: found[span.start : span.stop] for i, span in spans.items()}
+
+
+def _why_impossible(verified: Verified) -> OutriderError | None:
+    """Why a sequence cannot go on: its request leaves no token, or the model's logits are not numbers. None if it can."""
+    next_token = 0 if verified.result is None else verified.result.next_token
+    if next_token == NOT_FINITE or any(isnan(token.logprob) for token in verified.prompt_logprobs):
+        message = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
+        return OutriderError(Reason.LOGITS_NOT_FINITE, message)
+    if next_token == NO_TOKEN:
+        message = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
+        return OutriderError(Reason.INVALID_VALUE, message, "banned_token_ids")
+    return None
