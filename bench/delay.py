@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.prompts import KINDS
-from bench.report import CAUSES, spread
+from bench.report import LOOKUPS, spread
 from bench.ways import Measure, Pair, Sample, Task, outrider_stack
 from outrider.stack import free_port
 from outrider.tokenizer import load_tokenizer
@@ -123,7 +123,7 @@ def _lookups(sample: Sample) -> tuple[float, float] | None:
     if not counts.get("spec_decode_num_drafts"):
         return None
     accepted, drafts = counts["spec_decode_num_accepted_tokens"], counts["spec_decode_num_drafts"]
-    found = [counts.get(f"draft_lookups.{cause}", 0.0) for cause in CAUSES]
+    found = [counts.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS]
     # At most one token of a draft is judged and falls, so this is a lower bound.
     fallen = min(drafts, counts["spec_decode_num_draft_tokens"] - accepted)
     return accepted / (accepted + fallen), (found[0] + found[1]) / max(sum(found), 1.0)

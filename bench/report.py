@@ -17,7 +17,7 @@ from rich.table import Table
 from bench.ways import Sample
 
 PHASES = ("wait", "pack", "forward", "accept", "commit", "send")
-CAUSES = ("chain", "outcome", "late", "miss")
+LOOKUPS = ("chain", "branch", "late", "miss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _steps(title: str, cells: list[Cell], results: Results) -> Table:
         title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens a sequence's step commits; the limit is what these "
         "tokens would take in forwards alone, on an idle machine; then what commits found of the next draft"
     )
-    columns = ("way", "batch", *PHASES, "tokens / step", "limit, tokens/s", "of limit", "wasted / token", *CAUSES, "bytes / token")
+    columns = ("way", "batch", *PHASES, "tokens / step", "limit, tokens/s", "of limit", "wasted / token", *LOOKUPS, "bytes / token")
     for name in columns:
         table.add_column(name, justify="left" if name == "way" else "right")
     for way in _ways(cells, results):
@@ -152,7 +152,7 @@ def _step_figures(samples: list[Sample]) -> list[str]:
     plain_steps = tokens - total.get("spec_decode_num_accepted_tokens", 0.0)
     efficiency = total.get("decode_isolated_forward_seconds", 0.0) / max(total.get("decode_seconds", 0.0), 1e-9)
     rate = sum(sample.tokens for sample in samples) / sum(sample.seconds for sample in samples)
-    lookups = [total.get(f"draft_lookups.{cause}", 0.0) for cause in CAUSES]
+    lookups = [total.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS]
     return [
         *(f"{1000 * total[f'step_phase_seconds.{phase}'] / steps:.2f}" for phase in PHASES),
         f"{tokens / max(plain_steps, 1):.2f}",

@@ -243,7 +243,7 @@ async def _stream(port: int, body: dict[str, Any], headers: dict[str, str], samp
 
 
 async def counters(port: int) -> dict[str, float]:
-    """A process's Prometheus counters by name, and by the labels that tell phases, causes and drafters apart."""
+    """A process's Prometheus counters by name, and by the labels that tell phases, results and drafters apart."""
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
     values: dict[str, float] = {}
@@ -251,7 +251,7 @@ async def counters(port: int) -> dict[str, float]:
         for point in family.samples:
             if point.name.endswith(("_total", "_count")):
                 name = point.name.removeprefix("outrider:").removesuffix("_total")
-                label = point.labels.get("phase") or point.labels.get("cause") or ""
+                label = point.labels.get("phase") or point.labels.get("result") or ""
                 key = f"{name}.{label}" if label else name
                 values[key] = values.get(key, 0.0) + point.value
     return values

@@ -165,7 +165,11 @@ async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack)
 
 @pytest.mark.parametrize(
     ("hello", "field"),
-    [({"drafter_id": ""}, "hello.drafter_id"), ({"max_draft_tokens": 65}, "hello.max_draft_tokens"), ({"family": "x" * 200}, "hello.family")],
+    [
+        ({"drafter_id": ""}, "hello.drafter_id"),
+        ({"max_draft_tokens": 65}, "hello.max_draft_tokens"),
+        ({"family": "x" * 200}, "hello.family"),
+    ],
 )
 async def test_a_hello_out_of_range_is_refused_by_the_field_at_fault(stack: Stack, hello: dict[str, Any], field: str) -> None:
     async with Client(stack.address) as client, dialled(client, "odd", **hello) as drafter:

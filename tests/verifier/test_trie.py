@@ -138,7 +138,7 @@ def test_what_the_window_has_no_room_for_is_cut() -> None:
     assert text.propose([7]) == (0, 0, 0, 1)
     assert (text.path, text.trie.node_count) == ([1, 2, 3, 4], 8)
     text.commit(1)
-    assert text.propose([2, 3, 4, 5, 6], base=4) == (1, 3, 0, 1)
+    assert text.propose([1, 2, 3, 4, 5, 6], base=3) == (1, 3, 1, 1)
 
 
 def test_a_skip_says_that_waiting_is_no_use_until_the_next_commit() -> None:
