@@ -51,7 +51,7 @@ class Committer:
             return
         self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
         if verified.prompt_logprobs:
-            self._outgoing.add(sequence.sink, TokenChunk([], [], prompt_logprobs=verified.prompt_logprobs))
+            self._outgoing.add(sequence.sink, TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs)))
 
     def fail(self, sequence: Sequence, error: OutriderError) -> None:
         """End a sequence with an error."""

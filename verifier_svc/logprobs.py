@@ -34,10 +34,10 @@ def logprobs(logits_RV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
     ]
 
 
-def split_scored(logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, list[list[TokenLogprob]]]:
-    """The rows to draw from, and for each sequence the log probabilities of its `scored` tokens, which the other rows tell."""
+def split_scored(logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, dict[int, list[TokenLogprob]]]:
+    """The rows to draw from; and by place in the batch the log probabilities of `scored` tokens, which the other rows tell."""
     if not any(scheduled.scored for scheduled in batch):
-        return logits_RV, [[] for _ in batch]
+        return logits_RV, {}
     drawn: list[int] = []
     rows: list[int] = []
     tokens: list[int] = []
@@ -51,5 +51,5 @@ def split_scored(logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) ->
         counts += [request.prompt_logprobs or 0] * len(scored)
         first += scheduled.logit_count
     found = iter(logprobs(logits_RV, rows, tokens, counts))
-    scores = [[*islice(found, len(scheduled.scored))] for scheduled in batch]
+    scores = {i: [*islice(found, len(scheduled.scored))] for i, scheduled in enumerate(batch) if scheduled.scored}
     return logits_RV[on(logits_RV.device, drawn, torch.long)], scores

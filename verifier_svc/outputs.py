@@ -37,5 +37,5 @@ def chunk_of(
         cached_token_count=scheduled.sequence.cached_token_count,
         draft_token_count=drafted,
         logprobs=list(verified.logprobs[: len(new)]),
-        prompt_logprobs=verified.prompt_logprobs,
+        prompt_logprobs=list(verified.prompt_logprobs),
     )

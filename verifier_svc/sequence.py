@@ -140,7 +140,7 @@ class Sequence:
     span: Span = NO_SPAN
     submitted_at: float = 0.0
     """When the request came (monotonic seconds)."""
-    scheduled_at: float = 0.0
+    scheduled_at: float | None = None
     """When it was first part of a batch (monotonic seconds)."""
     depth: int = 0
     """Draft tokens that the coming step should verify, before `draft_limit` cuts it; none before it was planned for."""

@@ -23,7 +23,7 @@ class StepSpans:
     def begin(self, batch: list[ScheduledSequence], wait_s: float) -> list[Span]:
         """A step begins: a span for each traced sequence in it, and one for the batch when there are several."""
         for scheduled in batch:
-            if scheduled.sequence.scheduled_at == 0.0:
+            if scheduled.sequence.scheduled_at is None:
                 self._scheduled(scheduled.sequence)
         traced = [scheduled.sequence.span.traceparent for scheduled in batch if scheduled.sequence.span.traceparent]
         self._due += self._share if traced else 0.0
@@ -52,14 +52,15 @@ class StepSpans:
 
     def _scheduled(self, sequence: Sequence) -> None:
         """A sequence left the queue."""
-        sequence.scheduled_at = self._clock()
-        queued_s = max(sequence.scheduled_at - sequence.submitted_at, 0.0)
+        sequence.scheduled_at = now = self._clock()
+        queued_s = max(now - sequence.submitted_at, 0.0)
         self._metrics.queued(queued_s)
         telemetry.start("queue", sequence.span.traceparent, seconds_ago=queued_s).end()
 
     def prefilled(self, sequence: Sequence) -> None:
         """A sequence's first token is there."""
-        seconds = max(self._clock() - sequence.scheduled_at, 0.0)
+        began = sequence.submitted_at if sequence.scheduled_at is None else sequence.scheduled_at
+        seconds = max(self._clock() - began, 0.0)
         self._metrics.prefilled(seconds)
         telemetry.start(
             "prefill",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isnan
 
 import torch
@@ -28,7 +28,7 @@ class Verified:
     result: AcceptResult | None = None
     rule: AcceptanceRule = AcceptanceRule.COUPLED
     logprobs: SequenceOf[TokenLogprob] = ()
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: SequenceOf[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,15 @@ class DraftVerifier:
     def verify(self, logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence]) -> list[Verified | OutriderError]:
         """For each sequence what is to be committed, or why it cannot go on; `logits_RV` has `logit_count` rows of each in turn."""
         logits_RV, scores = split_scored(logits_RV, batch)
-        accepted = iter(self._accept(logits_RV, [scheduled for scheduled in batch if scheduled.samples]))
-        found: list[Verified | OutriderError] = []
-        for scheduled, prompt_logprobs in zip(batch, scores, strict=True):
-            verified = next(accepted) if scheduled.samples else Verified()
-            verified.prompt_logprobs = prompt_logprobs
-            found.append(_why_impossible(verified) or verified)
-        return found
+        sampling = [scheduled for scheduled in batch if scheduled.samples]
+        accepted = self._accept(logits_RV, sampling)
+        verified = accepted
+        if len(sampling) < len(batch):
+            rest = iter(accepted)
+            verified = [next(rest) if scheduled.samples else Verified() for scheduled in batch]
+        for i, prompt_logprobs in scores.items():
+            verified[i].prompt_logprobs = prompt_logprobs
+        return [_why_impossible(each) or each for each in verified]
 
     def _accept(self, logits_RV: torch.Tensor, sampling: SequenceOf[ScheduledSequence]) -> list[Verified]:
         """For the sequences that a token is drawn for; `logits_RV` has no other rows than theirs."""
@@ -128,6 +130,8 @@ def _logprobs(
 def _why_impossible(verified: Verified) -> OutriderError | None:
     """Why a sequence cannot go on: its request leaves no token, or the model's logits are not numbers. None if it can."""
     next_token = 0 if verified.result is None else verified.result.next_token
+    if next_token >= 0 and not verified.prompt_logprobs:
+        return None
     if next_token == NOT_FINITE or any(isnan(token.logprob) for token in verified.prompt_logprobs):
         message = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
         return OutriderError(Reason.LOGITS_NOT_FINITE, message)

@@ -69,8 +69,14 @@ def test_drafter_families_and_sampling_know_no_grpc() -> None:
 
 
 def test_the_trie_and_the_scheduler_know_no_torch() -> None:
-    for module in ("trie", "scheduler", "depth", "drafters", "drafting", "sequence"):
+    for module in ("trie", "scheduler", "depth", "drafters", "drafting", "sequence", "waiting", "admission", "inbox", "step_clock"):
         assert "torch" not in roots(ROOT / "verifier_svc" / f"{module}.py")
+
+
+def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
+    """But for when a drafter's message arrived, which the draft stream notes."""
+    for path in sources("verifier_svc"):
+        assert "time" not in roots(path) or path.name == "draft_streams.py", path
 
 
 @pytest.mark.parametrize(
