@@ -1,0 +1,336 @@
+"""A drafter's sequence: whatever order verdicts come in, it has the committed tokens, and the guesses that agree with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_svc.draft_sequence import DraftSequence
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, SparseDistribution, Verdict, Window
+from outrider.wire import drafts_from_proto, drafts_to_proto
+
+WINDOW = Window(token_count=12, depth=6)
+PROMPT = [7, 7, 7]
+COUNT = len(PROMPT)
+
+
+def sequence(draft_tokens: int = 4, window: Window = WINDOW) -> DraftSequence:
+    return DraftSequence(Opened(1, list(PROMPT), SamplingParams(0.0), Rule.ONE_HOT, window, draft_tokens))
+
+
+def verdict(length: int, *new: int, draft_tokens: int = 4, window: Window | None = None) -> Verdict:
+    return Verdict(1, length, list(new), 0, draft_tokens, window)
+
+
+def sure(token: int) -> SparseDistribution:
+    return SparseDistribution(np.array([token]), np.array([1.0]))
+
+
+class Model:
+    """The same by whole paths: `paths[0]` is the chain, and a commit keeps what agrees with it."""
+
+    def __init__(self) -> None:
+        self.tokens = list(PROMPT)
+        self.paths: list[tuple[int, list[int]]] = [(0, [])]
+
+    def extend(self, run: list[int]) -> None:
+        self.paths[0] = (0, [*self.paths[0][1], *run])
+
+    def branch(self, at: int, run: list[int]) -> None:
+        self.paths.append((at, [*self.paths[0][1][:at], *run]))
+
+    def follow(self, committed: list[int]) -> None:
+        new = committed[len(self.tokens) :]
+        count = len(new)
+        self.tokens += new
+        chain = self.paths[0][1]
+        if chain[:count] == new:
+            self.paths = [(at - count, path[count:]) for i, (at, path) in enumerate(self.paths) if i == 0 or at >= count]
+            self.paths[0] = (0, self.paths[0][1])
+        else:
+            # A branch must agree as far as the new tokens go, and differ from the chain.
+            fitting = [path[count:] for at, path in self.paths[1:] if at < count and path[:count] == new]
+            self.paths = [(0, fitting[0] if fitting else [])]
+
+
+token = st.integers(0, 2)
+actions = st.one_of(
+    st.tuples(st.just("extend"), st.lists(token, max_size=4)),
+    st.tuples(st.just("branch"), st.integers(0, 4), st.lists(token, min_size=1, max_size=3)),
+    st.tuples(st.just("commit"), st.integers(0, 4), st.lists(token, max_size=2)),
+    st.tuples(st.just("deliver"), st.integers(0, 8), st.integers(0, 6)),
+    st.tuples(st.just("take")),
+)
+
+
+class Pair:
+    """A sequence and its model, with the verifier's committed tokens, of which they are told in any portions and repeats."""
+
+    def __init__(self) -> None:
+        self.real, self.model, self.committed = sequence(), Model(), list(PROMPT)
+        self.proposals: list[Proposal] = []
+
+    def extend(self, run: list[int]) -> None:
+        self.model.extend(run[: self.real.room])
+        self.real.extend(run)
+
+    def branch(self, at: int, run: list[int]) -> None:
+        room = min(self.real.branch_room, WINDOW.depth - at)
+        if at < len(self.real.guesses) and len(run) <= room and run[0] not in self.real.guessed_at(at):
+            self.model.branch(at, run)
+            self.real.branch(at, run)
+
+    def commit(self, accepted: int, own: list[int]) -> None:
+        """The verifier accepts some of the guesses, if it has them, and adds tokens of its own."""
+        known = self.real.guesses[:accepted] if self.committed == self.real.tokens else []
+        self.committed += [*known, *own]
+
+    def deliver(self, earlier: int, later: int) -> None:
+        """A verdict from before what the drafter has to somewhere around it; a repeat if it goes no further."""
+        start = max(0, len(self.real.tokens) - earlier)
+        end = min(len(self.committed), len(self.real.tokens) + later - 2)
+        if start > end:
+            return
+        before = [*self.real.tokens, *self.real.guesses]
+        standing = self.real.follow(verdict(end, *self.committed[start:end]))
+        after = [*self.real.tokens, *self.real.guesses]
+        assert after[:standing] == before[:standing]
+        assert standing == min(len(before), len(after)) or after[standing] != before[standing]
+        self.model.follow(self.committed[:end])
+
+    def take(self) -> None:
+        """Every proposal is valid on the wire, complete in itself, and says all that is new."""
+        unsent = {tuple(path) for _, path in self.model.paths if path} - self.sent()
+        proposal = self.real.take_proposal()
+        if proposal is None:
+            assert not unsent
+            return
+        drafts_from_proto(drafts_to_proto(DraftBatch([proposal])), 4096)
+        assert proposal.base_length == len(self.real.tokens)
+        self.proposals.append(proposal)
+        assert unsent <= self.sent()
+        assert self.real.take_proposal() is None
+
+    def sent(self) -> set[tuple[int, ...]]:
+        """All that was proposed behind what is committed now: what a verifier's trie would hold."""
+        found: set[tuple[int, ...]] = set()
+        for proposal in self.proposals:
+            behind = self.real.tokens[proposal.base_length :]
+            paths: list[list[int]] = [[]]
+            parents = proposal.parents or range(len(proposal.token_ids))
+            for guess, parent in zip(proposal.token_ids, parents, strict=True):
+                paths.append([*paths[parent], guess])
+            found |= {tuple(path[len(behind) :]) for path in paths if path[: len(behind)] == behind}
+        return found
+
+
+@given(st.lists(actions, max_size=60))
+def test_after_any_commits_guesses_repeats_and_late_verdicts_it_is_what_the_model_is(script: list[tuple[object, ...]]) -> None:
+    pair = Pair()
+    for name, *arguments in script:
+        getattr(pair, str(name))(*arguments)
+        assert pair.real.tokens == pair.model.tokens
+        assert pair.real.guesses == pair.model.paths[0][1]
+    pair.take()
+
+
+def test_a_hit_keeps_what_runs_ahead_and_makes_room_for_more() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0, 1])
+    drafted.extend([2, 2, 2])
+    assert (drafted.guesses, drafted.room) == ([1, 2, 0, 1, 2, 2], 0)
+    assert drafted.follow(verdict(6, 1, 2, 0)) == COUNT + 6
+    assert (drafted.guesses, drafted.room) == ([1, 2, 2], 3)
+
+
+def test_a_miss_keeps_the_matched_part_of_the_state_alone() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0, 1])
+    assert drafted.follow(verdict(6, 1, 2, 2)) == COUNT + 2
+    assert (drafted.tokens, drafted.guesses) == ([*PROMPT, 1, 2, 2], [])
+
+
+def test_guesses_that_came_too_late_but_were_right_stay_and_are_not_sent_again() -> None:
+    """The verifier decoded plainly what was guessed; it finds the rest in the proposal when that arrives."""
+    drafted = sequence()
+    drafted.extend([1, 2, 0])
+    assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0])
+    drafted.follow(verdict(4, 1))
+    assert drafted.guesses == [2, 0]
+    assert drafted.take_proposal() is None
+
+
+def test_a_proposal_is_complete_and_repeats_what_stands_between_base_and_tip() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2])
+    assert drafted.take_proposal() == Proposal(1, 3, [1, 2])
+    drafted.extend([0])
+    assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0])
+    drafted.follow(verdict(4, 1))
+    drafted.extend([1])
+    assert drafted.take_proposal() == Proposal(1, 4, [2, 0, 1])
+
+
+def test_new_branches_hang_beside_the_chain_and_are_sent_once() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0])
+    drafted.branch(0, [2, 2])
+    drafted.branch(2, [1])
+    assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 2, 2, 1], [0, 1, 2, 0, 4, 2])
+    assert drafted.take_proposal() is None
+    drafted.branch(1, [0])
+    assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 0], [0, 1, 2, 1])
+
+
+def test_a_branch_that_is_guessed_already_changes_nothing() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2])
+    drafted.branch(1, [2, 2])
+    drafted.branch(1, [0, 1])
+    drafted.branch(1, [0, 2])
+    assert drafted.guessed_at(1) == {0, 2}
+    drafted.follow(verdict(5, 1, 0))
+    assert drafted.guesses == [1]
+    with pytest.raises(IndexError):
+        drafted.branch(1, [1])
+
+
+def test_a_branch_that_comes_true_becomes_the_chain_with_nothing_to_send() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0, 1])
+    drafted.branch(2, [2, 1, 1])
+    drafted.take_proposal()
+    assert drafted.follow(verdict(6, 1, 2, 2)) == COUNT + 2
+    assert drafted.guesses == [1, 1]
+    assert drafted.take_proposal() is None
+
+
+def test_a_branch_stays_at_its_place_when_tokens_before_it_are_committed() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0, 1])
+    drafted.branch(2, [2, 1, 1])
+    drafted.follow(verdict(4, 1))
+    assert drafted.guessed_at(1) == {0, 2}
+    drafted.follow(verdict(6, 2, 2))
+    assert drafted.guesses == [1, 1]
+
+
+def test_of_a_branch_what_a_verdict_of_several_tokens_committed_is_passed_over() -> None:
+    """As after a pause, when what was withheld is told at once."""
+    drafted = sequence(draft_tokens=2)
+    drafted.extend([1, 0])
+    drafted.branch(1, [2, 1, 0])
+    drafted.follow(verdict(6, 1, 2, 1))
+    assert drafted.guesses == [0]
+
+
+def test_what_was_sampled_is_said_once_and_counts_behind_a_one_hot_branch_as_unsaid() -> None:
+    drafted = sequence(draft_tokens=2)
+    drafted.extend([0, 1], [sure(0), sure(1)])
+    drafted.branch(0, [2, 1])
+    first = drafted.take_proposal()
+    assert first is not None
+    assert (first.token_ids, first.parents) == ([0, 1, 2, 1], [0, 1, 0, 3])
+    assert [given and given.token_ids.tolist() for given in first.distributions] == [[0], [1], None, None]
+    drafted.extend([2], [sure(2)])
+    second = drafted.take_proposal()
+    assert second is not None
+    assert [given and given.token_ids.tolist() for given in second.distributions] == [None, None, [2]]
+    drafted.follow(verdict(4, 2))
+    drafted.extend([0], [sure(0)])
+    third = drafted.take_proposal()
+    assert third is not None
+    assert (third.token_ids, [given and given.token_ids.tolist() for given in third.distributions]) == ([1, 0], [None, [0]])
+
+
+def test_a_sampled_token_that_was_committed_before_it_was_sent_takes_its_distribution_with_it() -> None:
+    drafted = sequence()
+    drafted.extend([0, 1], [sure(0), sure(1)])
+    drafted.follow(verdict(4, 0))
+    proposal = drafted.take_proposal()
+    assert proposal is not None
+    assert [given and given.token_ids.tolist() for given in proposal.distributions] == [[1]]
+
+
+def test_a_skip_answers_one_committed_length_once_and_only_where_the_verifier_may_wait() -> None:
+    drafted = sequence(draft_tokens=2)
+    assert drafted.take_skip() is None
+    drafted.extend([1])
+    drafted.give_up()
+    assert drafted.room == 0
+    assert drafted.take_skip() == Skip(1, 3)
+    assert drafted.take_skip() is None
+    drafted.follow(verdict(4, 1, draft_tokens=2))
+    assert drafted.room == WINDOW.depth
+    drafted.extend([1, 2])
+    drafted.give_up()
+    assert drafted.take_skip() is None
+
+
+def test_a_repeated_verdict_calls_for_nothing_new() -> None:
+    drafted = sequence(draft_tokens=2)
+    drafted.follow(verdict(4, 1, draft_tokens=2))
+    drafted.give_up()
+    assert drafted.take_skip() == Skip(1, 4)
+    drafted.follow(verdict(4, 1, draft_tokens=3, window=Window(9, 9)))
+    assert (drafted.room, drafted.draft_tokens, drafted.window, drafted.take_skip()) == (0, 2, WINDOW, None)
+
+
+def test_a_window_that_shrank_leaves_no_room_and_what_no_proposal_holds_is_not_guessed() -> None:
+    drafted = sequence()
+    drafted.extend([1, 2, 0, 1])
+    drafted.follow(verdict(4, 1, draft_tokens=1, window=Window(2, 2)))
+    assert (drafted.room, drafted.branch_room, drafted.goal) == (0, 0, 0)
+    wide = sequence(window=Window(4096, 128))
+    wide.extend([1] * 128)
+    for at in range(12):
+        wide.branch(at, [2] * 128)
+    proposal = wide.take_proposal()
+    assert proposal is not None
+    assert len(proposal.token_ids) == 1024
+    drafts_from_proto(drafts_to_proto(DraftBatch([proposal])), 4096)
+
+
+def test_a_sequence_is_urgent_while_the_verifier_has_less_than_a_step_of_it() -> None:
+    drafted = sequence(draft_tokens=3)
+    drafted.extend([1, 2])
+    assert (drafted.urgent, drafted.goal) == (True, 1)
+    drafted.extend([0])
+    assert (drafted.urgent, drafted.goal, drafted.room) == (False, 3, 3)
+
+
+def test_there_is_no_room_for_branches_without_guesses_or_without_leave_to_run_ahead() -> None:
+    drafted = sequence()
+    assert drafted.branch_room == 0
+    drafted.extend([1])
+    assert drafted.branch_room == WINDOW.token_count - 1
+    drafted.give_up_branches()
+    assert (drafted.branch_room, drafted.room) == (0, WINDOW.depth - 1)
+    bound = sequence(window=Window(12, 4))
+    bound.extend([1])
+    assert bound.branch_room == 0
+
+
+def test_acceptance_is_learned_from_commits() -> None:
+    drafted = sequence()
+    before = drafted.acceptance
+    drafted.extend([1, 2, 0])
+    drafted.follow(verdict(6, 1, 2, 0))
+    good = drafted.acceptance
+    drafted.extend([1])
+    drafted.follow(verdict(7, 2))
+    assert good > before
+    assert drafted.acceptance < good
+
+
+@pytest.mark.parametrize("gap", [verdict(5, 1), verdict(99, 1, 2), verdict(4)])
+def test_a_verdict_that_leaves_a_gap_is_a_protocol_violation(gap: Verdict) -> None:
+    drafted = sequence()
+    drafted.extend([1, 2])
+    with pytest.raises(OutriderError, match="leaves out") as caught:
+        drafted.follow(gap)
+    assert caught.value.reason is Reason.PROTOCOL_VIOLATION
+    assert drafted.tokens == PROMPT

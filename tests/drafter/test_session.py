@@ -1,0 +1,289 @@
+"""A drafter's session: for whom it asks for guesses and when, what it says, and that a failure costs one sequence its drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from drafter_svc.draft_sequence import DraftSequence
+from drafter_svc.families.base import Family
+from drafter_svc.session import DraftSession
+from outrider.errors import OutriderError, Reason
+from outrider.messages import Closed, DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, StepBatch, Verdict, Window
+
+WINDOW = Window(16, 4)
+
+
+def opened(sequence_id: int = 1, *tokens: int, draft_tokens: int = 2) -> Opened:
+    return Opened(sequence_id, list(tokens) or [10, 11], SamplingParams(0.0), Rule.ONE_HOT, WINDOW, draft_tokens)
+
+
+def verdict(sequence_id: int, length: int, *new: int) -> Verdict:
+    return Verdict(sequence_id, length, list(new), 0, 2)
+
+
+class Counting(Family):
+    """Guesses one more than the token before, as many as are wanted; `ends` has sequences that it knows no more of."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.told: list[tuple[str, int]] = []
+        self.ends: set[int] = set()
+        self.postpones: set[int] = set()
+
+    def opened(self, sequence: DraftSequence) -> None:
+        self.told.append(("opened", sequence.id))
+
+    def committed(self, sequence: DraftSequence, standing: int) -> None:
+        self.told.append(("committed", standing))
+
+    def closed(self, sequence: DraftSequence) -> None:
+        self.told.append(("closed", sequence.id))
+
+    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        self.asked.append([sequence.id for sequence in sequences])
+        for sequence in sequences:
+            if sequence.id in self.postpones:
+                self.postpones.discard(sequence.id)
+                sequence.postpone()
+            elif sequence.id not in self.ends:
+                last = [*sequence.tokens, *sequence.guesses][-1]
+                sequence.extend(range(last + 1, last + 1 + sequence.goal))
+
+
+def session(family: Family | None = None) -> DraftSession:
+    return DraftSession(family or Counting(), lambda: 0.0)
+
+
+def run(made: DraftSession, interrupted: bool = False) -> DraftBatch:
+    """One round, which ends without anything to wait for."""
+    return finish(made.round(lambda: interrupted))
+
+
+def finish(work: Coroutine[Any, Any, DraftBatch]) -> DraftBatch:
+    with pytest.raises(StopIteration) as ended:
+        work.send(None)
+    batch: DraftBatch = ended.value.value
+    return batch
+
+
+def test_it_guesses_what_the_next_step_takes_then_runs_ahead_up_to_the_window_then_falls_silent() -> None:
+    made = session()
+    made.apply(StepBatch(opened=[opened()]))
+    assert run(made) == DraftBatch([Proposal(1, 2, [12, 13])])
+    assert run(made) == DraftBatch([Proposal(1, 2, [12, 13, 14, 15])])
+    assert run(made) == DraftBatch()
+    made.apply(StepBatch(verdicts=[verdict(1, 3, 12)]))
+    assert run(made) == DraftBatch([Proposal(1, 3, [13, 14, 15, 16])])
+
+
+def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another() -> None:
+    family = Counting()
+    made = session(family)
+    made.apply(StepBatch(opened=[opened(1)]))
+    run(made)
+    made.apply(StepBatch(opened=[opened(2)]))
+    assert [proposal.sequence_id for proposal in run(made).proposals] == [2]
+    assert [proposal.sequence_id for proposal in run(made).proposals] == [1, 2]
+
+
+def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdict_that_is_new() -> None:
+    family = Counting()
+    family.ends = {1}
+    made = session(family)
+    made.apply(StepBatch(opened=[opened(1), opened(2)]))
+    assert run(made) == DraftBatch([Proposal(2, 2, [12, 13])], [Skip(1, 2)])
+    run(made)
+    assert run(made) == DraftBatch()
+    made.apply(StepBatch(verdicts=[verdict(1, 3, 7)]))
+    assert run(made) == DraftBatch(skips=[Skip(1, 3)])
+    made.apply(StepBatch(verdicts=[verdict(1, 3, 7)]))
+    assert run(made) == DraftBatch()
+
+
+def test_where_the_chain_ends_far_enough_ahead_nothing_is_said_until_the_verifier_may_wait() -> None:
+    family = Counting()
+    made = session(family)
+    made.apply(StepBatch(opened=[opened()]))
+    run(made)
+    family.ends = {1}
+    assert run(made) == DraftBatch()
+    made.apply(StepBatch(verdicts=[verdict(1, 3, 12)]))
+    assert run(made) == DraftBatch(skips=[Skip(1, 3)])
+
+
+def test_a_postponed_sequence_is_asked_for_again_and_not_skipped() -> None:
+    family = Counting()
+    family.postpones = {1}
+    made = session(family)
+    made.apply(StepBatch(opened=[opened()]))
+    assert run(made) == DraftBatch([Proposal(1, 2, [12, 13])])
+    assert family.asked == [[1], [1]]
+    family.postpones = {2}
+    made.apply(StepBatch(opened=[opened(2)]))
+    assert run(made, interrupted=True) == DraftBatch()
+    assert run(made) == DraftBatch([Proposal(2, 2, [12, 13])])
+
+
+def test_branches_are_asked_for_when_the_chain_cannot_grow() -> None:
+    class Branching(Counting):
+        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+            for sequence in sequences:
+                if sequence.room > 0:
+                    sequence.extend([5, 6, 7][len(sequence.guesses) :])
+                else:
+                    sequence.branch(1, [9])
+                    sequence.give_up_branches()
+
+    made = session(Branching())
+    made.apply(StepBatch(opened=[opened()]))
+    assert run(made) == DraftBatch([Proposal(1, 2, [5, 6, 7])])
+    assert run(made) == DraftBatch([Proposal(1, 2, [5, 6, 7, 9], [0, 1, 2, 1])])
+    assert run(made) == DraftBatch()
+    made.apply(StepBatch(verdicts=[verdict(1, 4, 5, 9)]))
+    assert run(made) == DraftBatch([Proposal(1, 4, [5, 6, 7])])
+
+
+def test_late_and_repeated_messages_do_no_harm() -> None:
+    family = Counting()
+    made = session(family)
+    made.apply(StepBatch(verdicts=[verdict(7, 3, 12)], closed=[Closed(7)]))
+    made.apply(StepBatch(opened=[opened()]))
+    run(made)
+    made.apply(StepBatch(opened=[opened(1, 5, 6)], verdicts=[verdict(1, 3, 12), verdict(1, 3, 12), verdict(1, 2, 11)]))
+    made.apply(StepBatch(verdicts=[verdict(1, 4, 11, 12, 13)], closed=[Closed(1), Closed(1)]))
+    assert family.told == [("opened", 1), ("committed", 4), ("committed", 4), ("closed", 1)]
+    assert run(made) == DraftBatch()
+    assert not made.sequences
+
+
+def test_a_gap_is_a_protocol_violation() -> None:
+    made = session()
+    made.apply(StepBatch(opened=[opened()]))
+    with pytest.raises(OutriderError) as caught:
+        made.apply(StepBatch(verdicts=[verdict(1, 99, 12)]))
+    assert caught.value.reason is Reason.PROTOCOL_VIOLATION
+
+
+def test_a_proposal_says_how_long_its_round_took_by_the_sessions_clock() -> None:
+    now = [100.0]
+
+    class Slow(Counting):
+        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+            now[0] += 0.25
+            await super().propose(sequences, interrupted)
+
+    made = DraftSession(Slow(), lambda: now[0])
+    made.apply(StepBatch(opened=[opened(1), opened(2)]))
+    assert [proposal.draft_seconds for proposal in run(made).proposals] == [0.25, 0.25]
+
+
+class Breaking(Counting):
+    """Fails for sequence 2 where it is told to."""
+
+    def __init__(self, place: str, error: type[Exception] = ZeroDivisionError) -> None:
+        super().__init__()
+        self.place = place
+        self.error = error
+
+    def _fail_at(self, place: str, sequence: DraftSequence) -> None:
+        if self.place == place and sequence.id % 2 == 0:
+            raise self.error("planted")
+
+    def opened(self, sequence: DraftSequence) -> None:
+        self._fail_at("opened", sequence)
+
+    def committed(self, sequence: DraftSequence, standing: int) -> None:
+        self._fail_at("committed", sequence)
+
+    def closed(self, sequence: DraftSequence) -> None:
+        super().closed(sequence)
+        self._fail_at("closed", sequence)
+
+    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        await super().propose(sequences, interrupted)
+        for sequence in sequences:
+            self._fail_at("propose", sequence)
+
+
+@pytest.mark.parametrize("place", ["opened", "committed", "closed", "propose"])
+def test_a_sequence_whose_part_fails_is_skipped_and_the_others_are_drafted_for(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = Breaking(place)
+    made = session(family)
+    made.apply(StepBatch(opened=[opened(1), opened(2), opened(3)]))
+    first = run(made)
+    assert [proposal.sequence_id for proposal in first.proposals] == ([1, 3] if place in ("opened", "propose") else [1, 2, 3])
+    assert first.skips == ([Skip(2, 2)] if place in ("opened", "propose") else [])
+    made.apply(StepBatch(verdicts=[verdict(1, 3, 9), verdict(2, 3, 9)]))
+    second = run(made)
+    assert Proposal(1, 3, [10, 11]) in second.proposals
+    assert second.skips == ([] if place == "closed" else [Skip(2, 3)])
+    made.apply(StepBatch(closed=[Closed(2)]))
+    assert 2 not in made.sequences
+    assert family.told.count(("closed", 2)) == 1
+    assert made.abandoned_count == (0 if place == "closed" else 1)
+    assert "Traceback" in caplog.text
+
+
+def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = session(Breaking("propose"))
+    made.apply(StepBatch(opened=[opened(i) for i in range(6)]))
+    run(made)
+    assert made.abandoned_count == 3
+    assert caplog.text.count("is not drafted for") == 1
+    made.apply(StepBatch(opened=[opened(8)]))
+    run(made)
+    assert made.abandoned_count == 4
+    assert caplog.text.count("is not drafted for") == 1
+
+
+def test_what_a_failing_sequence_was_given_in_part_is_not_proposed_and_what_was_sent_still_counts() -> None:
+    family = Breaking("")
+    made = session(family)
+    made.apply(StepBatch(opened=[opened(2)]))
+    assert run(made) == DraftBatch([Proposal(2, 2, [12, 13])])
+    family.place = "propose"
+    assert run(made) == DraftBatch()
+    assert made.sequences[2].abandoned
+    made.apply(StepBatch(verdicts=[verdict(2, 3, 12)]))
+    assert run(made) == DraftBatch(skips=[Skip(2, 3)])
+    assert made.sequences[2].guesses == [13]
+
+
+@pytest.mark.parametrize("place", ["opened", "committed", "propose"])
+@pytest.mark.parametrize("kind", ["fatal", "outrider"])
+def test_what_is_no_sequences_fault_goes_on_up(place: str, kind: str) -> None:
+    class Refusing(OutriderError):
+        def __init__(self, message: str) -> None:
+            super().__init__(Reason.INTERNAL, message)
+
+    family = Breaking(place, Refusing if kind == "outrider" else ZeroDivisionError)
+    family.fatal = (ZeroDivisionError,)
+    made = session(family)
+
+    def work() -> None:
+        made.apply(StepBatch(opened=[opened(2)]))
+        run(made)
+        made.apply(StepBatch(verdicts=[verdict(2, 3, 9)]))
+
+    with pytest.raises(family.error):
+        work()
+    assert made.abandoned_count == 0
+
+
+async def test_a_family_may_take_its_time() -> None:
+    class Waiting(Counting):
+        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+            await asyncio.sleep(0)
+            await super().propose(sequences, interrupted)
+
+    made = session(Waiting())
+    made.apply(StepBatch(opened=[opened()]))
+    assert (await made.round(lambda: False)).proposals == [Proposal(1, 2, [12, 13])]
