@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drafter_svc.chain import Chain
+from drafter_svc.draft_sequence import DraftSequence
 from outrider.clock import Clock, monotonic
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
@@ -125,7 +125,7 @@ class Guesser:
         self._late, self._silent, self._stops, self._branches = late, silent, stops, branches
         self._lengths = (shortest, longest + 1)
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
-        self._chains: dict[int, Chain] = {}
+        self._sequences: dict[int, DraftSequence] = {}
         self._heard: deque[tuple[int, StepBatch]] = deque()
         self._said: deque[tuple[int, DraftBatch]] = deque()
         self._tick = 0
@@ -135,7 +135,7 @@ class Guesser:
 
     def join(self, engine: Engine) -> None:
         self._engine = engine
-        self._chains.clear()
+        self._sequences.clear()
         self._heard.clear()
         self._said.clear()
         self.connected = True
@@ -152,8 +152,9 @@ class Guesser:
             self._read(self._heard.popleft()[1])
         batch = DraftBatch()
         if self._rng.random() >= self._silent:
-            batch.proposals += [run for chain in self._chains.values() if (run := chain.resend())]
-            self._grow(batch)
+            self._grow()
+            taken = [sequence.take_proposal() for sequence in self._sequences.values()]
+            batch.proposals += [proposal for proposal in taken if proposal is not None]
         self._said.append((self._due(), batch))
         while self._said and self._said[0][0] <= self._tick:
             if (said := self._said.popleft()[1]).proposals:
@@ -168,40 +169,40 @@ class Guesser:
 
     def _read(self, step: StepBatch) -> None:
         for opened in step.opened:
-            self._chains[opened.sequence_id] = Chain(opened)
+            self._sequences[opened.sequence_id] = DraftSequence(opened)
         for verdict in step.verdicts:
-            self._chains[verdict.sequence_id].apply(verdict)
+            self._sequences[verdict.sequence_id].follow(verdict)
         for closed in step.closed:
-            del self._chains[closed.sequence_id]
+            del self._sequences[closed.sequence_id]
 
-    def _grow(self, batch: DraftBatch) -> None:
-        rooms = [(chain, min(chain.room, int(self._rng.integers(*self._lengths)))) for chain in self._chains.values()]
-        growing = [(chain, count) for chain, count in rooms if count]
-        for (chain, count), noise in zip(growing, self._noise(growing), strict=True):
-            self._grow_chain(chain, count, noise, batch)
+    def _grow(self) -> None:
+        rooms = [(sequence, min(sequence.room, int(self._rng.integers(*self._lengths)))) for sequence in self._sequences.values()]
+        growing = [(sequence, count) for sequence, count in rooms if count]
+        for (sequence, count), noise in zip(growing, self._noise(growing), strict=True):
+            self._grow_chain(sequence, count, noise)
 
-    def _noise(self, growing: list[tuple[Chain, int]]) -> Iterator[Law]:
+    def _noise(self, growing: list[tuple[DraftSequence, int]]) -> Iterator[Law]:
         """The coupled noise of the positions of each run, [count, VOCAB]; of those alone that know the seed."""
         places = [
-            (chain.opened.sampling.seed, len(chain.tokens) + len(chain.ahead) + i)
-            for chain, count in growing
-            if chain.opened.rule is Rule.COUPLED
+            (sequence.opened.sampling.seed, len(sequence.tokens) + len(sequence.guesses) + i)
+            for sequence, count in growing
+            if sequence.opened.rule is Rule.COUPLED
             for i in range(count)
         ]
         if places:
             keys = torch.from_numpy(coupled_keys(*(np.array(column, np.uint64) for column in zip(*places, strict=True))))
             numbers = coupled_exponentials(keys, VOCAB).numpy()
         first = 0
-        for chain, count in growing:
-            if chain.opened.rule is Rule.COUPLED:
+        for sequence, count in growing:
+            if sequence.opened.rule is Rule.COUPLED:
                 yield numbers[first : first + count]
                 first += count
             else:
                 yield np.ones((count, VOCAB))
 
-    def _grow_chain(self, chain: Chain, count: int, noise: Law, batch: DraftBatch) -> None:
-        text, tokens, laws = (*chain.tokens, *chain.ahead), [], []
-        rule = chain.opened.rule
+    def _grow_chain(self, sequence: DraftSequence, count: int, noise: Law) -> None:
+        text, tokens, laws = (*sequence.tokens, *sequence.guesses), [], []
+        rule = sequence.opened.rule
         for i in range(count):
             law = self._law((*text, *tokens))
             token = self._draw(law) if rule is Rule.SPARSE else int((law / noise[i]).argmax())
@@ -212,17 +213,17 @@ class Guesser:
         if not tokens:
             return
         self.proposed[rule] += len(tokens)
-        batch.proposals.append(chain.grow(tokens, laws if rule is Rule.SPARSE else []))
+        sequence.extend(tokens, laws if rule is Rule.SPARSE else [])
         if self._branches:
-            self._branch(chain, batch)
+            self._branch(sequence)
 
-    def _branch(self, chain: Chain, batch: DraftBatch) -> None:
+    def _branch(self, sequence: DraftSequence) -> None:
         """What seems likeliest beside one of the tokens ahead, and behind that."""
-        at = int(self._rng.integers(0, len(chain.ahead)))
-        text, taken = (*chain.tokens, *chain.ahead[:at]), chain.branches_at(at)
+        at = int(self._rng.integers(0, len(sequence.guesses)))
+        text, taken = (*sequence.tokens, *sequence.guesses[:at]), sequence.guessed_at(at)
         free = [token for token in self._law(text).argsort()[::-1].tolist() if token not in taken]
-        if free and chain.side_room >= 2 and chain.window.depth >= at + 2:
-            batch.proposals.append(chain.branch(at, [free[0], int(self._law((*text, free[0])).argmax())]))
+        if free and sequence.window.depth >= at + 2:
+            sequence.branch(at, [free[0], int(self._law((*text, free[0])).argmax())])
 
     def _draw(self, law: Law) -> int:
         sums = law.cumsum()
