@@ -1,11 +1,14 @@
-"""From a request's body to the settings of its sequences, each checked under the name that the caller gave it."""
+"""From an HTTP body to the request's sequences, each parameter checked under the caller's name. Knows no gRPC and no replica."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
 
-from gateway.generate import TextRequest, check_stop
+from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
 from gateway.schema import (
     SEED_MAX,
     SEED_MIN,
@@ -18,53 +21,110 @@ from gateway.schema import (
 )
 from outrider import wire, wire_settings
 from outrider.errors import invalid
-from outrider.messages import MAX_STOP_TOKENS, Acceptance, Grammar, GrammarKind, ModelInfo, SamplingParams, SpeculationOptions
+from outrider.messages import (
+    MAX_STOP_TOKENS,
+    Acceptance,
+    Grammar,
+    GrammarKind,
+    ModelInfo,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
 
-_AS_GIVEN = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_COMPLETION_MAX_TOKENS = 16
+# Sampling parameters that the body writes otherwise than `SamplingParams`; all have the same names in both.
+_AS_SAMPLED: dict[str, Callable[[Any], Any]] = {
+    "top_k": lambda top_k: 0 if top_k == -1 else top_k,
+    "logit_bias": lambda given: _logit_bias(given),
+    "banned_token_ids": tuple,
+}
 
 
-def text_request(body: GenerationBody, model: str, info: ModelInfo) -> TextRequest:
-    """What all sequences of the request have in common, checked; the prompt is still empty.
+def text_requests(
+    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], n: int, caller: Caller, info: ModelInfo
+) -> list[TextRequest]:
+    """The request's sequences, n for each prompt, checked against a model.
 
-    Raises OutriderError(INVALID_VALUE) that names the field and the limit.
+    With a seed s, choice i is what a request for one choice with seed s + i would give.
+    Raises OutriderError(INVALID_VALUE or CONTEXT_LENGTH_EXCEEDED) that names the field and the limit.
     """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for stream: true")
     if body.speculation.tokens and body.stop:
         raise invalid("speculation.tokens", "does not go with stop, since tokens may hold a part of what is cut off")
     grammar, grammar_field = _grammar(body)
-    return TextRequest(
-        prompt=[],
-        max_tokens=body.max_tokens,
-        sampling=_sampling(body, info.vocab_size),
-        stop=check_stop(body.stop),
+    sampling, stop, tokens = _sampling(body, info.vocab_size), check_stop(body.stop), _tokens(body, caller, info)
+    wanted = _prompt_logprobs(body)
+    limit = _answer_limit(body, scores_prompt=wanted is not None)
+    text = partial(
+        TextRequest,
+        asked_tokens=limit.asked,
+        stop=stop,
+        shows_prompt=wanted is not None,
+        attributed=body.speculation.tokens,
+        grammar_field=grammar_field,
+    )
+    # Only a whole answer may come at once, and a stop string has to be looked for as the text grows.
+    at_once = not body.stream and not stop and not body.speculation.tokens
+    requests = []
+    for prompt in prompts:
+        max_tokens = limit.resolve(prompt, sampling.min_tokens, info)
+        for choice in range(n):
+            asked = tokens(
+                prompt=prompt.token_ids,
+                max_tokens=max_tokens,
+                sampling=_of_choice(sampling, choice),
+                min_chunk_tokens=max_tokens if at_once else 1,
+                # A verifier generates nothing only for a prompt that it scores.
+                prompt_logprobs=0 if max_tokens == 0 and wanted is None else wanted,
+                grammar=grammar,
+                prediction=prompt.prediction[: info.context_length],
+            )
+            requests.append(text(tokens=asked, echo=prompt.echo))
+    return requests
+
+
+def _tokens(body: CompletionBody | ChatBody, caller: Caller, info: ModelInfo) -> partial[TokenRequest]:
+    """What the verifier is asked for every sequence of the request alike."""
+    return partial(
+        TokenRequest,
         stop_token_ids=_stop_token_ids(body.stop_token_ids or [], info.vocab_size),
         ignore_eos=bool(body.ignore_eos),
         speculation=_speculation(body.speculation),
-        model=model,
-        whole=not body.stream,
+        tenant=caller.tenant,
+        request_id=caller.request_id,
+        traceparent=caller.traceparent,
         top_logprobs=_top_logprobs(body),
-        prompt_logprobs=_prompt_logprobs(body),
-        grammar=grammar,
-        grammar_field=grammar_field,
-        authored=body.speculation.tokens,
     )
+
+
+def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + choice) % 2**64)
+
+
+def _answer_limit(body: CompletionBody | ChatBody, *, scores_prompt: bool) -> AnswerLimit:
+    if isinstance(body, CompletionBody):
+        return AnswerLimit(body.max_tokens, default=_COMPLETION_MAX_TOKENS, scores_prompt=scores_prompt)
+    if body.max_completion_tokens is None:
+        return AnswerLimit(body.max_tokens, scores_prompt=scores_prompt)
+    if body.max_tokens is not None:
+        raise invalid("max_tokens", "is the old name of max_completion_tokens; send one of them")
+    return AnswerLimit(body.max_completion_tokens, "max_completion_tokens", scores_prompt=scores_prompt)
 
 
 def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
-    sampling = SamplingParams(
-        top_k=0 if body.top_k in (None, -1) else body.top_k,
-        seed=body.seed,
-        logit_bias=_logit_bias(body.logit_bias or {}),
-        min_tokens=body.min_tokens or 0,
-        banned_token_ids=tuple(body.banned_token_ids or ()),
-    )
-    given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
-    sampling = replace(sampling, **given)
+    names = [field.name for field in fields(SamplingParams) if field.init]
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    sampling = SamplingParams(**{name: _AS_SAMPLED.get(name, _as_given)(value) for name, value in given.items()})
     wire_settings.check_sampling(sampling, vocab_size)
     if body.seed is not None and not SEED_MIN <= body.seed <= SEED_MAX:
         raise invalid("seed", f"must be in [{SEED_MIN}, {SEED_MAX}], not {body.seed}")
     return sampling
+
+
+def _as_given(value: Any) -> Any:
+    return value
 
 
 def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -101,13 +161,11 @@ def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _top_logprobs(body: GenerationBody) -> int | None:
+def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     """How many of the likeliest tokens are wanted with each; None for no log probabilities at all."""
     if isinstance(body, CompletionBody):
         wire.check_logprobs("logprobs", body.logprobs)
         return body.logprobs
-    if not isinstance(body, ChatBody):
-        return None
     wire.check_logprobs("top_logprobs", body.top_logprobs)
     if not body.logprobs:
         if body.top_logprobs:

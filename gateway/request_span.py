@@ -8,49 +8,50 @@ from contextlib import contextmanager
 
 from fastapi import Request
 
-from gateway.choices import Tally
-from gateway.generate import TextRequest
+from gateway.choices import UsageTotals
 from gateway.metrics import PROVIDER
+from gateway.request import TextRequest
 from outrider import telemetry
 from outrider.errors import OutriderError
 from outrider.messages import FinishReason, SamplingParams
-from outrider.telemetry import Attribute, Span
+from outrider.telemetry import Span
 
 log = logging.getLogger("gateway.requests")
 
 _DEFAULTS = SamplingParams()
 
 
-def begin(headers: Mapping[str, str], job: TextRequest, choice_count: int, *, stream: bool) -> Span:
-    """The span of a request for so many choices, each as `job` says; under the caller's span when `headers` name one."""
-    span = telemetry.start_root(f"{job.operation} {job.model}", headers)
+def begin(headers: Mapping[str, str], model: str, operation: str, choice_count: int, *, stream: bool) -> Span:
+    """The span of a request for so many choices of each prompt; under the caller's span when `headers` name one.
+
+    `operation` is OpenTelemetry's name of what is asked for.
+    """
+    span = telemetry.start_root(f"{operation} {model}", headers)
     span.set(
-        gen_ai__operation__name=job.operation,
+        gen_ai__operation__name=operation,
         gen_ai__provider__name=PROVIDER,
-        gen_ai__request__model=job.model,
+        gen_ai__request__model=model,
         gen_ai__request__stream=stream,
-        outrider__speculation=job.speculation.enabled,
-        **_settings(job),
     )
     if choice_count > 1:
         span.set(gen_ai__request__choice__count=choice_count)
     return span
 
 
-def _settings(job: TextRequest) -> dict[str, Attribute]:
-    """The conventions' attributes of the settings that differ from the default."""
-    named = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
-    given: dict[str, Attribute] = {
-        f"gen_ai__request__{name}": value for name in named if (value := getattr(job.sampling, name)) != getattr(_DEFAULTS, name)
-    }
-    if job.max_tokens is not None:
-        given["gen_ai__request__max_tokens"] = job.max_tokens
-    if job.sampling.seed is not None:
+def describe_settings(span: Span, request: TextRequest) -> None:
+    """Put the conventions' attributes of the settings that differ from the default on a request's span."""
+    sampling = request.tokens.sampling
+    span.set(outrider__speculation=request.tokens.speculation.enabled)
+    for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
+        if (value := getattr(sampling, name)) != getattr(_DEFAULTS, name):
+            span.set(**{f"gen_ai__request__{name}": value})
+    if request.asked_tokens is not None:
+        span.set(gen_ai__request__max_tokens=request.asked_tokens)
+    if sampling.seed is not None:
         # A seed may be larger than what an attribute of 64 bits holds.
-        given["gen_ai__request__seed"] = str(job.sampling.seed)
-    if job.stop:
-        given["gen_ai__request__stop_sequences"] = list(job.stop)
-    return given
+        span.set(gen_ai__request__seed=str(sampling.seed))
+    if request.stop:
+        span.set(gen_ai__request__stop_sequences=list(request.stop))
 
 
 def describe_http(span: Span, request: Request) -> None:
@@ -77,10 +78,10 @@ def responding(span: Span) -> Iterator[None]:
         span.set(http__response__status_code=status)
 
 
-def describe(span: Span, request_id: str, tally: Tally, model: str) -> None:
+def describe(span: Span, request_id: str, totals: UsageTotals, model: str) -> None:
     """Put what came out of the model on a request's span and into the log."""
-    usage = tally.usage()
-    reasons = ["stop" if ending.reason is FinishReason.STOP else "length" for ending in tally.endings if ending is not None]
+    usage = totals.usage()
+    reasons = ["stop" if finish.reason is FinishReason.STOP else "length" for finish in totals.finishes if finish is not None]
     prompt, completion, details = usage["prompt_tokens"], usage["completion_tokens"], usage["completion_tokens_details"]
     span.set(
         gen_ai__response__id=request_id,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import grpc
 
@@ -38,7 +38,7 @@ class Replica:
         self.address = address
         self.info: ModelInfo | None = None
         self.problem: OutriderError | None = OutriderError(Reason.NOT_READY, f"verifier {address} has not answered yet")
-        self.running = 0
+        self.sequences: set[object] = set()
         self.round_trip_s: float | None = None
         """Of the last question how the verifier is."""
         self._earlier: dict[asyncio.Task[None], TokenStream] = {}
@@ -64,14 +64,10 @@ class Replica:
         for tokens in (*self._earlier.values(), self.tokens):
             tokens.give_up(why, waiting_only=waiting_only)
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count one running request."""
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
+    @property
+    def running(self) -> int:
+        """How many sequences run there."""
+        return len(self.sequences)
 
     async def refresh(self, fingerprint: str) -> None:
         """Ask how far the verifier is."""
@@ -152,8 +148,16 @@ def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError |
     return None
 
 
+class Pick(NamedTuple):
+    """The replica for a request, the name that requests have for its model, and the model as it was when it was picked."""
+
+    model: str
+    info: ModelInfo
+    replica: Replica
+
+
 class Router:
-    """Polls the replicas and picks one for each sequence."""
+    """Polls the replicas and picks one for each request."""
 
     def __init__(self, addresses: Sequence[str], fingerprint: str, model_name: str = "") -> None:
         self.replicas = [Replica(address) for address in addresses]
@@ -224,33 +228,49 @@ class Router:
     def _name(self, info: ModelInfo) -> str:
         return self._model_name or info.model_id
 
-    def instead_of(self, replica: Replica, error: OutriderError, model: str) -> Replica:
+    def lookup(self, model: str | None) -> tuple[str, ModelInfo]:
+        """The name of a model, None or "" for any, and of its replicas' infos the one with the longest context.
+
+        For what is to be bounded before a replica is picked. Raises OutriderError as `pick` does.
+        """
+        picks = self._picks(model)
+        name = min(picks, key=_running).model
+        return name, max((pick.info for pick in picks if pick.model == name), key=lambda info: info.context_length)
+
+    def pick(self, model: str | None) -> Pick:
+        """The least busy replica that serves the model; None or "" is whichever model there is.
+
+        Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE when no replica is ready, MODEL_NOT_FOUND.
+        """
+        return min(self._picks(model), key=_running)
+
+    def instead_of(self, lost: Pick, error: OutriderError) -> Pick:
         """Another replica of the model, for one that was gone or about to go when asked; raises `error` if there is none."""
         if error.reason not in _GONE:
             raise error
         # Until it is asked how it is.
-        replica.problem = replica.problem or error
+        lost.replica.problem = lost.replica.problem or error
         try:
-            return self.pick(model)[2]
+            return self.pick(lost.model)
         except OutriderError:
             raise error from None
 
-    def pick(self, model: str | None) -> tuple[str, ModelInfo, Replica]:
-        """The model's name, the model, and the least busy replica that serves it; None or "" is whichever model there is.
-
-        Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE when no replica is ready, MODEL_NOT_FOUND.
-        """
+    def _picks(self, model: str | None) -> list[Pick]:
+        """The ready replicas that serve the model, at least one."""
         if self.draining:
             raise _shutting_down()
-        ready = [(r, r.info) for r in self.replicas if r.problem is None and r.info is not None]
+        ready = [Pick(self._name(r.info), r.info, r) for r in self.replicas if r.problem is None and r.info is not None]
         if not ready:
             raise self.replicas[0].problem or OutriderError(Reason.NOT_READY, "no verifier is ready", retry_after_s=1.0)
-        serving = [(replica, info) for replica, info in ready if model in (None, "", self._name(info))]
+        serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:
-            names = ", ".join(sorted({self._name(info) for _, info in ready}))
+            names = ", ".join(sorted({pick.model for pick in ready}))
             raise OutriderError(Reason.MODEL_NOT_FOUND, f"model {str(model)[:100]!r} is not served here; there is {names}", "model")
-        replica, info = min(serving, key=lambda pair: pair[0].running)
-        return self._name(info), info, replica
+        return serving
+
+
+def _running(pick: Pick) -> int:
+    return pick.replica.running
 
 
 def _shutting_down() -> OutriderError:

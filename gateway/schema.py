@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from gateway.conversation import MAX_MESSAGES, Content, Message, TemplateOptions, joined
 from gateway.fields import Body, Choice, Entries, Filled, Listed, Text, TokenId, check_unicode, limited
-from gateway.generate import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from gateway.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.unsupported import drop_neutral, tell_neutral
 from outrider.errors import invalid
 from outrider.messages import (

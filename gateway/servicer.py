@@ -6,19 +6,21 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
 
-from gateway.choices import Tally
+from gateway.choices import UsageTotals
 from gateway.conversation import MAX_MESSAGES
-from gateway.generate import Ending, Generation, Piece, TextRequest, check_stop
+from gateway.deltas import FinishInfo, TextDelta
+from gateway.generate import Generation
 from gateway.json_body import MAX_VALUES
-from gateway.request_span import begin, describe
+from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
+from gateway.request_span import begin, describe, describe_settings
 from gateway.tenants import tenant_of
 from outrider import rpc, wire, wire_settings
 from outrider.errors import OutriderError, invalid
+from outrider.messages import ModelInfo, TokenRequest
 from outrider.telemetry import Span
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from outrider.wire_settings import proto_enum
@@ -39,44 +41,32 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request; the caller's `traceparent` metadata is the span's parent."""
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        job = await self._text_request(request)
-        tally = Tally(1, 1)
-        with begin(headers, job, 1, stream=True) as span, _responding(span):
-            job = replace(job, traceparent=span.traceparent, tenant=tenant_of(headers))
-            async with aclosing(self._generation.stream(job)) as pieces:
-                async for piece in pieces:
-                    if piece.ending is not None:
-                        tally.add(0, piece.ending)
-                        describe(span, job.request_id, tally, job.model)
-                    yield _response(piece)
+        model, info = self._generation.router.lookup(request.model)
+        prompt = await self._prompt(request, info.context_length)
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        totals = UsageTotals(1, 1)
+        with begin(headers, model, operation, 1, stream=True) as span, _responding(span):
+            caller = Caller(f"text-{secrets.token_hex(16)}", span.traceparent, tenant_of(headers))
 
-    async def _text_request(self, request: generation_pb2.GenerateTextRequest) -> TextRequest:
-        """The checked request; raises OutriderError that names the field and the limit."""
-        name, info, _ = self._generation.router.pick(request.model)
-        prompt, field = await self._prompt(request, info.context_length)
-        top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
-        wire.check_logprobs("top_logprob_count", top_logprobs)
-        prompt_logprobs = request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
-        wire.check_logprobs("prompt_logprob_count", prompt_logprobs)
+            def build(info: ModelInfo) -> list[TextRequest]:
+                text_request = _text_request(request, prompt, caller, info)
+                describe_settings(span, text_request)
+                return [text_request]
+
+            async with aclosing(self._generation.generate(model, operation, build)) as events:
+                async for index, delta in events:
+                    if delta.finish is not None:
+                        totals.add(index, delta.finish)
+                        describe(span, caller.request_id, totals, model)
+                    yield _response(delta)
+
+    async def _prompt(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> Prompt:
         prompts = self._generation.prompts
-        return TextRequest(
-            prompt=prompt,
-            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-            sampling=wire_settings.sampling_from_proto(request.sampling, info.vocab_size),
-            stop=check_stop(request.stop),
-            speculation=wire_settings.speculation_from_proto(request.speculation),
-            model=name,
-            request_id=f"text-{secrets.token_hex(16)}",
-            prompt_field=field,
-            operation="chat" if request.HasField("chat") else "text_completion",
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            grammar=wire_settings.grammar_from_proto(request.grammar if request.HasField("grammar") else None),
-            grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}",
-            prediction=await prompts.encode_start(request.prediction, info.context_length) if request.prediction else [],
-        )
+        ids, field = await self._prompt_ids(request, context_length)
+        prediction = await prompts.encode_start(request.prediction, context_length) if request.prediction else []
+        return Prompt(ids, field, prediction=prediction)
 
-    async def _prompt(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> tuple[list[int], str]:
+    async def _prompt_ids(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> tuple[list[int], str]:
         """The prompt's ids, and the field it came in."""
         prompts = self._generation.prompts
         kind = request.WhichOneof("input")
@@ -120,23 +110,48 @@ def _responding(span: Span) -> Iterator[None]:
         span.set(rpc__response__status_code=status)
 
 
-def _response(piece: Piece) -> generation_pb2.GenerateTextResponse:
-    response = generation_pb2.GenerateTextResponse(
-        text=piece.text,
-        token_ids=piece.token_ids,
-        sources=[proto_enum(s) for s in piece.sources],
-        drafter_id=piece.drafter_id,
+def _text_request(request: generation_pb2.GenerateTextRequest, prompt: Prompt, caller: Caller, info: ModelInfo) -> TextRequest:
+    """The request, checked against a model; raises OutriderError that names the field and the limit."""
+    top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
+    wire.check_logprobs("top_logprob_count", top_logprobs)
+    prompt_logprobs = request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
+    wire.check_logprobs("prompt_logprob_count", prompt_logprobs)
+    sampling = wire_settings.sampling_from_proto(request.sampling, info.vocab_size)
+    limit = AnswerLimit(request.max_tokens if request.HasField("max_tokens") else None, scores_prompt=prompt_logprobs is not None)
+    stop = check_stop(request.stop)
+    tokens = TokenRequest(
+        prompt=prompt.token_ids,
+        max_tokens=limit.resolve(prompt, sampling.min_tokens, info),
+        sampling=sampling,
+        speculation=wire_settings.speculation_from_proto(request.speculation),
+        tenant=caller.tenant,
+        request_id=caller.request_id,
+        traceparent=caller.traceparent,
+        top_logprobs=top_logprobs,
+        grammar=wire_settings.grammar_from_proto(request.grammar if request.HasField("grammar") else None),
+        prediction=prompt.prediction[: info.context_length],
+        prompt_logprobs=prompt_logprobs,
     )
-    response.logprobs.extend(wire.logprob_to_proto(logprob) for logprob in piece.logprobs)
-    response.prompt_logprobs.extend(wire.logprob_to_proto(logprob) for logprob in piece.prompt_logprobs)
-    if piece.ending is not None:
-        _end(response, piece.ending)
+    return TextRequest(tokens, limit.asked, stop, grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}")
+
+
+def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
+    response = generation_pb2.GenerateTextResponse(
+        text=delta.text,
+        token_ids=delta.token_ids,
+        sources=[proto_enum(s) for s in delta.sources],
+        drafter_id=delta.drafter_id,
+    )
+    response.logprobs.extend(wire.logprob_to_proto(logprob) for logprob in delta.logprobs)
+    response.prompt_logprobs.extend(wire.logprob_to_proto(logprob) for logprob in delta.prompt_logprobs)
+    if delta.finish is not None:
+        _end(response, delta.finish)
     return response
 
 
-def _end(response: generation_pb2.GenerateTextResponse, ending: Ending) -> None:
-    response.finish_reason = proto_enum(ending.reason)
-    response.usage.prompt_token_count = ending.prompt_token_count
-    response.usage.completion_token_count = ending.completion_token_count
-    response.usage.cached_token_count = ending.cached_token_count
-    response.stats.CopyFrom(wire.stats_to_proto(ending.stats))
+def _end(response: generation_pb2.GenerateTextResponse, finish: FinishInfo) -> None:
+    response.finish_reason = proto_enum(finish.reason)
+    response.usage.prompt_token_count = finish.prompt_token_count
+    response.usage.completion_token_count = finish.completion_token_count
+    response.usage.cached_token_count = finish.cached_token_count
+    response.stats.CopyFrom(wire.stats_to_proto(finish.stats))

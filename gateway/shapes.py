@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.generate import AuthoredToken, ShownToken
+from gateway.deltas import AttributedToken, LogprobToken
 from outrider import __version__
 from outrider.messages import FinishReason
 
@@ -17,11 +17,11 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _FINGERPRINT = f"outrider-{__version__}"
 
 
-def _named(token: ShownToken) -> Json:
+def _named(token: LogprobToken) -> Json:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
 
 
-def _top_logprobs(token: ShownToken) -> dict[str, float | None] | None:
+def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
     """By text, the likeliest first; as in OpenAI's own answers the token itself is always among them."""
     if token.logprob is None:
         return None
@@ -31,16 +31,16 @@ def _top_logprobs(token: ShownToken) -> dict[str, float | None] | None:
     return found
 
 
-def _prompt_logprobs(prompt: Sequence[ShownToken]) -> list[Json | None]:
+def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> list[Json | None]:
     """vLLM's list: for each token of the prompt, itself and the likeliest ones by id; None for the first."""
     return [None if token.logprob is None else {str(t.token_id): _ranked(t) for t in (token, *token.top)} for token in prompt]
 
 
-def _ranked(token: ShownToken) -> Json:
+def _ranked(token: LogprobToken) -> Json:
     return {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
 
 
-def authors(tokens: Sequence[AuthoredToken]) -> Json:
+def attribution(tokens: Sequence[AttributedToken]) -> Json:
     """What a choice says of who wrote it; nothing when nobody asked."""
     if not tokens:
         return {}
@@ -48,7 +48,7 @@ def authors(tokens: Sequence[AuthoredToken]) -> Json:
     return {"speculation": {"tokens": listed}}
 
 
-class Shape(ABC):
+class ResponseShape(ABC):
     """How one endpoint writes its answers. Subclasses say what a choice looks like."""
 
     operation: str
@@ -57,12 +57,10 @@ class Shape(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model: str, *, include_usage: bool) -> None:
+    def __init__(self, model: str) -> None:
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
         self.model = model
         self._created = int(time.time())
-        # With usage asked for, every chunk but the last has "usage": null.
-        self._usage: Json = {"usage": None} if include_usage else {}
 
     def _answer(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -74,7 +72,7 @@ class Shape(ABC):
             "choices": choices,
         }
 
-    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json, shown: Sequence[Sequence[ShownToken]]) -> Json:
+    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json, shown: Sequence[Sequence[LogprobToken]]) -> Json:
         """The answer to a request that does not stream; one text, one reason and the tokens shown for each choice."""
         choices = [
             {"index": index, **self._whole_choice(text), "logprobs": self.logprobs(tokens), "finish_reason": _FINISH[reason]}
@@ -86,7 +84,7 @@ class Shape(ABC):
         """A chunk with one choice."""
         finish = _FINISH[reason] if reason is not None else None
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return self._answer(self.chunk_object, [choice]) | self._usage
+        return self._answer(self.chunk_object, [choice])
 
     def usage_chunk(self, usage: Json) -> Json:
         """The last chunk when usage was asked for."""
@@ -97,11 +95,11 @@ class Shape(ABC):
         """What a choice of a whole answer holds."""
 
     @abstractmethod
-    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[ShownToken]]) -> None:
+    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
         """Put vLLM's `prompt_logprobs` into a whole answer; `prompts` has one for each choice."""
 
     @abstractmethod
-    def logprobs(self, shown: Sequence[ShownToken]) -> Json | None:
+    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
         """Tokens with their log probabilities, None when there are none."""
 
     @abstractmethod
@@ -117,7 +115,7 @@ class Shape(ABC):
         """What the chunk with the finish reason holds."""
 
 
-class CompletionShape(Shape):
+class CompletionShape(ResponseShape):
     """POST /v1/completions."""
 
     operation = "text_completion"
@@ -127,11 +125,11 @@ class CompletionShape(Shape):
     def _whole_choice(self, text: str) -> Json:
         return {"text": text}
 
-    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[ShownToken]]) -> None:
+    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
         for choice, prompt in zip(answer["choices"], prompts, strict=True):
             choice["prompt_logprobs"] = _prompt_logprobs(prompt)
 
-    def logprobs(self, shown: Sequence[ShownToken]) -> Json | None:
+    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
         if not shown:
             return None
         return {
@@ -151,7 +149,7 @@ class CompletionShape(Shape):
         return {"text": ""}
 
 
-class ChatShape(Shape):
+class ChatShape(ResponseShape):
     """POST /v1/chat/completions."""
 
     operation = "chat"
@@ -159,11 +157,11 @@ class ChatShape(Shape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[ShownToken]]) -> None:
+    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
         # All choices answer the same conversation.
         answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
 
-    def logprobs(self, shown: Sequence[ShownToken]) -> Json | None:
+    def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
         if not shown:
             return None
         content = [{**_named(token), "top_logprobs": [_named(likely) for likely in token.top]} for token in shown]

@@ -13,10 +13,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.api_errors import error_body, unexpected
-from gateway.choices import Event, Tally
-from gateway.generate import Piece
+from gateway.choices import Event, UsageTotals
+from gateway.deltas import TextDelta
 from gateway.request_span import describe
-from gateway.shapes import Json, Shape, authors
+from gateway.shapes import Json, ResponseShape, attribution
 from outrider.errors import OutriderError, Reason
 from outrider.telemetry import Span
 
@@ -80,74 +80,76 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, shape: Shape, tally: Tally, *, include_usage: bool, include_metrics: bool, usage_of: Sequence[int] = ()
+        self, shape: ResponseShape, totals: UsageTotals, *, include_usage: bool, include_metrics: bool, usage_of: Sequence[int] = ()
     ) -> None:
         self._shape = shape
-        self._tally = tally
+        self._totals = totals
         self._include_usage = include_usage
         self._include_metrics = include_metrics
         self._usage_of = usage_of
-        self._token_counts = [0] * len(tally.endings)
+        self._token_counts = [0] * len(totals.finishes)
         self._opened: set[int] = set()
-        self._open_count = len(tally.endings)
+        self._open_count = len(totals.finishes)
 
     @property
     def complete(self) -> bool:
         """Whether every choice has ended."""
         return self._open_count == 0
 
-    def write(self, index: int, piece: Piece) -> bytes:
-        """The events for a piece, if it needs any; log probabilities go out even while their text is held back."""
+    def write(self, index: int, delta: TextDelta) -> bytes:
+        """The events for a delta, if it needs any; log probabilities go out even while their text is held back."""
         out = b""
         if index not in self._opened:
             self._opened.add(index)
             opening = self._shape.opening()
             out = event(self._shape.chunk(index, opening) | self._usage(index)) if opening is not None else b""
-        self._token_counts[index] += len(piece.token_ids)
+        self._token_counts[index] += len(delta.token_ids)
         # Where an answer streams, prompts are scored for their echo alone.
-        shown = [*piece.prompt, *piece.shown]
-        if piece.text or shown or piece.authored:
+        shown = [*delta.prompt, *delta.shown]
+        if delta.text or shown or delta.attributed:
             logprobs = self._shape.logprobs(shown)
-            content = self._shape.delta(piece.text) | authors(piece.authored)
+            content = self._shape.delta(delta.text) | attribution(delta.attributed)
             out += event(self._shape.chunk(index, content, logprobs=logprobs) | self._usage(index))
         return out
 
     def _usage(self, index: int) -> Json:
-        """vLLM's usage of one choice so far; nothing unless it is wanted with each chunk."""
-        if not self._usage_of:
+        """vLLM's usage of one choice so far if it is wanted with each chunk, else OpenAI's null until the last chunk."""
+        if not self._include_usage:
             return {}
+        if not self._usage_of:
+            return {"usage": None}
         prompt, completion = self._usage_of[index], self._token_counts[index]
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
     def close(self, index: int) -> bytes:
         """The events for the end of a choice, and after the last one for the end of all."""
-        ending = self._tally.endings[index]
-        closing = self._shape.chunk(index, self._shape.closing(), ending.reason if ending is not None else None)
+        finish = self._totals.finishes[index]
+        closing = self._shape.chunk(index, self._shape.closing(), finish.reason if finish is not None else None)
         closing |= self._usage(index)
         self._open_count -= 1
         if self._open_count:
             return event(closing)
-        metrics = self._tally.speculation() | ({"metrics": self._tally.metrics()} if self._include_metrics else {})
+        metrics = self._totals.speculation() | ({"metrics": self._totals.metrics()} if self._include_metrics else {})
         if not self._include_usage:
             return event(closing | metrics) + DONE
-        return event(closing) + event(self._shape.usage_chunk(self._tally.usage()) | metrics) + DONE
+        return event(closing) + event(self._shape.usage_chunk(self._totals.usage()) | metrics) + DONE
 
 
 async def sse(
-    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, tally: Tally, span: Span, shape: Shape
+    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, totals: UsageTotals, span: Span, shape: ResponseShape
 ) -> AsyncGenerator[bytes, None]:
     """All events of a stream; a failure is its last event, in the shape of every other error."""
     with span:
         try:
             item: Event | None = first
             while item is not None:
-                index, piece = item
-                out = writer.write(index, piece)
-                if piece.ending is not None:
-                    tally.add(index, piece.ending)
+                index, delta = item
+                out = writer.write(index, delta)
+                if delta.finish is not None:
+                    totals.add(index, delta.finish)
                     out += writer.close(index)
                     if writer.complete:
-                        describe(span, shape.id, tally, shape.model)
+                        describe(span, shape.id, totals, shape.model)
                 if out:
                     yield out
                 item = await anext(rest, None)

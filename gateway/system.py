@@ -85,7 +85,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
     @router.post("/tokenize", responses=answers(400, 404, 408, 413, 500, 503))
     async def tokenize(body: TokenizeBody) -> Response:
         """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
-        _, info, _ = generation.router.pick(body.model)
+        _, info = generation.router.lookup(body.model)
         if (body.prompt is None) is (body.messages is None):
             raise invalid("prompt", "or messages must be given, and not both")
         special = body.add_special_tokens
@@ -109,7 +109,7 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
     @router.post("/detokenize", responses=answers(400, 404, 408, 413, 500, 503))
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of ids, special tokens included, in vLLM's shape."""
-        _, info, _ = generation.router.pick(body.model)
+        _, info = generation.router.lookup(body.model)
         most = max(info.context_length, MAX_TOKENIZED)
         if len(body.tokens) > most:
             raise invalid("tokens", f"must hold at most {most} ids, not {len(body.tokens)}")

@@ -106,33 +106,29 @@ async def test_an_echo_of_no_further_tokens_needs_no_log_probabilities(rig: Rig)
     assert answer.usage.completion_tokens == 0
 
 
-async def test_only_the_first_choice_of_each_prompt_scores_it_and_the_others_begin_after_it(rig: Rig) -> None:
-    answer = scoring([50, 51])
-    rig.script.answer = lambda request: [0.1, *answer(request)]
-    for stream in (False, True):
-        rig.script.requests.clear()
-        prompts = ["once upon a time", "x"]
-        found = await ask(rig, stream, prompt=prompts, echo=True, logprobs=1, n=2, max_tokens=2)
-        assert [text.removesuffix(rig.prompts.decode([50, 51])) for text, _ in found] == [p for p in prompts for _ in range(2)]
-        for one, other in (found[:2], found[2:]):
-            assert one == other
-            assert one[1]["token_logprobs"][0] is None
-        asked = rig.script.requests
-        assert [request.prompt_logprobs for request in asked] == [1, 1, None, None]
-        assert asked[0].prompt != asked[1].prompt
-
-
-@pytest.mark.parametrize("scores", [{"logprobs": 1}, {}], ids=["scored", "not scored"])
+@pytest.mark.parametrize("max_tokens", [0, 2])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_without_tokens_to_generate_all_choices_of_a_prompt_take_one_pass(
-    rig: Rig, stream: bool, scores: dict[str, int]
-) -> None:
-    rig.script.answer = scoring([50])
+async def test_each_choice_repeats_its_prompt_and_scores_it(rig: Rig, stream: bool, max_tokens: int) -> None:
+    said = [50, 51][:max_tokens]
+    rig.script.answer = scoring(said)
     prompts = ["once upon a time", "x"]
-    found = await ask(rig, stream, prompt=prompts, echo=True, n=3, max_tokens=0, seed=-1, **scores)
-    assert [text for text, _ in found] == [prompt for prompt in prompts for _ in range(3)]
-    assert found[0] == found[1] == found[2]
-    assert len(rig.script.requests) == len(prompts)
+    found = await ask(rig, stream, prompt=prompts, echo=True, logprobs=1, n=3, max_tokens=max_tokens, seed=-1)
+    told = iter(found)
+    for prompt in prompts:
+        ids = [*rig.prompts.tokenizer.encode(prompt).ids, *said]
+        for text, logprobs in (next(told) for _ in range(3)):
+            assert text == prompt + rig.prompts.decode(said)
+            assert logprobs["tokens"] == [rig.prompts.decode([token]) for token in ids]
+            assert logprobs["token_logprobs"] == [None, *(pytest.approx(-token / 100) for token in ids[1:])]
+    assert len(found) == len(rig.script.requests) == 6
+
+
+async def test_choices_that_repeat_a_prompt_without_scores_count_it_once(rig: Rig) -> None:
+    rig.script.answer = scoring([50])
+    answer = await rig.client.completions.create(model="models/target", prompt="x = 1", echo=True, max_tokens=0, n=3)
+    assert [(choice.text, choice.logprobs) for choice in answer.choices] == [("x = 1", None)] * 3
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(rig.prompts.tokenizer.encode("x = 1").ids)
 
 
 async def test_of_several_tokens_with_one_text_the_likeliest_is_told(rig: Rig) -> None:

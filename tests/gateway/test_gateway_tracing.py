@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from scripted_verifier import plain
 
-from gateway.choices import Event, Tally
-from gateway.generate import Ending, Piece
+from gateway.choices import Event, UsageTotals
+from gateway.deltas import FinishInfo, TextDelta
 from gateway.shapes import CompletionShape
 from gateway.streaming import ChunkWriter, sse
 from outrider import telemetry
@@ -169,17 +169,17 @@ async def test_a_client_that_hangs_up_is_no_error_of_the_servers(
 
 
 async def test_a_client_that_hangs_up_after_the_last_event_has_had_its_answer(rig: Rig, spans: InMemorySpanExporter) -> None:
-    shape = CompletionShape("models/target", include_usage=False)
-    tally = Tally(1, 1)
+    shape = CompletionShape("models/target")
+    totals = UsageTotals(1, 1)
     span = telemetry.start_root("text_completion models/target", {})
-    writer = ChunkWriter(shape, tally, include_usage=False, include_metrics=False)
-    last_piece = Piece("x", [5], [TokenSource.PLAIN], ending=Ending(FinishReason.STOP, 1, 1, 0, SpeculationStats()))
+    writer = ChunkWriter(shape, totals, include_usage=False, include_metrics=False)
+    last_delta = TextDelta("x", [5], [TokenSource.PLAIN], finish=FinishInfo(FinishReason.STOP, 1, 1, 0, SpeculationStats()))
 
     async def nothing_more() -> AsyncGenerator[Event, None]:
         for event in ():
             yield event
 
-    events = sse((0, last_piece), nothing_more(), writer, tally, span, shape)
+    events = sse((0, last_delta), nothing_more(), writer, totals, span, shape)
     assert (await anext(events)).endswith(b"[DONE]\n\n")
     await events.aclose()
     [finished] = spans.get_finished_spans()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -15,10 +18,12 @@ from gateway import routing
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts
+from gateway.routing import Pick
 from gateway.server import Gateway, running
 from outrider import rpc
 from outrider.errors import OutriderError, Reason
-from outrider.v1 import verifier_pb2_grpc
+from outrider.v1 import generation_pb2_grpc, verifier_pb2_grpc
+from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -97,3 +102,105 @@ async def test_when_all_go_the_last_one_says_why(pair: Pair) -> None:
     response = await pair.ask()
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert response.json()["error"]["message"] == "the second goes"
+
+
+async def set_limits(pair: Pair, which: int, **limits: int) -> None:
+    """Give one verifier other limits, and let the gateway know."""
+    script = (pair.first, pair.second)[which]
+    script.info = replace(script.info, **limits)
+    await pair.gateway.router.replicas[which].refresh(script.info.tokenizer_fingerprint)
+
+
+def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the router pick the first replica at first and then only the second; the addresses that it has picked."""
+    router, picked = pair.gateway.router, list[str]()
+
+    def pick(model: str | None) -> Any:
+        replica = router.replicas[min(len(picked), 1)]
+        picked.append(replica.address)
+        return Pick(model or "models/target", replica.info, replica)
+
+    monkeypatch.setattr(router, "pick", pick)
+    return picked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "body"),
+    [
+        ({"vocab_size": 4000}, {"banned_token_ids": [4050]}),
+        ({"vocab_size": 4000}, {"logit_bias": {"4050": 1}}),
+        ({"context_length": 64}, {"max_tokens": 100}),
+        ({"context_length": 4}, {"prediction": {"type": "content", "content": "a b c d e f g h"}}),
+    ],
+)
+async def test_a_request_runs_on_the_one_replica_that_it_was_checked_against(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], body: dict[str, Any], stream: bool
+) -> None:
+    await set_limits(pair, 1, **limits)
+    picked = script_picks(pair, monkeypatch)
+    asked = {"prompt": ["if x", "x"], "n": 2, "stream": stream} | body
+    response = await pair.http.post("/v1/completions", json=asked)
+    assert (response.status_code, "if x" in response.text) == (200, True), response.text
+    assert len(picked) == 1
+    assert (len(pair.first.requests), len(pair.second.requests)) == (4, 0)
+
+
+async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pair) -> None:
+    await set_limits(pair, 1, vocab_size=4000, context_length=64)
+    pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
+    body = {"messages": [{"role": "user", "content": "if x"}]}
+    # What the context leaves is less there.
+    assert (await pair.http.post("/v1/chat/completions", json=body)).status_code == 200
+    [refused], [taken] = pair.first.requests, pair.second.requests
+    assert (refused.max_tokens, taken.max_tokens) == (2048 - len(refused.prompt), 64 - len(taken.prompt))
+    for wrong, field in (({"banned_token_ids": [4050]}, "banned_token_ids"), ({"max_tokens": 99}, "max_tokens")):
+        pair.gateway.router.replicas[0].problem = None
+        response = await pair.http.post("/v1/chat/completions", json=body | wrong)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+        assert "verifier" not in response.json()["error"]["message"]
+    assert (len(pair.first.requests), len(pair.second.requests)) == (3, 1)
+
+
+async def test_over_grpc_a_request_that_moves_is_checked_again_too(pair: Pair) -> None:
+    await set_limits(pair, 1, context_length=64)
+    pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
+    async with rpc.dial(pair.gateway.grpc_address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        responses = [r async for r in stub.GenerateText(GenerateTextRequest(prompt="if x"))]
+    assert "".join(response.text for response in responses) == "if x"
+    [taken] = pair.second.requests
+    assert taken.max_tokens == 64 - len(taken.prompt)
+
+
+async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await set_limits(pair, 1, context_length=64)
+    encode = Prompts.encode
+
+    async def lose_the_first(self: Prompts, *given: Any, **how: Any) -> list[int]:
+        pair.gateway.router.replicas[0].lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone"))
+        return await encode(self, *given, **how)
+
+    monkeypatch.setattr(Prompts, "encode", lose_the_first)
+    response = await pair.http.post("/v1/completions", json={"prompt": "if x", "max_tokens": 99})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+    assert "maximum context length is 64 tokens" in response.json()["error"]["message"]
+    assert (pair.first.requests, pair.second.requests) == ([], [])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_requests_that_come_together_are_spread_over_the_replicas(pair: Pair, n: int) -> None:
+    for script in (pair.first, pair.second):
+        script.answer = lambda _: [600.0]
+    asked = [asyncio.create_task(pair.http.post("/v1/completions", json={"prompt": "if x", "n": n})) for _ in range(8)]
+    try:
+        await until(lambda: pair.first.running + pair.second.running == 8 * n)
+        assert (pair.first.running, pair.second.running) == (4 * n, 4 * n)
+        assert [replica.running for replica in pair.gateway.router.replicas] == [4 * n, 4 * n]
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    await until(lambda: [replica.running for replica in pair.gateway.router.replicas] == [0, 0])

@@ -1,4 +1,4 @@
-"""Each sequence goes to the least busy ready replica of its model."""
+"""Each request goes to the least busy ready replica of its model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ async def router() -> AsyncIterator[Router]:
 
 async def test_the_least_busy_ready_replica_is_picked(router: Router) -> None:
     for replica, count in zip(router.replicas, (3, 1, 0), strict=True):
-        replica.running = count
+        replica.sequences |= set(range(count))
     router.replicas[2].problem = OutriderError(Reason.NOT_READY, "loading")
-    assert router.pick("models/target")[2].address == "b:1"
-    with router.replicas[1].busy(), router.replicas[1].busy(), router.replicas[1].busy():
-        assert router.pick(None)[2].address == "a:1"
-    assert router.pick(None)[2].address == "b:1"
+    assert router.pick("models/target").replica.address == "b:1"
+    router.replicas[1].sequences |= set(range(4))
+    assert router.pick(None).replica.address == "a:1"
+    router.replicas[1].sequences.clear()
+    assert router.pick(None).replica.address == "b:1"
 
 
 async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) -> None:
     router.replicas[1].info = ModelInfo("large", Stage.READY, tokenizer_fingerprint="print")
-    assert router.pick("large")[2].address == "b:1"
+    assert router.pick("large").replica.address == "b:1"
     with pytest.raises(OutriderError, match="there is large, models/target"):
         router.pick("other")
 
@@ -42,7 +43,7 @@ async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) 
 async def test_a_configured_name_replaces_the_verifiers() -> None:
     router = Router(["a:1"], "print", "house-model")
     router.replicas[0].info, router.replicas[0].problem = ready("print"), None
-    assert router.pick("house-model")[0] == "house-model"
+    assert router.pick("house-model").model == "house-model"
     with pytest.raises(OutriderError, match="not served"):
         router.pick("models/target")
     await router.close()
@@ -51,7 +52,7 @@ async def test_a_configured_name_replaces_the_verifiers() -> None:
 async def test_a_lost_replica_is_picked_no_more(router: Router) -> None:
     for replica in router.replicas[:2]:
         replica.lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
-    assert {router.pick(None)[2].address for _ in range(4)} == {"c:1"}
+    assert {router.pick(None).replica.address for _ in range(4)} == {"c:1"}
     router.replicas[2].lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
     with pytest.raises(OutriderError, match="a:1 does not answer: connection refused") as caught:
         router.pick(None)

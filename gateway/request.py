@@ -1,0 +1,112 @@
+"""One sequence's request, and the limits that it must keep to. Knows the model's limits, but no HTTP, no gRPC and no replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.prompts import context_overflow
+from outrider.errors import invalid
+from outrider.messages import ModelInfo, TokenRequest
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the id of the answer, the trace that the request belongs to, and the tenant."""
+
+    request_id: str
+    traceparent: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt. `field_name` is what the caller calls it, for errors.
+
+    `echo` is its text if the answer is to begin with it, and `prediction` holds the tokens that the caller expects.
+    """
+
+    token_ids: list[int]
+    field_name: str = "prompt"
+    echo: str | None = None
+    prediction: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """One sequence, checked against one model: what the verifier is asked, and what becomes of its tokens here.
+
+    `asked_tokens` is how many tokens the caller asked for, if it did. `shows_prompt` lists the prompt's tokens with their log
+    probabilities, and `attributed` says who wrote each token. `grammar_field` is what the caller calls the grammar.
+    """
+
+    tokens: TokenRequest
+    asked_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    echo: str | None = None
+    shows_prompt: bool = False
+    attributed: bool = False
+    grammar_field: str = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimit:
+    """How many tokens the caller asks for, in which field, and how many it gets without asking.
+
+    None takes all that the context leaves. Only a request that scores its prompt may ask for no tokens.
+    """
+
+    asked: int | None
+    field_name: str = "max_tokens"
+    default: int | None = None
+    scores_prompt: bool = False
+
+    def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
+        """The most tokens to generate after this prompt.
+
+        Raises OutriderError, with the caller's name of the field: INVALID_VALUE for ids that the model does not have, for too
+        few tokens and for `min_tokens` above the result, CONTEXT_LENGTH_EXCEEDED for what does not fit.
+        """
+        check_ids(prompt.field_name, prompt.token_ids, info)
+        most = self._most(prompt, info.context_length)
+        if min_tokens > most:
+            raise invalid("min_tokens", f"must be at most {self.field_name}, which is {most}, not {min_tokens}")
+        return most
+
+    def _most(self, prompt: Prompt, context_length: int) -> int:
+        length = len(prompt.token_ids)
+        left = context_length - length
+        least = 0 if self.scores_prompt or prompt.echo is not None else 1
+        if left < (least if self.asked == 0 else 1):
+            message = f"{prompt.field_name} has {length} tokens, and the answer needs room too"
+            raise context_overflow(context_length, message, prompt.field_name)
+        if self.asked is None:
+            return left if self.default is None else min(left, self.default)
+        if self.asked < least:
+            raise invalid(self.field_name, f"must be at least {least}, not {self.asked}")
+        if self.asked > left:
+            message = f"{self.field_name} asks for {self.asked} tokens after a prompt of {length}"
+            raise context_overflow(context_length, message, self.field_name)
+        return self.asked
+
+
+def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
+    """Raises OutriderError(INVALID_VALUE) unless there is a token, and all are the model's."""
+    if not token_ids:
+        raise invalid(name, "must hold at least 1 token")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < info.vocab_size:
+            raise invalid(name, f"must hold token ids in [0, {info.vocab_size}), not {token_id}")
+
+
+def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings when they are within bounds; raises OutriderError(INVALID_VALUE) otherwise."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
+    for index, text in enumerate(stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise invalid(f"stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(text)}")
+    return tuple(stop)
