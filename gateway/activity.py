@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,17 +22,12 @@ class Activity:
     later_token_seconds: float = 0.0
     """From each sequence's first token to its latest; `later_tokens` came in that time."""
 
-    def add(self, chunk: TokenChunk) -> None:
-        """A chunk came."""
+    def add(self, chunk: TokenChunk, accepted_counts: Sequence[int]) -> None:
+        """A chunk came; `accepted_counts[i]` of the steps that it tells of verified a draft and accepted i of its tokens."""
         for source in chunk.sources:
             self.tokens[source.name.lower()] += 1
         self.draft_tokens += chunk.draft_token_count
-
-    def verified(self, histogram: list[int]) -> None:
-        """Steps that verified drafts, by how many of their draft tokens stood."""
-        self.accepted_counts += [0] * (len(histogram) - len(self.accepted_counts))
-        for accepted, count in enumerate(histogram):
-            self.accepted_counts[accepted] += count
+        add_counts(self.accepted_counts, accepted_counts)
 
     def waited(self, token_count: int, seconds: float) -> None:
         """A sequence's next tokens came after so long."""
@@ -40,3 +36,10 @@ class Activity:
 
     def snapshot(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def add_counts(sums: list[int], counts: Sequence[int]) -> None:
+    """Add to each sum its count, making more sums as needed."""
+    sums += [0] * (len(counts) - len(sums))
+    for index, count in enumerate(counts):
+        sums[index] += count

@@ -59,9 +59,6 @@ class UsageTotals:
         self.finishes: list[FinishInfo | None] = [None] * (prompt_count * n)
         self._n = n
 
-    def add(self, index: int, finish: FinishInfo) -> None:
-        self.finishes[index] = finish
-
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object: a prompt counts once whatever n; accepted and rejected are draft tokens."""
         finishes = [finish for finish in self.finishes if finish is not None]
@@ -129,5 +126,5 @@ async def collect(events: AsyncGenerator[Event, None], totals: UsageTotals) -> l
         choice.shown += delta.shown
         choice.attributed += delta.attributed
         if delta.finish is not None:
-            totals.add(index, delta.finish)
+            totals.finishes[index] = delta.finish
     return choices

@@ -139,10 +139,10 @@ class DeltaBuilder:
         if known is None:
             return LogprobToken(token, *text_and_bytes, None, offset=offset)
         top = [
-            LogprobToken(other, *self._table.piece_and_bytes(other), _finite(logprob), rank)
+            LogprobToken(other, *self._table.piece_and_bytes(other), max(logprob, _LEAST_LOGPROB), rank)
             for rank, (other, logprob) in enumerate(zip(known.top_token_ids, known.top_logprobs, strict=True), 1)
         ]
-        return LogprobToken(token, *text_and_bytes, _finite(known.logprob), known.rank, offset, top)
+        return LogprobToken(token, *text_and_bytes, max(known.logprob, _LEAST_LOGPROB), known.rank, offset, top)
 
     def _finish(self, chunk: TokenChunk, ended_by_token: bool) -> FinishInfo | None:
         stopped = self._text.stopped
@@ -152,7 +152,3 @@ class DeltaBuilder:
         stats = self._stats if stopped or chunk.stats is None else chunk.stats
         count = self._text.token_count + (ended_by_token and not stopped)
         return FinishInfo(reason, len(self._request.tokens.prompt), count, chunk.cached_token_count, stats)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)

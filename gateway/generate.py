@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from gateway.choices import Event, merge
@@ -15,7 +15,7 @@ from gateway.request import TextRequest, check_ids
 from gateway.routing import Pick, Router
 from gateway.text import TokenTable
 from outrider.errors import OutriderError, Reason
-from outrider.messages import MAX_DEPTH, ModelInfo, TokenChunk, TokenSource
+from outrider.messages import MAX_DEPTH, ModelInfo, TokenChunk
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
 """Checks what was asked for against a model, and builds the request's sequences. Raises OutriderError that names the field."""
@@ -59,36 +59,39 @@ class Generation:
                 sequence.leave()
 
 
+@dataclass(eq=False)
 class _Sequence:
     """One sequence of a request, at the replica where it runs."""
 
-    def __init__(self, generation: Generation, operation: str, built: Build, index: int, pick: Pick) -> None:
-        self._generation = generation
-        self._operation = operation
-        self._built = built
-        self._index = index
-        self._go_to(pick)
+    generation: Generation
+    operation: str
+    built: Build
+    index: int
+    pick: Pick
 
-    def _go_to(self, pick: Pick) -> None:
-        self._pick = pick
-        self._request = self._built(pick.info)[self._index]
+    def __post_init__(self) -> None:
+        self.go_to(self.pick)
+
+    def go_to(self, pick: Pick) -> None:
+        """Run there, checked against its model."""
+        self.pick, self.request = pick, self.built(pick.info)[self.index]
         pick.replica.sequences.add(self)
 
     def leave(self) -> None:
         """Count at the replica no more."""
-        self._pick.replica.sequences.discard(self)
+        self.pick.replica.sequences.discard(self)
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """The sequence's text, to the last delta."""
-        length = len(self._request.tokens.prompt)
-        clock = SequenceClock(self._generation.metrics, self._pick.model, self._operation, length)
+        length = len(self.request.tokens.prompt)
+        clock = SequenceClock(self.generation.metrics, self.pick.model, self.operation, length)
         builder: DeltaBuilder | None = None
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
                     # With its first chunk it is certain which replica's model the sequence has.
-                    builder = builder or DeltaBuilder(self._request, self._pick.info, self._generation.table)
-                    self._count(chunk, clock)
+                    builder = builder or DeltaBuilder(self.request, self.pick.info, self.generation.table)
+                    clock.add(chunk, gathered=self.request.tokens.min_chunk_tokens > 1)
                     delta = builder.add(chunk)
                     if delta.finish is not None:
                         clock.finished(delta.finish.reason)
@@ -100,7 +103,7 @@ class _Sequence:
             if error.field is None or not error.field.startswith("grammar."):
                 raise
             # The verifier knows the grammar by the wire's name, the caller by its own.
-            name = self._request.grammar_field
+            name = self.request.grammar_field
             raise replace(error, message=error.message.replace(error.field, name), field=name) from error
         finally:
             clock.close()
@@ -110,7 +113,7 @@ class _Sequence:
         """What the replica generates, or the next one when it is lost before the first chunk."""
         begun = False
         while True:
-            tokens, info, replica = self._request.tokens, self._pick.info, self._pick.replica
+            tokens, info, replica = self.request.tokens, self.pick.info, self.pick.replica
             left = tokens.max_tokens
             try:
                 async with aclosing(replica.tokens.generate(tokens)) as chunks:
@@ -123,22 +126,7 @@ class _Sequence:
                 if begun:
                     raise
                 self.leave()
-                self._go_to(self._generation.router.instead_of(self._pick, error))
-
-    def _count(self, chunk: TokenChunk, clock: SequenceClock) -> None:
-        """Count a chunk; one that gathers several steps leaves it to the last to say what became of their drafts."""
-        if chunk.token_ids:
-            clock.chunk(len(chunk.token_ids))
-        gathered = self._request.tokens.min_chunk_tokens > 1
-        counts: list[int] = []
-        if gathered and chunk.stats is not None:
-            counts = chunk.stats.histogram
-        elif not gathered and chunk.draft_token_count:
-            counts = [0] * chunk.sources.count(TokenSource.ACCEPTED) + [1]
-        activity = self._generation.metrics.activity
-        activity.add(chunk)
-        activity.verified(counts)
-        clock.verified(chunk.draft_token_count, counts)
+                self.go_to(self.generation.router.instead_of(self.pick, error))
 
 
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> int:

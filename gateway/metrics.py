@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.activity import Activity
-from outrider.messages import FinishReason
+from gateway.activity import Activity, add_counts
+from outrider.messages import FinishReason, TokenChunk, TokenSource
 
 _LABELS = ["model_name"]
 _SEMANTIC_LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
@@ -108,8 +108,20 @@ class SequenceClock:
         metrics.prompt_tokens.labels(model).inc(prompt_token_count)
         metrics.running.labels(model).inc()
 
-    def chunk(self, token_count: int) -> None:
-        """Tokens came."""
+    def add(self, chunk: TokenChunk, *, gathered: bool) -> None:
+        """A chunk came; one that gathers several steps leaves it to the last to say what became of their drafts."""
+        if chunk.token_ids:
+            self._tokens_came(len(chunk.token_ids))
+        accepted_counts: list[int] = []
+        if gathered and chunk.stats is not None:
+            accepted_counts = chunk.stats.histogram
+        elif not gathered and chunk.draft_token_count:
+            accepted_counts = [0] * chunk.sources.count(TokenSource.ACCEPTED) + [1]
+        self._metrics.activity.add(chunk, accepted_counts)
+        self._draft_token_count += chunk.draft_token_count
+        add_counts(self._accepted_counts, accepted_counts)
+
+    def _tokens_came(self, token_count: int) -> None:
         now = time.perf_counter()
         if self._token_count == 0:
             self._first = now
@@ -120,14 +132,6 @@ class SequenceClock:
             self._metrics.activity.waited(token_count, now - self._last)
         self._last = now
         self._token_count += token_count
-
-    def verified(self, draft_token_count: int, accepted_counts: Sequence[int]) -> None:
-        """Draft tokens were verified; `accepted_counts` is what `Metrics.drafted` takes, and may come later for several steps."""
-        self._draft_token_count += draft_token_count
-        known = self._accepted_counts
-        known += [0] * (len(accepted_counts) - len(known))
-        for accepted, count in enumerate(accepted_counts):
-            known[accepted] += count
 
     def finished(self, reason: FinishReason) -> None:
         """The sequence ended by itself."""

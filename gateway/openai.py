@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.choices import Event, UsageTotals, WholeChoice, collect
+from gateway.choices import UsageTotals, WholeChoice, collect
 from gateway.document import STREAMED, answers
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
@@ -60,9 +59,8 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
 
 async def _prediction(generation: Generation, body: GenerationBody, info: ModelInfo) -> list[int]:
     """The tokens the client expects; more than the context holds are of no use."""
-    if body.prediction is None:
-        return []
-    return await generation.prompts.encode_start(body.prediction.content, info.context_length)
+    expected = "" if body.prediction is None else body.prediction.content
+    return await generation.prompts.encode_start(expected, info.context_length)
 
 
 def _choice_count(body: GenerationBody, prompt_count: int, max_sequences: int) -> int:
@@ -104,28 +102,21 @@ async def _answer(
     try:
         with responding(span):
             # The first delta is awaited before the status line goes out, so that what is refused is refused with its own status.
-            first = await until_gone(request, _first(events))
+            first = await until_gone(request, anext(events))
     except BaseException as error:
         span.ended_by(error)
         span.end()
         raise
-    options = body.stream_options or StreamOptions()
-    include_usage, metrics = options.include_usage, body.speculation.metrics
-    usage_of = [len(prompt.token_ids) for prompt in prompts for _ in range(n)] if options.continuous_usage_stats else []
-    writer = ChunkWriter(shape, totals, include_usage=include_usage, include_metrics=metrics, usage_of=usage_of)
-    return EventStream(sse(first, events, writer, totals, span, shape), events, {"X-Request-Id": shape.id})
-
-
-async def _first(events: AsyncGenerator[Event, None]) -> Event:
-    return await anext(events)
+    options, lengths = body.stream_options or StreamOptions(), [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
+    writer = ChunkWriter(shape, totals, options, lengths, metrics=body.speculation.metrics)
+    return EventStream(sse(first, events, writer, span), events, {"X-Request-Id": shape.id})
 
 
 def _whole(body: GenerationBody, shape: ResponseShape, totals: UsageTotals, choices: list[WholeChoice]) -> dict[str, Any]:
-    reasons = [finish.reason for finish in totals.finishes if finish is not None]
     metrics = {"metrics": totals.metrics()} if body.speculation.metrics else {}
     echoed = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
     shown = [[*choice.prompt, *choice.shown] if echoed else choice.shown for choice in choices]
-    answer = shape.whole([choice.text for choice in choices], reasons, totals.usage(), shown)
+    answer = shape.whole([choice.text for choice in choices], totals, shown)
     if body.prompt_logprobs is not None:
         shape.tell_prompts(answer, [choice.prompt for choice in choices])
     for told, choice in zip(answer["choices"], choices, strict=True):

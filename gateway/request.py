@@ -1,4 +1,4 @@
-"""One sequence's request, and the limits that it must keep to. Knows the model's limits, but no HTTP, no gRPC and no replica."""
+"""One sequence's request, checked against a model. Knows the model's limits, but no HTTP, no gRPC and no replica."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Caller:
 class Prompt:
     """A tokenised prompt. `field_name` is what the caller calls it, for errors.
 
-    `echo` is its text if the answer is to begin with it, and `prediction` holds the tokens that the caller expects.
+    `echo` is its text if the answer is to begin with it; `prediction` has the tokens that the caller
+    expects.
     """
 
     token_ids: list[int]
@@ -37,10 +38,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One sequence, checked against one model: what the verifier is asked, and what becomes of its tokens here.
+    """One sequence, checked against one model: what the verifier is asked, and what becomes of its tokens.
 
-    `asked_tokens` is how many tokens the caller asked for, if it did. `shows_prompt` lists the prompt's tokens with their log
-    probabilities, and `attributed` says who wrote each token. `grammar_field` is what the caller calls the grammar.
+    `asked_tokens` is how many tokens the caller asked for, if it did. `shows_prompt` lists the
+    prompt's tokens with their log probabilities, and `attributed` says who wrote each token.
+    `grammar_field` is what the caller calls the grammar.
     """
 
     tokens: TokenRequest
@@ -56,7 +58,8 @@ class TextRequest:
 class AnswerLimit:
     """How many tokens the caller asks for, in which field, and how many it gets without asking.
 
-    None takes all that the context leaves. Only a request that scores its prompt may ask for no tokens.
+    None takes all that the context leaves. Only a caller that has its prompt scored or echoed may
+    ask for no tokens.
     """
 
     asked: int | None
@@ -67,30 +70,26 @@ class AnswerLimit:
     def resolve(self, prompt: Prompt, min_tokens: int, info: ModelInfo) -> int:
         """The most tokens to generate after this prompt.
 
-        Raises OutriderError, with the caller's name of the field: INVALID_VALUE for ids that the model does not have, for too
-        few tokens and for `min_tokens` above the result, CONTEXT_LENGTH_EXCEEDED for what does not fit.
+        Raises OutriderError, with the caller's names: INVALID_VALUE for ids that the model does not
+        have, for too few tokens and for `min_tokens` above the result, CONTEXT_LENGTH_EXCEEDED for
+        what does not fit.
         """
-        check_ids(prompt.field_name, prompt.token_ids, info)
-        most = self._most(prompt, info.context_length)
+        name, length = prompt.field_name, len(prompt.token_ids)
+        check_ids(name, prompt.token_ids, info)
+        left = info.context_length - length
+        least = 0 if self.scores_prompt or prompt.echo is not None else 1
+        if left < (least if self.asked == 0 else 1):
+            message = f"{name} has {length} tokens, and the answer needs room too"
+            raise context_overflow(info.context_length, message, name)
+        most = min(left, self.default or left) if self.asked is None else self.asked
+        if most < least:
+            raise invalid(self.field_name, f"must be at least {least}, not {most}")
+        if most > left:
+            message = f"{self.field_name} asks for {most} tokens after a prompt of {length}"
+            raise context_overflow(info.context_length, message, self.field_name)
         if min_tokens > most:
             raise invalid("min_tokens", f"must be at most {self.field_name}, which is {most}, not {min_tokens}")
         return most
-
-    def _most(self, prompt: Prompt, context_length: int) -> int:
-        length = len(prompt.token_ids)
-        left = context_length - length
-        least = 0 if self.scores_prompt or prompt.echo is not None else 1
-        if left < (least if self.asked == 0 else 1):
-            message = f"{prompt.field_name} has {length} tokens, and the answer needs room too"
-            raise context_overflow(context_length, message, prompt.field_name)
-        if self.asked is None:
-            return left if self.default is None else min(left, self.default)
-        if self.asked < least:
-            raise invalid(self.field_name, f"must be at least {least}, not {self.asked}")
-        if self.asked > left:
-            message = f"{self.field_name} asks for {self.asked} tokens after a prompt of {length}"
-            raise context_overflow(context_length, message, self.field_name)
-        return self.asked
 
 
 def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:

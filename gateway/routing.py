@@ -38,7 +38,7 @@ class Replica:
         self.address = address
         self.info: ModelInfo | None = None
         self.problem: OutriderError | None = OutriderError(Reason.NOT_READY, f"verifier {address} has not answered yet")
-        self.sequences: set[object] = set()
+        self.sequences: set[object] = set()  # those that run there
         self.round_trip_s: float | None = None
         """Of the last question how the verifier is."""
         self._earlier: dict[asyncio.Task[None], TokenStream] = {}
@@ -63,11 +63,6 @@ class Replica:
         """End all sequences with an error, or those of which nothing has been said yet."""
         for tokens in (*self._earlier.values(), self.tokens):
             tokens.give_up(why, waiting_only=waiting_only)
-
-    @property
-    def running(self) -> int:
-        """How many sequences run there."""
-        return len(self.sequences)
 
     async def refresh(self, fingerprint: str) -> None:
         """Ask how far the verifier is."""
@@ -155,6 +150,9 @@ class Pick(NamedTuple):
     info: ModelInfo
     replica: Replica
 
+    def load(self) -> int:
+        return len(self.replica.sequences)
+
 
 class Router:
     """Polls the replicas and picks one for each request."""
@@ -178,7 +176,7 @@ class Router:
         """Take nothing new, let what runs finish within so long, and end the rest with an error that says so."""
         self.draining = True
         over = time.monotonic() + seconds
-        while any(replica.running for replica in self.replicas) and time.monotonic() < over:  # noqa: ASYNC110  # runs end in many places
+        while any(replica.sequences for replica in self.replicas) and time.monotonic() < over:  # noqa: ASYNC110  # runs end in many places
             await asyncio.sleep(_DRAIN_LOOK_S)
         for replica in self.replicas:
             replica.give_up(_shutting_down())
@@ -234,7 +232,7 @@ class Router:
         For what is to be bounded before a replica is picked. Raises OutriderError as `pick` does.
         """
         picks = self._picks(model)
-        name = min(picks, key=_running).model
+        name = min(picks, key=Pick.load).model
         return name, max((pick.info for pick in picks if pick.model == name), key=lambda info: info.context_length)
 
     def pick(self, model: str | None) -> Pick:
@@ -242,7 +240,7 @@ class Router:
 
         Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE when no replica is ready, MODEL_NOT_FOUND.
         """
-        return min(self._picks(model), key=_running)
+        return min(self._picks(model), key=Pick.load)
 
     def instead_of(self, lost: Pick, error: OutriderError) -> Pick:
         """Another replica of the model, for one that was gone or about to go when asked; raises `error` if there is none."""
@@ -267,10 +265,6 @@ class Router:
             names = ", ".join(sorted({pick.model for pick in ready}))
             raise OutriderError(Reason.MODEL_NOT_FOUND, f"model {str(model)[:100]!r} is not served here; there is {names}", "model")
         return serving
-
-
-def _running(pick: Pick) -> int:
-    return pick.replica.running
 
 
 def _shutting_down() -> OutriderError:

@@ -12,7 +12,7 @@ import grpc
 
 from gateway.choices import UsageTotals
 from gateway.conversation import MAX_MESSAGES
-from gateway.deltas import FinishInfo, TextDelta
+from gateway.deltas import TextDelta
 from gateway.generate import Generation
 from gateway.json_body import MAX_VALUES
 from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
@@ -42,7 +42,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Stream the text of one request; the caller's `traceparent` metadata is the span's parent."""
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         model, info = self._generation.router.lookup(request.model)
-        prompt = await self._prompt(request, info.context_length)
+        ids, field_name = await self._prompt(request, info.context_length)
+        prediction = await self._generation.prompts.encode_start(request.prediction, info.context_length)
+        prompt = Prompt(ids, field_name, prediction=prediction)
         operation = "chat" if request.HasField("chat") else "text_completion"
         totals = UsageTotals(1, 1)
         with begin(headers, model, operation, 1, stream=True) as span, _responding(span):
@@ -54,19 +56,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 return [text_request]
 
             async with aclosing(self._generation.generate(model, operation, build)) as events:
-                async for index, delta in events:
+                async for _, delta in events:
                     if delta.finish is not None:
-                        totals.add(index, delta.finish)
+                        totals.finishes[0] = delta.finish
                         describe(span, caller.request_id, totals, model)
                     yield _response(delta)
 
-    async def _prompt(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> Prompt:
-        prompts = self._generation.prompts
-        ids, field = await self._prompt_ids(request, context_length)
-        prediction = await prompts.encode_start(request.prediction, context_length) if request.prediction else []
-        return Prompt(ids, field, prediction=prediction)
-
-    async def _prompt_ids(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> tuple[list[int], str]:
+    async def _prompt(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> tuple[list[int], str]:
         """The prompt's ids, and the field it came in."""
         prompts = self._generation.prompts
         kind = request.WhichOneof("input")
@@ -139,19 +135,15 @@ def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
     response = generation_pb2.GenerateTextResponse(
         text=delta.text,
         token_ids=delta.token_ids,
-        sources=[proto_enum(s) for s in delta.sources],
+        sources=[proto_enum(source) for source in delta.sources],
         drafter_id=delta.drafter_id,
+        logprobs=map(wire.logprob_to_proto, delta.logprobs),
+        prompt_logprobs=map(wire.logprob_to_proto, delta.prompt_logprobs),
     )
-    response.logprobs.extend(wire.logprob_to_proto(logprob) for logprob in delta.logprobs)
-    response.prompt_logprobs.extend(wire.logprob_to_proto(logprob) for logprob in delta.prompt_logprobs)
-    if delta.finish is not None:
-        _end(response, delta.finish)
+    if (finish := delta.finish) is not None:
+        response.finish_reason = proto_enum(finish.reason)
+        response.usage.prompt_token_count = finish.prompt_token_count
+        response.usage.completion_token_count = finish.completion_token_count
+        response.usage.cached_token_count = finish.cached_token_count
+        response.stats.CopyFrom(wire.stats_to_proto(finish.stats))
     return response
-
-
-def _end(response: generation_pb2.GenerateTextResponse, finish: FinishInfo) -> None:
-    response.finish_reason = proto_enum(finish.reason)
-    response.usage.prompt_token_count = finish.prompt_token_count
-    response.usage.completion_token_count = finish.completion_token_count
-    response.usage.cached_token_count = finish.cached_token_count
-    response.stats.CopyFrom(wire.stats_to_proto(finish.stats))

@@ -6,8 +6,9 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from gateway.choices import UsageTotals
 from gateway.deltas import AttributedToken, LogprobToken
 from outrider import __version__
 from outrider.messages import FinishReason
@@ -56,6 +57,10 @@ class ResponseShape(ABC):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    opening: ClassVar[Json | None] = None
+    """What a choice's first chunk holds before any text."""
+    closing: ClassVar[Json]
+    """What the chunk with the finish reason holds."""
 
     def __init__(self, model: str) -> None:
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
@@ -72,13 +77,13 @@ class ResponseShape(ABC):
             "choices": choices,
         }
 
-    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Json, shown: Sequence[Sequence[LogprobToken]]) -> Json:
-        """The answer to a request that does not stream; one text, one reason and the tokens shown for each choice."""
-        choices = [
-            {"index": index, **self._whole_choice(text), "logprobs": self.logprobs(tokens), "finish_reason": _FINISH[reason]}
-            for index, (text, reason, tokens) in enumerate(zip(texts, reasons, shown, strict=True))
-        ]
-        return self._answer(self.whole_object, choices) | {"usage": usage}
+    def whole(self, texts: list[str], totals: UsageTotals, shown: Sequence[Sequence[LogprobToken]]) -> Json:
+        """The answer to a request that does not stream: a text, how it finished and the tokens shown, for each choice."""
+        choices = []
+        for index, (text, finish, tokens) in enumerate(zip(texts, totals.finishes, shown, strict=True)):
+            reason = None if finish is None else _FINISH[finish.reason]
+            choices.append({"index": index, **self._whole_choice(text), "logprobs": self.logprobs(tokens), "finish_reason": reason})
+        return self._answer(self.whole_object, choices) | {"usage": totals.usage()}
 
     def chunk(self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None) -> Json:
         """A chunk with one choice."""
@@ -90,9 +95,9 @@ class ResponseShape(ABC):
         """The last chunk when usage was asked for."""
         return self._answer(self.chunk_object, []) | {"usage": usage}
 
-    @abstractmethod
     def _whole_choice(self, text: str) -> Json:
         """What a choice of a whole answer holds."""
+        return self.delta(text)
 
     @abstractmethod
     def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
@@ -103,16 +108,8 @@ class ResponseShape(ABC):
         """Tokens with their log probabilities, None when there are none."""
 
     @abstractmethod
-    def opening(self) -> Json | None:
-        """What a choice's first chunk holds before any text; None when there is none."""
-
-    @abstractmethod
     def delta(self, text: str) -> Json:
         """What a chunk with text holds."""
-
-    @abstractmethod
-    def closing(self) -> Json:
-        """What the chunk with the finish reason holds."""
 
 
 class CompletionShape(ResponseShape):
@@ -121,9 +118,7 @@ class CompletionShape(ResponseShape):
     operation = "text_completion"
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
-
-    def _whole_choice(self, text: str) -> Json:
-        return {"text": text}
+    closing: ClassVar[Json] = {"text": ""}
 
     def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
         for choice, prompt in zip(answer["choices"], prompts, strict=True):
@@ -139,14 +134,8 @@ class CompletionShape(ResponseShape):
             "text_offset": [token.offset for token in shown],
         }
 
-    def opening(self) -> Json | None:
-        return None
-
     def delta(self, text: str) -> Json:
         return {"text": text}
-
-    def closing(self) -> Json:
-        return {"text": ""}
 
 
 class ChatShape(ResponseShape):
@@ -156,6 +145,8 @@ class ChatShape(ResponseShape):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    opening: ClassVar[Json | None] = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    closing: ClassVar[Json] = {"delta": {}}
 
     def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
         # All choices answer the same conversation.
@@ -170,11 +161,5 @@ class ChatShape(ResponseShape):
     def _whole_choice(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def opening(self) -> Json | None:
-        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
-
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text}}
-
-    def closing(self) -> Json:
-        return {"delta": {}}

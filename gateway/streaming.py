@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
@@ -14,8 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api_errors import error_body, unexpected
 from gateway.choices import Event, UsageTotals
-from gateway.deltas import TextDelta
+from gateway.deltas import FinishInfo, TextDelta
 from gateway.request_span import describe
+from gateway.schema import StreamOptions
 from gateway.shapes import Json, ResponseShape, attribution
 from outrider.errors import OutriderError, Reason
 from outrider.telemetry import Span
@@ -28,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+async def until_gone(request: Request, work: Awaitable[_Result]) -> _Result:
     """The result of `work`; raises OutriderError(CLIENT_GONE) and cancels the work when the client hangs up first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
@@ -75,18 +76,17 @@ class EventStream(StreamingResponse):
 class ChunkWriter:
     """Writes a request's events as the chunks of its endpoint.
 
-    `usage_of` has each choice's number of prompt tokens when every chunk is to tell its choice's usage so far, as vLLM's
-    `continuous_usage_stats` asks for.
+    `prompt_lengths` has each choice's number of prompt tokens, for vLLM's `continuous_usage_stats`.
     """
 
     def __init__(
-        self, shape: ResponseShape, totals: UsageTotals, *, include_usage: bool, include_metrics: bool, usage_of: Sequence[int] = ()
+        self, shape: ResponseShape, totals: UsageTotals, options: StreamOptions, prompt_lengths: Sequence[int], *, metrics: bool
     ) -> None:
-        self._shape = shape
-        self._totals = totals
-        self._include_usage = include_usage
-        self._include_metrics = include_metrics
-        self._usage_of = usage_of
+        self.shape = shape
+        self.totals = totals
+        self._options = options
+        self._prompt_lengths = prompt_lengths
+        self._include_metrics = metrics
         self._token_counts = [0] * len(totals.finishes)
         self._opened: set[int] = set()
         self._open_count = len(totals.finishes)
@@ -101,55 +101,48 @@ class ChunkWriter:
         out = b""
         if index not in self._opened:
             self._opened.add(index)
-            opening = self._shape.opening()
-            out = event(self._shape.chunk(index, opening) | self._usage(index)) if opening is not None else b""
+            if self.shape.opening is not None:
+                out = event(self.shape.chunk(index, self.shape.opening) | self._usage(index))
         self._token_counts[index] += len(delta.token_ids)
         # Where an answer streams, prompts are scored for their echo alone.
         shown = [*delta.prompt, *delta.shown]
         if delta.text or shown or delta.attributed:
-            logprobs = self._shape.logprobs(shown)
-            content = self._shape.delta(delta.text) | attribution(delta.attributed)
-            out += event(self._shape.chunk(index, content, logprobs=logprobs) | self._usage(index))
-        return out
+            logprobs = self.shape.logprobs(shown)
+            content = self.shape.delta(delta.text) | attribution(delta.attributed)
+            out += event(self.shape.chunk(index, content, logprobs=logprobs) | self._usage(index))
+        return out if delta.finish is None else out + self._close(index, delta.finish)
 
     def _usage(self, index: int) -> Json:
         """vLLM's usage of one choice so far if it is wanted with each chunk, else OpenAI's null until the last chunk."""
-        if not self._include_usage:
+        if not self._options.include_usage:
             return {}
-        if not self._usage_of:
+        if not self._options.continuous_usage_stats:
             return {"usage": None}
-        prompt, completion = self._usage_of[index], self._token_counts[index]
+        prompt, completion = self._prompt_lengths[index], self._token_counts[index]
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
-    def close(self, index: int) -> bytes:
+    def _close(self, index: int, finish: FinishInfo) -> bytes:
         """The events for the end of a choice, and after the last one for the end of all."""
-        finish = self._totals.finishes[index]
-        closing = self._shape.chunk(index, self._shape.closing(), finish.reason if finish is not None else None)
-        closing |= self._usage(index)
+        self.totals.finishes[index] = finish
+        closing = self.shape.chunk(index, self.shape.closing, finish.reason) | self._usage(index)
         self._open_count -= 1
         if self._open_count:
             return event(closing)
-        metrics = self._totals.speculation() | ({"metrics": self._totals.metrics()} if self._include_metrics else {})
-        if not self._include_usage:
+        metrics = self.totals.speculation() | ({"metrics": self.totals.metrics()} if self._include_metrics else {})
+        if not self._options.include_usage:
             return event(closing | metrics) + DONE
-        return event(closing) + event(self._shape.usage_chunk(self._totals.usage()) | metrics) + DONE
+        return event(closing) + event(self.shape.usage_chunk(self.totals.usage()) | metrics) + DONE
 
 
-async def sse(
-    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, totals: UsageTotals, span: Span, shape: ResponseShape
-) -> AsyncGenerator[bytes, None]:
+async def sse(first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, span: Span) -> AsyncGenerator[bytes, None]:
     """All events of a stream; a failure is its last event, in the shape of every other error."""
     with span:
         try:
             item: Event | None = first
             while item is not None:
-                index, delta = item
-                out = writer.write(index, delta)
-                if delta.finish is not None:
-                    totals.add(index, delta.finish)
-                    out += writer.close(index)
-                    if writer.complete:
-                        describe(span, shape.id, totals, shape.model)
+                out = writer.write(*item)
+                if writer.complete:
+                    describe(span, writer.shape.id, writer.totals, writer.shape.model)
                 if out:
                     yield out
                 item = await anext(rest, None)

@@ -88,16 +88,12 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         _, info = generation.router.lookup(body.model)
         if (body.prompt is None) is (body.messages is None):
             raise invalid("prompt", "or messages must be given, and not both")
-        special = body.add_special_tokens
         most, prompts = max(info.context_length, MAX_TOKENIZED), generation.prompts
-        field = "prompt" if body.messages is None else "messages"
+        field, text = "prompt", body.prompt or ""
         if body.messages is not None:
-            messages = [message.for_template() for message in body.messages]
+            field, messages = "messages", [message.for_template() for message in body.messages]
             text = await prompts.rendered(messages, field, most, **body.rendering())
-            special = False if special is None else special
-        else:
-            text = body.prompt or ""
-            special = True if special is None else special
+        special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         try:
             ids = await prompts.encode(text, field, most, add_special_tokens=special)
         except OutriderError as error:
@@ -157,8 +153,8 @@ def _verifier(replica: Replica) -> dict[str, Any]:
             "device": info.device,
             "drafters": [_drafter(drafter) for drafter in info.drafters],
         }
-    problem = None if replica.problem is None else replica.problem.message
-    here = {"ready": problem is None, "problem": problem, "running": replica.running, "round_trip_seconds": replica.round_trip_s}
+    problem, running = None if replica.problem is None else replica.problem.message, len(replica.sequences)
+    here = {"ready": problem is None, "problem": problem, "running": running, "round_trip_seconds": replica.round_trip_s}
     return {"address": replica.address, **here, **known}
 
 

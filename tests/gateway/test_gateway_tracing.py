@@ -16,6 +16,7 @@ from scripted_verifier import plain
 
 from gateway.choices import Event, UsageTotals
 from gateway.deltas import FinishInfo, TextDelta
+from gateway.schema import StreamOptions
 from gateway.shapes import CompletionShape
 from gateway.streaming import ChunkWriter, sse
 from outrider import telemetry
@@ -170,16 +171,15 @@ async def test_a_client_that_hangs_up_is_no_error_of_the_servers(
 
 async def test_a_client_that_hangs_up_after_the_last_event_has_had_its_answer(rig: Rig, spans: InMemorySpanExporter) -> None:
     shape = CompletionShape("models/target")
-    totals = UsageTotals(1, 1)
     span = telemetry.start_root("text_completion models/target", {})
-    writer = ChunkWriter(shape, totals, include_usage=False, include_metrics=False)
+    writer = ChunkWriter(shape, UsageTotals(1, 1), StreamOptions(), [1], metrics=False)
     last_delta = TextDelta("x", [5], [TokenSource.PLAIN], finish=FinishInfo(FinishReason.STOP, 1, 1, 0, SpeculationStats()))
 
     async def nothing_more() -> AsyncGenerator[Event, None]:
         for event in ():
             yield event
 
-    events = sse((0, last_delta), nothing_more(), writer, totals, span, shape)
+    events = sse((0, last_delta), nothing_more(), writer, span)
     assert (await anext(events)).endswith(b"[DONE]\n\n")
     await events.aclose()
     [finished] = spans.get_finished_spans()

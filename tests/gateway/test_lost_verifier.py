@@ -124,7 +124,7 @@ async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(
 async def test_what_has_begun_does_not_move_and_goes_on_when_the_verifier_does(pair: Pair) -> None:
     pair.first.answer = lambda request: [plain(request.prompt[:1]), 1.0, plain(request.prompt[1:]), last([3], FinishReason.STOP)]
     asked = asyncio.create_task(pair.ask(stream=True))
-    await until(lambda: pair.gateway.router.replicas[0].running == 1 and pair.first.running == 1)
+    await until(lambda: len(pair.gateway.router.replicas[0].sequences) == 1 and pair.first.running == 1)
     await until(lambda: not pair.gateway.router.replicas[0].tokens._link._waiting)  # type: ignore[union-attr]
     pair.first.unreachable = True
     await until(lambda: pair.problems[0] is Reason.VERIFIER_UNAVAILABLE)
