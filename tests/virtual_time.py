@@ -1,4 +1,4 @@
-"""Time that passes only by what is said to take some, so that no test depends on how busy the machine is."""
+"""Time that passes only by what takes some, so that no test depends on how busy the machine is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifier_svc.engine import Engine
 
 
 class VirtualClock:
-    """An `outrider.clock.Clock` for an engine, and the loop that calls this engine's `advance` and sleeps in between."""
+    """A clock for an engine, and the loop that calls its `advance` and sleeps in between."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""Takes requests in: checks what only the engine can check, queues them as sequences, and hands admitted ones to drafters."""
+"""Takes requests in: checks them, queues them as sequences, and hands admitted ones to drafters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from verifier_svc.target import LanguageModel, Limits
 
 
 class Admission:
-    """For one engine, on its thread. `sequences` are the engine's, by id; `has_thinking` says whether the model thinks."""
+    """For one engine, on its thread.
+
+    `sequences` are the engine's, by id; `has_thinking` says whether the model has a thinking phase.
+    """
 
     def __init__(
         self,
@@ -41,20 +44,25 @@ class Admission:
         self._last_id = 0
 
     def submit(
-        self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span, grammar: Compiled | None
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span,
+        grammar: Compiled | None,
     ) -> Sequence:
         """Queue a request, and admit what fits; raises OutriderError as `Engine.submit` says."""
         self._check(request)
         sequence = self._new_sequence(request, sink, span)
         if grammar is not None:
-            sequence.matcher, sequence.mask_width = grammar.matcher(), -(-self._model.vocab_size // 32)
+            sequence.matcher = grammar.matcher()
+            sequence.mask_width = -(-self._model.vocab_size // 32)
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         self.admit()
         return sequence
 
     def admit(self) -> None:
-        """Move sequences from the queue into the batch while they fit, and hand them to drafters."""
+        """Move sequences from the queue into the batch while they fit, and assign drafters."""
         for sequence in self._scheduler.admit():
             self._drafting.hand_out(sequence)
 
@@ -63,27 +71,43 @@ class Admission:
         pool = self._scheduler.pool
         held = pool.page_count * pool.page_size
         if needed > held:
-            message = f"max_tokens: prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
-            raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
+            message = f"prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
+            raise OutriderError(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                f"max_tokens: {message}",
+                "max_tokens",
+            )
         if len(self._scheduler.waiting) >= self._limits.max_waiting:
-            raise OutriderError(Reason.OVERLOADED, f"{self._limits.max_waiting} requests are waiting already", retry_after_s=1.0)
+            message = f"{self._limits.max_waiting} requests are waiting already"
+            raise OutriderError(Reason.OVERLOADED, message, retry_after_s=1.0)
         if request.speculation.acceptance is Acceptance.RELAXED and not self._has_thinking:
-            message = "speculation.acceptance: relaxed is for the thinking phase, and this model has no tokens that mark one"
-            raise OutriderError(Reason.INVALID_VALUE, message, "speculation.acceptance")
+            field = "speculation.acceptance"
+            message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
+            raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
         if request.speculation.enabled:
             self._drafting.roster.check_known(request.speculation.drafter)
 
-    def _new_sequence(self, request: TokenRequest, sink: Callable[[TokenChunk | OutriderError], None], span: Span) -> Sequence:
+    def _new_sequence(
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span,
+    ) -> Sequence:
         self._last_id += 1
-        depth = self._limits.depth.depth if request.speculation.depth is None else request.speculation.depth
+        depth = request.speculation.depth
+        if depth is None:
+            depth = self._limits.depth.depth
         if not request.speculation.enabled or request.max_tokens <= 1:
             depth = 0  # the last token is always the target's own, so a single one is never drafted
+        end_ids = request.stop_token_ids
+        if not request.ignore_eos:
+            end_ids |= frozenset(self._model.eos_token_ids)
         return Sequence(
             id=self._last_id,
             request=request,
             seed=secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed,
             depth_limit=depth,
-            end_ids=request.stop_token_ids | frozenset(() if request.ignore_eos else self._model.eos_token_ids),
+            end_ids=end_ids,
             kv=KVSequence(),
             sink=sink,
             tokens=list(request.prompt),

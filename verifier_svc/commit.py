@@ -1,4 +1,4 @@
-"""Commits what a forward confirms: tokens, pages and statistics of a sequence, its client's chunk and its drafters' verdicts."""
+"""Commits what a forward confirms of a sequence: tokens, pages, statistics, chunks and verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifier_svc.verification import Verified
 
 
 class Committer:
-    """For one engine, on its thread. `sequences` are the engine's, by id: those that end are taken out."""
+    """For one engine, on its thread; takes sequences that end out of `sequences`, the engine's."""
 
     def __init__(
         self,
@@ -37,8 +37,13 @@ class Committer:
         self._spans = spans
         self._metrics = metrics
 
-    def commit(self, scheduled: ScheduledSequence, verified: Verified | OutriderError, span: Span) -> None:
-        """Take over what a forward says of one sequence; an error ends the sequence. `span` is the step's."""
+    def commit(
+        self,
+        scheduled: ScheduledSequence,
+        verified: Verified | OutriderError,
+        span: Span,
+    ) -> None:
+        """Take over what a forward says of one sequence; an error ends it. `span` is the step's."""
         if isinstance(verified, OutriderError):
             self.fail(scheduled.sequence, verified)
             return
@@ -51,7 +56,8 @@ class Committer:
             return
         self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
         if verified.prompt_logprobs:
-            self._outgoing.add(sequence.sink, TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs)))
+            chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
+            self._outgoing.add(sequence.sink, chunk)
 
     def fail(self, sequence: Sequence, error: OutriderError) -> None:
         """End a sequence with an error."""
@@ -64,14 +70,21 @@ class Committer:
         self._scheduler.remove(sequence)
         self._drafting.close(sequence)
 
-    def _commit_tokens(self, scheduled: ScheduledSequence, verified: Verified, result: AcceptResult, span: Span) -> None:
+    def _commit_tokens(
+        self,
+        scheduled: ScheduledSequence,
+        verified: Verified,
+        result: AcceptResult,
+        span: Span,
+    ) -> None:
         sequence, drafted = scheduled.sequence, scheduled.path.token_ids
         new = [*drafted[: result.accepted_count], result.next_token]
         finish_reason = cut_at_end(sequence, new)
         accepted = min(result.accepted_count, len(new))
         if sequence.matcher is not None:
             if not all(sequence.matcher.accept(token) for token in new):
-                self.fail(sequence, OutriderError(Reason.INTERNAL, "a token was sampled that the grammar's mask forbids"))
+                message = "a token was sampled that the grammar's mask forbids"
+                self.fail(sequence, OutriderError(Reason.INTERNAL, message))
                 return
             # Behind the end of a grammar there is nothing, whatever ignore_eos says.
             finish_reason = FinishReason.STOP if sequence.matcher.ended else finish_reason
@@ -92,7 +105,10 @@ class Committer:
             self._drafting.acknowledge(sequence, new, span)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Keep the cache of accepted tokens. The target's own token was sampled, not fed, so it comes with the next forward."""
+        """Keep the cache of accepted tokens.
+
+        The target's own token was sampled, not fed, so it comes with the next forward.
+        """
         sequence.kv.length += accepted
         if accepted < drafted:
             self._pool.truncate(sequence.kv, sequence.kv.length)
@@ -102,8 +118,8 @@ class Committer:
         """Deliver what was committed, unless the request wants more tokens at once."""
         if sequence.unsent is not None:
             chunk = sequence.unsent.joined(chunk)
-        first = sequence.stats.forward_count == 1
-        if first or chunk.finish_reason is not None or len(chunk.token_ids) >= sequence.request.min_chunk_tokens:
+        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens
+        if enough or chunk.finish_reason is not None or sequence.stats.forward_count == 1:
             self._outgoing.add(sequence.sink, chunk)
             sequence.unsent = None
         else:

@@ -1,7 +1,8 @@
-"""The engine: a step chooses a batch, verifies its drafts with one forward, and commits what the target agrees to.
+"""The engine: a step chooses a batch, verifies its drafts, and commits what the target agrees to.
 
-It runs on a thread of its own, to which other threads only `post` work. Its messages leave through sinks: those to drafters after
-each step, those to clients when the next forward begins. Knows token ids and drafters; not text, protobuf or grpc.
+It runs on a thread of its own, to which other threads only `post` work. Its messages leave through
+sinks: those to drafters after each step, those to clients when the next forward begins. Knows token
+ids and drafters; not text, protobuf or grpc.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Engine:
         traced_steps: float = 1.0,
         clock: Clock = monotonic,
     ) -> None:
-        """`own_cores` as in `Drafting`, `traced_steps` is the share of a traced request's steps that have spans.
+        """`own_cores` as in `Drafting`; a share `traced_steps` of traced steps has spans.
 
         The engine and all its parts read time from `clock` alone.
         """
@@ -98,8 +99,23 @@ class Engine:
         self._inbox = Inbox()
         self._wait = DraftWait(self.planner, self.scheduler, self.outgoing, self._step_clock, clock)
         has_thinking = draft_verifier.thinking_ids is not None
-        self._admission = Admission(model, limits, self.scheduler, self.drafting, self.sequences, clock, has_thinking=has_thinking)
-        self._committer = Committer(self.sequences, self.scheduler, self.drafting, self.outgoing, self._spans, metrics)
+        self._admission = Admission(
+            model,
+            limits,
+            self.scheduler,
+            self.drafting,
+            self.sequences,
+            clock,
+            has_thinking=has_thinking,
+        )
+        self._committer = Committer(
+            self.sequences,
+            self.scheduler,
+            self.drafting,
+            self.outgoing,
+            self._spans,
+            metrics,
+        )
         self._idle = True
 
     # --- from other threads ---
@@ -115,11 +131,12 @@ class Engine:
     # --- requests ---
 
     def warm_up(self, context: int = 0) -> None:
-        """Run trial forwards of sequences of `context` tokens, so that costs are known and the first request is not slow.
+        """Run trial forwards of sequences of `context` tokens: costs are known from the start.
 
         Only before the first request, since pages are overwritten.
         """
-        WarmUp(self.model, self.pool, self.limits, context, self.clock).calibrate(self.cost, self.isolated_cost)
+        trials = WarmUp(self.model, self.pool, self.limits, context, self.clock)
+        trials.calibrate(self.cost, self.isolated_cost)
 
     def submit(
         self,
@@ -128,10 +145,11 @@ class Engine:
         span: Span = NO_SPAN,
         grammar: Compiled | None = None,
     ) -> Sequence:
-        """Take a request, with its grammar compiled; its chunks and, at worst, an error go to `sink`.
+        """Take a request, with its grammar compiled; its chunks, or an error, go to `sink`.
 
-        Raises OutriderError: CONTEXT_LENGTH_EXCEEDED when it could never fit the cache, OVERLOADED when too many wait,
-        DRAFTER_NOT_FOUND for a drafter nobody knows, INVALID_VALUE for relaxed acceptance with a model that does not think.
+        Raises OutriderError: CONTEXT_LENGTH_EXCEEDED when it could never fit the cache, OVERLOADED
+        when too many wait, DRAFTER_NOT_FOUND for a drafter nobody knows, INVALID_VALUE for relaxed
+        acceptance with a model that does not think.
         """
         return self._admission.submit(request, sink, span, grammar)
 
@@ -139,7 +157,7 @@ class Engine:
         """Free a sequence that nobody waits for any more."""
         if sequence.id in self.sequences:
             self._committer.close(sequence)
-            self._measure_occupancy()
+            self._metrics.occupancy(self.scheduler)
 
     # --- the loop ---
 
@@ -153,10 +171,10 @@ class Engine:
             self.outgoing.tell_clients()
 
     def advance(self) -> float | None:
-        """Do what is to be done now, at most one step of it, and return how long the caller may sleep before the next call.
+        """Do what is due, at most one step of it; returns how long the caller may sleep afterwards.
 
-        0.0 is not at all; a positive number is at most so many seconds, while the engine waits for drafts; None is until something
-        is posted. The caller ends a sleep early when something is posted.
+        0.0 is not at all; a positive number is at most so many seconds, while the engine waits for
+        drafts; None is without limit. Whatever is posted ends the sleep.
         """
         self.drain_inbox()
         wait_s = self._wait.remaining_s()
@@ -176,7 +194,7 @@ class Engine:
         self.outgoing.tell_drafters()
 
     def _go_idle(self) -> None:
-        """Deliver what is left, and look for lost pages, once in each idle period: now nobody waits, and all should be free."""
+        """Deliver what is left; look for lost pages once in an idle period, when nobody waits."""
         self.outgoing.tell_clients()
         if self._idle:
             return
@@ -192,7 +210,7 @@ class Engine:
     def step(self) -> None:
         """Choose a batch, verify its drafts with one forward, and commit what the target agrees to.
 
-        Clients hear of the previous step when the forward begins, drafters of this one when it ends.
+        Clients hear of the previous step when the forward begins, drafters of this one at its end.
         """
         batch = self._next()
         if batch:
@@ -213,7 +231,7 @@ class Engine:
         return batch
 
     def _verify(self, batch: list[ScheduledSequence]) -> list[Verified | OutriderError]:
-        """Run the forward and compare the drafts with it. When that fails, each sequence of the batch gets the error."""
+        """Run the forward and verify the drafts; if that fails, each sequence gets the error."""
         clock = self._step_clock
         try:
             slices = [_slice(scheduled) for scheduled in batch]
@@ -224,23 +242,29 @@ class Engine:
             verified = self._draft_verifier.verify(logits_RV, masked())
             clock.end("accept")
         except torch.AcceleratorError:
-            raise  # the device will do nothing more for this process, which its supervisor starts anew
+            raise  # the device is lost to this process, which its supervisor starts anew
         except (RuntimeError, OutriderError) as error:
             log.exception("a forward failed", extra={"traceparent": self._spans.traceparent})
-            known = error if isinstance(error, OutriderError) else OutriderError(Reason.INTERNAL, "the target's forward failed")
-            return [known] * len(batch)
+            if not isinstance(error, OutriderError):
+                error = OutriderError(Reason.INTERNAL, "the target's forward failed")
+            return [error] * len(batch)
         return verified
 
-    def _commit(self, batch: list[ScheduledSequence], verified: list[Verified | OutriderError], spans: list[Span]) -> None:
+    def _commit(
+        self,
+        batch: list[ScheduledSequence],
+        verified: list[Verified | OutriderError],
+        spans: list[Span],
+    ) -> None:
         for scheduled, found, span in zip(batch, verified, spans, strict=True):
             self._committer.commit(scheduled, found, span)
         self._step_clock.end("commit")
 
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
-        """Learn what the step cost, tell drafters of it, and clients too if there is nobody left to compute for."""
+        """Learn what the step cost and tell drafters of it, and clients if no sequence is left."""
         isolated_forward_s = self._observe(batch)
         self._spans.end()
-        self._measure_occupancy()
+        self._metrics.occupancy(self.scheduler)
         self._metrics.flush()
         self.outgoing.tell_drafters()
         if not self.sequences:
@@ -249,10 +273,11 @@ class Engine:
         self._metrics.step(self._step_clock, isolated_forward_s, len(batch))
 
     def _observe(self, batch: list[ScheduledSequence]) -> float:
-        """Update the cost model with this step's duration, host time included (notifying drafters, which is little, is not).
+        """Update the cost model with this step's duration; notifying drafters is not part of it.
 
-        Returns what the step's forward takes on an idle machine, in seconds; 0 when it holds prompts or before trial forwards.
-        Steps that score a prompt are skipped, since ordinary steps do not pay that cost, and so are those that failed.
+        Returns the seconds that its forward takes on an idle machine; 0 when it holds prompts, or
+        before trial forwards. A step that scores a prompt is skipped, since ordinary steps do not
+        pay that cost, and so is one that failed.
         """
         failed = "accept" not in self._step_clock.phases_s
         if failed or any(scheduled.scored for scheduled in batch):
@@ -261,13 +286,9 @@ class Engine:
         token_count = len(decoding) + sum(decoding)
         prompt_token_count = sum([len(scheduled.token_ids) for scheduled in batch]) - len(decoding)
         self.cost.observe(len(decoding), token_count, self._step_clock.step_s, prompt_token_count)
-        return self.isolated_cost.estimate(len(batch), token_count) if prompt_token_count == 0 else 0.0
-
-    def _measure_occupancy(self) -> None:
-        scheduler, pool = self.scheduler, self.pool
-        page_share = pool.used_count / pool.page_count
-        self._metrics.occupancy(running=len(scheduler.running), waiting=len(scheduler.waiting), page_share=page_share)
-        self._metrics.scheduled(scheduler.prompt_token_count, scheduler.cached_token_count, scheduler.preemption_count)
+        if prompt_token_count > 0:
+            return 0.0
+        return self.isolated_cost.estimate(len(batch), token_count)
 
 
 def _slice(scheduled: ScheduledSequence) -> Slice:

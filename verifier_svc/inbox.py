@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """Any thread may call `post` and `stop`; `run_all` and `wait` are for the thread that owns the inbox."""
+    """Any thread may call `post` and `stop`; the rest is for the thread that owns the inbox."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -35,7 +35,10 @@ class Inbox:
             self._work.popleft()()
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until there is work, for at most so many seconds; None sets no limit. Nobody sleeps behind a stop."""
+        """Sleep until there is work, for at most so many seconds; None sets no limit.
+
+        Nobody sleeps behind a stop.
+        """
         if seconds == 0.0 or self.stopped:
             return
         with self._posted:

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.messages import MAX_DEPTH
 from verifier_svc.drafters import Drafter
+from verifier_svc.scheduler import Scheduler
 from verifier_svc.step_clock import StepClock
 from verifier_svc.trie import CommitWalk, LookupResult
 
@@ -31,6 +32,7 @@ class Metrics:
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int], int] = {}
+        # Of the scheduler's counts, what was counted here: tokens looked for and found, preemptions.
         self._scheduled = (0, 0, 0)
         self._register_drafts()
         self._register_steps()
@@ -197,13 +199,6 @@ class Metrics:
         """A sequence's first token was committed."""
         self._prefill_seconds.labels(self._model_name).observe(seconds)
 
-    def scheduled(self, queried: int, hits: int, preemptions: int) -> None:
-        """Since the start: tokens that were looked for and found in the prefix cache, and sequences that were preempted."""
-        before, self._scheduled = self._scheduled, (queried, hits, preemptions)
-        self._prefix_queries.labels(self._model_name).inc(queried - before[0])
-        self._prefix_hits.labels(self._model_name).inc(hits - before[1])
-        self._preemptions.labels(self._model_name).inc(preemptions - before[2])
-
     def integrity_failed(self) -> None:
         """The check of the idle engine's page pool failed."""
         self._integrity_failures.labels(self._model_name).inc()
@@ -218,8 +213,18 @@ class Metrics:
             self._decode_seconds.labels(self._model_name).inc(clock.wait_s + clock.step_s)
             self._isolated_seconds.labels(self._model_name).inc(isolated_forward_s)
 
-    def occupancy(self, *, running: int, waiting: int, page_share: float) -> None:
-        """What the engine holds now."""
-        self._running.labels(self._model_name).set(running)
-        self._waiting.labels(self._model_name).set(waiting)
-        self._pages.labels(self._model_name).set(page_share)
+    def occupancy(self, scheduler: Scheduler) -> None:
+        """What the engine holds now, and what became of texts that it admitted."""
+        name, pool = self._model_name, scheduler.pool
+        self._running.labels(name).set(len(scheduler.running))
+        self._waiting.labels(name).set(len(scheduler.waiting))
+        self._pages.labels(name).set(pool.used_count / pool.page_count)
+        queried, hits, preempted = self._scheduled
+        self._prefix_queries.labels(name).inc(scheduler.prompt_token_count - queried)
+        self._prefix_hits.labels(name).inc(scheduler.cached_token_count - hits)
+        self._preemptions.labels(name).inc(scheduler.preemption_count - preempted)
+        self._scheduled = (
+            scheduler.prompt_token_count,
+            scheduler.cached_token_count,
+            scheduler.preemption_count,
+        )

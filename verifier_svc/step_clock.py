@@ -1,4 +1,4 @@
-"""Measures how long each phase of an engine step takes. The cost model and the metrics both read it."""
+"""Measures how long each phase of an engine step takes, for the cost model and the metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from outrider.clock import Clock
 class StepClock:
     """One object serves all steps of an engine. All times are in seconds.
 
-    A clock that was set back makes a phase take no time, since neither a counter nor the cost model may see a negative one.
+    A clock that was set back makes a phase take no time, since neither a counter nor the cost model
+    may see a negative time.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -24,9 +24,10 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`depth`: draft tokens of a sequence verified in one step, unless its request says otherwise; the rest are counts.
+    """`depth` says how many draft tokens of a sequence a step verifies, unless its request does.
 
-    `scored_logits_bytes` bounds the logits that a step computes for prompts whose log probabilities are wanted.
+    `scored_logits_bytes` bounds the logits that a step computes for prompts whose log probabilities
+    are wanted. The others are counts.
     """
 
     depth: DepthPolicy = field(default_factory=lambda: DepthPolicy("fixed", 4))

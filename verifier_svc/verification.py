@@ -1,4 +1,4 @@
-"""From a batch and its logits to what is to be committed: the context, rule and noise of each draft, and what it came to."""
+"""From a batch's logits to what can be committed: each draft gets its context, rule and noise."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from verifier_svc.logprobs import logprobs, split_scored
 from verifier_svc.rule_choice import acceptance_rule
 from verifier_svc.scheduler import ScheduledSequence
 
+_NOT_FINITE = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
+_NO_TOKEN = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
+
 
 @dataclass(slots=True)
 class Verified:
     """What a forward says of one scheduled sequence.
 
-    `result` came by `rule`; it is None behind a chunk of a prompt that is not its last. `logprobs` are those of the accepted
-    tokens and the next one where the request wants them, `prompt_logprobs` those of the tokens that were scheduled to be scored.
+    `result` came by `rule`; it is None behind a chunk of a prompt that is not its last. `logprobs`
+    are those of the accepted tokens and the next one, where the request wants them;
+    `prompt_logprobs` are those of the tokens that were scheduled to be scored.
     """
 
     result: AcceptResult | None = None
@@ -35,16 +39,24 @@ class Verified:
 class DraftVerifier:
     """Decides which draft tokens of a batch stand.
 
-    `sampled_rule` is for drafts that a trusted drafter sampled; `thinking_ids` begin and end the thinking phase, None when the
-    model has none; with a `synthetic_rate` drafts stand at that rate whatever the target says.
+    `sampled_rule` is for drafts that a trusted drafter sampled; `thinking_ids` begin and end the
+    thinking phase, None when the model has none; with a `synthetic_rate` drafts stand at that rate
+    whatever the target says.
     """
 
     sampled_rule: AcceptanceRule = AcceptanceRule.BLOCK
     thinking_ids: tuple[int, int] | None = None
     synthetic_rate: float | None = None
 
-    def verify(self, logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence]) -> list[Verified | OutriderError]:
-        """For each sequence what is to be committed, or why it cannot go on; `logits_RV` has `logit_count` rows of each in turn."""
+    def verify(
+        self,
+        logits_RV: torch.Tensor,
+        batch: SequenceOf[ScheduledSequence],
+    ) -> list[Verified | OutriderError]:
+        """For each sequence what is to be committed, or why it cannot go on.
+
+        `logits_RV` has `logit_count` rows of each sequence, one after the other.
+        """
         logits_RV, scores = split_scored(logits_RV, batch)
         sampling = [scheduled for scheduled in batch if scheduled.samples]
         accepted = self._accept(logits_RV, sampling)
@@ -56,11 +68,16 @@ class DraftVerifier:
             verified[i].prompt_logprobs = prompt_logprobs
         return [_why_impossible(each) or each for each in verified]
 
-    def _accept(self, logits_RV: torch.Tensor, sampling: SequenceOf[ScheduledSequence]) -> list[Verified]:
-        """For the sequences that a token is drawn for; `logits_RV` has no other rows than theirs."""
+    def _accept(
+        self,
+        logits_RV: torch.Tensor,
+        sampling: SequenceOf[ScheduledSequence],
+    ) -> list[Verified]:
+        """For the sequences that a token is drawn for; `logits_RV` has their rows alone."""
         drafts = [self._draft(scheduled) for scheduled in sampling]
         results = accept(logits_RV, drafts, self.synthetic_rate)
-        verified = [Verified(result, draft.rule) for result, draft in zip(results, drafts, strict=True)]
+        pairs = zip(results, drafts, strict=True)
+        verified = [Verified(result, draft.rule) for result, draft in pairs]
         for i, found in _logprobs(logits_RV, sampling, results).items():
             verified[i].logprobs = found
         return verified
@@ -72,6 +89,9 @@ class DraftVerifier:
         asked = scheduled.assignment is not None and scheduled.assignment.rule is Rule.SPARSE
         sampled = self.sampled_rule if asked and path.distributions else None
         rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
+        thinking: SequenceOf[bool] = ()
+        if rule is AcceptanceRule.RELAXED:
+            thinking = self._thinking(sequence.tokens, path.token_ids)
         return Draft(
             Context(
                 request.sampling,
@@ -85,12 +105,15 @@ class DraftVerifier:
             rule,
             path.distributions if rule is sampled else (),
             request.speculation,
-            self._thinking(sequence.tokens, path.token_ids) if rule is AcceptanceRule.RELAXED else (),
+            thinking,
             sequence.stats.forward_count,
         )
 
     def _thinking(self, text: SequenceOf[int], drafted: SequenceOf[int]) -> list[bool]:
-        """For each draft token behind a text, whether it stands in the thinking phase; a phase that the prompt opened counts."""
+        """For each draft token behind a text, whether it is in the thinking phase.
+
+        A phase that the prompt opened counts.
+        """
         if self.thinking_ids is None:
             return [False] * len(drafted)
         begin, end = self.thinking_ids
@@ -107,7 +130,8 @@ def _logprobs(
     logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence], results: SequenceOf[AcceptResult]
 ) -> dict[int, list[TokenLogprob]]:
     """Those of the sequences that want them, by their place in the batch."""
-    if not [scheduled for scheduled in batch if scheduled.sequence.request.top_logprobs is not None]:
+    wanting = [each for each in batch if each.sequence.request.top_logprobs is not None]
+    if not wanting:
         return {}
     rows: list[int] = []
     tokens: list[int] = []
@@ -117,7 +141,10 @@ def _logprobs(
     for i, (scheduled, result) in enumerate(zip(batch, results, strict=True)):
         count = scheduled.sequence.request.top_logprobs
         if count is not None:
-            committed = [*scheduled.path.token_ids[: result.accepted_count], max(0, result.next_token)]
+            committed = [
+                *scheduled.path.token_ids[: result.accepted_count],
+                max(0, result.next_token),
+            ]
             spans[i] = range(len(rows), len(rows) + len(committed))
             rows += range(first, first + len(committed))
             tokens += committed
@@ -128,14 +155,12 @@ def _logprobs(
 
 
 def _why_impossible(verified: Verified) -> OutriderError | None:
-    """Why a sequence cannot go on: its request leaves no token, or the model's logits are not numbers. None if it can."""
+    """Why a sequence cannot go on: no token is allowed, or a logit is not finite; or None."""
     next_token = 0 if verified.result is None else verified.result.next_token
     if next_token >= 0 and not verified.prompt_logprobs:
         return None
     if next_token == NOT_FINITE or any(isnan(token.logprob) for token in verified.prompt_logprobs):
-        message = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
-        return OutriderError(Reason.LOGITS_NOT_FINITE, message)
+        return OutriderError(Reason.LOGITS_NOT_FINITE, _NOT_FINITE)
     if next_token == NO_TOKEN:
-        message = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
-        return OutriderError(Reason.INVALID_VALUE, message, "banned_token_ids")
+        return OutriderError(Reason.INVALID_VALUE, _NO_TOKEN, "banned_token_ids")
     return None

@@ -1,4 +1,4 @@
-"""The wait for late drafts before a step: how long it may last, and what it teaches when it was in vain.
+"""The wait for late drafts before a step: how long it may last, and what it teaches if it fails.
 
 Reads the clock and keeps a deadline, but never sleeps: the engine's caller does.
 """
@@ -21,24 +21,32 @@ _LONGEST_HELD_S = 0.005
 class DraftWait:
     """The wait before the coming step of one engine, on its thread."""
 
-    def __init__(self, planner: Planner, scheduler: Scheduler, outgoing: Outgoing, step_clock: StepClock, clock: Clock) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        scheduler: Scheduler,
+        outgoing: Outgoing,
+        step_clock: StepClock,
+        clock: Clock,
+    ) -> None:
         self._planner = planner
         self._scheduler = scheduler
         self._outgoing = outgoing
         self._step_clock = step_clock
         self._clock = clock
         self._waiting = False
-        # Of the wait in progress: when it began, how long it may last, the drafts that it began for, and those still missing.
+        # When the wait in progress began, and how long it may last.
         self._began = 0.0
         self._budget_s = 0.0
+        # The drafts that it began for, and those of them that are still missing.
         self._worth: list[Assignment] = []
         self._late: list[Assignment] = []
 
     def remaining_s(self) -> float:
-        """Seconds after which the caller should ask again, unless a draft comes sooner; 0 when the step should begin.
+        """Seconds after which the caller should ask again; 0 when the step should begin.
 
-        The first call behind a step plans the coming one. Each later call looks again at the drafts that are still missing: they
-        may have come, or may not pay any more.
+        The first call behind a step plans the coming one. Each later call looks again at the drafts
+        that are still missing: they may have come, or may not pay any more.
         """
         if self._waiting:
             self._look_again()
@@ -55,7 +63,10 @@ class DraftWait:
         return 0.0
 
     def _hold_chunks(self, now: float) -> float:
-        """Deliver held client chunks once they were held long enough; seconds until then, without limit if none are held."""
+        """Deliver client chunks that were held for long enough.
+
+        Returns the seconds until then, infinity if no chunks are held.
+        """
         held_s = self._began + _LONGEST_HELD_S - now
         if held_s <= 0.0:
             self._outgoing.tell_clients()
@@ -65,8 +76,9 @@ class DraftWait:
         running = self._scheduler.running
         self._waiting = True
         self._began = self._clock()
-        self._planner.plan(running.values())
-        self._worth, self._budget_s = self._planner.worth_waiting_for(running.values(), self._clock())
+        planner = self._planner
+        planner.plan(running.values())
+        self._worth, self._budget_s = planner.worth_waiting_for(running.values(), self._clock())
         self._late = self._worth
 
     def _look_again(self) -> None:
@@ -78,9 +90,13 @@ class DraftWait:
         self._late = [assignment for assignment in self._worth if assignment in under_way]
 
     def _penalise(self, now: float) -> None:
-        """Take each drafter whose draft did not come as slower than the wait, so that the next wait is shorter or none at all."""
+        """Take drafters whose drafts did not come as slower than the wait.
+
+        So the next wait is shorter, and in the end there is none.
+        """
         for drafter in {assignment.drafter for assignment in self._late}:
-            overdue_s = max(-assignment.due_s(now) for assignment in self._late if assignment.drafter is drafter)
+            late = [assignment for assignment in self._late if assignment.drafter is drafter]
+            overdue_s = max(-assignment.due_s(now) for assignment in late)
             drafter.round_trip.observe(2 * max(now - self._began, drafter.round_trip.value + overdue_s))
 
     def _end(self, now: float) -> None:

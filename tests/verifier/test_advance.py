@@ -1,16 +1,23 @@
-"""The engine's loop: what one call of `advance` does, and how long its caller may sleep before the next one."""
+"""The engine's loop: what one call of `advance` does, and how long its caller may sleep."""
 
 import threading
 
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, TokenRequest
+from verifier_svc.engine import Engine
 from verifier_svc.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def patient_engine(clock: VirtualClock) -> tuple[Engine, TableModel]:
+    """One that waits for every draft, whether it pays or not."""
+    limits = Limits(DepthPolicy("fixed", 4))
+    return make_engine(eos_bias=-99, limits=limits, always_draft=True, clock=clock)
 
 
 def test_an_engine_without_requests_may_sleep_until_something_is_posted() -> None:
@@ -23,7 +30,7 @@ def test_an_engine_without_requests_may_sleep_until_something_is_posted() -> Non
 
 def test_an_engine_that_waits_for_a_draft_computes_nothing_and_says_how_long() -> None:
     clock = VirtualClock()
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
+    engine, model = patient_engine(clock)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
     engine.drain_inbox()
@@ -46,7 +53,7 @@ def test_an_engine_that_waits_for_a_draft_computes_nothing_and_says_how_long() -
 
 def test_a_wait_ends_at_its_deadline_with_a_step() -> None:
     clock = VirtualClock()
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
+    engine, model = patient_engine(clock)
     drafter = ScriptedDrafter(engine)
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), Client())
     engine.drain_inbox()
@@ -60,7 +67,7 @@ def test_a_wait_ends_at_its_deadline_with_a_step() -> None:
 
 def test_a_request_that_is_cancelled_while_its_draft_is_waited_for_leaves_an_idle_engine() -> None:
     clock = VirtualClock()
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
+    engine, model = patient_engine(clock)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
     engine.drain_inbox()
@@ -72,7 +79,7 @@ def test_a_request_that_is_cancelled_while_its_draft_is_waited_for_leaves_an_idl
     assert client.tokens == model.greedy([1, 2], 2), "what was committed before is told"
 
 
-def test_a_posted_request_wakes_a_sleeping_engine_and_a_stop_comes_behind_what_was_posted_before() -> None:
+def test_a_post_wakes_a_sleeping_engine_and_a_stop_comes_behind_earlier_posts() -> None:
     engine, model = make_engine(eos_bias=-99)
     client, done = Client(), threading.Event()
 
@@ -94,7 +101,9 @@ def test_a_posted_request_wakes_a_sleeping_engine_and_a_stop_comes_behind_what_w
     assert client.tokens == model.greedy([1, 2], 5)
 
 
-def test_a_pool_that_is_inconsistent_when_the_engine_goes_idle_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_that_is_inconsistent_when_the_engine_goes_idle_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine, _ = make_engine(eos_bias=-99)
 
     def serve_one() -> None:
@@ -103,7 +112,8 @@ def test_a_pool_that_is_inconsistent_when_the_engine_goes_idle_is_reported_once(
             pass
 
     def failures() -> float:
-        return engine._metrics.registry.get_sample_value("outrider:integrity_failures_total", {"model_name": "fake"}) or 0.0
+        name, registry = "outrider:integrity_failures_total", engine._metrics.registry
+        return registry.get_sample_value(name, {"model_name": "fake"}) or 0.0
 
     serve_one()
     assert failures() == 0.0
