@@ -5,7 +5,7 @@ Knows tokens and committed lengths; not models, streams or who drafts. protos/ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.errors import OutriderError, Reason
@@ -58,36 +58,22 @@ class Path:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A guess. Mostly it has one child; `others` are later ones by token."""
+    """A guess; its children are by token, and the first of them is the favourite."""
 
     token: int
     distribution: SparseDistribution | None = None
-    favourite: _Node | None = None
-    others: dict[int, _Node] | None = None
+    children: dict[int, _Node] = field(default_factory=dict)
 
-    def child(self, token: int) -> _Node | None:
-        favourite = self.favourite
-        if favourite is not None and favourite.token == token:
-            return favourite
-        return self.others.get(token) if self.others is not None else None
-
-    def hang(self, child: _Node) -> None:
-        if self.favourite is None:
-            self.favourite = child
-        else:
-            self.others = self.others or {}
-            self.others[child.token] = child
+    def favourite(self) -> _Node | None:
+        return next(iter(self.children.values()), None)
 
     def count(self) -> int:
-        """Guesses in this node's subtree, itself included."""
+        """Guesses below this one."""
         found, pending = 0, [self]
         while pending:
-            node = pending.pop()
-            found += 1
-            if node.favourite is not None:
-                pending.append(node.favourite)
-            if node.others is not None:
-                pending += node.others.values()
+            children = pending.pop().children
+            found += len(children)
+            pending += children.values()
         return found
 
 
@@ -116,8 +102,7 @@ class Trie:
         """
         self._check_base(proposal.base_length, len(committed), "proposal.base_length")
         added, parents, given = Added(), proposal.parents, proposal.distributions
-        # By place, 0 for the base: the distance from the root, which is below 0 before it, and the node. All places on the commit
-        # before the root share its node, since it is by their distance that they are told apart.
+        # By place, 0 for the base: the distance from the root, below 0 on the commit before it, and the node, there the root's.
         depths = [proposal.base_length - len(committed)]
         nodes = [self._root]
         for i, token in enumerate(proposal.token_ids):
@@ -138,7 +123,7 @@ class Trie:
 
     def _hang(self, parent: _Node, token: int, depth: int, distribution: SparseDistribution | None, added: Added) -> _Node:
         """The node of a guess, made anew unless there is one or the window has no room."""
-        node = parent.child(token)
+        node = parent.children.get(token)
         if node is not None:
             # What it was sampled from is as it was first said: a token that stood here anyway was not drawn by the later draw.
             added.merged += 1
@@ -146,8 +131,7 @@ class Trie:
         if depth > self.window.depth or self.node_count >= self.window.token_count:
             added.cut += 1
             return _CUT
-        node = _Node(token, distribution)
-        parent.hang(node)
+        node = parent.children[token] = _Node(token, distribution)
         self.node_count += 1
         added.fresh += 1
         return node
@@ -168,25 +152,22 @@ class Trie:
         """Move the root along committed tokens, all of which are new; what is not below it falls."""
         node, before, matched, forked, favoured = self._root, self.node_count, 0, False, True
         for token in new_token_ids:
-            child = node.child(token)
+            child = node.children.get(token)
             if child is None:
                 break
-            if node.others is not None:
-                forked, favoured = True, favoured and child is node.favourite
+            if len(node.children) > 1:
+                forked, favoured = True, favoured and child is node.favourite()
             matched += 1
             node = child
-        missed = matched < len(new_token_ids)
+        # Branches that go with what the root leaves behind are counted only where there were any.
+        left = node.count() if forked else before - matched
         result = LookupResult.CHAIN if favoured else LookupResult.BRANCH
-        if node.favourite is None:
+        if not node.children:
             result = LookupResult.LATE
-        elif missed:
+        elif matched < len(new_token_ids):
             result = LookupResult.MISS
-        if missed:
-            node = _Node(-1)
-        # What the root leaves behind holds branches that go with it, which are counted only where there were any.
-        left = 0 if missed else before - matched
-        if forked and not missed:
-            left = node.count() - 1
+        if matched < len(new_token_ids):
+            node, left = _Node(-1), 0
         self._root, self.node_count, self._skipped, self._favourites = node, left, False, None
         return CommitWalk(matched, result, before - matched - left)
 
@@ -201,14 +182,12 @@ class Trie:
         return Path([node.token for node in nodes], distributions if len(distributions) == len(nodes) else [])
 
     def _path(self) -> list[_Node]:
-        found = self._favourites
-        if found is None:
-            self._favourites = found = []
-            node = self._root.favourite
+        if self._favourites is None:
+            self._favourites, node = [], self._root.favourite()
             while node is not None:
-                found.append(node)
-                node = node.favourite
-        return found
+                self._favourites.append(node)
+                node = node.favourite()
+        return self._favourites
 
     def length(self, depth: int) -> int:
         """Tokens of the path, at most `depth`."""

@@ -13,7 +13,7 @@ VERIFICATION, RULE_CHOICE, GRAMMAR_MASKS = (
 TRIE, COMMIT, DRAFTING = "verifier_svc/trie.py", "verifier_svc/commit.py", "verifier_svc/drafting.py"
 ADMISSION = "verifier_svc/admission.py"
 SAMPLING, LOGITS, PAGES = "outrider/sampling.py", "outrider/logits.py", "outrider/lm/pages.py"
-CHAIN, MODEL = "drafter_svc/chain.py", "drafter_svc/families/model.py"
+DRAFT_SEQUENCE, MODEL = "drafter_svc/draft_sequence.py", "drafter_svc/families/model.py"
 
 EXACT = ("tests/losslessness/test_exact_step.py",)
 COINS = ("tests/losslessness/test_acceptance.py::test_coins_that_were_looked_at_once_decide_nothing_again",)
@@ -24,7 +24,7 @@ LAWS = "tests/losslessness/test_losslessness.py"
 TRAFFIC = "tests/losslessness/test_traffic.py"
 REAL_MODEL = ("tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",)
 TRIES = ("tests/verifier/test_trie.py",)
-CHAINS = ("tests/drafter/test_chain.py",)
+DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
 ENGINES = ("tests/verifier/test_engine.py",)
 POOLS = ("tests/lm/test_pages.py",)
 DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
@@ -350,8 +350,8 @@ MUTANTS = (
         "T1",
         "what is beside a passed token still counts",
         TRIE,
-        "if forked and not missed:",
-        "if forked and missed:",
+        "node.count() if forked else before - matched",
+        "before - matched",
         (f"{TRIES[0]}::test_what_is_beside_a_token_that_was_passed_falls",),
     ),
     Mutant(
@@ -402,22 +402,29 @@ MUTANTS = (
         "self._favourites = node, left, self._skipped, None",
         TRIES,
     ),
-    Mutant("C1", "branches do not move along with a commit", CHAIN, "(at - matched, token): run", "(at, token): run", CHAINS),
+    Mutant(
+        "C1",
+        "branches do not move along with a commit",
+        DRAFT_SEQUENCE,
+        "(at - matched, token): branch",
+        "(at, token): branch",
+        DRAFT_SEQUENCES,
+    ),
     Mutant(
         "C2",
-        "of an outcome one token is passed over, not all",
-        CHAIN,
-        "return branch.behind(len(tokens))",
-        "return branch.behind(1)",
-        CHAINS,
+        "of a branch that was committed one token is passed over, not all",
+        DRAFT_SEQUENCE,
+        "branch.tokens[len(tokens) :]",
+        "branch.tokens[1:]",
+        DRAFT_SEQUENCES,
     ),
     Mutant(
         "C3",
-        "guesses offered again have the laws of some of them",
-        CHAIN,
-        "distributions = known if len(known) == len(self.ahead) else []",
-        "distributions = known",
-        CHAINS,
+        "a repeated chain has its distributions beside other tokens",
+        DRAFT_SEQUENCE,
+        "[None] * (count - len(self._unsent)) + self._unsent",
+        "self._unsent + [None] * (count - len(self._unsent))",
+        DRAFT_SEQUENCES,
     ),
     # --- the draft model ---
     Mutant("D1", "the draft model draws twice with one number", MODEL, "draft.draw_count += 1", "pass", DRAFT_MODEL),
