@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+import random
+from collections import Counter, deque
 
 from fake_model import VOCAB, Client, make_engine
-from hypothesis import HealthCheck, given, settings, target
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_svc.draft_sequence import DraftSequence
@@ -26,8 +27,6 @@ from outrider.messages import (
 )
 from verifier_svc.engine import Engine, Limits
 from verifier_svc.trie import Trie
-
-ANY_TIME = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 @given(st.data())
@@ -104,20 +103,21 @@ class Drafter:
             for verdict in step.verdicts:
                 if verdict.sequence_id in self.sequences:
                     self.sequences[verdict.sequence_id].follow(verdict)
-        except OutriderError as error:
-            assert error.reason is Reason.PROTOCOL_VIOLATION
+        except OutriderError as gap:
+            if gap.reason is not Reason.PROTOCOL_VIOLATION:
+                raise
             self.rejoin()
 
-    def draft(self, data: st.DataObject) -> None:
+    def draft(self, rng: random.Random) -> None:
         batch = DraftBatch()
         for sequence in self.sequences.values():
-            wrong = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
-            sequence.extend([*self._truth(sequence)[: data.draw(st.integers(0, 4))], *wrong])
-            if sequence.guesses and data.draw(st.booleans()):
-                sequence.branch(0, [data.draw(st.integers(0, VOCAB - 1)), 1])
+            wrong = [rng.randrange(VOCAB) for _ in range(rng.randrange(3))]
+            sequence.extend([*self._truth(sequence)[: rng.choice([4, 3, 1, 0])], *wrong])
+            if sequence.guesses and rng.random() < 0.5:
+                sequence.branch(0, [rng.randrange(VOCAB), 1])
             if proposal := sequence.take_proposal():
                 batch.proposals.append(proposal)
-            elif data.draw(st.booleans()):
+            elif rng.random() < 0.5:
                 batch.skips.append(Skip(sequence.id, len(sequence.tokens)))
         self.said.append(batch)
 
@@ -126,28 +126,34 @@ class Drafter:
         generated = len(sequence.tokens) - sequence.opened.prompt_length + len(sequence.guesses)
         return PLAIN[sequence.id - 1][generated:]
 
-    def deliver(self, data: st.DataObject, *, again: bool) -> None:
-        batch = data.draw(st.sampled_from(self.said))
+    def deliver(self, rng: random.Random, *, again: bool) -> None:
+        batch = rng.choice(self.said)
         self.engine.drafting.take(self.handle, batch)
         if not again:
             self.said.remove(batch)
 
 
-def act(drafter: Drafter, data: st.DataObject) -> None:
-    action = data.draw(
-        st.sampled_from(["hear", "hear", "draft", "draft", "deliver", "deliver", "again", "lose", "unheard", "rejoin"])
-    )
-    if action == "hear" and drafter.heard:
+ACTIONS = ["well", "well", "hear", "draft", "deliver", "again", "lose", "unheard", "rejoin"]
+
+
+def act(drafter: Drafter, rng: random.Random) -> None:
+    action = rng.choice(ACTIONS)
+    if action == "well":
+        while drafter.heard:
+            drafter.hear()
+        drafter.draft(rng)
+        drafter.deliver(rng, again=False)
+    elif action == "hear" and drafter.heard:
         drafter.hear()
     elif action == "draft":
-        drafter.draft(data)
+        drafter.draft(rng)
     elif action in ("deliver", "again") and drafter.said:
-        drafter.deliver(data, again=action == "again")
+        drafter.deliver(rng, again=action == "again")
     elif action == "lose" and drafter.said:
-        drafter.said.pop(data.draw(st.integers(0, len(drafter.said) - 1)))
+        drafter.said.pop(rng.randrange(len(drafter.said)))
     elif action == "unheard" and drafter.heard:
         drafter.heard.popleft()
-    elif action == "rejoin" and data.draw(st.integers(0, 3)) == 0:
+    elif action == "rejoin" and rng.random() < 0.25:
         drafter.rejoin()
 
 
@@ -171,21 +177,30 @@ def plain_texts() -> list[list[int]]:
 PLAIN = plain_texts()
 
 
-@ANY_TIME
-@given(st.data())
-def test_every_interleaving_leaves_greedy_and_seeded_text_as_it_is(data: st.DataObject) -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)))
+def run(rng: random.Random) -> Engine:
+    """All requests, with two drafters whose messages go astray."""
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True)
     drafters = [Drafter(engine, "one"), Drafter(engine, "two")]
     clients = [Client() for _ in REQUESTS]
     for request, client in zip(REQUESTS, clients, strict=True):
         engine.submit(request, client)
     while engine.sequences:
         engine.drain_inbox()
-        for _ in range(data.draw(st.integers(0, 4))):
-            act(data.draw(st.sampled_from(drafters)), data)
+        for _ in range(rng.randrange(4)):
+            act(rng.choice(drafters), rng)
         engine.step()
     assert [client.tokens for client in clients] == PLAIN
-    engine.pool.check_integrity()
-    assert engine.pool.used_count == 0
-    accepted = sum(client.chunks[-1].stats.accepted_token_count for client in clients if client.chunks[-1].stats)
-    target(accepted, label="draft tokens accepted")
+    return engine
+
+
+def test_every_interleaving_leaves_greedy_and_seeded_text_as_it_is() -> None:
+    counted: Counter[str] = Counter()
+    for seed in range(100):
+        engine = run(random.Random(seed))
+        engine.pool.check_integrity()
+        assert engine.pool.used_count == 0
+        for family in engine._metrics.registry.collect():
+            counted[family.name] += int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
+    assert counted["outrider:spec_decode_num_accepted_tokens"] > 500
+    assert counted["outrider:stale_tokens"] > 500
+    assert counted["outrider:wasted_tokens"] > 500
