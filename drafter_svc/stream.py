@@ -1,4 +1,4 @@
-"""A drafter's end of the draft stream: dials, introduces itself, and keeps its family supplied with verdicts and sending drafts.
+"""A drafter's end of the draft stream: dials, introduces itself, and carries messages to and from a DraftSession.
 
 Receiving and drafting are separate tasks, so neither end ever waits for the other to read. Knows no way of drafting.
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics
+from drafter_svc.session import DraftSession
 from outrider import rpc, telemetry, wire, wire_model
+from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Hello, ModelInfo, Skip, Stage, StepBatch, Welcome
+from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch, Welcome
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -53,10 +53,10 @@ class Callbacks:
     lost: Callable[[], Awaitable[None]]
 
 
-async def wait_until_ready(channel: grpc.aio.Channel) -> ModelInfo:
+async def wait_until_ready(channel: grpc.aio.Channel, clock: Clock = monotonic) -> ModelInfo:
     """The model, once the verifier serves it; polls for as long as it takes. Raises OutriderError for what has no meaning."""
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-    told, worth_telling = "", time.monotonic() + _WORTH_TELLING_S
+    told, worth_telling = "", clock() + _WORTH_TELLING_S
     while True:
         try:
             response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
@@ -66,7 +66,7 @@ async def wait_until_ready(channel: grpc.aio.Channel) -> ModelInfo:
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
         except grpc.aio.AioRpcError as failure:
             state = f"{failure.code().name}: {failure.details()}"
-        if state != told and time.monotonic() > worth_telling:
+        if state != told and clock() > worth_telling:
             log.info("waiting for the verifier (%s)", state)
             told = state
         await asyncio.sleep(_POLL_LOADING_S)
@@ -82,6 +82,7 @@ class DraftStream:
         hello: Callable[[Family, ModelInfo], Hello],
         callbacks: Callbacks,
         metrics: Metrics,
+        clock: Clock = monotonic,
     ) -> None:
         """`address` is asked for at each connection, as the verifier's socket may appear later than this drafter; `make_family`
         makes fresh state for each, since a verifier announces everything anew.
@@ -91,6 +92,7 @@ class DraftStream:
         self._hello = hello
         self._callbacks = callbacks
         self._metrics = metrics
+        self._clock = clock
         self._stopping = asyncio.Event()
         self._backoff_s = _BACKOFF_S[0]
         self._fatal: tuple[type[Exception], ...] = ()
@@ -131,33 +133,33 @@ class DraftStream:
 
     async def _connect(self) -> None:
         async with rpc.dial(self._address()) as channel:
-            info = await self._unless_stopped(wait_until_ready(channel))
+            info = await self._unless_stopped(wait_until_ready(channel, self._clock))
         if info is None:
             return
         address = self._address()
         async with rpc.dial(address) as channel:
             family = self._make_family(info)
-            self._fatal = family.failures.fatal
+            self._fatal = family.fatal
             try:
-                session = _Session(channel, family, info, self._stopping, self._metrics)
-                welcome = await self._unless_stopped(session.introduce(self._hello(family, info)))
+                connection = _Connection(channel, family, info, self._stopping, self._metrics, self._clock)
+                welcome = await self._unless_stopped(connection.introduce(self._hello(family, info)))
                 if welcome is None:
                     return
                 log.info("drafting for %s", welcome.model_id)
                 await self._callbacks.registered(address)
                 self._metrics.connected.set(1)
-                await self._serve(session)
+                await self._serve(connection)
             finally:
                 self._metrics.lost()
                 await self._callbacks.lost()
                 await family.aclose()
 
-    async def _serve(self, session: _Session) -> None:
-        began = time.monotonic()
+    async def _serve(self, connection: _Connection) -> None:
+        began = self._clock()
         try:
-            await session.serve()
+            await connection.serve()
         finally:
-            if time.monotonic() - began > _GOOD_S:
+            if self._clock() - began > _GOOD_S:
                 self._backoff_s = _BACKOFF_S[0]
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
@@ -172,23 +174,28 @@ class DraftStream:
             await asyncio.gather(task, stopped, return_exceptions=True)
 
 
-class _Session:
-    """One connection."""
+class _Connection:
+    """One connection, with its session."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, family: Family, info: ModelInfo, stopping: asyncio.Event, metrics: Metrics
+        self,
+        channel: grpc.aio.Channel,
+        family: Family,
+        info: ModelInfo,
+        stopping: asyncio.Event,
+        metrics: Metrics,
+        clock: Clock,
     ) -> None:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         self._call: Any = stub.StreamDrafts()
-        self._family = family
+        self._family_name = family.name
+        self._session = DraftSession(family, clock)
+        self._clock = clock
         self._vocab_size = info.vocab_size
         self._stopping = stopping
         self._metrics = metrics
         self._inbox: asyncio.Queue[StepBatch] = asyncio.Queue(_MAX_UNREAD_STEPS)
         self._wake = asyncio.Event()
-        self._traceparents: dict[int, str] = {}
-        # For sequences that were given up, so that nobody waits for their drafts.
-        self._skips: list[Skip] = []
 
     async def introduce(self, hello: Hello) -> Welcome:
         """Raises grpc.aio.AioRpcError when the verifier refuses."""
@@ -245,18 +252,18 @@ class _Session:
                 log.info("the verifier is draining: %s", response.draining.reason)
 
     async def _draft(self) -> None:
-        family = self._family
+        session, abandoned_count = self._session, 0
         while not self._stopping.is_set():
             self._wake.clear()
             while not self._inbox.empty():
-                self._apply(self._inbox.get_nowait())
-            started = time.monotonic()
-            given_up = len(family.failures.sequence_ids)
-            batch = await family.draft(self._wake.is_set)
-            self._metrics.failed.inc(len(family.failures.sequence_ids) - given_up)
-            batch.skips, self._skips = [*self._skips, *batch.skips], []
+                session.apply(self._inbox.get_nowait())
+            started = self._clock()
+            batch = await session.round(self._wake.is_set)
+            self._metrics.sequences.set(len(session.sequences))
+            self._metrics.failed.inc(session.abandoned_count - abandoned_count)
+            abandoned_count = session.abandoned_count
             if batch.proposals or batch.skips:
-                self._metrics.drafted(batch, time.monotonic() - started)
+                self._metrics.drafted(batch, self._clock() - started)
                 self._trace(batch)
                 for part in _messages(batch):
                     await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(part)))
@@ -266,46 +273,17 @@ class _Session:
         await self._call.write(verifier_pb2.StreamDraftsRequest(draining=goodbye))
         await self._call.done_writing()
 
-    def _apply(self, step: StepBatch) -> None:
-        for opened in step.opened:
-            self._for_one(opened.sequence_id, partial(self._family.open, opened), Skip(opened.sequence_id, opened.epoch, 0))
-            self._remember(opened.sequence_id, opened.traceparent)
-        for verdict in step.verdicts:
-            skip = Skip(verdict.sequence_id, verdict.epoch, verdict.root_node)
-            self._for_one(verdict.sequence_id, partial(self._family.verdict, verdict), skip)
-            self._remember(verdict.sequence_id, verdict.traceparent)
-        self._metrics.sequences.inc(len(step.opened) - len(step.closed))
-        for closed in step.closed:
-            with self._family.failures.of(closed.sequence_id):
-                self._family.close(closed.sequence_id)
-            self._family.failures.sequence_ids.discard(closed.sequence_id)
-            self._traceparents.pop(closed.sequence_id, None)
-
-    def _for_one(self, sequence_id: int, work: Callable[[], None], skip: Skip) -> None:
-        """Let the family do what a message about one sequence asks for; skip where the sequence was, or is now, given up."""
-        failures = self._family.failures
-        if sequence_id not in failures.sequence_ids:
-            with failures.of(sequence_id):
-                work()
-            self._metrics.failed.inc(sequence_id in failures.sequence_ids)
-        if sequence_id in failures.sequence_ids:
-            self._skips.append(skip)
-
-    def _remember(self, sequence_id: int, traceparent: str) -> None:
-        if telemetry.enabled():
-            # Empty for a step that has no span, so that its drafts have none either.
-            self._traceparents[sequence_id] = traceparent
-
     def _trace(self, batch: DraftBatch) -> None:
-        """A span for each traced run, below the span of the round that it answers."""
-        if not self._traceparents:
+        """A span for each proposal of a traced sequence, below the span of the round that it answers."""
+        if not telemetry.enabled():
             return
         for proposal in batch.proposals:
-            span = telemetry.start("propose", self._traceparents.get(proposal.sequence_id, ""), seconds_ago=proposal.draft_seconds)
+            traceparent = self._session.sequences[proposal.sequence_id].traceparent
+            span = telemetry.start("propose", traceparent, seconds_ago=proposal.draft_seconds)
             span.set(
-                outrider__family=self._family.name,
+                outrider__family=self._family_name,
                 outrider__sequence_id=proposal.sequence_id,
-                outrider__epoch=proposal.epoch,
+                outrider__base_length=proposal.base_length,
                 outrider__draft_tokens=len(proposal.token_ids),
             )
             span.end()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_
 
 import click
 from click.shell_completion import CompletionItem
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
@@ -109,7 +109,7 @@ def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Setti
 def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any]) -> click.Command:
     """A command that takes the schema's settings as flags, reads what environment and file say besides, and calls `run`."""
     # Its own first, then what it shares with others.
-    classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, Settings)]
+    classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, BaseModel)]
     parameters = [_option(name, schema.model_fields[name]) for names in classes for name in names if name in schema.model_fields]
     if schema.argument is not None:
         metavar = f"[{schema.argument.upper()}]"

@@ -50,7 +50,7 @@ def _check_models(settings: ServeSettings) -> None:
 def _models(settings: ServeSettings) -> list[str]:
     """Target and draft models, each once."""
     specs = map(DrafterSpec.parse, settings.drafter)
-    return list(dict.fromkeys([settings.target, *(spec.model for spec in specs if spec.model)]))
+    return list(dict.fromkeys([settings.target, *(spec.options["model"] for spec in specs if "model" in spec.options)]))
 
 
 async def supervise(stack: Stack, settings: ServeSettings) -> int:

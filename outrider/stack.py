@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -11,7 +12,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from drafter_svc.config import DrafterSettings, settings_of
+from drafter_svc.config import DrafterSettings, required_setting, settings_schema
+from drafter_svc.families.registry import find_family, known_families
 from outrider.config import Device, Dtype, ScrapedSettings, ServiceSettings, load
 from outrider.cores import parse_cores
 from outrider.depth_policy import DepthSetting
@@ -19,37 +21,63 @@ from outrider.errors import OutriderError, Reason, invalid
 from outrider.supervisor import Child
 from outrider.usage import suggestion
 
-FAMILIES = ("ngram", "suffix", "model")
-# What n-gram drafters are told of these settings.
+# Settings of this command that drafters of families with a Redis are given.
 _REDIS = ("redis", "redis_password_file", "redis_ca_file", "pool_secret_file")
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """`family[=model][,key=value...]`; the keys are the drafter's own settings, whose values may have commas: `cores=0,2,4-7`."""
+    """`FAMILY[=VALUE][,key=value...]`: VALUE is the one setting that the family cannot do without, as in `model=PATH`.
+
+    The keys are the drafter's own settings, whose values may have commas: `cores=0,2,4-7`.
+    """
 
     family: str
-    model: str
     options: dict[str, str]
 
     @classmethod
     def parse(cls, text: str) -> DrafterSpec:
         """Raises OutriderError(INVALID_VALUE) that shows what a drafter looks like."""
         head, *pairs = text.split(",")
-        family, _, model = head.partition("=")
+        family, _, value = head.partition("=")
         options: dict[str, str] = {}
         for pair in pairs:
-            key, given, value = pair.partition("=")
+            key, given, option = pair.partition("=")
             if given or not options:
-                options[key.replace("-", "_")] = value
+                options[key.replace("-", "_")] = option
             else:
                 last = next(reversed(options))
                 options[last] = options[last] and f"{options[last]},{pair}"
-        if family not in FAMILIES or not all(key and value for key, value in options.items()):
-            raise invalid("drafter", f"must be ngram, suffix or model=PATH, with key=value after commas, not {text!r}")
-        if (family == "model") != bool(model):
-            raise invalid("drafter", f"{text!r}: the family model needs a model, as in model=models/draft, the others take none")
-        return cls(family, model, options)
+        if not all(key and option for key, option in options.items()):
+            raise invalid("drafter", f"must be {', '.join(known_families())} or package.module:Class, then key=value, not {text!r}")
+        return cls(family, _required(family, value) | options)
+
+    @property
+    def schema(self) -> type[DrafterSettings]:
+        """What the drafter's process takes."""
+        return settings_schema(self.family)
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether the drafter computes with a model of its own, and so needs cores."""
+        return "device" in self.schema.model_fields
+
+    @property
+    def shares_redis(self) -> bool:
+        """Whether the drafter can share what it learns through a Redis."""
+        return "redis" in self.schema.model_fields
+
+
+def _required(family: str, value: str) -> dict[str, str]:
+    try:
+        required = required_setting(settings_schema(family))
+    except OutriderError as error:
+        raise OutriderError(Reason.INVALID_VALUE, error.message, "drafter") from error
+    if required is None and value:
+        raise invalid("drafter", f"{family}={value}: {family} takes no value; its settings follow as key=value after commas")
+    if required is not None and not value:
+        raise invalid("drafter", f"{family} needs its {required}, as in {family}={required.upper()}")
+    return {required: value} if required is not None else {}
 
 
 class ServeSettings(ServiceSettings):
@@ -66,7 +94,8 @@ class ServeSettings(ServiceSettings):
     """Directory or hub id of the target model."""
 
     drafter: list[str] = Field(default_factory=list)
-    """ngram, suffix or model=PATH; its own settings follow after commas: model=PATH,placement=cpu,cores=0-3. Repeat it for more."""
+    """ngram, suffix, model=PATH, or another family by its name or package.module:Class; its own settings follow after commas:
+    model=PATH,placement=cpu,cores=0-3. Repeat it for more."""
 
     dtype: Dtype = "auto"
     """Weights of target and draft models: auto is the checkpoint's."""
@@ -141,7 +170,7 @@ class ServeSettings(ServiceSettings):
             if given:
                 raise ValueError(f"{given[0]} has no meaning without --redis URL")
             return self
-        if not any(DrafterSpec.parse(text).family == "ngram" for text in self.drafter):
+        if not any(DrafterSpec.parse(text).shares_redis for text in self.drafter):
             raise ValueError("redis is for n-gram drafters, and there is none; add --drafter ngram")
         return self
 
@@ -205,23 +234,25 @@ def _free_cores(specs: list[DrafterSpec]) -> int:
     """
     # In a container these can be fewer than the machine has.
     mine = os.sched_getaffinity(0)
-    models = [spec for spec in specs if spec.family == "model"]
+    models = [spec for spec in specs if spec.runs_model]
     pinned = [set(parse_cores(spec.options["cores"])) for spec in models if "cores" in spec.options]
     return max(1, len(mine.difference(*pinned)) - (len(models) - len(pinned)))
 
 
 def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, uds: Path) -> list[tuple[str, list[str]]]:
-    named, counts = [], dict.fromkeys(FAMILIES, 0)
+    named: list[tuple[str, list[str]]] = []
+    counts: Counter[str] = Counter()
     for spec in specs:
-        counts[spec.family] += 1
-        name = spec.options.get("id") or f"{spec.family}-{counts[spec.family]}"
+        family = find_family(spec.family).name
+        counts[family] += 1
+        name = spec.options.get("id") or f"{family}-{counts[family]}"
         options = {"family": spec.family, "verifier": verifier, "uds": str(uds), "id": name}
-        if spec.family == "model":
-            options |= {"model": spec.model, "dtype": settings.dtype}
-            # Who is told its cores has a thread for each.
+        if spec.runs_model:
+            options["dtype"] = settings.dtype
+            # A model that is told its cores has a thread for each.
             told = "cores" in spec.options or spec.options.get("placement") == "grace"
             options |= {} if told else {"threads": "1"}
-        elif spec.family == "ngram" and settings.redis is not None:
+        if settings.redis is not None and spec.shares_redis:
             options |= {name: str(value) for name in _REDIS if (value := getattr(settings, name)) is not None}
         options |= spec.options
         _check(spec, options)
@@ -231,17 +262,17 @@ def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, 
 
 def _check(spec: DrafterSpec, options: dict[str, str]) -> None:
     """Raises OutriderError(INVALID_VALUE) for what the drafter's process would refuse, or would not use."""
-    known = [name for name in settings_of(spec.family) if name not in ("config", "family", "model")]
+    known = sorted(set(spec.schema.model_fields) - {"config", "family"})
     for name in spec.options:
         if name not in known:
             own = ", ".join(name for name in known if name not in ScrapedSettings.model_fields)
             problem = f"{spec.family} has no setting {name}{suggestion(name, known)}; it has {own}"
             raise OutriderError(Reason.INVALID_VALUE, problem, "drafter")
     try:
-        drafter = load(DrafterSettings, options)
+        drafter = load(spec.schema, options)
     except ValueError as error:
         raise invalid("drafter", f"{spec.family}: {'; '.join(str(error).splitlines())}") from error
-    if drafter.redis is not None and drafter.pool_secret_file is None:
+    if spec.shares_redis and getattr(drafter, "redis", None) and not getattr(drafter, "pool_secret_file", None):
         raise invalid("redis", "needs --pool-secret-file FILE, with the secret that keys in Redis are made with")
 
 

@@ -5,9 +5,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
 
 from drafter_svc.draft_sequence import DraftSequence
-from outrider.messages import MAX_DEPTH, Rule
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
+from outrider.messages import MAX_DEPTH, ModelInfo, Rule
+
+
+class FamilySettings(BaseModel):
+    """Base of a family's own settings: they are flags, keys and variables of a drafter that runs this family, and of no other.
+
+    The docstring below each is its help.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What outlives a connection: how to make the family for the model that a verifier serves.
+
+    `tokenizer_fingerprint` is that of the tokenizer the family drafts with; empty if it works on ids alone, whatever they mean.
+    """
+
+    make: Callable[[ModelInfo], Family]
+    tokenizer_fingerprint: str = ""
 
 
 class Family(ABC):
@@ -19,11 +45,20 @@ class Family(ABC):
     """
 
     name: str
+    settings: ClassVar[type[FamilySettings]] = FamilySettings
     distributions: frozenset[Rule] = frozenset({Rule.ONE_HOT})
     max_draft_tokens = MAX_DEPTH
     """Most guesses, one behind the other, that it ever offers for a step; at most 64."""
     device = "cpu"
     fatal: tuple[type[Exception], ...] = ()
+
+    @classmethod
+    async def load(cls, settings: Any, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Load what outlives connections. `settings` is an instance of `cls.settings`.
+
+        Raises OutriderError(INVALID_VALUE) that names the setting at fault.
+        """
+        return Loaded(lambda info: cls())
 
     @abstractmethod
     async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:

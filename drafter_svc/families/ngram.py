@@ -4,51 +4,76 @@ requests share.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from drafter_svc.chain import Chain
-from drafter_svc.families.base import Failures
-from drafter_svc.outcomes import fan_out
-from drafter_svc.pools.keys import TenantKeys
+from pydantic import Field
+
+from drafter_svc.branching import fan_out
+from drafter_svc.config import RedisSettings
+from drafter_svc.draft_sequence import DraftSequence
+from drafter_svc.families.base import Family, Loaded
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
+from drafter_svc.pools.keys import PoolKeys, TenantKeys, read_secret
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
-from drafter_svc.pools.redis import Query, RedisPool
-from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
+from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPool
+from drafter_svc.pools.redis_server import RedisServer
+from outrider.messages import MAX_DEPTH, ModelInfo
 
-# Outcomes that a round prepares for, one for each place where a draft can end; where the texts are too many for that, so many for
-# each. Looking them up is almost free, but sending them is not.
+# Branches that are prepared between two verdicts, one for each place where a draft can end; where the sequences are too many for
+# that, so many for each. Looking them up is almost free, but sending them is not.
 _BRANCHES = 64
 _FEWEST = 4
 
 
+class NgramSettings(RedisSettings):
+    """Settings of the family ngram."""
+
+    max_draft_len: int = Field(8, ge=1, le=MAX_DEPTH)
+    """Longest run proposed at once."""
+
+    max_matching_ngram_size: int = Field(3, ge=1, le=16)
+    """Longest suffix looked up."""
+
+    is_keep_all: bool = True
+    """Keep every continuation of an n-gram, not one."""
+
+    is_use_oldest: bool = False
+    """Propose the oldest continuation kept, not the newest."""
+
+    pool_entries: int = Field(1_000_000, ge=1)
+    """n-grams a pool holds at most, in Redis each tenant's; the least recently used go first, in Redis the oldest."""
+
+    namespace: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Pools of different namespaces in one Redis are apart; letters, digits, _, . and -."""
+
+    pool_ttl_seconds: int = Field(86_400, ge=1)
+    """Age at which an unused n-gram leaves Redis."""
+
+
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence's chain and the n-grams of its own text. `shared_count` tokens were offered to Redis under `tenant`'s keys."""
+    """The n-grams of a sequence's own text, of which so many tokens are taken in.
 
-    chain: Chain
+    `shared_count` tokens were offered to Redis under `tenant`'s keys.
+    """
+
     pool: MemoryPool
     tenant: TenantKeys | None = None
     prediction: Prediction | None = None
+    indexed_count: int = 0
     shared_count: int = 0
-    enumerated: tuple[int, int] = (-1, 0)
-    """The epoch and length for which outcomes were guessed."""
-
-    def context(self, size: int) -> list[int]:
-        """The last tokens, guesses included; a text is long, and what is looked up of it short."""
-        return [*self.chain.tokens[-size:], *self.chain.ahead][-size:]
 
 
-class NgramFamily:
+class NgramFamily(Family):
     """`shared` is the pool of all requests of this process, `redis` that of all replicas, by tenant or for all; with both None each
     request has its own pool alone.
     """
 
     name = "ngram"
-    distributions = frozenset({Rule.ONE_HOT})
-    max_depth = MAX_DEPTH
-    device = "cpu"
+    settings = NgramSettings
 
     def __init__(
         self, options: NgramOptions, max_entries: int, shared: MemoryPool | None = None, redis: RedisPool | None = None
@@ -58,117 +83,123 @@ class NgramFamily:
         self._shared = shared
         self._redis = redis
         self._texts: dict[int, _Text] = {}
-        self.failures = Failures(lambda sequence_id: self._texts.pop(sequence_id, None))
 
-    def open(self, opened: Opened) -> None:
-        text = _Text(Chain(opened), MemoryPool(self._options, self._max_entries))
+    @classmethod
+    async def load(cls, settings: NgramSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        make_redis = _redis_pool(settings, metrics)
+        options = NgramOptions(
+            settings.max_draft_len, settings.max_matching_ngram_size, settings.is_keep_all, settings.is_use_oldest
+        )
+        # Outlives the connection to a verifier, unlike the pools of single requests.
+        shared = MemoryPool(options, settings.pool_entries) if settings.is_public_pool else None
+        return Loaded(lambda info: cls(options, settings.pool_entries, shared, make_redis(info)))
+
+    def opened(self, sequence: DraftSequence) -> None:
+        opened = sequence.opened
+        text = self._texts[sequence.id] = _Text(MemoryPool(self._options, self._max_entries))
         if self._redis is not None:
             text.tenant = self._redis.tenant(opened.tenant)
         if opened.prediction:
             text.prediction = Prediction(opened.prediction, max(2, self._options.max_matching_ngram_size))
-        self._texts[opened.sequence_id] = text
-        self._index(text, 0)
+        self._index(sequence, text)
 
-    def verdict(self, verdict: Verdict) -> None:
-        if text := self._texts.get(verdict.sequence_id):
-            start = len(text.chain.tokens)
-            text.chain.apply(verdict)
-            self._index(text, start)
+    def committed(self, sequence: DraftSequence, standing: int) -> None:
+        self._index(sequence, self._texts[sequence.id])
 
-    def close(self, sequence_id: int) -> None:
-        if text := self._texts.pop(sequence_id, None):
-            self._offer(text, len(text.chain.tokens) - 1)
+    def closed(self, sequence: DraftSequence) -> None:
+        if text := self._texts.pop(sequence.id, None):
+            self._offer(sequence, text, len(sequence.tokens) - 1)
 
     async def aclose(self) -> None:
         if self._redis is not None:
             await self._redis.aclose()
 
-    def _index(self, text: _Text, start: int) -> None:
-        text.pool.index(text.chain.tokens, start)
-        if self._shared is not None:
-            self._shared.index(text.chain.tokens, start)
+    def _index(self, sequence: DraftSequence, text: _Text) -> None:
+        for pool in (text.pool, self._shared):
+            if pool is not None:
+                pool.index(sequence.tokens, text.indexed_count)
+        text.indexed_count = len(sequence.tokens)
         # Offered once its continuation is whole; the rest follows when the text ends.
-        self._offer(text, len(text.chain.tokens) - self._options.max_draft_len)
+        self._offer(sequence, text, len(sequence.tokens) - self._options.max_draft_len)
 
-    def _offer(self, text: _Text, end: int) -> None:
+    def _offer(self, sequence: DraftSequence, text: _Text, end: int) -> None:
         """Have the n-grams that end at the positions up to `end` written to Redis."""
         if self._redis is None or text.tenant is None:
             return
-        tokens, size = text.chain.tokens, self._options.max_matching_ngram_size
+        tokens, size = sequence.tokens, self._options.max_matching_ngram_size
         for position in range(max(1, text.shared_count), end + 1):
             continuation = tokens[position : position + self._options.max_draft_len]
             for ngram in _suffixes(tokens[max(0, position - size) : position], size):
                 self._redis.offer(text.tenant, ngram, continuation)
         text.shared_count = max(text.shared_count, end + 1)
 
-    async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
-        """A run for every sequence with room, or a skip where nothing is known; one round trip to Redis for all of them.
+    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        """A run for every sequence with room; one round trip to Redis for all that nothing here knows. Branches for the others."""
+        unknown: list[DraftSequence] = []
+        for sequence in sequences:
+            if sequence.room == 0:
+                self._branch(sequence)
+            elif run := self._local(sequence):
+                sequence.extend(run)
+            else:
+                unknown.append(sequence)
+        if unknown and self._redis is not None:
+            for sequence, run in zip(unknown, await self._redis.lookup(self._queries(unknown)), strict=True):
+                sequence.extend(run)
 
-        Outcomes are prepared for when there is nothing else to say.
-        """
-        started = time.monotonic()
-        batch = DraftBatch()
-        unknown: dict[int, _Text] = {}
-        for sequence_id, text in list(self._texts.items()):
-            with self.failures.of(sequence_id):
-                if run := text.chain.resend():
-                    batch.proposals.append(run)
-                if text.chain.room > 0 and not self._grow(text, self._local(text), batch):
-                    unknown[sequence_id] = text
-        shared = await self._ask_redis(unknown.values()) if unknown else []
-        for (sequence_id, text), continuation in zip(unknown.items(), shared, strict=True):
-            with self.failures.of(sequence_id):
-                if not self._grow(text, continuation, batch):
-                    batch.skips.append(text.chain.skip())
-        if not batch.proposals and not batch.skips:
-            for sequence_id, text in list(self._texts.items()):
-                with self.failures.of(sequence_id):
-                    self._enumerate(text, batch)
-        seconds = time.monotonic() - started
-        batch.proposals = [replace(proposal, draft_seconds=seconds) for proposal in batch.proposals]
-        return batch
-
-    def _enumerate(self, text: _Text, batch: DraftBatch) -> None:
+    def _branch(self, sequence: DraftSequence) -> None:
         """Guess what else may be committed while the chain's first draft is verified, and what would follow."""
-        chain = text.chain
-        if text.enumerated == (chain.epoch, len(chain.tokens)) or chain.window.depth <= chain.depth or not chain.ahead:
-            return
-        text.enumerated = (chain.epoch, len(chain.tokens))
-        places = min(chain.depth, len(chain.ahead) - 1)
+        pool = self._texts[sequence.id].pool
+        places = min(sequence.draft_tokens, len(sequence.guesses) - 1)
         budget = max(_FEWEST, _BRANCHES // len(self._texts))
-        counts = [1] * (places + 1) if places < budget else fan_out(chain.acceptance, places, budget)
+        counts = [1] * (places + 1) if places < budget else fan_out(sequence.acceptance, places, budget)
         for at, count in enumerate(counts):
-            if count == 0:
-                continue
-            size = self._options.max_matching_ngram_size
-            context = [*chain.tokens[-size:], *chain.ahead[:at]][-size:]
-            for run in text.pool.alternatives(context, chain.depth, chain.branches_at(at), count):
-                if cut := run[: max(0, min(chain.side_room, chain.window.depth - at))]:
-                    batch.proposals.append(chain.branch(at, cut))
+            context = self._context(sequence, sequence.guesses[:at])
+            for run in pool.alternatives(context, sequence.draft_tokens, sequence.guessed_at(at), count):
+                sequence.branch(at, run)
+        sequence.give_up_branches()
 
-    def _grow(self, text: _Text, continuation: list[int], batch: DraftBatch) -> bool:
-        run = continuation[: text.chain.room]
-        if run:
-            batch.proposals.append(text.chain.grow(run))
-        return bool(run)
-
-    def _local(self, text: _Text) -> list[int]:
+    def _local(self, sequence: DraftSequence) -> list[int]:
+        text, room = self._texts[sequence.id], sequence.room
         if text.prediction is not None:
-            generated = [*text.chain.tokens[text.chain.opened.prompt_length :], *text.chain.ahead]
-            if expected := text.prediction.continuation(generated, text.chain.room):
+            generated = [*sequence.tokens[sequence.opened.prompt_length :], *sequence.guesses]
+            if expected := text.prediction.continuation(generated, room):
                 return expected
-        context = text.context(self._options.max_matching_ngram_size)
-        own = text.pool.continuation(context, text.chain.room)
-        return own if own or self._shared is None else self._shared.continuation(context, text.chain.room)
+        context = self._context(sequence, sequence.guesses)
+        own = text.pool.continuation(context, room)
+        return own if own or self._shared is None else self._shared.continuation(context, room)
 
-    async def _ask_redis(self, texts: Collection[_Text]) -> list[list[int]]:
-        if self._redis is None:
-            return [[] for _ in texts]
+    def _queries(self, sequences: Sequence[DraftSequence]) -> list[Query]:
         size = self._options.max_matching_ngram_size
-        queries = [Query(text.tenant, _suffixes(text.context(size), size)) for text in texts if text.tenant is not None]
-        return await self._redis.lookup(queries)
+        tenants = [self._texts[sequence.id].tenant for sequence in sequences]
+        contexts = [self._context(sequence, sequence.guesses) for sequence in sequences]
+        pairs = zip(tenants, contexts, strict=True)
+        return [Query(tenant, _suffixes(context, size)) for tenant, context in pairs if tenant is not None]
+
+    def _context(self, sequence: DraftSequence, guesses: Sequence[int]) -> list[int]:
+        """The last tokens; a text is long, and what is looked up of it short."""
+        size = self._options.max_matching_ngram_size
+        return [*sequence.tokens[-size:], *guesses][-size:]
 
 
 def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
     """The n-grams that `tokens` end with, the longest first."""
     return [tokens[-size:] for size in range(min(longest, len(tokens)), 0, -1)]
+
+
+def _redis_pool(settings: NgramSettings, metrics: Metrics) -> Callable[[ModelInfo], RedisPool | None]:
+    """How to make the pool for a connection; raises OutriderError(INVALID_VALUE) that names the setting at fault."""
+    if settings.redis is None:
+        return lambda info: None
+    server = RedisServer.parse(settings.redis, settings.redis_password_file, settings.redis_ca_file)
+    keys = PoolKeys(read_secret(settings.pool_secret_file), settings.namespace, public=settings.is_public_pool)
+    options = RedisOptions(settings.pool_entries, settings.pool_ttl_seconds, use_oldest=settings.is_use_oldest)
+    # Counts go on from one connection to the next.
+    counters = RedisCounters()
+    metrics.watch_redis(counters)
+
+    def make(info: ModelInfo) -> RedisPool:
+        names = info.tokenizer_fingerprint, info.vocab_size
+        return RedisPool(server, keys, *names, options, counters=counters, observe=metrics.redis_lookup_seconds.observe)
+
+    return make

@@ -7,53 +7,60 @@ count(child) / count(parent), a guess ends where their product falls below `min_
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from drafter_svc.chain import Chain
-from drafter_svc.families.base import Failures
+from pydantic import Field
+
+from drafter_svc.draft_sequence import DraftSequence
+from drafter_svc.families.base import Family, FamilySettings, Loaded
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
 from outrider.errors import OutriderError, Reason
-from outrider.messages import MAX_DEPTH, DraftBatch, Opened, Rule, Verdict
 
 # Each tenant's trees are its own; of more tenants than these the least recently seen are forgotten.
 _MAX_CORPORA = 64
 
 
-@dataclass(frozen=True, slots=True)
-class SuffixOptions:
-    """`max_tree_depth` tokens are matched and guessed at most, `max_cached_requests` texts make the corpus of a tenant."""
+class SuffixSettings(FamilySettings):
+    """Settings of the family suffix."""
 
-    max_tree_depth: int = 64
-    max_cached_requests: int = 1000
-    max_spec_factor: float = 1.0
-    min_token_probability: float = 0.1
+    max_tree_depth: int = Field(64, ge=2, le=128)
+    """Longest suffix matched, and longest run proposed."""
+
+    max_cached_requests: int = Field(1000, ge=1)
+    """Texts of a tenant that are remembered; the oldest go first."""
+
+    max_spec_factor: float = Field(1.0, gt=0)
+    """Longest run, in lengths of the suffix that was matched."""
+
+    min_token_probability: float = Field(0.1, ge=0, le=1)
+    """A run ends where the product of its tokens' frequencies falls below this."""
+
     is_public_pool: bool = False
+    """Share one pool among all requests, tenants included."""
 
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """A sequence's chain, and the trees that know it."""
+    """The trees that a sequence's text is in, and how much of it is."""
 
-    chain: Chain
     trees: Any
+    length: int
 
 
-class SuffixFamily:
+class SuffixFamily(Family):
     """Raises OutriderError(INVALID_VALUE) when made without the package arctic-inference."""
 
     name = "suffix"
-    distributions = frozenset({Rule.ONE_HOT})
-    max_depth = MAX_DEPTH
-    device = "cpu"
+    settings = SuffixSettings
 
-    def __init__(self, options: SuffixOptions) -> None:
-        self._options = options
+    def __init__(self, settings: SuffixSettings) -> None:
+        self._settings = settings
         self._texts: dict[int, _Text] = {}
-        self.failures = Failures(self.close)
         self._corpora: OrderedDict[str, Any] = OrderedDict()
         try:
             self._make: Callable[..., Any] = import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
@@ -61,66 +68,49 @@ class SuffixFamily:
             message = "family: suffix needs the package arctic-inference; in Outrider's sources, pip install '.[suffix]'"
             raise OutriderError(Reason.INVALID_VALUE, message, "family") from cause
 
+    @classmethod
+    async def load(cls, settings: SuffixSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        cls(settings)  # raises now, not when a verifier is found
+        return Loaded(lambda info: cls(settings))
+
     def _trees(self, tenant: str) -> Any:
-        key = "" if self._options.is_public_pool else tenant
+        key = "" if self._settings.is_public_pool else tenant
         if key not in self._corpora:
-            self._corpora[key] = self._make(self._options.max_tree_depth, self._options.max_cached_requests)
+            self._corpora[key] = self._make(self._settings.max_tree_depth, self._settings.max_cached_requests)
         self._corpora.move_to_end(key)
         while len(self._corpora) > _MAX_CORPORA:
             self._corpora.popitem(last=False)
         return self._corpora[key]
 
-    def open(self, opened: Opened) -> None:
-        text = _Text(Chain(opened), self._trees(opened.tenant))
-        self._texts[opened.sequence_id] = text
+    def opened(self, sequence: DraftSequence) -> None:
+        opened = sequence.opened
+        text = self._texts[sequence.id] = _Text(self._trees(opened.tenant), len(sequence.tokens))
         prompt = opened.token_ids[: opened.prompt_length] or opened.token_ids
-        text.trees.start_request(opened.sequence_id, [*opened.prediction, *prompt])
-        text.trees.add_active_response(opened.sequence_id, opened.token_ids[len(prompt) :])
+        text.trees.start_request(sequence.id, [*opened.prediction, *prompt])
+        text.trees.add_active_response(sequence.id, opened.token_ids[len(prompt) :])
 
-    def verdict(self, verdict: Verdict) -> None:
-        if text := self._texts.get(verdict.sequence_id):
-            text.chain.apply(verdict)
-            text.trees.add_active_response(verdict.sequence_id, verdict.new_token_ids)
+    def committed(self, sequence: DraftSequence, standing: int) -> None:
+        text = self._texts[sequence.id]
+        text.trees.add_active_response(sequence.id, sequence.tokens[text.length :])
+        text.length = len(sequence.tokens)
 
-    def close(self, sequence_id: int) -> None:
-        if text := self._texts.pop(sequence_id, None):
-            text.trees.stop_request(sequence_id)
+    def closed(self, sequence: DraftSequence) -> None:
+        if text := self._texts.pop(sequence.id, None):
+            text.trees.stop_request(sequence.id)
 
-    async def aclose(self) -> None:
-        for sequence_id in list(self._texts):
-            self.close(sequence_id)
+    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        for sequence in sequences:
+            if sequence.room > 0:
+                sequence.extend(self._continuation(sequence))
 
-    async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
-        """A run for every sequence with room, or a skip where nothing is likely enough."""
-        batch = DraftBatch()
-        for sequence_id, text in list(self._texts.items()):
-            with self.failures.of(sequence_id):
-                self._draft(sequence_id, text, batch)
-        return batch
-
-    def _draft(self, sequence_id: int, text: _Text, batch: DraftBatch) -> None:
-        """Add one sequence's part."""
-        chain = text.chain
-        if run := chain.resend():
-            batch.proposals.append(run)
-        if chain.room == 0:
-            return
-        started = time.monotonic()
-        guess = self._continuation(sequence_id, text)
-        if guess:
-            batch.proposals.append(chain.grow(guess, draft_seconds=time.monotonic() - started))
-        else:
-            batch.skips.append(chain.skip())
-
-    def _continuation(self, sequence_id: int, text: _Text) -> list[int]:
-        options, chain = self._options, text.chain
-        depth = options.max_tree_depth
-        draft = text.trees.speculate(
-            sequence_id,
-            [*chain.tokens[-depth:], *chain.ahead][-depth:],
-            max_spec_tokens=min(chain.room, depth),
-            max_spec_factor=options.max_spec_factor,
-            min_token_prob=options.min_token_probability,
+    def _continuation(self, sequence: DraftSequence) -> list[int]:
+        depth = self._settings.max_tree_depth
+        draft = self._texts[sequence.id].trees.speculate(
+            sequence.id,
+            [*sequence.tokens[-depth:], *sequence.guesses][-depth:],
+            max_spec_tokens=min(sequence.room, depth),
+            max_spec_factor=self._settings.max_spec_factor,
+            min_token_prob=self._settings.min_token_probability,
         )
         # Each entry follows from its neighbour before, since no tree was asked for.
         return list(draft.token_ids)

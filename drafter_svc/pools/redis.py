@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from drafter_svc.pools.keys import BUCKETS, PoolKeys, TenantKeys
 from drafter_svc.pools.redis_client import RedisClient
 from drafter_svc.pools.redis_server import RedisServer
+from outrider.clock import Clock, monotonic
 from outrider.tasks import keep_running
 
 log = logging.getLogger(__name__)
@@ -90,20 +91,21 @@ _Pair = tuple[TenantKeys, Sequence[int], Sequence[int]]
 class _Standing:
     """Whether Redis does what it is asked; after a failure it is left alone for a while that grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.is_down = False
+        self._clock = clock
         self._until = 0.0
         self._backoff_s = _BACKOFF_S[0]
 
     @property
     def available(self) -> bool:
-        return time.monotonic() >= self._until
+        return self._clock() >= self._until
 
     def failed(self) -> None:
         self.is_down = True
         # Commands that were under way together fail together, which is one failure.
         if self.available:
-            self._until = time.monotonic() + self._backoff_s * random.uniform(0.75, 1.0)
+            self._until = self._clock() + self._backoff_s * random.uniform(0.75, 1.0)
             self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
 
     def answered(self) -> None:
@@ -127,6 +129,7 @@ class RedisPool:
         *,
         counters: RedisCounters | None = None,
         observe: Callable[[float], None] = lambda seconds: None,
+        clock: Clock = monotonic,
     ) -> None:
         self.counters = counters or RedisCounters()
         self._keys = keys
@@ -134,11 +137,12 @@ class RedisPool:
         self._vocab_size = vocab_size
         self._options = options or RedisOptions()
         self._observe = observe
+        self._clock = clock
         self._client = RedisClient(server)
         self._writes: asyncio.Queue[_Pair] = asyncio.Queue(_WRITE_QUEUE)
         self._running: set[asyncio.Task[Any]] = set()
         # Apart, since a Redis that is full or read-only still answers lookups.
-        self._reading, self._writing = _Standing(), _Standing()
+        self._reading, self._writing = _Standing(clock), _Standing(clock)
         self._silent_until = 0.0
         self._writer = keep_running(self._write_forever, "writing to Redis")
 
@@ -204,13 +208,13 @@ class RedisPool:
         await self._client.aclose()
 
     async def _fetch(self, keys: list[bytes]) -> list[Any] | None:
-        started = time.perf_counter()
+        started = self._clock()
         try:
             values = await self._client.mget(keys)
         except Exception as error:  # noqa: BLE001  # a client that stumbles must not end drafting, no more than a server that does
             self._failed(self._reading, error)
             return None
-        self._observe(time.perf_counter() - started)
+        self._observe(self._clock() - started)
         self._answered(self._reading)
         return values
 
@@ -263,8 +267,8 @@ class RedisPool:
     def _failed(self, standing: _Standing, error: Exception) -> None:
         self.counters.failed += 1
         # A Redis at the limit of its memory takes some writes and not others.
-        if not (self._reading.is_down or self._writing.is_down) and time.monotonic() >= self._silent_until:
-            self._silent_until = time.monotonic() + _WARNED_EVERY_S
+        if not (self._reading.is_down or self._writing.is_down) and self._clock() >= self._silent_until:
+            self._silent_until = self._clock() + _WARNED_EVERY_S
             what = "lookups" if standing is self._reading else "writes"
             log.warning("Redis fails (%s: %s); going on without its pool", what, error)
         standing.failed()

@@ -4,62 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from scripted_drafts import FINGERPRINT  # lies beside this file
 
-from drafter_svc.chain import Chain
-from drafter_svc.families.base import Failures
+from drafter_svc.draft_sequence import DraftSequence
+from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics
 from drafter_svc.stream import Callbacks, DraftStream
-from outrider.messages import DraftBatch, Hello, ModelInfo, Opened, Proposal, Rule, SamplingParams, Verdict, Window
+from outrider.messages import Hello, ModelInfo, Opened, Rule, SamplingParams, Window
 
 WINDOW = Window(16, 4)
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
 
-class Counting:
-    """A family that guesses one more than the token before, two at a time; `slow_s` is how long a draft takes, unless cut short."""
+class Counting(Family):
+    """Guesses one more than the token before, two at a time; `slow_s` is how long a draft takes, unless cut short."""
 
     name = "counting"
-    distributions = frozenset({Rule.ONE_HOT})
-    max_depth = 8
-    device = "cpu"
+    max_draft_tokens = 8
 
     def __init__(self, slow_s: float = 0.0) -> None:
-        self.chains: dict[int, Chain] = {}
         self.slow_s = slow_s
-        self.closed = False
-        self.failures = Failures(self.close)
+        self.is_closed = False
 
-    def open(self, opened: Opened) -> None:
-        self.chains[opened.sequence_id] = Chain(opened)
-
-    def verdict(self, verdict: Verdict) -> None:
-        if chain := self.chains.get(verdict.sequence_id):
-            chain.apply(verdict)
-
-    def close(self, sequence_id: int) -> None:
-        self.chains.pop(sequence_id, None)
-
-    async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
         ends = time.monotonic() + self.slow_s
-        drafting = any(chain.room for chain in self.chains.values())
-        while drafting and time.monotonic() < ends and not interrupted():  # noqa: ASYNC110  # polled, as between two forwards
+        while time.monotonic() < ends and not interrupted():  # noqa: ASYNC110  # polled, as between two forwards
             await asyncio.sleep(0.005)
-        return DraftBatch([self._run(chain) for chain in self.chains.values() if chain.room])
-
-    def _run(self, chain: Chain) -> Proposal:
-        last = [*chain.tokens, *chain.ahead][-1]
-        return chain.grow([last + 1, last + 2][: chain.room])
+        for sequence in sequences:
+            last = [*sequence.tokens, *sequence.guesses][-1]
+            sequence.extend([last + 1, last + 2])
 
     async def aclose(self) -> None:
-        self.closed = True
+        self.is_closed = True
 
 
 def opened(sequence_id: int = 1, tokens: tuple[int, ...] = (10, 11), traceparent: str = "") -> Opened:
-    return Opened(sequence_id, 0, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, WINDOW, 2, traceparent=traceparent)
+    return Opened(sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, WINDOW, 2, traceparent=traceparent)
 
 
 class Drafter:
@@ -82,9 +65,11 @@ class Drafter:
         self.stream = DraftStream(
             lambda: f"127.0.0.1:{port}",
             make_family,
-            lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_depth),
+            lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_draft_tokens),
             Callbacks(lambda address: set_registered(True), lambda: set_registered(False)),
             self.metrics,
+            # Only how long waits and sessions last is read from it, so that drafts seem to take no time.
+            lambda: 0.0,
         )
 
 

@@ -23,21 +23,21 @@ async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_w
         stream = await verifier.accepted()
         assert stream.hello == Hello("counting-1", "counting", FINGERPRINT, 8)
         stream.say(StepBatch(opened=[opened()]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [12, 13])])
-        assert await stream.hear() == DraftBatch([Proposal(1, 0, 2, 3, [14, 15])])
-        stream.say(StepBatch(verdicts=[Verdict(1, 0, 1, 3, 1, [12])]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 0, 4, 5, [16])])
+        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13])])
+        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13, 14, 15])])
+        stream.say(StepBatch(verdicts=[Verdict(1, 3, [12], 1, 2)]))
+        assert await stream.hear() == DraftBatch([Proposal(1, 3, [13, 14, 15, 16])])
         assert drafter.registered
 
 
-async def test_a_miss_starts_the_next_epoch_and_a_closed_sequence_falls_silent(verifier: ScriptedVerifier) -> None:
+async def test_a_miss_starts_anew_and_a_closed_sequence_falls_silent(verifier: ScriptedVerifier) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
         stream.say(StepBatch(opened=[opened(1), opened(2)]))
         await stream.hear()
         await stream.hear()
-        stream.say(StepBatch(verdicts=[Verdict(1, 1, 0, 3, 0, [77]), Verdict(2, 0, 2, 4, 2, [12, 13])], closed=[Closed(2)]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 1, 0, 1, [78, 79])])
+        stream.say(StepBatch(verdicts=[Verdict(1, 3, [77], 0, 2), Verdict(2, 4, [12, 13], 2, 2)], closed=[Closed(2)]))
+        assert await stream.hear() == DraftBatch([Proposal(1, 3, [78, 79])])
 
 
 async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(verifier: ScriptedVerifier) -> None:
@@ -71,8 +71,8 @@ async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(verifie
         await verifier.start()
         stream = await verifier.accepted()
         stream.say(StepBatch(opened=[opened(tokens=(50,))]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [51, 52])])
-        assert [family.closed for family in drafter.families] == [True, False]
+        assert await stream.hear() == DraftBatch([Proposal(1, 1, [51, 52])])
+        assert [family.is_closed for family in drafter.families] == [True, False]
         assert drafter.registered
 
 
@@ -95,7 +95,7 @@ async def test_it_begins_anew_when_the_verifier_contradicts_itself(verifier: Scr
         stream = await verifier.accepted()
         stream.say(StepBatch(opened=[opened()]))
         await stream.hear()
-        stream.say(StepBatch(verdicts=[Verdict(1, 0, 1, 99, 1, [12])]))
+        stream.say(StepBatch(verdicts=[Verdict(1, 99, [12], 1, 2)]))
         await verifier.accepted()
 
 
@@ -164,14 +164,14 @@ async def test_each_run_is_a_span_below_the_round_it_answers(verifier: ScriptedV
     assert {format(span.parent.span_id, "016x") for span in spans if span.parent} == {"0123456789abcdef"}
     attributes = spans[0].attributes or {}
     assert attributes["outrider.family"] == "counting"
-    assert (attributes["outrider.epoch"], attributes["outrider.draft_tokens"]) == (0, 2)
+    assert (attributes["outrider.base_length"], attributes["outrider.draft_tokens"]) == (2, 2)
 
 
 def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
     """The longest run tells how long all of it took; skips apart would seem to have taken as long on their way."""
-    batch = DraftBatch([Proposal(1, 0, 0, 1, [5])] * 300, [Skip(2, 0, 0)] * 212)
+    batch = DraftBatch([Proposal(1, 2, [5])] * 300, [Skip(2, 2)] * 212)
     assert list(stream_module._messages(batch)) == [batch]
-    parts = list(stream_module._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 0, 0)])))
+    parts = list(stream_module._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 2)])))
     assert [len(part.proposals) + len(part.skips) for part in parts] == [300, 213]
 
 

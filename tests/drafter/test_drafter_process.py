@@ -82,7 +82,7 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         assert (stream.hello.drafter_id, stream.hello.family, stream.hello.placement.kind) == ("d1", family, "local")
         assert await health(port) == SERVING
         text = [5, 6, 7, 8, 5, 6]
-        stream.say(StepBatch(opened=[Opened(1, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+        stream.say(StepBatch(opened=[Opened(1, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
         drafts = await stream.hear()
         assert isinstance(drafts, DraftBatch)
         assert len(drafts.proposals) == 1
@@ -101,7 +101,7 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
         b"",
         verifier_pb2.StreamDraftsResponse(step=drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(distribution=77)])),  # type: ignore[arg-type]
         verifier_pb2.StreamDraftsResponse(step=drafts_pb2.StepBatch(closed=[drafts_pb2.Closed(reason=99)])),  # type: ignore[arg-type]
-        StepBatch(opened=[Opened(1, 0, [5000], SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]),
+        StepBatch(opened=[Opened(1, [5000], SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]),
     ]
     verifier.answers = [b"\xff" * 30, verifier_pb2.GetModelResponse(stage=77).SerializeToString()]  # type: ignore[arg-type]
     async with drafter("--family", "ngram", "--id", "d1", "--verifier", f"127.0.0.1:{verifier.port}") as process:
@@ -109,12 +109,12 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
         stream = await verifier.accepted()
         for message in senseless:
             stream.say(message if isinstance(message, bytes | StepBatch) else message.SerializeToString())
-            stream.say(StepBatch(opened=[Opened(2, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+            stream.say(StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
             heard, accepted = asyncio.ensure_future(stream.heard.get()), asyncio.ensure_future(verifier.streams.get())
             await asyncio.wait([heard, accepted], timeout=20, return_when=asyncio.FIRST_COMPLETED)
             if not heard.done():
                 stream = accepted.result()
-                stream.say(StepBatch(opened=[Opened(2, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+                stream.say(StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
                 assert isinstance(await stream.hear(), DraftBatch)
             heard.cancel()
             accepted.cancel()
@@ -136,9 +136,9 @@ async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
     async with drafter("--family", "model", "--verifier", f"127.0.0.1:{verifier.port}", *DRAFT_MODEL) as process:
         stream = await asyncio.wait_for(verifier.streams.get(), 60)
         text = [5, 6, 7, 8, 5, 6]
-        stream.say(StepBatch(opened=[Opened(1, 0, text, impossible, rule, Window(16, 4), 2, grammar=grammar, prompt_length=6)]))
-        assert await asyncio.wait_for(stream.heard.get(), 30) == DraftBatch(skips=[Skip(1, 0, 0)])
-        stream.say(StepBatch(opened=[Opened(2, 0, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+        stream.say(StepBatch(opened=[Opened(1, text, impossible, rule, Window(16, 4), 2, grammar=grammar, prompt_length=6)]))
+        assert await asyncio.wait_for(stream.heard.get(), 30) == DraftBatch(skips=[Skip(1, 6)])
+        stream.say(StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
         batch = await asyncio.wait_for(stream.heard.get(), 30)
         assert isinstance(batch, DraftBatch)
         assert [proposal.sequence_id for proposal in batch.proposals] == [2]
@@ -161,8 +161,15 @@ async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerif
 @pytest.mark.parametrize(
     ("flags", "status", "named"),
     [
-        (["--family", "model"], 1, "model must name a directory or hub id"),
-        (["--family", "eagle"], 2, "family: must be 'ngram', 'suffix' or 'model'"),
+        (["--family", "model"], 2, "model: must be given"),
+        ([], 2, "family: must be given"),
+        (["--family", "eagle"], 2, "family must be ngram, suffix, model or package.module:Class, not 'eagle'"),
+        (["--family", "drafter_svc.nowhere:X"], 2, "family drafter_svc.nowhere:X cannot be imported: No module named"),
+        (["--family", "drafter_svc.session:X"], 2, "family drafter_svc.session:X cannot be imported: module"),
+        (["--family", "drafter_svc.session:DraftSession"], 2, "DraftSession is no class derived from"),
+        (["--family", "ngram", "--branches", "2"], 2, "there is no setting --branches"),
+        (["--family", "suffix", "--max-draft-len", "2"], 2, "there is no setting --max-draft-len"),
+        (["--max-draft-len", "2"], 2, "family: must be given"),
         (["--family", "ngram", "--max-draft-len", "65"], 2, "max-draft-len: must be less than or equal to 64"),
         (["--family", "ngram", "--redis", "redis://127.0.0.1"], 1, "pool-secret-file must be given with redis"),
         (["--family", "ngram", "--redis", "redis+ring://127.0.0.1"], 1, "redis must look like redis://HOST:PORT/DB"),

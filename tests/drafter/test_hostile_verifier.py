@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from counting_drafter import Counting, Drafter, opened, running, until  # lies beside this file
 from scripted_drafts import ScriptedVerifier
 
 from drafter_svc import stream as stream_module
-from drafter_svc.families.base import Failures
+from drafter_svc.draft_sequence import DraftSequence
 from outrider import wire
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, DraftBatch, Opened, Proposal, Skip, StepBatch, Verdict
+from outrider.messages import Closed, DraftBatch, Proposal, Skip, StepBatch, Verdict
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 
 GARBAGE = b"\xff" * 30
@@ -22,10 +22,10 @@ SENSELESS = {
     "a token that the target lacks": wire.step_to_proto(StepBatch(opened=[opened(tokens=(4096,))])),
     "no tokens": wire.step_to_proto(StepBatch(opened=[opened(tokens=())])),
     "a window without room": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[1])]),
-    "a negative depth": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(depth=-1)]),
+    "a negative number of draft tokens": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(draft_tokens=-1)]),
     "a committed token that the target lacks": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(new_token_ids=[2**32 - 1])]),
     "a longer prompt than text": drafts_pb2.StepBatch(
-        opened=[drafts_pb2.Opened(token_ids=[1], prompt_token_count=2, window=drafts_pb2.Window(node_count=1, depth=1))]
+        opened=[drafts_pb2.Opened(token_ids=[1], prompt_token_count=2, window=drafts_pb2.Window(token_count=1, depth=1))]
     ),
 }
 
@@ -44,7 +44,7 @@ async def test_a_message_without_a_meaning_ends_the_stream_and_it_dials_again(
         (await verifier.accepted()).say(raw(message))
         stream = await verifier.accepted()
         stream.say(StepBatch(opened=[opened()]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [12, 13])])
+        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13])])
     assert "the stream to 127.0.0.1" in caplog.text
 
 
@@ -63,14 +63,14 @@ LATER = {
 
 @pytest.mark.parametrize("step", LATER.values(), ids=LATER.keys())
 async def test_what_only_a_later_verifier_says_is_drafted_for(verifier: ScriptedVerifier, step: drafts_pb2.StepBatch) -> None:
-    step.opened[0].sequence_id, step.opened[0].depth = 1, 2
-    step.opened[0].window.CopyFrom(drafts_pb2.Window(node_count=16, depth=4))
+    step.opened[0].sequence_id, step.opened[0].draft_tokens = 1, 2
+    step.opened[0].window.CopyFrom(drafts_pb2.Window(token_count=16, depth=4))
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
         # A kind of message to come is ignored.
         stream.say(b"\xfa\x3f\x02hi")
         stream.say(raw(step))
-        assert await stream.hear() == DraftBatch([Proposal(1, 0, 0, 1, [12, 13])])
+        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13])])
         assert verifier.streams.empty()
 
 
@@ -104,7 +104,7 @@ async def test_a_verifier_that_makes_no_sense_is_dialled_ever_more_rarely(
             (await verifier.accepted()).say(GARBAGE)
         await until(lambda: len(delays) == 8)
         # As if it had lasted a minute.
-        monkeypatch.setattr(stream_module, "_GOOD_S", 0.0)
+        monkeypatch.setattr(stream_module, "_GOOD_S", -1.0)
         (await verifier.accepted()).say(GARBAGE)
         await until(lambda: len(delays) == 9)
         monkeypatch.setattr(stream_module, "_GOOD_S", 60.0)
@@ -123,24 +123,21 @@ class Breaking(Counting):
         super().__init__()
         self.place = place
 
-    def open(self, opened: Opened) -> None:
-        super().open(opened)
-        self._fail_at("open", opened.sequence_id)
+    def opened(self, sequence: DraftSequence) -> None:
+        self._fail_at("opened", sequence)
 
-    def verdict(self, verdict: Verdict) -> None:
-        self._fail_at("verdict", verdict.sequence_id)
-        super().verdict(verdict)
+    def committed(self, sequence: DraftSequence, standing: int) -> None:
+        self._fail_at("committed", sequence)
 
-    def close(self, sequence_id: int) -> None:
-        super().close(sequence_id)
-        self._fail_at("close", sequence_id)
+    def closed(self, sequence: DraftSequence) -> None:
+        self._fail_at("closed", sequence)
 
-    def _fail_at(self, place: str, sequence_id: int) -> None:
-        if self.place == place and sequence_id == 2:
+    def _fail_at(self, place: str, sequence: DraftSequence) -> None:
+        if self.place == place and sequence.id == 2:
             raise ZeroDivisionError("planted")
 
 
-@pytest.mark.parametrize("place", ["open", "verdict", "close"])
+@pytest.mark.parametrize("place", ["opened", "committed", "closed"])
 async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for(verifier: ScriptedVerifier, place: str) -> None:
     drafter = Drafter(verifier.port, make=lambda: Breaking(place))
     async with running(drafter):
@@ -148,48 +145,65 @@ async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for
         stream.say(StepBatch(opened=[opened(1), opened(2, (20, 21))]))
         first = await stream.hear()
         assert isinstance(first, DraftBatch)
-        assert Proposal(1, 0, 0, 1, [12, 13]) in first.proposals
-        assert first.skips == ([Skip(2, 0, 0)] if place == "open" else [])
-        stream.say(StepBatch(verdicts=[Verdict(2, 1, 0, 3, 0, [9])], closed=[Closed(2)] if place == "close" else []))
-        if place != "close":
+        assert Proposal(1, 2, [12, 13]) in first.proposals
+        assert first.skips == ([Skip(2, 2)] if place == "opened" else [])
+        stream.say(StepBatch(verdicts=[Verdict(2, 3, [9], 0, 2)], closed=[Closed(2)] if place == "closed" else []))
+        if place != "closed":
             while not (batch := await stream.hear()).skips:  # type: ignore[union-attr]
                 pass
-            assert batch.skips == [Skip(2, 1, 0)]  # type: ignore[union-attr]
+            assert batch.skips == [Skip(2, 3)]  # type: ignore[union-attr]
             stream.say(StepBatch(closed=[Closed(2)]))
         stream.say(StepBatch(opened=[opened(3, (30, 31))]))
-        while (batch := await stream.hear()) != DraftBatch([Proposal(3, 0, 0, 1, [32, 33])]):
+        while (batch := await stream.hear()) != DraftBatch([Proposal(3, 2, [32, 33])]):
             assert isinstance(batch, DraftBatch)
         assert verifier.streams.empty()
-        assert not drafter.families[0].failures.sequence_ids
     failed = drafter.metrics.registry.get_sample_value(
         "outrider:drafter_failed_sequences_total", {"drafter": "counting-1", "family": "counting"}
     )
-    assert failed == (0.0 if place == "close" else 1.0)
+    assert failed == (0.0 if place == "closed" else 1.0)
 
 
-async def test_drafting_that_fails_altogether_begins_anew_on_a_new_stream(
+async def test_a_family_that_cannot_be_made_is_made_anew_on_a_new_stream(
     verifier: ScriptedVerifier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing(Counting):
-        async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
-            raise ZeroDivisionError("planted")
+    failures = iter([ZeroDivisionError("planted")])
 
-    drafter = Drafter(verifier.port, make=Failing)
-    async with running(drafter):
-        await verifier.accepted()
+    def make() -> Counting:
+        for failure in failures:
+            raise failure
+        return Counting()
+
+    async with running(Drafter(verifier.port, make=make)):
         await verifier.accepted()
     assert "ZeroDivisionError: planted" in caplog.text
 
 
+async def test_drafting_that_refuses_to_go_on_begins_anew_on_a_new_stream(verifier: ScriptedVerifier) -> None:
+    class Refusing(Counting):
+        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+            raise OutriderError(Reason.INTERNAL, "planted")
+
+    async with running(Drafter(verifier.port, make=Refusing)):
+        (await verifier.accepted()).say(StepBatch(opened=[opened()]))
+        await verifier.accepted()
+
+
 async def test_a_lost_device_ends_the_process(verifier: ScriptedVerifier) -> None:
     class Lost(Counting):
-        async def draft(self, interrupted: Callable[[], bool]) -> DraftBatch:
+        fatal = (ZeroDivisionError,)
+
+        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
             raise ZeroDivisionError("planted")
 
-    def make() -> Counting:
-        family = Lost()
-        family.failures = Failures(family.close, fatal=(ZeroDivisionError,))
-        return family
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        ended = tasks.create_task(_error_of(Drafter(verifier.port, make=Lost)))
+        (await verifier.accepted()).say(StepBatch(opened=[opened()]))
+    assert isinstance(ended.result(), ZeroDivisionError)
 
-    with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(Drafter(verifier.port, make=make).stream.run(), 10)
+
+async def _error_of(drafter: Drafter) -> Exception | None:
+    try:
+        await drafter.stream.run()
+    except ZeroDivisionError as error:
+        return error
+    return None

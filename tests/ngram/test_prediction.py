@@ -1,15 +1,17 @@
 """Predicted outputs: followed in step, found again behind an edit, and never shared."""
 
+from family_rig import Rig
+
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
-from outrider.messages import Opened, Rule, SamplingParams, Verdict, Window
+from outrider.messages import Opened, Rule, SamplingParams, Window
 
 FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
 
 
 def opened(prediction: list[int]) -> Opened:
-    return Opened(1, 0, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(24, 6), 4, prediction=prediction, prompt_length=3)
+    return Opened(1, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(24, 6), 4, prediction=prediction, prompt_length=3)
 
 
 def test_a_prediction_is_offered_from_its_first_token_on() -> None:
@@ -36,15 +38,15 @@ def test_behind_an_edit_the_prediction_is_found_again() -> None:
 
 
 async def test_the_family_proposes_the_prediction_and_goes_on_within_the_window() -> None:
-    family = NgramFamily(NgramOptions(max_draft_len=4), 1000)
-    family.open(opened(FILE))
-    assert [p.token_ids for p in (await family.draft(lambda: False)).proposals] == [FILE[:6]]
-    family.verdict(Verdict(1, 0, 5, 8, 5, FILE[:5]))
-    assert (await family.draft(lambda: False)).proposals[0].token_ids == FILE[6:11]
+    rig = Rig(NgramFamily(NgramOptions(max_draft_len=4), 1000))
+    rig.open(opened(FILE))
+    assert [p.token_ids for p in (await rig.draft()).proposals] == [FILE[:6]]
+    rig.commit(1, *FILE[:5])
+    assert (await rig.draft()).proposals[0].token_ids == FILE[5:11]
 
 
 async def test_a_prediction_never_reaches_a_pool_that_others_read() -> None:
     shared = MemoryPool(NgramOptions(), 1000)
-    family = NgramFamily(NgramOptions(), 1000, shared)
-    family.open(opened(FILE))
+    rig = Rig(NgramFamily(NgramOptions(), 1000, shared))
+    rig.open(opened(FILE))
     assert shared.continuation(FILE[:2], 3) == []

@@ -1,76 +1,76 @@
 """The suffix family: proposes likely continuations of what it saw, each tenant's texts for itself."""
 
-from dataclasses import replace
-
 import pytest
 
-from drafter_svc.families.suffix import SuffixFamily, SuffixOptions
-from outrider.messages import Opened, Rule, SamplingParams, Verdict, Window
+from family_rig import Rig
+
+from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
+from outrider.messages import Opened, Rule, SamplingParams, Skip, Window
 
 
 def opened(sequence_id: int, tokens: list[int], tenant: str = "") -> Opened:
     window = Window(64, 16)
-    return Opened(sequence_id, 0, tokens, SamplingParams(0.0), Rule.ONE_HOT, window, 4, tenant=tenant, prompt_length=len(tokens))
+    return Opened(sequence_id, tokens, SamplingParams(0.0), Rule.ONE_HOT, window, 4, tenant=tenant, prompt_length=len(tokens))
 
 
-async def proposed(family: SuffixFamily) -> list[list[int]]:
-    return [proposal.token_ids for proposal in (await family.draft(lambda: False)).proposals]
+async def proposed(rig: Rig) -> list[list[int]]:
+    return [proposal.token_ids for proposal in (await rig.draft()).proposals]
 
 
 async def test_a_repeated_text_is_proposed_as_far_as_it_was_matched() -> None:
-    family = SuffixFamily(SuffixOptions())
-    family.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]))
-    assert await proposed(family) == [[4, 5, 6]]
+    rig = Rig(SuffixFamily(SuffixSettings()))
+    rig.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]))
+    assert await proposed(rig) == [[4, 5, 6]]
 
 
 async def test_a_run_ends_where_it_gets_unlikely() -> None:
     text = [1, 2, 3, 9] + [token for other in range(20, 32) for token in (1, 2, 3, other)]
-    family = SuffixFamily(SuffixOptions())
-    family.open(opened(1, [*text, 1, 2]))
-    assert await proposed(family) == [[3]]
+    rig = Rig(SuffixFamily(SuffixSettings()))
+    rig.open(opened(1, [*text, 1, 2]))
+    assert await proposed(rig) == [[3]]
 
 
 async def test_nothing_known_is_said_and_what_is_committed_is_learned() -> None:
-    family = SuffixFamily(SuffixOptions())
-    family.open(opened(1, [1, 2, 3]))
-    assert len((await family.draft(lambda: False)).skips) == 1
-    family.verdict(Verdict(1, 1, 0, 8, 0, [4, 5, 1, 2, 3]))
-    assert await proposed(family) == [[4, 5, 1]]
+    rig = Rig(SuffixFamily(SuffixSettings()))
+    rig.open(opened(1, [1, 2, 3]))
+    assert (await rig.draft()).skips == [Skip(1, 3)]
+    rig.commit(1, 4, 5, 1, 2, 3)
+    assert await proposed(rig) == [[4, 5, 1]]
 
 
 async def test_texts_of_the_same_tenant_help_later_ones_and_those_of_others_do_not() -> None:
     for shared in (False, True):
-        family = SuffixFamily(replace(SuffixOptions(), is_public_pool=shared))
-        family.open(opened(1, [9], tenant="a"))
-        family.verdict(Verdict(1, 1, 0, 6, 0, [1, 2, 3, 4, 5]))
-        family.close(1)
-        family.open(opened(2, [8, 1, 2], tenant="a"))
-        assert await proposed(family) == [[3, 4]]
-        family.close(2)
-        family.open(opened(3, [8, 1, 2], tenant="b"))
-        assert await proposed(family) == ([[3, 4]] if shared else [])
+        rig = Rig(SuffixFamily(SuffixSettings(is_public_pool=shared)))
+        rig.open(opened(1, [9], tenant="a"))
+        rig.commit(1, 1, 2, 3, 4, 5)
+        rig.close(1)
+        rig.open(opened(2, [8, 1, 2], tenant="a"))
+        assert await proposed(rig) == [[3, 4]]
+        rig.close(2)
+        rig.open(opened(3, [8, 1, 2], tenant="b"))
+        assert await proposed(rig) == ([[3, 4]] if shared else [])
 
 
 async def test_the_corpus_is_bounded() -> None:
-    family = SuffixFamily(SuffixOptions(max_cached_requests=3))
+    rig = Rig(SuffixFamily(SuffixSettings(max_cached_requests=3)))
     for sequence_id in range(4):
-        family.open(opened(sequence_id, [9]))
-        family.verdict(Verdict(sequence_id, 1, 0, 4, 0, [10 * sequence_id + 1, 10 * sequence_id + 2, 10 * sequence_id + 3]))
-        family.close(sequence_id)
-    family.open(opened(10, [1, 2]))
-    assert await proposed(family) == []
-    family.close(10)
-    family.open(opened(11, [31, 32]))
-    assert await proposed(family) == [[33]]
+        rig.open(opened(sequence_id, [9]))
+        rig.commit(sequence_id, 10 * sequence_id + 1, 10 * sequence_id + 2, 10 * sequence_id + 3)
+        rig.close(sequence_id)
+    rig.open(opened(10, [1, 2]))
+    assert await proposed(rig) == []
+    rig.close(10)
+    rig.open(opened(11, [31, 32]))
+    assert await proposed(rig) == [[33]]
 
 
 async def test_the_windows_depth_is_kept() -> None:
-    family = SuffixFamily(SuffixOptions(max_spec_factor=9.0))
-    family.open(opened(1, [*range(100, 140), *range(100, 120)]))
-    assert await proposed(family) == [list(range(120, 136))]
+    rig = Rig(SuffixFamily(SuffixSettings(max_spec_factor=9.0)))
+    rig.open(opened(1, [*range(100, 140), *range(100, 120)]))
+    assert await proposed(rig) == [list(range(120, 136))]
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "arctic_inference.suffix_decoding", None)
     with pytest.raises(Exception, match=r"pip install '\.\[suffix\]'"):
-        SuffixFamily(SuffixOptions())
+        SuffixFamily(SuffixSettings())

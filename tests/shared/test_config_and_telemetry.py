@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from drafter_svc.config import DrafterSettings, EraseSettings
+from drafter_svc.config import EraseSettings, settings_schema
 from gateway.config import GatewaySettings
 from outrider import telemetry
 from outrider.config import parse
@@ -54,7 +54,7 @@ def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(tmp_path: 
     monkeypatch.setenv("OUTRIDER_DRAFTER_CONFIG", str(tmp_path / "drafter.yaml"))
     settings = parse(EraseSettings, "erase", ["--tenant", "t"])
     assert (settings.redis, settings.tenant) == ("redis://r", "t")
-    assert parse(DrafterSettings, "drafter", []).family == "ngram"
+    assert parse(settings_schema("ngram"), "drafter", []).family == "ngram"
 
 
 @pytest.mark.parametrize("arguments", [["--verifier", "a:1, b:2"], ["--verifier", "a:1", "--verifier", "b:2"]])

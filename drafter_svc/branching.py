@@ -1,4 +1,4 @@
-"""Which outcomes of a verification to prepare for: how many other tokens to guess behind each number of accepted ones."""
+"""Which commits beside the chain to prepare for: how many other tokens to guess behind each number of accepted ones."""
 
 from __future__ import annotations
 

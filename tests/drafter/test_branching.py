@@ -1,4 +1,4 @@
-"""Outcomes are prepared where they are likely."""
+"""Branches are prepared where they are likely to be of use."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.outcomes import fan_out
+from drafter_svc.branching import fan_out
 
 
 @given(st.floats(0, 1), st.integers(0, 8), st.integers(0, 40))

@@ -1,0 +1,204 @@
+"""The draft model's forwards: one guessed token each, for all sequences at once; runs on the thread that the model lives on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.followed_grammar import FollowedGrammar
+from outrider.errors import OutriderError
+from outrider.grammar import GrammarCompiler
+from outrider.lm.pages import PagePool
+from outrider.lm.runner import ModelRunner, Slice
+from outrider.logits import Context, adjust
+from outrider.messages import Rule, SparseDistribution
+from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
+from outrider.tensors import on
+
+log = logging.getLogger(__name__)
+
+# Other tokens that are remembered for each guessed one.
+_ALTERNATIVES = 3
+
+DEVICE_LOST = torch.AcceleratorError
+"""A device that failed does nothing more for this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A token, the likeliest ones at its place, and what it was sampled from (None if it was not)."""
+
+    token: int
+    likeliest: list[int]
+    distribution: SparseDistribution | None = None
+
+
+class Forwards:
+    """The loaded model with the pages of its cache; see ModelFamily for the other parameters."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        pool: PagePool,
+        vocab_size: int,
+        max_batch_tokens: int,
+        max_entries: int,
+        grammars: GrammarCompiler | None,
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._max_batch_tokens = max_batch_tokens
+        self._max_entries = max_entries
+        self._grammars = grammars
+
+    def grow(self, drafts: list[CachedDraft], interrupted: Callable[[], bool]) -> None:
+        """Forwards until all that is wanted is guessed, or a message waits; prompts are taken in chunks.
+
+        What was guessed before a forward raised stands, and the forward that raised has changed nothing.
+        """
+        for draft in drafts:
+            draft.begin()
+            self._begin_grammar(draft)
+        while active := [draft for draft in drafts if self._wants_more(draft)]:
+            if not self._guess_several(active, min(draft.goal - draft.guess_count for draft in active)):
+                self._forward(active)
+            if interrupted():
+                break
+            # One chunk of prompts a round: sequences that guess already are not held up by more.
+            drafts = [draft for draft in drafts if draft.begun] or drafts
+
+    def fits(self, draft: CachedDraft) -> bool:
+        """Reserve pages for all the text there is; False if there are none, or at the end of the model's context."""
+        return draft.length < self._runner.context_length and self._pool.reserve(draft.kv, draft.length)
+
+    def _wants_more(self, draft: CachedDraft) -> bool:
+        return not draft.stuck and draft.guess_count < draft.goal and self.fits(draft)
+
+    def _begin_grammar(self, draft: CachedDraft) -> None:
+        """Here rather than on the event loop, since it can take a while; the verifier has compiled the same before."""
+        wanted = draft.sequence.opened.grammar
+        if wanted is None or draft.grammar is not None or draft.at is not None or self._grammars is None:
+            return
+        try:
+            matcher = self._grammars.compile(wanted).matcher()
+        except OutriderError as error:
+            log.warning("sequence %d is drafted without its grammar: %s", draft.sequence.id, error)
+            matcher = None
+        draft.grammar = FollowedGrammar(matcher, self._grammars.mask_width)
+
+    def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
+        """The next `count` tokens of all by one call, where nothing but the likeliest is asked for, and nothing besides it."""
+        if self._runner.decoder is None or len(drafts) > self._max_batch_tokens:
+            return False
+        if not all(_is_plain(draft) and draft.kv.length + 1 == draft.length for draft in drafts):
+            return False
+        if not all(draft.length + count <= self._runner.context_length for draft in drafts):
+            return False
+        if not all(self._pool.reserve(draft.kv, draft.length + count - 1) for draft in drafts):
+            return False
+        slices = [Slice(draft.unread(1), draft.kv.length, draft.kv.pages, 1) for draft in drafts]
+        rows = self._runner.continue_greedily(slices, count, self._vocab_size)
+        if rows is None:
+            return False
+        for draft, tokens in zip(drafts, zip(*rows, strict=True), strict=True):
+            draft.kv.length += count
+            for token in tokens:
+                draft.append(token, [])
+            self._publish(draft)
+        return True
+
+    def _forward(self, drafts: list[CachedDraft]) -> None:
+        """The next token of each, or a chunk of its prompt."""
+        budget = self._max_batch_tokens
+        slices: list[Slice] = []
+        scored: list[CachedDraft] = []
+        fed: list[CachedDraft] = []
+        # Those that lack one token go before prompts.
+        for draft in sorted(drafts, key=lambda d: d.length - d.kv.length):
+            tokens = draft.unread(budget)
+            if not tokens:
+                break
+            complete = draft.kv.length + len(tokens) == draft.length
+            slices.append(Slice(tokens, draft.kv.length, draft.kv.pages, int(complete)))
+            fed.append(draft)
+            if complete:
+                scored.append(draft)
+            budget -= len(tokens)
+        logits_RV = self._runner.forward(slices)[:, : self._vocab_size]
+        guesses = self._choose(scored, logits_RV) if scored else []
+        # From here on nothing should fail, since drafts are changed.
+        for draft, part in zip(fed, slices, strict=True):
+            draft.kv.length += len(part.token_ids)
+        for draft, guess in zip(scored, guesses, strict=True):
+            if guess is not None:
+                draft.append(guess.token, guess.likeliest, guess.distribution)
+            else:
+                draft.stuck = True
+                # The last token is read again when the next guess is asked for.
+                draft.kv.length -= 1
+        for draft in fed:
+            self._publish(draft)
+
+    def _publish(self, draft: CachedDraft) -> None:
+        self._pool.publish(draft.kv, draft.sequence.tokens, draft.sequence.opened.tenant)
+
+    def _choose(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[_Guess | None]:
+        """Each row's next token: the likeliest, or one that was drawn as its sequence asks for; None where nothing may follow."""
+        logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
+        top = logits_RV.topk(min(1 + _ALTERNATIVES, logits_RV.shape[-1]))
+        # Grammar and bans together may leave nothing, and a model may overflow.
+        possible = top.values[:, 0].isfinite().tolist()
+        guesses: list[_Guess | None] = [
+            _Guess(likeliest[0], likeliest) if possible[i] else None for i, likeliest in enumerate(top.indices.tolist())
+        ]
+        for rule, sample in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
+            rows = [i for i, draft in enumerate(drafts) if draft.rule is rule and possible[i]]
+            if rows:
+                drawn = sample([drafts[i] for i in rows], logits_RV[rows])
+                for i, (token, distribution) in zip(rows, drawn, strict=True):
+                    guesses[i] = _Guess(token, top.indices[i].tolist(), distribution)
+        return guesses
+
+    def _sample_coupled(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[tuple[int, SparseDistribution | None]]:
+        """Draw with the verifier's own noise, so that close models draw the same tokens; ids alone cross the wire."""
+        probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
+        keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
+        return [(token, None) for token in coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist()]
+
+    def _sample(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[tuple[int, SparseDistribution | None]]:
+        """Truncate to the likeliest few, round to the wire's float32, and draw from exactly that."""
+        probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
+        top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
+        top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
+        # Nothing is drawn twice with one number: a token that was drafted and fell has had a say in what came of the others.
+        draws = [draft.draw_count for draft in drafts]
+        numbers = uniforms([draft.seed for draft in drafts], [draft.length for draft in drafts], Purpose.DRAFT, draws)
+        picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
+        tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
+        ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
+        kept = weights > 0
+        return [(tokens[i], SparseDistribution(ids[i][kept[i]], weights[i][kept[i]])) for i in range(len(drafts))]
+
+
+def _is_plain(draft: CachedDraft) -> bool:
+    """Whether the likeliest token is all that is wanted: greedy, nothing to bend the choice, no branches to prepare."""
+    sequence = draft.sequence
+    if draft.at is not None or sequence.window.depth > sequence.draft_tokens or draft.grammar is not None:
+        return False
+    return draft.rule is Rule.ONE_HOT and Context(sequence.opened.sampling).plain
+
+
+def _context(draft: CachedDraft) -> Context:
+    """What bias, penalties and grammar look at."""
+    opened = draft.sequence.opened
+    if not opened.sampling.penalised and draft.grammar is None:
+        return Context(opened.sampling)
+    text = [*draft.sequence.tokens, *draft.guessed]
+    mask = draft.grammar.mask(text[opened.prompt_length :]) if draft.grammar is not None else None
+    return Context(opened.sampling, text, opened.prompt_length, mask=mask)
