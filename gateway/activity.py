@@ -22,12 +22,11 @@ class Activity:
     later_token_seconds: float = 0.0
     """From each sequence's first token to its latest; `later_tokens` came in that time."""
 
-    def add(self, chunk: TokenChunk, accepted_counts: Sequence[int]) -> None:
-        """A chunk came; `accepted_counts[i]` of the steps that it tells of verified a draft and accepted i of its tokens."""
+    def add(self, chunk: TokenChunk) -> None:
+        """A chunk came."""
         for source in chunk.sources:
             self.tokens[source.name.lower()] += 1
         self.draft_tokens += chunk.draft_token_count
-        add_counts(self.accepted_counts, accepted_counts)
 
     def waited(self, token_count: int, seconds: float) -> None:
         """A sequence's next tokens came after so long."""

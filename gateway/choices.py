@@ -14,16 +14,12 @@ _QUEUED_DELTAS = 64
 
 Event = tuple[int, TextDelta]
 """The index of a choice, and its next delta."""
+_Queue = asyncio.Queue[Event | BaseException | None]
 
 
 async def merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[Event, None]:
     """The deltas of all streams as they come. The first failure ends all; closing the iterator closes all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as deltas:
-            async for delta in deltas:
-                yield 0, delta
-        return
-    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(_QUEUED_DELTAS)
+    queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
     tasks = [asyncio.create_task(_forward(index, stream, queue)) for index, stream in enumerate(streams)]
     try:
         running = len(tasks)
@@ -41,7 +37,7 @@ async def merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGene
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forward(index: int, stream: AsyncGenerator[TextDelta, None], queue: asyncio.Queue[Event | BaseException | None]) -> None:
+async def _forward(index: int, stream: AsyncGenerator[TextDelta, None], queue: _Queue) -> None:
     """Put a stream's deltas into the queue, then None; or its failure."""
     try:
         async with aclosing(stream) as deltas:

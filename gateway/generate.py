@@ -1,4 +1,4 @@
-"""Runs a request's sequences on one replica, to the end or on to the next. Knows no HTTP, no gRPC and no limit of a request."""
+"""Runs a request's sequences on the replica that is picked for it. Knows no HTTP and no gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import MAX_DEPTH, ModelInfo, TokenChunk
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
-"""Checks what was asked for against a model, and builds the request's sequences. Raises OutriderError that names the field."""
+"""Checks what was asked for against a model and builds its sequences. Raises OutriderError."""
 
 
 class Generation:
@@ -31,26 +31,32 @@ class Generation:
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
-        """The text of a prompt, as the answer repeats it; raises OutriderError(INVALID_VALUE) for ids that there are not."""
+        """A prompt's text, as the answer repeats it. Raises OutriderError(INVALID_VALUE) for bad ids."""
         if isinstance(prompt, str):
             return prompt
         check_ids("prompt", prompt, info)
         return self.table.decode(prompt)
 
     async def generate(self, model: str, operation: str, build: Build) -> AsyncGenerator[Event, None]:
-        """The deltas of all sequences of a request as they come. Closing the iterator cancels the sequences everywhere.
+        """The deltas of a request's sequences as they come. Closing the iterator cancels them all.
 
-        One replica is picked; the request is built for its model and runs there. A sequence that the replica loses before its
-        first tokens moves to another one, where it is checked again. `operation` is OpenTelemetry's name of what is asked for.
-        Raises OutriderError: what `Router.pick` and `build` raise, and whatever the verifier reports.
+        The request is built for the model of one replica and runs there. A sequence that it loses
+        before its first chunk moves to another one, and is checked and built again for that one.
+        `operation` is OpenTelemetry's name of what is asked for. Raises OutriderError: what
+        `Router.pick` and `build` raise, and whatever the verifier reports.
         """
         pick = self.router.pick(model)
         # Sequences that move together to another replica are built for it once.
         built: Build = cache(build)
         count = len(built(pick.info))
-        # They count as running from here on, so that requests that come together do not all pick the same replica.
+        # They count at once, or all requests that come together would pick the same replica.
         sequences = [_Sequence(self, operation, built, index, pick) for index in range(count)]
         try:
+            if count == 1:
+                async with aclosing(sequences[0].deltas()) as deltas:
+                    async for delta in deltas:
+                        yield 0, delta
+                return
             async with aclosing(merge([sequence.deltas() for sequence in sequences])) as events:
                 async for event in events:
                     yield event
@@ -89,8 +95,9 @@ class _Sequence:
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
-                    # With its first chunk it is certain which replica's model the sequence has.
-                    builder = builder or DeltaBuilder(self.request, self.pick.info, self.generation.table)
+                    if builder is None:
+                        # From the first chunk on, the sequence stays where it is.
+                        builder = DeltaBuilder(self.request, self.pick.info, self.generation.table)
                     clock.add(chunk, gathered=self.request.tokens.min_chunk_tokens > 1)
                     delta = builder.add(chunk)
                     if delta.finish is not None:
@@ -104,7 +111,8 @@ class _Sequence:
                 raise
             # The verifier knows the grammar by the wire's name, the caller by its own.
             name = self.request.grammar_field
-            raise replace(error, message=error.message.replace(error.field, name), field=name) from error
+            message = error.message.replace(error.field, name)
+            raise replace(error, message=message, field=name) from error
         finally:
             clock.close()
             self.leave()
@@ -121,7 +129,8 @@ class _Sequence:
                         begun = True
                         left = check_chunk(chunk, info, left, replica.address)
                         yield chunk
-                raise OutriderError(Reason.VERIFIER_UNAVAILABLE, f"verifier {replica.address} ended without a finish reason")
+                message = f"verifier {replica.address} ended without a finish reason"
+                raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
             except OutriderError as error:
                 if begun:
                     raise

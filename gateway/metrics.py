@@ -112,14 +112,16 @@ class SequenceClock:
         """A chunk came; one that gathers several steps leaves it to the last to say what became of their drafts."""
         if chunk.token_ids:
             self._tokens_came(len(chunk.token_ids))
-        accepted_counts: list[int] = []
-        if gathered and chunk.stats is not None:
-            accepted_counts = chunk.stats.histogram
-        elif not gathered and chunk.draft_token_count:
-            accepted_counts = [0] * chunk.sources.count(TokenSource.ACCEPTED) + [1]
-        self._metrics.activity.add(chunk, accepted_counts)
+        self._metrics.activity.add(chunk)
         self._draft_token_count += chunk.draft_token_count
+        if gathered and chunk.stats is not None:
+            self._verified(chunk.stats.histogram)
+        elif not gathered and chunk.draft_token_count:
+            self._verified([0] * chunk.sources.count(TokenSource.ACCEPTED) + [1])
+
+    def _verified(self, accepted_counts: Sequence[int]) -> None:
         add_counts(self._accepted_counts, accepted_counts)
+        add_counts(self._metrics.activity.accepted_counts, accepted_counts)
 
     def _tokens_came(self, token_count: int) -> None:
         now = time.perf_counter()

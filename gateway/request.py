@@ -1,4 +1,4 @@
-"""One sequence's request, checked against a model. Knows the model's limits, but no HTTP, no gRPC and no replica."""
+"""One sequence's request, checked against a model's limits. Knows no HTTP, no gRPC, no replica."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Caller:
 class Prompt:
     """A tokenised prompt. `field_name` is what the caller calls it, for errors.
 
-    `echo` is its text if the answer is to begin with it; `prediction` has the tokens that the caller
-    expects.
+    `echo` is its text if the answer repeats it; `prediction` has the tokens the caller expects.
     """
 
     token_ids: list[int]
@@ -38,7 +37,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One sequence, checked against one model: what the verifier is asked, and what becomes of its tokens.
+    """One sequence, checked against one model: the verifier's part, and what is done here.
 
     `asked_tokens` is how many tokens the caller asked for, if it did. `shows_prompt` lists the
     prompt's tokens with their log probabilities, and `attributed` says who wrote each token.
@@ -88,7 +87,8 @@ class AnswerLimit:
             message = f"{self.field_name} asks for {most} tokens after a prompt of {length}"
             raise context_overflow(info.context_length, message, self.field_name)
         if min_tokens > most:
-            raise invalid("min_tokens", f"must be at most {self.field_name}, which is {most}, not {min_tokens}")
+            limit = f"{self.field_name}, which is {most}"
+            raise invalid("min_tokens", f"must be at most {limit}, not {min_tokens}")
         return most
 
 

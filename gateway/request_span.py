@@ -22,10 +22,7 @@ _DEFAULTS = SamplingParams()
 
 
 def begin(headers: Mapping[str, str], model: str, operation: str, choice_count: int, *, stream: bool) -> Span:
-    """The span of a request for so many choices of each prompt; under the caller's span when `headers` name one.
-
-    `operation` is OpenTelemetry's name of what is asked for.
-    """
+    """The span of a request, under the caller's span when `headers` name one."""
     span = telemetry.start_root(f"{operation} {model}", headers)
     span.set(
         gen_ai__operation__name=operation,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from gateway_rig import Rig
 from scripted_verifier import Step, last
 
+from gateway.schema import GenerationBody
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     Acceptance,
@@ -16,6 +18,7 @@ from outrider.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
+    SamplingParams,
     SpeculationStats,
     TokenChunk,
     TokenLogprob,
@@ -286,3 +289,8 @@ async def test_grpc_takes_the_same_settings_and_tells_the_same(rig: Rig) -> None
     assert (asked.speculation.acceptance, asked.speculation.relaxed_topk) == (Acceptance.RELAXED, 3)
     assert sum(len(response.logprobs) for response in responses) == len(ids) + 1
     assert list(responses[0].logprobs[0].top_token_ids) == [ids[0], 7]
+
+
+async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> None:
+    """So a new one needs no code between the body and the verifier."""
+    assert {field.name for field in fields(SamplingParams) if field.init} <= GenerationBody.model_fields.keys()
