@@ -51,23 +51,19 @@ class Generation:
         count = len(built(pick.info))
         # They count at once, or all requests that come together would pick the same replica.
         sequences = [_Sequence(self, operation, built, index, pick) for index in range(count)]
-        try:
-            if count == 1:
-                async with aclosing(sequences[0].deltas()) as deltas:
-                    async for delta in deltas:
-                        yield 0, delta
-                return
-            async with aclosing(merge([sequence.deltas() for sequence in sequences])) as events:
-                async for event in events:
-                    yield event
-        finally:
-            for sequence in sequences:
-                sequence.leave()
+        if count == 1:
+            async with aclosing(sequences[0].deltas()) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        async with aclosing(merge([sequence.deltas() for sequence in sequences])) as events:
+            async for event in events:
+                yield event
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """One sequence of a request, at the replica where it runs."""
+    """One sequence of a request; it counts as running at its replica until `deltas` is over."""
 
     generation: Generation
     operation: str
@@ -82,10 +78,6 @@ class _Sequence:
         """Run there, checked against its model."""
         self.pick, self.request = pick, self.built(pick.info)[self.index]
         pick.replica.sequences.add(self)
-
-    def leave(self) -> None:
-        """Count at the replica no more."""
-        self.pick.replica.sequences.discard(self)
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """The sequence's text, to the last delta."""
@@ -115,7 +107,7 @@ class _Sequence:
             raise replace(error, message=message, field=name) from error
         finally:
             clock.close()
-            self.leave()
+            self.pick.replica.sequences.discard(self)
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
         """What the replica generates, or the next one when it is lost before the first chunk."""
@@ -134,7 +126,7 @@ class _Sequence:
             except OutriderError as error:
                 if begun:
                     raise
-                self.leave()
+                replica.sequences.discard(self)
                 self.go_to(self.generation.router.instead_of(self.pick, error))
 
 

@@ -149,11 +149,13 @@ async def test_a_request_runs_on_the_one_replica_that_it_was_checked_against(
 async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pair) -> None:
     await set_limits(pair, 1, vocab_size=4000, context_length=64)
     pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
-    body = {"messages": [{"role": "user", "content": "if x"}]}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "if x"}]}
+    body["prediction"] = {"type": "content", "content": "x " * 100}
     # What the context leaves is less there.
     assert (await pair.http.post("/v1/chat/completions", json=body)).status_code == 200
     [refused], [taken] = pair.first.requests, pair.second.requests
     assert (refused.max_tokens, taken.max_tokens) == (2048 - len(refused.prompt), 64 - len(taken.prompt))
+    assert len(refused.prediction) > len(taken.prediction) == 64
     for wrong, field in (({"banned_token_ids": [4050]}, "banned_token_ids"), ({"max_tokens": 99}, "max_tokens")):
         pair.gateway.router.replicas[0].problem = None
         response = await pair.http.post("/v1/chat/completions", json=body | wrong)
@@ -167,10 +169,11 @@ async def test_over_grpc_a_request_that_moves_is_checked_again_too(pair: Pair) -
     pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
     async with rpc.dial(pair.gateway.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        responses = [r async for r in stub.GenerateText(GenerateTextRequest(prompt="if x"))]
+        request = GenerateTextRequest(prompt="if x", prediction="x " * 100)
+        responses = [response async for response in stub.GenerateText(request)]
     assert "".join(response.text for response in responses) == "if x"
     [taken] = pair.second.requests
-    assert taken.max_tokens == 64 - len(taken.prompt)
+    assert (taken.max_tokens, len(taken.prediction)) == (64 - len(taken.prompt), 64)
 
 
 async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked(

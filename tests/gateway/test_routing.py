@@ -40,6 +40,17 @@ async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) 
         router.pick("other")
 
 
+async def test_a_model_is_looked_up_where_its_context_is_longest(router: Router) -> None:
+    router.replicas[1].info = longer = ready("print", context_length=4096)
+    router.replicas[2].info = ready("print", context_length=9000, model_id="large")
+    for name in ("models/target", None):
+        assert router.lookup(name) == ("models/target", longer)
+    router.replicas[0].sequences |= set(range(2))
+    router.replicas[1].sequences |= set(range(2))
+    # Without a name it is the model of the least busy replica, which would be picked.
+    assert router.lookup(None) == ("large", router.replicas[2].info)
+
+
 async def test_a_configured_name_replaces_the_verifiers() -> None:
     router = Router(["a:1"], "print", "house-model")
     router.replicas[0].info, router.replicas[0].problem = ready("print"), None
