@@ -209,7 +209,7 @@ async def test_a_repeat_offender_is_quarantined_and_told_for_how_long(stack: Sta
         for _ in range(3):
             async with dialled(client, "offender") as drafter:
                 assert (await drafter.hear()).HasField("welcome")
-                await drafter.propose(sequence_id=1, first_node=1, token_ids=[99_999])
+                await drafter.propose(sequence_id=1, base_length=1, token_ids=[99_999])
                 assert (await drafter.error()).reason is Reason.PROTOCOL_VIOLATION
         async with dialled(client, "offender") as drafter:
             error = await drafter.error()

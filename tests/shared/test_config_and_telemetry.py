@@ -173,12 +173,12 @@ def test_off_there_is_one_span_that_is_nothing() -> None:
 
 def test_a_child_joins_its_parents_trace_by_the_header_alone(spans: InMemorySpanExporter) -> None:
     with telemetry.start_root("request", {}) as root, telemetry.start("step", root.traceparent, seconds_ago=1.0) as child:
-        child.set(outrider__epoch=3)
+        child.set(outrider__base_length=3)
     step, request = spans.get_finished_spans()
     assert step.context.trace_id == request.context.trace_id
     assert step.parent is not None
     assert step.parent.span_id == request.context.span_id
-    assert step.attributes == {"outrider.epoch": 3}
+    assert step.attributes == {"outrider.base_length": 3}
     assert step.start_time is not None
     assert request.start_time is not None
     assert step.start_time < request.start_time
