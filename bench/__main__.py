@@ -84,7 +84,7 @@ class BenchSettings(Settings):
     ways: list[str] = Field(["*"])
     """Patterns of the ways to measure, such as outrider*; of the policies of depth with `--only adversary`."""
 
-    depth: int | None = Field(None, ge=1, le=16)
+    draft_tokens: int | None = Field(None, ge=1, le=16)
     """Draft tokens verified in one step by the peers; unset is 4 for the bundled target and 6 for the grown one, whose forward
     costs much more than a guess. Outrider chooses its own."""
 
@@ -160,14 +160,14 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     cores = len(os.sched_getaffinity(0))
     pairs = []
     if settings.only in ("", "bundled", "tracing"):
-        pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", settings.depth or 4, max(1, cores - 1)))
+        pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", settings.draft_tokens or 4, max(1, cores - 1)))
     if settings.only in ("", "grown", "adversary", "delay"):
         console.print("growing the target, unless that was done before")
         grown = grown_checkpoint(target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype)
         # A forward of the large target outlasts the draft model's many times over, so it may have all cores.
         size = _parameter_count(grown)
         name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
-        pairs.append(Pair(name, grown, draft, settings.grown_dtype, settings.depth or 6, cores))
+        pairs.append(Pair(name, grown, draft, settings.grown_dtype, settings.draft_tokens or 6, cores))
     return pairs
 
 

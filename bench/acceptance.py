@@ -81,7 +81,7 @@ def _table(title: str, first: str) -> Table:
 @asynccontextmanager
 async def _stack(target: Path, drafters: list[str], **settings: Any) -> AsyncIterator[Any]:
     """A stack; call it with a request's settings and a drafter for a table's row."""
-    settings |= {"dtype": "float32", "depth": _DEPTH, "always_draft": True}
+    settings |= {"dtype": "float32", "draft_tokens": _DEPTH, "always_draft": True}
     async with serving(target, drafters, **settings) as (client, metrics_port):
 
         async def measure(request: dict[str, Any], drafter: str) -> list[str]:

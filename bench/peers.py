@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("draft")
     parser.add_argument("--dtype", required=True)
-    parser.add_argument("--depth", type=int, required=True)
+    parser.add_argument("--draft-tokens", type=int, required=True)
     arguments = parser.parse_args()
     dtype, device = getattr(torch, arguments.dtype), "cuda" if torch.cuda.is_available() else "cpu"
     target: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype)
@@ -31,7 +31,7 @@ def main() -> None:
     draft.to(device)
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
-        "prompt_lookup": {"prompt_lookup_num_tokens": arguments.depth},
+        "prompt_lookup": {"prompt_lookup_num_tokens": arguments.draft_tokens},
         "assisted": {"assistant_model": draft},
     }
     for line in sys.stdin:

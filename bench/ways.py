@@ -125,7 +125,7 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
 @asynccontextmanager
 async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
     """`generate` with all cores. Speculation takes one sequence at a time there."""
-    arguments = [str(pair.target), str(pair.draft), "--dtype", pair.dtype, "--depth", str(pair.depth)]
+    arguments = [str(pair.target), str(pair.draft), "--dtype", pair.dtype, "--draft-tokens", str(pair.depth)]
     async with line_peer(sys.executable, "-m", "bench.peers", *arguments) as ask:
 
         def way(name: str) -> Measure:

@@ -88,7 +88,7 @@ class UsageTotals:
         if len(self.finishes) > 1 or finish is None:
             return {"speculative_decoding": None}
         stats = finish.stats
-        histogram = stats.histogram + [0] * (stats.max_depth + 1 - len(stats.histogram))
+        histogram = stats.histogram + [0] * (stats.max_draft_tokens + 1 - len(stats.histogram))
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": 1 + stats.accepted_token_count / max(stats.draft_count, 1),
@@ -97,7 +97,7 @@ class UsageTotals:
                 "num_spec_steps": stats.draft_count,
                 "num_accepted_draft_tokens": stats.accepted_token_count,
                 "num_draft_tokens": stats.draft_token_count,
-                "num_spec_tokens": stats.max_depth,
+                "num_spec_tokens": stats.max_draft_tokens,
             }
         }
 

@@ -88,8 +88,8 @@ class DeltaBuilder:
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
         self._offsets = TokenOffsets(table, at=len(self._echo))
         # Kept for the case that a stop string ends the sequence, since then the verifier's own statistics never come.
-        depth = info.max_depth if tokens.speculation.depth is None else tokens.speculation.depth
-        self._stats = SpeculationStats(max_depth=depth if tokens.speculation.enabled else 0)
+        depth = info.max_draft_tokens if tokens.speculation.draft_tokens is None else tokens.speculation.draft_tokens
+        self._stats = SpeculationStats(max_draft_tokens=depth if tokens.speculation.enabled else 0)
 
     def add(self, chunk: TokenChunk) -> TextDelta:
         """The delta for the next chunk."""

@@ -118,9 +118,10 @@ def _lost(address: str, error: OutriderError) -> OutriderError:
 
 def _check(info: ModelInfo) -> None:
     """Raises ValueError for a model that there cannot be."""
-    if info.stage is Stage.READY and not (info.vocab_size > 0 and info.context_length > 0 and 0 <= info.max_depth <= MAX_DEPTH):
-        sizes = f"{info.vocab_size}, {info.context_length} and {info.max_depth}"
-        raise ValueError(f"vocab_size, context_length and max_depth are {sizes}")
+    possible = info.vocab_size > 0 and info.context_length > 0 and 0 <= info.max_draft_tokens <= MAX_DEPTH
+    if info.stage is Stage.READY and not possible:
+        sizes = f"{info.vocab_size}, {info.context_length} and {info.max_draft_tokens}"
+        raise ValueError(f"vocab_size, context_length and max_draft_tokens are {sizes}")
     for drafter in info.drafters:
         numbers = (drafter.acceptance_rate, drafter.round_trip_s, drafter.token_s)
         if not all(number is None or math.isfinite(number) for number in numbers):

@@ -38,7 +38,7 @@ class SpeculationBody(Body):
 
     enabled: bool = True
     drafter: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
-    depth: int | None = limited(minimum=0, maximum=MAX_DEPTH)
+    draft_tokens: int | None = limited(minimum=0, maximum=MAX_DEPTH)
     acceptance: Literal["exact", "typical", "relaxed"] = "exact"
     typical_epsilon: float = Field(default=0.09, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
     relaxed_topk: int = Field(default=10, json_schema_extra={"minimum": 1, "maximum": MAX_RELAXED_TOPK})

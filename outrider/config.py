@@ -150,7 +150,7 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
     except YAMLError as error:
         raise ValueError(f"config: {path}: {' '.join(str(error).split())}") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"config: {path} must have one setting and its value a line, as in depth: auto") from error
+        raise ValueError(f"config: {path} must have one setting and its value a line, as in draft_tokens: auto") from error
     except OSError as error:
         raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
 

@@ -37,7 +37,7 @@ class DepthPolicy:
             return cls()
         if kind in ("goodput", "fixed") and number.isdecimal() and int(number) <= MAX_DEPTH:
             return cls("fixed" if kind == "fixed" else "goodput", int(number))
-        raise invalid("depth", f"must be goodput, goodput:MAX, auto or fixed:K, with at most {MAX_DEPTH}, not {text!r}")
+        raise invalid("draft_tokens", f"must be goodput, goodput:MAX, auto or fixed:K, with at most {MAX_DEPTH}, not {text!r}")
 
     def limit(self, batch: int) -> int:
         """Most draft tokens of a sequence when `batch` of them decode; prompts do not count, since they come and go."""
@@ -50,7 +50,7 @@ def _checked(text: object) -> str:
     try:
         DepthPolicy.parse(str(text))
     except OutriderError as error:
-        raise ValueError(error.message.removeprefix("depth ")) from error
+        raise ValueError(error.message.removeprefix("draft_tokens ")) from error
     return str(text)
 
 

@@ -154,7 +154,7 @@ class SpeculationOptions:
 
     enabled: bool = True
     drafter: str = ""
-    depth: int | None = None
+    draft_tokens: int | None = None
     acceptance: Acceptance = Acceptance.EXACT
     typical_epsilon: float = 0.09
     relaxed_topk: int = 10
@@ -197,7 +197,7 @@ class SpeculationStats:
     draft_token_count: int = 0
     accepted_token_count: int = 0
     histogram: list[int] = field(default_factory=list)
-    max_depth: int = 0
+    max_draft_tokens: int = 0
     rules: list[AcceptanceRule] = field(default_factory=list)
 
     def record(self, drafted: int, accepted: int, rule: AcceptanceRule | None = None) -> None:
@@ -428,4 +428,4 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     drafters: tuple[DrafterInfo, ...] = ()
-    max_depth: int = 0
+    max_draft_tokens: int = 0

@@ -128,7 +128,7 @@ class ServeSettings(ServiceSettings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of the verifier's /metrics on the loopback interface; 0 is off."""
 
-    depth: DepthSetting = "goodput"
+    draft_tokens: DepthSetting = "goodput"
     """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what is measured to be fastest,
     at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
@@ -220,7 +220,8 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
 
 def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> list[str]:
     arguments = ["--target", settings.target, "--dtype", settings.dtype, "--device", settings.device, "--listen", address]
-    arguments += ["--uds", str(uds), "--depth", settings.depth, "--threads", str(settings.threads or _free_cores(specs))]
+    threads = str(settings.threads or _free_cores(specs))
+    arguments += ["--uds", str(uds), "--draft-tokens", settings.draft_tokens, "--threads", threads]
     arguments += ["--metrics-port", str(settings.metrics_port)]
     arguments += [] if settings.prefix_caching else ["--no-prefix-caching"]
     arguments += ["--always-draft"] if settings.always_draft else []

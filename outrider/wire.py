@@ -168,7 +168,7 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
         draft_token_count=stats.draft_token_count,
         accepted_token_count=stats.accepted_token_count,
         acceptance_histogram=stats.histogram,
-        max_draft_tokens=stats.max_depth,
+        max_draft_tokens=stats.max_draft_tokens,
         rules=[proto_enum(rule) for rule in stats.rules],
     )
 

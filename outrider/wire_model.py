@@ -32,7 +32,7 @@ def model_to_proto(info: m.ModelInfo) -> verifier_pb2.GetModelResponse:
         eos_token_ids=info.eos_token_ids,
         dtype=info.dtype,
         device=info.device,
-        max_draft_tokens=info.max_depth,
+        max_draft_tokens=info.max_draft_tokens,
     )
     byte_count = 0
     for drafter in info.drafters:
@@ -69,7 +69,7 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> m.ModelInfo:
         eos_token_ids=tuple(proto.eos_token_ids),
         dtype=proto.dtype,
         device=proto.device,
-        max_depth=proto.max_draft_tokens,
+        max_draft_tokens=proto.max_draft_tokens,
         drafters=tuple(
             m.DrafterInfo(
                 drafter.drafter_id,

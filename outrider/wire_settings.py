@@ -92,7 +92,7 @@ def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.Speculatio
     options = m.SpeculationOptions(
         enabled=proto.enabled if proto.HasField("enabled") else True,
         drafter=proto.drafter,
-        depth=proto.draft_tokens if proto.HasField("draft_tokens") else None,
+        draft_tokens=proto.draft_tokens if proto.HasField("draft_tokens") else None,
         acceptance=m.Acceptance(proto.acceptance) if proto.acceptance else m.Acceptance.EXACT,
         typical_epsilon=proto.typical_epsilon if proto.HasField("typical_epsilon") else default.typical_epsilon,
         relaxed_topk=proto.relaxed_topk if proto.HasField("relaxed_topk") else default.relaxed_topk,
@@ -104,8 +104,8 @@ def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.Speculatio
 
 def check_speculation(options: m.SpeculationOptions) -> None:
     """The ranges of the speculation settings, for HTTP and gRPC alike. Raises OutriderError(INVALID_VALUE)."""
-    if options.depth is not None and not 0 <= options.depth <= m.MAX_DEPTH:
-        raise invalid("speculation.draft_tokens", f"must be in [0, {m.MAX_DEPTH}], not {options.depth}")
+    if options.draft_tokens is not None and not 0 <= options.draft_tokens <= m.MAX_DEPTH:
+        raise invalid("speculation.draft_tokens", f"must be in [0, {m.MAX_DEPTH}], not {options.draft_tokens}")
     check_name("speculation.drafter", options.drafter, empty=True)
     if not 0.0 < options.typical_epsilon <= 1.0:
         raise invalid("speculation.typical_epsilon", f"must be in (0, 1], not {options.typical_epsilon}")
@@ -119,7 +119,7 @@ def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.Speculatio
     return common_pb2.SpeculationOptions(
         enabled=options.enabled,
         drafter=options.drafter,
-        draft_tokens=options.depth,
+        draft_tokens=options.draft_tokens,
         acceptance=proto_enum(options.acceptance.value),
         typical_epsilon=options.typical_epsilon,
         relaxed_topk=options.relaxed_topk,

@@ -94,7 +94,7 @@ class Admission:
         span: Span,
     ) -> Sequence:
         self._last_id += 1
-        depth = request.speculation.depth
+        depth = request.speculation.draft_tokens
         if depth is None:
             depth = self._limits.depth.depth
         if not request.speculation.enabled or request.max_tokens <= 1:
@@ -111,7 +111,7 @@ class Admission:
             kv=KVSequence(),
             sink=sink,
             tokens=list(request.prompt),
-            stats=SpeculationStats(max_depth=depth),
+            stats=SpeculationStats(max_draft_tokens=depth),
             # Nothing precedes the first token that could tell how likely it is.
             unscored=range(0) if request.prompt_logprobs is None else range(1, len(request.prompt)),
             span=span,

@@ -41,7 +41,7 @@ class VerifierSettings(ScrapedSettings):
     uds: Path | None = None
     """Unix socket to serve on as well, for drafters on this host."""
 
-    depth: DepthSetting = "goodput"
+    draft_tokens: DepthSetting = "goodput"
     """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what measured acceptance and
     costs say is fastest, at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 

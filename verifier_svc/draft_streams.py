@@ -6,7 +6,6 @@ What a message means is for `drafting`; here it is parsed, bounded and handed to
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -107,7 +106,7 @@ class DraftStream:
     async def _take_messages(self, drafter: Drafter) -> None:
         engine, drafting, read_bytes, draining = self._engine, self._engine.engine.drafting, 0, False
         async for request in self._requests:
-            arrived_at = time.monotonic()
+            arrived_at = engine.engine.clock()
             while read_bytes - drafter.taken_bytes > _MOST_UNTAKEN:  # noqa: ASYNC110  # told of each message, the loop would do little else
                 await asyncio.sleep(_LOOK_AGAIN_S)
             kind, size = request.WhichOneof("message"), request.ByteSize()

@@ -170,7 +170,7 @@ class Planner:
 
     def _chances(self, sequence: Sequence, assignment: Assignment) -> list[float]:
         """How likely each token that could be drafted is to be committed; 1 for those that are drafted whatever they cost."""
-        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_draft_tokens
+        fixed, most = sequence.request.speculation.draft_tokens, assignment.drafter.hello.max_draft_tokens
         if fixed is not None or assignment.pause.probing:
             return [1.0] * min(1 if fixed is None else fixed, most)
         return assignment.rate.survival[: min(self._limit, most)]
@@ -246,7 +246,7 @@ class Planner:
 
     def depth_for(self, sequence: Sequence, assignment: Assignment, price: float | None = None) -> int:
         """Draft tokens of this drafter that are worth their place in a step, at the plan's price or another."""
-        fixed, most = sequence.request.speculation.depth, assignment.drafter.hello.max_draft_tokens
+        fixed, most = sequence.request.speculation.draft_tokens, assignment.drafter.hello.max_draft_tokens
         if fixed is not None or self._by_limit:
             limit = self._limit if fixed is None else fixed
             return limit if limit < most else most

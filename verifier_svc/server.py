@@ -88,7 +88,7 @@ class Loader:
     def build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
         """The engine, ready to run; raises OutriderError when the target cannot be served."""
         settings = self._settings
-        policy = DepthPolicy.parse(settings.depth)
+        policy = DepthPolicy.parse(settings.draft_tokens)
         tokenizer = load_tokenizer(settings.target)
         identity = fingerprint(tokenizer)
         runner = ModelRunner.load(
@@ -112,7 +112,7 @@ class Loader:
             eos_token_ids=runner.eos_token_ids,
             dtype=str(runner.dtype).removeprefix("torch."),
             device=str(runner.device),
-            max_depth=policy.depth,
+            max_draft_tokens=policy.depth,
         )
         rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
         thinking_ids = _thinking_ids(tokenizer, settings.thinking_tokens)

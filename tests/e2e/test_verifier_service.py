@@ -40,7 +40,11 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "a temperature that is not a number": ({"sampling": SamplingParams(NAN)}, "sampling.temperature", "not nan"),
     "top_p of zero": ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p", r"must be in \(0, 1\], not 0.0"),
     "a negative top_k": ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k", r"must be in \[0, 4096\], not -1"),
-    "too great a depth": ({"speculation": SpeculationOptions(depth=65)}, "speculation.depth", r"must be in \[0, 64\], not 65"),
+    "too many draft tokens": (
+        {"speculation": SpeculationOptions(draft_tokens=65)},
+        "speculation.draft_tokens",
+        r"must be in \[0, 64\], not 65",
+    ),
     "an unknown drafter": ({"speculation": SpeculationOptions(drafter="nobody")}, "speculation.drafter", "must be one of"),
     "too long a tenant": ({"tenant": "x" * 200}, "tenant", "must be 0 to 128 printable characters"),
 }

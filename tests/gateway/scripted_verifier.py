@@ -117,6 +117,6 @@ def ready(fingerprint: str, vocab_size: int = 4096, **changes: Any) -> ModelInfo
         "eos_token_ids": (0, 3),
         "dtype": "float32",
         "device": "cpu",
-        "max_depth": 4,
+        "max_draft_tokens": 4,
     }
     return ModelInfo(**known | changes)

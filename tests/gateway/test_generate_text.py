@@ -82,12 +82,12 @@ async def test_the_three_forms_of_input_reach_the_verifier(rig: Rig) -> None:
 
 async def test_settings_reach_the_verifier(rig: Rig) -> None:
     sampling = common_pb2.SamplingParams(temperature=0.0, top_k=3, top_p=0.5, seed=2**63)
-    speculation = common_pb2.SpeculationOptions(enabled=False, drafter="ngram", depth=2)
+    speculation = common_pb2.SpeculationOptions(enabled=False, drafter="ngram", draft_tokens=2)
     await call(rig, GenerateTextRequest(prompt="x", max_tokens=9, sampling=sampling, speculation=speculation))
     await call(rig, GenerateTextRequest(prompt="x"))
     given, unset = rig.script.requests
     assert (given.max_tokens, given.sampling.greedy, given.sampling.top_k, given.sampling.seed) == (9, True, 3, 2**63)
-    assert (given.speculation.enabled, given.speculation.drafter, given.speculation.depth) == (False, "ngram", 2)
+    assert (given.speculation.enabled, given.speculation.drafter, given.speculation.draft_tokens) == (False, "ngram", 2)
     assert unset.max_tokens == 2048 - 1
 
 
@@ -112,7 +112,7 @@ async def test_stop_strings_end_the_text(rig: Rig) -> None:
         (GenerateTextRequest(prompt="x", sampling=common_pb2.SamplingParams(temperature=float("nan"))), "sampling.temperature"),
         (GenerateTextRequest(prompt="x", sampling=common_pb2.SamplingParams(top_k=-1)), "sampling.top_k"),
         (GenerateTextRequest(prompt="x", stop=[""]), "stop[0]"),
-        (GenerateTextRequest(prompt="x", speculation=common_pb2.SpeculationOptions(depth=99)), "speculation.depth"),
+        (GenerateTextRequest(prompt="x", speculation=common_pb2.SpeculationOptions(draft_tokens=99)), "speculation.draft_tokens"),
     ],
     ids=lambda value: str(value)[:40],
 )

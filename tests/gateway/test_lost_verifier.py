@@ -174,7 +174,7 @@ LIES: dict[str, Any] = {
     "garbage": lambda _: b"\xff" * 30,
     "no vocabulary": lambda prompts: _of(prompts, vocab_size=0),
     "a negative context": lambda prompts: _of(prompts, context_length=-1),
-    "endless depth": lambda prompts: _of(prompts, max_depth=2**31 - 1),
+    "endless depth": lambda prompts: _of(prompts, max_draft_tokens=2**31 - 1),
     "rates that are no numbers": _not_finite,
 }
 

@@ -98,14 +98,14 @@ async def test_parameters_reach_the_verifier(rig: Rig) -> None:
             "top_k": 9,
             "ignore_eos": True,
             "stop_token_ids": [5],
-            "speculation": {"enabled": True, "drafter": "ngram", "depth": 3},
+            "speculation": {"enabled": True, "drafter": "ngram", "draft_tokens": 3},
         },
     )
     [request] = rig.script.requests
     sampling, speculation = request.sampling, request.speculation
     assert (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.0, 0.5, 9)
     assert sampling.seed == 2**64 - 1
-    assert (speculation.enabled, speculation.drafter, speculation.depth) == (True, "ngram", 3)
+    assert (speculation.enabled, speculation.drafter, speculation.draft_tokens) == (True, "ngram", 3)
     assert (request.ignore_eos, request.stop_token_ids) == (True, {5})
 
 

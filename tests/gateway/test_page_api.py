@@ -15,7 +15,7 @@ from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenS
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STATS = SpeculationStats(
-    forward_count=2, draft_count=2, draft_token_count=6, accepted_token_count=3, histogram=[1, 0, 0, 1], max_depth=4
+    forward_count=2, draft_count=2, draft_token_count=6, accepted_token_count=3, histogram=[1, 0, 0, 1], max_draft_tokens=4
 )
 
 

@@ -203,7 +203,7 @@ def generate(
         thresholds = gc.get_threshold()
         gc.set_threshold(200_000, 50, 100)
         try:
-            _run(engine, laws, sampling, draws, seeded, speculation or SpeculationOptions(depth=5), texts)
+            _run(engine, laws, sampling, draws, seeded, speculation or SpeculationOptions(draft_tokens=5), texts)
         finally:
             gc.set_threshold(*thresholds)
     return np.array([[*tokens[:LENGTH], *[END] * (LENGTH - len(tokens))] for tokens in texts])

@@ -18,7 +18,7 @@ def test_logprobs_of_accepted_recovered_and_bonus_tokens_equal_a_rescoring_forwa
     chunks: dict[int, list[TokenChunk]] = {i: [] for i in range(40)}
     for found in chunks.values():
         request = TokenRequest(
-            PROMPT, 8, sampling=sampling, speculation=SpeculationOptions(depth=5), top_logprobs=5, min_chunk_tokens=3
+            PROMPT, 8, sampling=sampling, speculation=SpeculationOptions(draft_tokens=5), top_logprobs=5, min_chunk_tokens=3
         )
         engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test as well
     while engine.sequences:

@@ -1,7 +1,6 @@
 """The suffix family: proposes likely continuations of what it saw, each tenant's texts for itself."""
 
 import pytest
-
 from family_rig import Rig
 
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings

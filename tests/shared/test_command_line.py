@@ -49,11 +49,12 @@ def test_what_is_wrong_with_a_setting_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", ["models/target --depth auto", "--target models/target --depth=auto", "--depth auto models/target"]
+    "arguments",
+    ["models/target --draft-tokens auto", "--target models/target --draft-tokens=auto", "--draft-tokens auto models/target"],
 )
 def test_the_target_may_be_given_without_its_flag(arguments: str, served: list[ServeSettings]) -> None:
     assert invoke(app, "outrider", ["serve", *arguments.split()]) == 0
-    assert [(settings.target, settings.depth) for settings in served] == [("models/target", "auto")]
+    assert [(settings.target, settings.draft_tokens) for settings in served] == [("models/target", "auto")]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_drafters_settings_are_checked_before_anything_starts(
     ("content", "complaint"),
     [
         ("a: [1\n", "while parsing a flow sequence in"),
-        ("- a\n- b\n", "must have one setting and its value a line, as in depth: auto"),
+        ("- a\n- b\n", "must have one setting and its value a line, as in draft_tokens: auto"),
     ],
 )
 def test_a_file_that_holds_no_settings_is_named(

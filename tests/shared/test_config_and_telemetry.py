@@ -18,11 +18,11 @@ from outrider.stack import DrafterSpec, ServeSettings, plan_stack
 
 def test_flags_go_before_environment_and_that_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("target: from-file\ndepth: 1\nhttp_port: 1\n")
-    monkeypatch.setenv("OUTRIDER_DEPTH", "2")
+    file.write_text("target: from-file\ndraft_tokens: 1\nhttp_port: 1\n")
+    monkeypatch.setenv("OUTRIDER_DRAFT_TOKENS", "2")
     monkeypatch.setenv("OUTRIDER_HTTP_PORT", "2")
     settings = parse(ServeSettings, "serve", ["--config", str(file), "--http-port", "3"])
-    assert (settings.target, settings.depth, settings.http_port) == ("from-file", "2", 3)
+    assert (settings.target, settings.draft_tokens, settings.http_port) == ("from-file", "2", 3)
     monkeypatch.setenv("OUTRIDER_CONFIG", str(file))
     assert parse(ServeSettings, "serve", []).target == "from-file"
 
@@ -68,8 +68,8 @@ def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: lis
         ("bogus_key: 1\n", "serve: there is no setting bogus_key\n"),
         ("http_prot: 1\n", "serve: there is no setting http_prot (did you mean http_port?)\n"),
         ("dtype: float8\n", "serve: dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', not 'float8'\n"),
-        ("depth: many\n", "depth: must be goodput, goodput:MAX, auto or fixed:K"),
-        ("depth: 65\n", "with at most 64, not '65'"),
+        ("draft_tokens: many\n", "draft_tokens: must be goodput, goodput:MAX, auto or fixed:K"),
+        ("draft_tokens: 65\n", "with at most 64, not '65'"),
     ],
 )
 def test_a_file_with_unknown_or_wrong_settings_is_refused_by_name(

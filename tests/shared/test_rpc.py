@@ -15,7 +15,7 @@ from outrider import rpc
 from outrider.errors import OutriderError, Reason
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
-ERROR = OutriderError(Reason.OVERLOADED, "too much of depth", "speculation.depth", 2.5, {"limit": "4"})
+ERROR = OutriderError(Reason.OVERLOADED, "too much of depth", "speculation.draft_tokens", 2.5, {"limit": "4"})
 
 
 class Failing(verifier_pb2_grpc.VerifierServiceServicer):

@@ -249,7 +249,7 @@ def test_prompts_do_not_count_towards_the_batch() -> None:
 
 def test_a_request_that_names_its_depth_gets_it() -> None:
     engine = planned(0.05, accepted=0)
-    request = TokenRequest([1, 2], 100, GREEDY, speculation=SpeculationOptions(depth=5))
+    request = TokenRequest([1, 2], 100, GREEDY, speculation=SpeculationOptions(draft_tokens=5))
     sequence = engine.submit(request, Client())
     engine.step()
     assert engine.planner.depth_for(sequence, sequence.assignments["scripted"]) == 5

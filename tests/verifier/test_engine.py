@@ -357,7 +357,7 @@ def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
         (SpeculationOptions(drafter="y"), {"b"}),
         (SpeculationOptions(drafter="a"), {"a"}),
         (SpeculationOptions(enabled=False), set()),
-        (SpeculationOptions(depth=0), set()),
+        (SpeculationOptions(draft_tokens=0), set()),
     ):
         sequence = engine.submit(request([1], 5, speculation=options), Client())
         assert set(sequence.assignments) == expected
