@@ -83,6 +83,8 @@ class LawDrafter:
         self._sends_distributions = sends_distributions
         self._known = cache(lambda text: _Known.of(law(text), (claims or law)(text)))
         self._texts: dict[int, tuple[Rule, int, list[int]]] = {}
+        # Committed tokens of each sequence when it was opened, behind which its text begins.
+        self._opened: dict[int, int] = {}
         # What was guessed behind each text and still stands.
         self._guesses: dict[int, list[int]] = {}
         self._handle = engine.drafting.join(Hello("laws", "laws", "f", 8, distributions=offers), self._told)
@@ -97,6 +99,7 @@ class LawDrafter:
         asked = []
         for opened in step.opened:
             self._texts[opened.sequence_id] = opened.rule, opened.sampling.seed or 0, []
+            self._opened[opened.sequence_id] = len(opened.token_ids)
             asked.append(opened.sequence_id)
         for verdict in step.verdicts:
             new, number = verdict.new_token_ids, verdict.sequence_id
@@ -110,7 +113,8 @@ class LawDrafter:
         for number in asked:
             self._propose(number, noise.get(number))
         for closed in step.closed:
-            del self._texts[closed.sequence_id], self._guesses[closed.sequence_id]
+            for known in (self._texts, self._guesses, self._opened):
+                del known[closed.sequence_id]
 
     def _noise(self, sequence_ids: list[int]) -> dict[int, Law]:
         """The coupled noise of the next `MOST` positions of those that draw with it, [MOST, VOCAB] each."""
@@ -119,7 +123,8 @@ class LawDrafter:
         for number in coupled:
             _, seed, text = self._texts[number]
             seeds += [seed] * MOST
-            positions += range(len(PROMPT) + len(text), len(PROMPT) + len(text) + MOST)
+            length = self._opened[number] + len(text)
+            positions += range(length, length + MOST)
         if not coupled:
             return {}
         noise = coupled_exponentials(torch.from_numpy(coupled_keys(seeds, positions)), VOCAB).numpy()
@@ -139,7 +144,7 @@ class LawDrafter:
         self._guesses[sequence_id] = tokens
         if tokens:
             sends = rule is Rule.SPARSE or self._sends_distributions
-            length = len(PROMPT) + len(text)
+            length = self._opened[sequence_id] + len(text)
             self._batch.proposals.append(Proposal(sequence_id, length, list(tokens), [], distributions if sends else []))
             if self._branches:
                 self._propose_branches(sequence_id, length, tokens)
@@ -198,7 +203,7 @@ def generate(
     texts: list[list[int]] = [[] for _ in range(draws)]
     # The engine would draw a seed from the system; here the test has to come out the same each time.
     own = np.random.default_rng(seed + 1)
-    with mock.patch("verifier_svc.engine.secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))):
+    with mock.patch("secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))):
         # A third of the time would go into looking for cycles among what all these requests hold.
         thresholds = gc.get_threshold()
         gc.set_threshold(200_000, 50, 100)
