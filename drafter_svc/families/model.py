@@ -143,9 +143,9 @@ class ModelFamily(Family):
         matched = standing - draft.committed_count
         draft.committed_count = len(sequence.tokens)
         draft.foreign |= self._is_foreign(new)
-        if matched == len(new):
+        if matched >= len(new):
             branch = None
-            del draft.others[:matched]
+            del draft.others[: len(new)]
         else:
             branch = draft.branches.get((matched, new[matched])) if sequence.guesses else None
             # Nothing is remembered besides the guesses of a branch.

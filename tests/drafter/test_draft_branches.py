@@ -1,4 +1,4 @@
-"""The draft model prepares for outcomes: branches are what it would write there, and one that comes true becomes the chain."""
+"""The draft model prepares branches: they are what it would write there, and one that comes true becomes the chain."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from family_rig import Rig
 
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import Opened, Proposal, Rule, SamplingParams, Verdict, Window
+from outrider.messages import Opened, Proposal, Rule, SamplingParams, Window
 from outrider.tokenizer import load_tokenizer
-from verifier_svc.trie import Trie
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
 PROMPT = "class Node:\n    def __init__(self, value, children):\n        self.value ="
 DEPTH = 4
-WINDOW = Window(node_count=100, depth=9)
+WINDOW = Window(token_count=100, depth=9)
 
 
 @pytest.fixture(scope="module")
@@ -41,98 +42,149 @@ def prompt() -> list[int]:
     return load_tokenizer(MODEL).encode(PROMPT).ids
 
 
+def greedy_logits(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int]) -> torch.Tensor:
+    """What the model thinks of what follows `text`, [V], with nothing kept from before."""
+    pages = list(range(400, 400 + -(-len(text) // runner.page_size)))
+    return thread.submit(runner.forward, [Slice(text, 0, pages, 1)]).result()[0]
+
+
 def greedy(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int], count: int) -> list[int]:
-    """What the model writes after `text`, with nothing kept from one token to the next."""
+    """What the model writes after `text`."""
     tokens = list(text)
     for _ in range(count):
-        pages = list(range(400, 400 + -(-len(tokens) // runner.page_size)))
-        logits = thread.submit(runner.forward, [Slice(tokens, 0, pages, 1)]).result()
-        tokens.append(int(logits.argmax()))
+        tokens.append(int(greedy_logits(runner, thread, tokens).argmax()))
     return tokens[len(text) :]
 
 
 def opened(tokens: list[int], window: Window = WINDOW, sampling: SamplingParams | None = None, rule: Rule = Rule.ONE_HOT) -> Opened:
-    return Opened(1, 0, tokens, sampling or SamplingParams(0.0), rule, window, DEPTH)
+    return Opened(1, tokens, sampling or SamplingParams(0.0), rule, window, DEPTH)
 
 
-async def everything(family: ModelFamily, trie: Trie) -> list[Proposal]:
-    """All that is proposed until the next verdict, taken by a trie that checks the window."""
-    said: list[Proposal] = []
-    while proposals := (await family.draft(lambda: False)).proposals:
-        for proposal in proposals:
-            trie.add(proposal)
-        said += proposals
-    return said
+def _chain_length(proposal: Proposal) -> int:
+    """How many of a proposal's tokens are its first path; a branch begins below an earlier one."""
+    return next((i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids))
+
+
+async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
+    """All branches that are proposed until the next verdict, with their places; the window is kept."""
+    found: list[tuple[int, list[int]]] = []
+    window = rig.session.sequences[1].window
+    for proposal in (await rig.drafts()).proposals:
+        first = _chain_length(proposal)
+        for token, parent in zip(proposal.token_ids[first:], proposal.parents[first:], strict=True):
+            if parent < first:
+                found.append((parent, [token]))
+            else:
+                found[-1][1].append(token)
+    count = len(rig.guesses(1)) + sum(len(run) for _, run in found)
+    assert count <= window.token_count
+    assert all(at + len(run) <= window.depth for at, run in found)
+    return found
 
 
 @pytest.mark.parametrize("rule", [Rule.ONE_HOT, Rule.SPARSE])
 async def test_branches_are_what_the_model_would_write_there(
     rule: Rule, family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
-    """Beside a sampled chain as well: as its law goes with no branch, what is drawn there would count as the likeliest."""
-    family.open(opened(prompt, sampling=SamplingParams(1.0 if rule is Rule.SPARSE else 0.0, seed=3), rule=rule))
-    trie = Trie(WINDOW)
-    said = await everything(family, trie)
-    chain = trie.path(WINDOW.depth).token_ids
+    """Beside a sampled chain as well: as its distribution goes with no branch, what is drawn there would count as the likeliest."""
+    rig = Rig(family)
+    rig.open(opened(prompt, sampling=SamplingParams(1.0 if rule is Rule.SPARSE else 0.0, seed=3), rule=rule))
+    branches, chain = await branches_of(rig), rig.guesses(1)
     assert (chain == greedy(runner, thread, prompt, WINDOW.depth)) is (rule is Rule.ONE_HOT)
-    places = {0: 0, **{number: i + 1 for i, number in enumerate(trie.favourites())}}
-    branches = [proposal for proposal in said if proposal.first_node not in places]
     assert branches
-    for branch in branches:
-        before = [*prompt, *chain[: places[branch.parent_node]], branch.token_ids[0]]
-        assert branch.token_ids[1:] == greedy(runner, thread, before, len(branch.token_ids) - 1)
+    for at, run in branches:
+        assert run[0] != chain[at]
+        assert run[1:] == greedy(runner, thread, [*prompt, *chain[:at], run[0]], len(run) - 1)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
-async def test_an_outcome_that_comes_true_goes_on_as_if_it_had_been_the_chain(
+async def test_a_branch_that_comes_true_goes_on_as_if_it_had_been_the_chain(
     place: int, family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
     family._branch_count = 12
-    family.open(opened(prompt))
-    trie = Trie(WINDOW)
-    said = await everything(family, trie)
-    chain = trie.path(WINDOW.depth).token_ids
-    numbers = [0, *trie.favourites()]
-    branch = next(p for p in said if p.parent_node == numbers[place] and p.token_ids[0] != chain[place])
-    new = [*chain[:place], branch.token_ids[0]]
-    walk = trie.advance(new)
-    assert (walk.hit.value, trie.path(9).token_ids) == ("outcome", branch.token_ids[1:])
-    family.verdict(Verdict(1, trie.epoch, trie.root, len(prompt) + len(new), walk.matched, new))
-    await everything(family, trie)
-    expected = greedy(runner, thread, [*prompt, *new], WINDOW.depth)
-    assert trie.path(WINDOW.depth).token_ids == expected
-    family.close(1)
+    rig = Rig(family)
+    rig.open(opened(prompt))
+    branches = await branches_of(rig)
+    run = next(run for at, run in branches if at == place)
+    new = [*rig.guesses(1)[:place], run[0]]
+    rig.commit(1, *new)
+    assert rig.guesses(1) == run[1:]
+    await rig.drafts()
+    assert rig.guesses(1) == greedy(runner, thread, [*prompt, *new], WINDOW.depth)
+    rig.close(1)
     family._pool.check_integrity()
+
+
+async def test_behind_a_branch_that_came_true_branches_are_prepared_where_their_tokens_belong(
+    family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
+) -> None:
+    """The model remembers other tokens for guesses that were the chain's when they were made, and none for those of a branch."""
+    family._branch_count = 12
+    rig = Rig(family)
+    rig.open(opened(prompt))
+    branches = await branches_of(rig)
+    at, run = branches[0]
+    new = [*rig.guesses(1)[:at], run[0]]
+    rig.commit(1, *new)
+    assert len(family._drafts[1].others) == len(rig.guesses(1)) == len(run) - 1
+    later, chain = await branches_of(rig), rig.guesses(1)
+    for at, run in later:
+        logits = greedy_logits(runner, thread, [*prompt, *new, *chain[:at]])
+        assert run[0] in logits.topk(4).indices
 
 
 async def test_a_miss_that_nobody_foresaw_gives_every_page_back(
     family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
-    family.open(opened(prompt))
-    trie = Trie(WINDOW)
-    await everything(family, trie)
-    new = [next(token for token in range(100, 200) if trie.advance([token]).hit.value == "miss")]
-    family.verdict(Verdict(1, 1, 0, len(prompt) + 1, 0, new))
-    trie = Trie(WINDOW)
-    trie.advance(new)
-    await everything(family, trie)
-    assert trie.path(9).token_ids == greedy(runner, thread, [*prompt, *new], WINDOW.depth)
-    family.close(1)
+    rig = Rig(family)
+    rig.open(opened(prompt))
+    branches = await branches_of(rig)
+    known = {rig.guesses(1)[0], *(run[0] for at, run in branches if at == 0)}
+    new = next(token for token in range(100, 200) if token not in known)
+    rig.commit(1, new)
+    assert rig.guesses(1) == []
+    await rig.drafts()
+    assert rig.guesses(1) == greedy(runner, thread, [*prompt, new], WINDOW.depth)
+    rig.close(1)
+    family._pool.check_integrity()
+    assert family._pool.used_count == 0
+
+
+async def test_branches_of_a_round_that_failed_give_their_pages_back(
+    family: ModelFamily, runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round fails once, and the session asks again."""
+    rig = Rig(family)
+    rig.open(opened(prompt))
+    await rig.draft()
+    forward, failures = runner.forward, iter([ZeroDivisionError("planted")])
+
+    def failing(slices: list[Slice]) -> torch.Tensor:
+        for failure in failures:
+            raise failure
+        return forward(slices)
+
+    monkeypatch.setattr(runner, "forward", failing)
+    assert await branches_of(rig)
+    assert not rig.abandoned
+    rig.close(1)
     family._pool.check_integrity()
     assert family._pool.used_count == 0
 
 
 async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(family: ModelFamily, prompt: list[int]) -> None:
-    window = Window(DEPTH, DEPTH)
-    family.open(opened(prompt, window))
-    assert len(await everything(family, Trie(window))) == 1
+    rig = Rig(family)
+    rig.open(opened(prompt, Window(DEPTH, DEPTH)))
+    assert await branches_of(rig) == []
+    assert len(rig.guesses(1)) == DEPTH
 
 
 @pytest.mark.parametrize("rule", [Rule.SPARSE, Rule.COUPLED])
-async def test_outcomes_of_sampled_drafts_are_never_taken_for_samples(rule: Rule, family: ModelFamily, prompt: list[int]) -> None:
+async def test_branches_of_sampled_drafts_are_never_taken_for_samples(rule: Rule, family: ModelFamily, prompt: list[int]) -> None:
     """A path that mixes a sample with a choice would bias the output if it were judged as sampled."""
-    family.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), rule=rule))
-    trie = Trie(WINDOW)
-    said = await everything(family, trie)
-    chain = set(trie.favourites())
-    assert all(not p.distributions for p in said if p.first_node not in chain)
+    rig = Rig(family)
+    rig.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), rule=rule))
+    said = (await rig.drafts()).proposals
+    assert any(proposal.parents for proposal in said)
+    for proposal in said:
+        assert not any(proposal.distributions[_chain_length(proposal) :])

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from family_rig import Rig
 
-from drafter_svc.families.base import Failures, Family
+from drafter_svc.families.base import Family
 from drafter_svc.families.model import ModelFamily
 from drafter_svc.families.ngram import NgramFamily
-from drafter_svc.families.suffix import SuffixFamily, SuffixOptions
+from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from drafter_svc.pools.memory import NgramOptions
 from outrider.grammar import GrammarCompiler
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import DraftBatch, Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, Verdict, Window
+from outrider.messages import Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, Window
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
@@ -25,28 +26,11 @@ REPEATING = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
 WINDOW = Window(32, 8)
 
 
-def never() -> bool:
-    return False
-
-
 def opened(
     sequence_id: int, tokens: list[int], sampling: SamplingParams | None = None, rule: Rule = Rule.ONE_HOT, **more: Any
 ) -> Opened:
     sampling = sampling or SamplingParams(temperature=0.0)
-    return Opened(sequence_id, 0, list(tokens), sampling, rule, WINDOW, 4, prompt_length=len(tokens), **more)
-
-
-async def drafted(family: Family) -> DraftBatch:
-    """All that is said until the next verdict."""
-    said = DraftBatch()
-    while (batch := await family.draft(never)).proposals or batch.skips:
-        said.proposals += batch.proposals
-        said.skips += batch.skips
-    return said
-
-
-def tokens_of(batch: DraftBatch, sequence_id: int) -> list[int]:
-    return [token for run in batch.proposals if run.sequence_id == sequence_id for token in run.token_ids]
+    return Opened(sequence_id, list(tokens), sampling, rule, WINDOW, 4, prompt_length=len(tokens), **more)
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +62,13 @@ def family(request: pytest.FixtureRequest) -> Family:
     if request.param == "ngram":
         return NgramFamily(NgramOptions(), 1000)
     pytest.importorskip("arctic_inference")
-    return SuffixFamily(SuffixOptions())
+    return SuffixFamily(SuffixSettings())
 
 
 def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int) -> None:
     """Let drafting the sequence fail, where the family does it."""
     if isinstance(family, ModelFamily):
-        runner, tokens = family._runner, set(family._drafts[sequence_id].chain.tokens)
+        runner, tokens = family._runner, set(family._drafts[sequence_id].sequence.tokens)
 
         def breaking(work: Callable[..., Any]) -> Callable[..., Any]:
             def call(slices: Sequence[Slice], *more: Any) -> Any:
@@ -108,43 +92,30 @@ async def test_a_sequence_that_fails_loses_its_drafts_and_the_others_keep_theirs
     family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = [token + 100 for token in REPEATING]
-    family.open(opened(1, REPEATING))
-    expected = tokens_of(await drafted(family), 1)
-    family.close(1)
+    rig = Rig(family)
+    rig.open(opened(1, REPEATING))
+    await rig.drafts()
+    expected = rig.guesses(1)
+    rig.close(1)
     assert expected
     for sequence_id in (2, 4, 5):
-        family.open(opened(sequence_id, [token + sequence_id for token in other]))
-    family.open(opened(3, REPEATING))
+        rig.open(opened(sequence_id, [token + sequence_id for token in other]))
+    rig.open(opened(3, REPEATING))
     break_one(family, monkeypatch, 4)
-    batch = await drafted(family)
-    assert family.failures.sequence_ids == {4}
-    assert tokens_of(batch, 3) == expected
-    assert tokens_of(batch, 2)
-    assert tokens_of(batch, 5)
-    assert not tokens_of(batch, 4)
+    said = await rig.drafts()
+    assert rig.abandoned == {4}
+    assert rig.guesses(3) == expected
+    assert {proposal.sequence_id for proposal in said.proposals} == {2, 3, 5}
+    assert Skip(4, len(other)) in said.skips
     assert caplog.text.count("is not drafted for") == 1
     assert "Traceback" in caplog.text
-    # It is as if it was never opened: what comes for it is ignored, and the others go on.
-    family.verdict(Verdict(4, 1, 0, len(other) + 1, 0, [1]))
-    family.verdict(Verdict(3, 1, 0, len(REPEATING) + 1, 0, [expected[0] + 1]))
-    family.close(4)
-    await drafted(family)
-    assert family.failures.sequence_ids == {4}
-
-
-def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    dropped: list[int] = []
-    failures = Failures(dropped.append)
-
-    def fail(kind: type[Exception]) -> None:
-        raise kind("planted")
-
-    for sequence_id in range(6):
-        with failures.of(sequence_id):
-            fail(ValueError if sequence_id % 2 else KeyError)
-    assert dropped == [0, 1, 2, 3, 4, 5]
-    assert failures.sequence_ids == {0, 1, 2, 3, 4, 5}
-    assert len(caplog.records) == 2
+    # The family hears no more of it, it is skipped after each verdict, and the others go on.
+    rig.commit(4, 1)
+    rig.commit(3, expected[0] + 1)
+    assert Skip(4, len(other) + 1) in (await rig.drafts()).skips
+    rig.close(4)
+    await rig.drafts()
+    assert not rig.abandoned
 
 
 async def test_a_device_that_failed_is_no_sequences_fault(
@@ -153,12 +124,12 @@ async def test_a_device_that_failed_is_no_sequences_fault(
     def lost(*_: Any) -> Any:
         raise torch.AcceleratorError("device lost")
 
-    family = make_model()
-    family.open(opened(1, REPEATING))
+    rig = Rig(make_model())
+    rig.open(opened(1, REPEATING))
     monkeypatch.setattr(runner, "forward", lost)
     with pytest.raises(torch.AcceleratorError):
-        await family.draft(never)
-    assert not family.failures.sequence_ids
+        await rig.draft()
+    assert not rig.abandoned
 
 
 SAMPLED = SamplingParams(temperature=1.0)
@@ -173,22 +144,23 @@ def banned(text: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("rule", list(Rule))
 async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(make_model: Callable[[], ModelFamily], rule: Rule) -> None:
-    family = make_model()
-    family.open(opened(1, REPEATING))
-    expected = tokens_of(await drafted(family), 1)
-    family.close(1)
+    rig = Rig(make_model())
+    rig.open(opened(1, REPEATING))
+    await rig.drafts()
+    expected = rig.guesses(1)
+    rig.close(1)
     choice = Grammar(GrammarKind.CHOICE, choices=("yes",))
     impossible = SamplingParams(temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=banned("yes"))
-    family.open(opened(2, REPEATING, impossible, rule, grammar=choice))
-    family.open(opened(3, REPEATING))
-    batch = await drafted(family)
-    assert tokens_of(batch, 3) == expected
-    assert not tokens_of(batch, 2)
-    assert batch.skips == [Skip(2, 0, 0)]
-    assert not family.failures.sequence_ids
+    rig.open(opened(2, REPEATING, impossible, rule, grammar=choice))
+    rig.open(opened(3, REPEATING))
+    said = await rig.drafts()
+    assert rig.guesses(3) == expected
+    assert rig.guesses(2) == []
+    assert said.skips == [Skip(2, len(REPEATING))]
+    assert not rig.abandoned
     # The target cannot go on either; were it to, the draft model would.
-    family.verdict(Verdict(2, 1, 0, len(REPEATING) + 1, 0, [3]))
-    assert not [skip for skip in (await drafted(family)).skips if skip.sequence_id != 2]
+    rig.commit(2, 3)
+    assert not [skip for skip in (await rig.drafts()).skips if skip.sequence_id != 2]
 
 
 @pytest.mark.parametrize("rule", list(Rule))
@@ -198,19 +170,18 @@ async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_v
     """The choice's end is banned, so that after some tokens of it nothing is left."""
     tokenizer = load_tokenizer(MODEL)
     last = tuple(token for token in range(tokenizer.get_vocab_size()) if "z" in tokenizer.decode([token]))
-    family = make_model()
+    rig = Rig(make_model())
     choice = Grammar(GrammarKind.CHOICE, choices=("abz",))
     sampling = SamplingParams(temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=last)
-    family.open(opened(1, REPEATING, sampling, rule, grammar=choice))
-    batch = await drafted(family)
-    guessed = tokens_of(batch, 1)
+    rig.open(opened(1, REPEATING, sampling, rule, grammar=choice))
+    said = await rig.drafts()
+    guessed = rig.guesses(1)
     assert tokenizer.decode(guessed) == "ab"
-    assert batch.skips == [Skip(1, 0, len(guessed))]
-    # All of it stands and the epoch is raised, as when it came late: it is offered again, and there is still nothing behind it.
-    family.verdict(Verdict(1, 1, 0, len(REPEATING), 0, []))
-    batch = await drafted(family)
-    assert tokens_of(batch, 1) == guessed
-    assert batch.skips == [Skip(1, 1, len(guessed))]
+    assert said.skips == [Skip(1, len(REPEATING))]
+    # What is left of it stands behind the next verdict, and there is still nothing behind it.
+    rig.commit(1, guessed[0])
+    assert (await rig.drafts()).skips == [Skip(1, len(REPEATING) + 1)]
+    assert rig.guesses(1) == guessed[1:]
 
 
 async def test_logits_that_are_no_numbers_are_no_guess(
@@ -224,10 +195,10 @@ async def test_logits_that_are_no_numbers_are_no_guess(
         return logits_RV
 
     monkeypatch.setattr(runner, "forward", overflowing)
-    family = make_model()
-    family.open(opened(1, REPEATING, SAMPLED, Rule.SPARSE))
-    family.open(opened(2, REPEATING, SAMPLED, Rule.SPARSE))
-    batch = await family.draft(never)
-    assert not tokens_of(batch, 1)
-    assert tokens_of(batch, 2)
-    assert not family.failures.sequence_ids
+    rig = Rig(make_model())
+    rig.open(opened(1, REPEATING, SAMPLED, Rule.SPARSE))
+    rig.open(opened(2, REPEATING, SAMPLED, Rule.SPARSE))
+    await rig.draft()
+    assert rig.guesses(1) == []
+    assert rig.guesses(2)
+    assert not rig.abandoned
