@@ -75,9 +75,8 @@ def test_the_trie_and_the_scheduler_know_no_torch() -> None:
 
 
 def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
-    """But for when a drafter's message arrived, which the draft stream notes."""
     for path in sources("verifier_svc"):
-        assert "time" not in roots(path) or path.name == "draft_streams.py", path
+        assert "time" not in roots(path), path
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from outrider.messages import (
     Verdict,
     Window,
 )
-from verifier_svc.engine import Engine, Limits
+from verifier_svc.engine import Engine
+from verifier_svc.target import Limits
 from verifier_svc.trie import Trie
 
 
