@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.drafter_table import DRAFTER_MUTANTS
 from tests.mutants.mutant import Mutant
 
 ACCEPTANCE, BLOCK, TOKEN_WISE = "verifier_svc/acceptance.py", "verifier_svc/rules/block.py", "verifier_svc/rules/token_wise.py"
@@ -13,7 +14,6 @@ VERIFICATION, RULE_CHOICE, GRAMMAR_MASKS = (
 TRIE, COMMIT, DRAFTING = "verifier_svc/trie.py", "verifier_svc/commit.py", "verifier_svc/drafting.py"
 ADMISSION = "verifier_svc/admission.py"
 SAMPLING, LOGITS, PAGES = "outrider/sampling.py", "outrider/logits.py", "outrider/lm/pages.py"
-DRAFT_SEQUENCE, MODEL = "drafter_svc/draft_sequence.py", "drafter_svc/families/model.py"
 
 EXACT = ("tests/losslessness/test_exact_step.py",)
 COINS = ("tests/losslessness/test_acceptance.py::test_coins_that_were_looked_at_once_decide_nothing_again",)
@@ -22,22 +22,9 @@ RULES = ("tests/verifier/test_rules.py",)
 COUPLING = ("tests/shared/test_coupling.py",)
 LAWS = "tests/losslessness/test_losslessness.py"
 TRAFFIC = "tests/losslessness/test_traffic.py"
-REAL_MODEL = ("tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",)
 TRIES = ("tests/verifier/test_trie.py",)
-DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
 ENGINES = ("tests/verifier/test_engine.py",)
 POOLS = ("tests/lm/test_pages.py",)
-DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
-
-_UNSURE = """            self._forward(drafts)
-            for draft in drafts:
-                law = draft.distributions[-1] if draft.distributions else None
-                if law is not None and len(draft.run) > 1 and law.probabilities[law.token_ids == draft.run[-1]][0] < 0.3:
-                    for gathered in (draft.run, draft.distributions, draft.others):
-                        gathered.pop()
-                    goals[id(draft)] = len(draft.run)
-                    self._pool.truncate(draft.kv, draft.length - 1)
-"""
 
 MUTANTS = (
     # --- verifying a draft ---
@@ -402,55 +389,5 @@ MUTANTS = (
         "self._favourites = node, left, self._skipped, None",
         TRIES,
     ),
-    Mutant(
-        "C1",
-        "branches do not move along with a commit",
-        DRAFT_SEQUENCE,
-        "(at - matched, token): branch",
-        "(at, token): branch",
-        DRAFT_SEQUENCES,
-    ),
-    Mutant(
-        "C2",
-        "of a branch that was committed one token is passed over, not all",
-        DRAFT_SEQUENCE,
-        "branch.tokens[len(tokens) :]",
-        "branch.tokens[1:]",
-        DRAFT_SEQUENCES,
-    ),
-    Mutant(
-        "C3",
-        "a repeated chain has its distributions beside other tokens",
-        DRAFT_SEQUENCE,
-        "[None] * (count - len(self._unsent)) + self._unsent",
-        "self._unsent + [None] * (count - len(self._unsent))",
-        DRAFT_SEQUENCES,
-    ),
-    # --- the draft model ---
-    Mutant("D1", "the draft model draws twice with one number", MODEL, "draft.draw_count += 1", "pass", DRAFT_MODEL),
-    Mutant(
-        "D2",
-        "the draft model draws from another law than it claims",
-        MODEL,
-        "picks = inverse_cdf(top_RE,",
-        "picks = inverse_cdf(top_RE**1.3,",
-        REAL_MODEL,
-    ),
-    Mutant(
-        "D3",
-        "a sequence's number is the seed of its drafts",
-        MODEL,
-        "else secrets.randbits(64)",
-        "else opened.sequence_id",
-        DRAFT_MODEL,
-    ),
-    Mutant(
-        "D5",
-        "outcomes are sampled, and count as the likeliest",
-        MODEL,
-        "greedy = self.chain.opened.sampling.greedy or (self.at is not None and self.chain.opened.rule is Rule.SPARSE)",
-        "greedy = self.chain.opened.sampling.greedy",
-        ("tests/drafter/test_draft_branches.py",),
-    ),
-    Mutant("D6", "the draft model drops tokens it is unsure of", MODEL, "            self._forward(drafts)\n", _UNSURE, REAL_MODEL),
+    *DRAFTER_MUTANTS,
 )

@@ -35,7 +35,7 @@ def test_a_policy_is_named_with_its_bound(text: str, policy: DepthPolicy) -> Non
 
 @pytest.mark.parametrize("text", ["", "fast", "auto:3", "fixed", "fixed:x", "fixed:65", "goodput:-1"])
 def test_anything_else_is_refused_by_name(text: str) -> None:
-    with pytest.raises(OutriderError, match="depth must be goodput, goodput:MAX, auto or fixed:K, with at most 64"):
+    with pytest.raises(OutriderError, match="draft_tokens must be goodput, goodput:MAX, auto or fixed:K, with at most 64"):
         DepthPolicy.parse(text)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import NgramOptions
+from drafter_svc.session import DraftSession
 from outrider import wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
@@ -96,23 +97,17 @@ def refused_by_field() -> Iterator[None]:
 
 
 async def draft(said: list[bytes]) -> None:
-    """Have a family follow what a verifier said; a refusal begins a new stream."""
-    family = NgramFamily(NgramOptions(), 100)
+    """Have a drafter follow what a verifier said; a refusal begins a new stream."""
+    session = DraftSession(NgramFamily(NgramOptions(), 100))
     for data in said:
         try:
             response = verifier_pb2.StreamDraftsResponse.FromString(data)
-            step = wire.step_from_proto(response.step, VOCAB)
-            for opened in step.opened:
-                family.open(opened)
-            for verdict in step.verdicts:
-                family.verdict(verdict)
-            batch = await family.draft(lambda: False)
+            session.apply(wire.step_from_proto(response.step, VOCAB))
+            batch = await session.round(lambda: False)
             wire.drafts_from_proto(wire.drafts_to_proto(batch), VOCAB)
-            for closed in step.closed:
-                family.close(closed.sequence_id)
         except (DecodeError, OutriderError):
-            family = NgramFamily(NgramOptions(), 100)
-        assert not family.failures.sequence_ids
+            session = DraftSession(NgramFamily(NgramOptions(), 100))
+        assert session.abandoned_count == 0
 
 
 @BOUNDED

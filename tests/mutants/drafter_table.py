@@ -1,0 +1,91 @@
+"""The bugs that `python -m tests.mutants` plants on the drafters' side."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+DRAFT_SEQUENCE, MODEL = "drafter_svc/draft_sequence.py", "drafter_svc/families/model.py"
+FORWARDS, CACHED_DRAFT = "drafter_svc/families/forwards.py", "drafter_svc/families/cached_draft.py"
+DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
+DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
+REAL_MODEL = ("tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",)
+
+_UNSURE = """                self._forward(active)
+                for draft in active:
+                    guesses, unsent = draft.sequence.guesses, draft.sequence._unsent
+                    law = unsent[-1] if unsent else None
+                    if law is None or len(guesses) < 2 or law.probabilities[law.token_ids == guesses[-1]][0] >= 0.3:
+                        continue
+                    for gathered in (guesses, unsent, draft.others):
+                        gathered.pop()
+                    draft.goal = draft.guess_count
+                    self._pool.truncate(draft.kv, draft.length - 1)
+"""
+
+DRAFTER_MUTANTS = (
+    Mutant(
+        "C1",
+        "branches do not move along with a commit",
+        DRAFT_SEQUENCE,
+        "(at - matched, token): branch",
+        "(at, token): branch",
+        DRAFT_SEQUENCES,
+    ),
+    Mutant(
+        "C2",
+        "of a branch that was committed one token is passed over, not all",
+        DRAFT_SEQUENCE,
+        "branch.tokens[len(tokens) :]",
+        "branch.tokens[1:]",
+        DRAFT_SEQUENCES,
+    ),
+    Mutant(
+        "C3",
+        "a repeated chain has its distributions beside other tokens",
+        DRAFT_SEQUENCE,
+        "[None] * (count - len(self._unsent)) + self._unsent",
+        "self._unsent + [None] * (count - len(self._unsent))",
+        DRAFT_SEQUENCES,
+    ),
+    # --- the draft model ---
+    Mutant(
+        "D1",
+        "the draft model draws twice with one number",
+        CACHED_DRAFT,
+        "self.draw_count += distribution is not None",
+        "pass",
+        DRAFT_MODEL,
+    ),
+    Mutant(
+        "D2",
+        "the draft model draws from another law than it claims",
+        FORWARDS,
+        "picks = inverse_cdf(top_RE,",
+        "picks = inverse_cdf(top_RE**1.3,",
+        REAL_MODEL,
+    ),
+    Mutant(
+        "D3",
+        "a sequence's number is the seed of its drafts",
+        MODEL,
+        "else secrets.randbits(64)",
+        "else opened.sequence_id",
+        DRAFT_MODEL,
+    ),
+    Mutant(
+        "D5",
+        "branches are sampled, and count as the likeliest",
+        CACHED_DRAFT,
+        "if opened.sampling.greedy or (self.at is not None and opened.rule is Rule.SPARSE):",
+        "if opened.sampling.greedy:",
+        ("tests/drafter/test_draft_branches.py",),
+    ),
+    Mutant(
+        "D6",
+        "the draft model drops tokens it is unsure of",
+        FORWARDS,
+        "                self._forward(active)\n",
+        _UNSURE,
+        REAL_MODEL,
+    ),
+)
