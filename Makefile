@@ -14,7 +14,7 @@ serve: $(VENV)/installed
 
 # What has clients, servers and their time-outs runs one by one and mostly waits. What knows no clock runs beside it, at a
 # lower priority, and is shown when it has ended. At the lowest it would not run at all beside a machine's other work.
-TOGETHER := tests/losslessness tests/lm tests/shared tests/repo tests/verifier
+TOGETHER := tests/losslessness tests/lm tests/shared tests/repo tests/simulator tests/verifier
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -52,14 +53,24 @@ def demo(models: Path, max_tokens: int) -> int:
     return run(models, max_tokens)
 
 
-# The settings' own schema parses what follows.
+def _run_bench(module: str, arguments: tuple[str, ...]) -> int:
+    """Run a command of `bench`, which is no part of what `outrider` needs, and which parses the arguments by its own schema."""
+    status: int = import_module(module).main(list(arguments))
+    return status
+
+
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> int:
     """Measure tokens/s beside transformers' generate. `outrider bench --help` lists the options."""
-    from bench.__main__ import main as run
+    return _run_bench("bench.__main__", arguments)
 
-    return run(list(arguments))
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def simulate(arguments: tuple[str, ...]) -> int:
+    """Run engine, planner and drafters in virtual time. `outrider simulate --help` lists the options."""
+    return _run_bench("bench.simulator.__main__", arguments)
 
 
 @app.command()

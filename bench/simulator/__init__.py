@@ -1,0 +1,1 @@
+"""`outrider simulate`: the production engine, planner, tries and drafters' stream logic, run in virtual time."""

@@ -1,0 +1,33 @@
+"""`outrider simulate`: what a scenario comes to, in virtual time."""
+
+from __future__ import annotations
+
+import sys
+
+from bench.simulator.measured_costs import write_costs
+from bench.simulator.results import show
+from bench.simulator.scenario import Scenario
+from outrider.config import command
+from outrider.usage import invoke, refuse
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status."""
+    status: int = invoke(command(Scenario, "outrider simulate", _run), "outrider simulate", arguments)
+    return status
+
+
+def _run(scenario: Scenario) -> int:
+    if scenario.write_costs is not None:
+        write_costs(scenario.models, scenario.write_costs)
+        print(f"written: {scenario.write_costs}")
+        return 0
+    try:
+        show(scenario)
+    except ValueError as error:
+        refuse("outrider simulate", str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

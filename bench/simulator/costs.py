@@ -1,0 +1,100 @@
+"""What forwards, the host's work and drafting cost, in seconds: a table that was measured on a machine, or assumed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+DIRECTORY = Path(__file__).parent / "costs"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Forward(_Table):
+    """A measured forward of `sequences` sequences with `tokens` tokens each."""
+
+    sequences: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    seconds: float = Field(gt=0)
+
+
+class DraftingCost(_Table):
+    """What drafting takes: `round_s` for each round, and for each token of all sequences together by how many those are."""
+
+    round_s: float = Field(ge=0)
+    token_s: dict[int, float]
+    prompt_token_s: float = Field(0.0, ge=0)
+
+    def of_token(self, sequences: int) -> float:
+        """Seconds for one token of each of so many sequences."""
+        return _between(self.token_s, sequences)
+
+
+class Costs(_Table):
+    """A cost table. `source` says where the figures come from."""
+
+    source: str
+    forwards: list[Forward] = Field(min_length=1)
+    prompt_step_s: float = Field(ge=0)
+    """What a step with prompts takes besides."""
+    prompt_token_s: float = Field(ge=0)
+    """What each prompt token adds."""
+    host_step_s: float = Field(ge=0)
+    """The host's work for a step, and for each sequence in it."""
+    host_sequence_s: float = Field(ge=0)
+    drafting: dict[str, DraftingCost] = Field(default_factory=dict)
+    """By the name that a drafter's `cost` gives."""
+
+    _grid: dict[int, dict[int, float]] = PrivateAttr(default_factory=dict)
+    _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
+
+    def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
+        """Seconds of a forward of `sequences` sequences with `tokens` tokens in all, and of prompts besides."""
+        key = (sequences, tokens)
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = self._known[key] = self._interpolate(sequences, tokens) if sequences else 0.0
+        if prompt_tokens:
+            if not sequences:
+                seconds = self._interpolate(1, 1)
+            seconds += self.prompt_step_s + prompt_tokens * self.prompt_token_s
+        return seconds
+
+    def _interpolate(self, sequences: int, tokens: int) -> float:
+        if not self._grid:
+            for point in self.forwards:
+                self._grid.setdefault(point.sequences, {})[point.tokens] = point.seconds
+        each = tokens / sequences
+        return _between({count: _between(row, each) for count, row in self._grid.items()}, sequences)
+
+
+def _between(points: Mapping[int, float], x: float) -> float:
+    """The value at `x` on the line through the two points about it: flat before the first, going on beyond the last."""
+    xs = sorted(points)
+    if x <= xs[0] or len(xs) == 1:
+        return points[xs[0]]
+    i = min(bisect_left(xs, x), len(xs) - 1)
+    low, high = xs[i - 1], xs[i]
+    slope = max(points[high] - points[low], 0.0) / (high - low)
+    return points[low] + slope * (x - low)
+
+
+@cache
+def load(name: str) -> Costs:
+    """A table by the name of one that comes with the simulator, or by its path.
+
+    Raises ValueError where there is none or it is none.
+    """
+    path = DIRECTORY / f"{name}.json"
+    if not path.is_file():
+        path = Path(name)
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in DIRECTORY.glob("*.json")))
+        raise ValueError(f"costs must be {known} or a file, not {name!r}")
+    return Costs.model_validate_json(path.read_text())

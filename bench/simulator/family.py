@@ -1,0 +1,86 @@
+"""A family of drafters for the simulator: it knows the next token of a text as often as its acceptance says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from bench.simulator.costs import DraftingCost
+from bench.simulator.events import Work
+from bench.simulator.scenario import Acceptance
+from bench.simulator.world import VOCAB, Text, World
+from drafter_svc.draft_sequence import DraftSequence
+from drafter_svc.families.base import Family
+
+
+class SimulatedFamily(Family):
+    """Drafts like a draft model: one token of every sequence after the other, each pass taking its time."""
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        cost: DraftingCost,
+        slowness: float,
+        acceptance: Acceptance,
+        hard_acceptance: Acceptance | None,
+    ) -> None:
+        """`slowness` multiplies the cost."""
+        self.name = name
+        self.acceptance = acceptance
+        self._hard_acceptance = hard_acceptance
+        self._world = world
+        self._cost = cost
+        self._slowness = slowness
+        # Tokens that it has not read yet, by sequence.
+        self._unread: dict[int, int] = {}
+        self._takes_time = any(cost.token_s.values())
+        self.drafted_count = 0
+
+    def opened(self, sequence: DraftSequence) -> None:
+        self._unread[sequence.id] = len(sequence.tokens)
+
+    def committed(self, sequence: DraftSequence, standing: int) -> None:
+        self._unread[sequence.id] += max(0, len(sequence.tokens) - standing)
+
+    def closed(self, sequence: DraftSequence) -> None:
+        self._unread.pop(sequence.id, None)
+
+    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        goals = [sequence.goal for sequence in sequences]
+        # The last token of each is read with the pass that drafts.
+        unread = sum([max(0, self._unread[sequence.id] - 1) for sequence in sequences])
+        begins = self._slowness * (self._cost.round_s + unread * self._cost.prompt_token_s)
+        for sequence in sequences:
+            self._unread[sequence.id] = 0
+        passes = max(goals)
+        if begins > 0.0 or self._takes_time:
+            ends = accumulate([self._pass_s(goals, i) for i in range(passes)], initial=begins)
+            passes = await Work([*ends][1:])
+        for sequence, goal in zip(sequences, goals, strict=True):
+            self._extend(sequence, min(goal, passes))
+
+    def _pass_s(self, goals: list[int], number: int) -> float:
+        """Seconds of the pass that drafts one token for each sequence that wants more than `number`."""
+        return self._slowness * self._cost.of_token(len([goal for goal in goals if goal > number]))
+
+    def _extend(self, sequence: DraftSequence, count: int) -> None:
+        """Guess `count` further tokens; behind a wrong guess all are wrong."""
+        depth = len(sequence.guesses)
+        text = self._world.text_of(sequence.tokens, depth + count)
+        first = len(sequence.tokens) - text.prompt_length
+        true = text.tokens[first : first + depth + count]
+        right = sequence.guesses == true[:depth]
+        known = depth
+        while right and known < depth + count and self._knows(text, first + known, known):
+            known += 1
+        self.drafted_count += count
+        sequence.extend([*true[depth:known], *[(token + 1) % VOCAB for token in true[known:]]])
+
+    def _knows(self, text: Text, index: int, depth: int) -> bool:
+        by_kind = self.acceptance
+        if self._hard_acceptance is not None and text.hard[index]:
+            by_kind = self._hard_acceptance
+        rates = by_kind.get(text.kind) or by_kind.get("") or [0.0]
+        rate = rates[depth] if depth < len(rates) else rates[-1]
+        return self._world.luck(self.name, text, index) < rate

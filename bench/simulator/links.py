@@ -1,0 +1,60 @@
+"""The way between two processes: latency, jitter and bandwidth, in the order of sending as on a TCP connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from bench.simulator.events import Events
+from outrider.messages import DraftBatch, StepBatch
+
+# Rough sizes on the wire. A token id is a varint of one to three bytes.
+_MESSAGE_BYTES = 40
+_ENTRY_BYTES = 16
+_TOKEN_BYTES = 2
+
+
+class Link:
+    """One direction. All settings may change while messages are under way; those already sent arrive as they would have."""
+
+    def __init__(
+        self, events: Events, random: Random, latency_s: float = 0.0, jitter_s: float = 0.0, bytes_per_s: float = 0.0
+    ) -> None:
+        """A message takes `latency_s`, up to `jitter_s` more, and its share of `bytes_per_s` (0 is no limit).
+
+        `random` is the link's own, so that its jitter does not depend on other links.
+        """
+        self.latency_s = latency_s
+        self.jitter_s = jitter_s
+        self.bytes_per_s = bytes_per_s
+        self._events = events
+        self._random = random
+        self._free_at = 0.0
+        self._last_arrival = 0.0
+
+    def send(self, byte_count: int, deliver: Callable[[], object]) -> float:
+        """Have `deliver` run when a message that leaves now has arrived; returns when that is."""
+        now = self._events.now
+        transmitted = max(now, self._free_at)
+        if self.bytes_per_s > 0.0:
+            transmitted += byte_count / self.bytes_per_s
+        self._free_at = transmitted
+        late_s = self.jitter_s * self._random.random() if self.jitter_s > 0.0 else 0.0
+        arrival = max(transmitted + self.latency_s + late_s, self._last_arrival)
+        self._last_arrival = arrival
+        self._events.at(arrival, deliver)
+        return arrival
+
+
+def draft_bytes(batch: DraftBatch) -> int:
+    """About how many bytes a drafter's message has on the wire."""
+    tokens = sum([len(proposal.token_ids) + len(proposal.parents) for proposal in batch.proposals])
+    return _MESSAGE_BYTES + _ENTRY_BYTES * (len(batch.proposals) + len(batch.skips)) + _TOKEN_BYTES * tokens
+
+
+def step_bytes(step: StepBatch) -> int:
+    """About how many bytes a verifier's message has on the wire."""
+    tokens = sum([len(opened.token_ids) for opened in step.opened])
+    tokens += sum([len(verdict.new_token_ids) for verdict in step.verdicts])
+    entries = len(step.opened) + len(step.verdicts) + len(step.closed)
+    return _MESSAGE_BYTES + _ENTRY_BYTES * entries + _TOKEN_BYTES * tokens

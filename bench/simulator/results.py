@@ -1,0 +1,89 @@
+"""A simulation's results, as those of `outrider bench`: its tables, JSON, page and plots."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import Cell, Results, plot, tables, write
+from bench.simulator import costs
+from bench.simulator.scenario import Scenario
+from bench.simulator.simulation import Outcome, simulate
+
+PLAIN, DRAFTED = "simulated, plain", "simulated, drafted"
+_BASES = (PLAIN,)
+_COLUMNS = {
+    "proposed": "proposed_tokens",
+    "stale": "stale_tokens",
+    "cut": "cut_tokens",
+    "wasted": "wasted_tokens",
+    "drafts": "spec_decode_num_drafts",
+    "verified": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+}
+
+
+def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
+    """Simulate everything that a scenario asks for; by requests under way and way of decoding."""
+    found: dict[tuple[int, str], Outcome] = {}
+    for load in scenario.loads:
+        if scenario.baseline or not scenario.drafters:
+            found[load, PLAIN] = simulate(scenario, load, drafting=False)
+        if scenario.drafters:
+            found[load, DRAFTED] = simulate(scenario, load)
+    return found
+
+
+def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[str, Any]:
+    """What is written as JSON: the bench's record, with each outcome's own figures besides."""
+    return {
+        "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
+        "scenario": scenario.model_dump(mode="json", exclude={"config", "out", "models", "write_costs"}),
+        "pairs": {scenario.name: _results(scenario, found).as_json()},
+        "simulated": [{"batch": load, "way": way, **outcome.as_json()} for (load, way), outcome in found.items()],
+    }
+
+
+def show(scenario: Scenario) -> dict[str, Any]:
+    """Simulate, print tables, and write what `out` asks for; returns the record."""
+    found = outcomes(scenario)
+    results, written = _results(scenario, found), record(scenario, found)
+    console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
+    console.print(written["machine"], markup=False)
+    for table in (*tables(results, _BASES), *_drafters(found)):
+        console.print(table)
+    for outcome in found.values():
+        for error in outcome.errors[:1]:
+            console.print(f"{len(outcome.errors)} requests failed, the first one: {error}", markup=False)
+    if scenario.out is not None:
+        images = plot(results, _BASES) if find_spec("matplotlib") is not None else {}
+        for path in write(scenario.out, scenario.name, written, console, images):
+            print(f"written: {path}")
+    return written
+
+
+def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Results:
+    results = Results(scenario.name)
+    kind = ", ".join(filter(None, scenario.kinds)) or "any"
+    for (load, way), outcome in found.items():
+        results.add(Cell(kind, 0.0, load), way, outcome.sample)
+    return results
+
+
+def _drafters(found: dict[tuple[int, str], Outcome]) -> Iterator[Table]:
+    """What became of each drafter's tokens."""
+    table = Table(title="drafters: tokens by what became of them")
+    for name in ("drafter", "batch", *_COLUMNS, "acceptance"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    for (load, _), outcome in found.items():
+        for name, counters in sorted(outcome.drafters.items()):
+            counts = [counters.get(counter, 0.0) for counter in _COLUMNS.values()]
+            share = f"{counts[-1] / counts[-2]:.3f}" if counts[-2] else "–"
+            table.add_row(name, str(load), *(f"{count:.0f}" for count in counts), share)
+    if table.row_count:
+        yield table

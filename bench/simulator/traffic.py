@@ -1,0 +1,204 @@
+"""The clients of a simulation: who asks for what when, of which verifier, and what they got."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bench.simulator.events import Events
+from bench.simulator.scenario import Scenario
+from bench.simulator.verifier import VerifierActor
+from bench.simulator.world import Text, World
+from outrider.errors import OutriderError
+from outrider.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
+from verifier_svc.sequence import Sequence
+
+
+class _Arrival(BaseModel):
+    """A line of a recording."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    time: float = Field(ge=0)
+    prompt_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=1)
+    kind: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One client's request and what came of it. Times are in seconds."""
+
+    text: Text
+    sent_at: float
+    verifier: VerifierActor
+    received: list[int] = field(default_factory=list)
+    received_at: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many."""
+    sequence: Sequence | None = None
+    error: OutriderError | None = None
+    over: bool = False
+
+
+class Traffic:
+    """Sends requests to the verifier that has the fewest, by the scenario's law."""
+
+    def __init__(
+        self, events: Events, scenario: Scenario, load: int, world: World, verifiers: dict[str, VerifierActor], speculates: bool
+    ) -> None:
+        """`load` requests are kept under way where arrivals are closed; drafters are used only if it `speculates`."""
+        self.requests: list[Request] = []
+        self.resubmitted_count = 0
+        self.full_until = 0.0
+        """Until when as many requests were under way as there should be."""
+        self._events = events
+        self._scenario = scenario
+        self._load = load
+        self._world = world
+        self._verifiers = verifiers
+        self._speculates = speculates
+        self._numbers = count()
+        self._lengths = world.random("lengths")
+        self._latency_s = scenario.client_ms / 1000
+        self._stopped = False
+
+    def begin(self) -> None:
+        """Let the first requests come."""
+        scenario = self._scenario
+        if scenario.arrivals == "closed":
+            for _ in range(self._load):
+                self._next()
+        elif scenario.recording is not None:
+            for arrival in read_recording(scenario.recording):
+                self._events.at(arrival.time, lambda arrival=arrival: self._send(self._recorded(arrival)))  # type: ignore[misc]
+        else:
+            self._arrivals = self._world.random("arrivals")
+            self._poisson()
+
+    def stop(self) -> None:
+        """Send no more, and give up what is under way."""
+        self._stopped = True
+        for request in self.requests:
+            if not request.over:
+                self._cancel(request)
+
+    def move_from(self, verifier: VerifierActor) -> None:
+        """A verifier is gone: its requests go to others, which continue them."""
+        for request in self.requests:
+            if request.verifier is verifier and not request.over:
+                self.resubmitted_count += 1
+                self._submit(request)
+
+    @property
+    def all_over(self) -> bool:
+        return all(request.over for request in self.requests)
+
+    # --- new requests ---
+
+    def _next(self) -> None:
+        """A client of closed arrivals sends its next request, if there is one."""
+        total = None if self._scenario.waves is None else self._scenario.waves * self._load
+        if total is None or len(self.requests) < total:
+            self._send(self._text())
+        elif self.full_until == 0.0:
+            self.full_until = self._events.now
+
+    def _poisson(self) -> None:
+        self._events.after(self._arrivals.expovariate(self._scenario.rate), self._arrive)
+
+    def _arrive(self) -> None:
+        if not self._stopped:
+            self._send(self._text())
+            self._poisson()
+
+    def _text(self) -> Text:
+        scenario, number = self._scenario, next(self._numbers)
+        prompt, output = (self._lengths.randint(law[0], law[-1]) for law in (scenario.prompt_tokens, scenario.output_tokens))
+        return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
+
+    def _recorded(self, arrival: _Arrival) -> Text:
+        return Text(next(self._numbers), arrival.kind, arrival.prompt_tokens, arrival.output_tokens)
+
+    def _send(self, text: Text) -> None:
+        if self._stopped:
+            return
+        self._world.add(text)
+        request = Request(text, self._events.now, self._least_loaded())
+        self.requests.append(request)
+        self._submit(request)
+
+    def _least_loaded(self) -> VerifierActor:
+        serving = [verifier for verifier in self._verifiers.values() if verifier.serving]
+        if not serving:
+            raise ValueError(f"schedule: no verifier is left at {self._events.now} s")
+        return min(serving, key=lambda verifier: verifier.open_requests)
+
+    # --- one request ---
+
+    def _submit(self, request: Request) -> None:
+        """Have a verifier write what is missing."""
+        text, received = request.text, request.received
+        verifier = request.verifier = self._least_loaded()
+        verifier.open_requests += 1
+        wanted = TokenRequest(
+            [*text.prompt, *received],
+            text.output_length - len(received),
+            SamplingParams(temperature=0.0, seed=text.number),
+            ignore_eos=True,
+            speculation=SpeculationOptions(enabled=self._speculates),
+        )
+
+        def submit() -> None:
+            try:
+                request.sequence = verifier.engine.submit(wanted, self._sink(request, verifier))
+            except OutriderError as error:
+                self._sink(request, verifier)(error)
+
+        self._events.after(self._latency_s, lambda: verifier.post(submit))
+
+    def _sink(self, request: Request, verifier: VerifierActor) -> Callable[[TokenChunk | OutriderError], None]:
+        def hear(message: TokenChunk | OutriderError) -> None:
+            if request.over or request.verifier is not verifier:
+                return
+            arrival = self._events.now + self._latency_s
+            if isinstance(message, OutriderError):
+                request.error = message
+                self._events.at(arrival, lambda: self._end(request))
+                return
+            request.received += message.token_ids
+            request.received_at.append((arrival, len(message.token_ids)))
+            if message.finish_reason is not None:
+                self._events.at(arrival, lambda: self._end(request))
+
+        return hear
+
+    def _end(self, request: Request) -> None:
+        request.over = True
+        request.verifier.open_requests -= 1
+        if self._scenario.arrivals == "closed" and not self._stopped:
+            self._events.after(self._latency_s, self._next)
+
+    def _cancel(self, request: Request) -> None:
+        request.over = True
+
+        def cancel() -> None:
+            if request.sequence is not None:
+                request.verifier.engine.cancel(request.sequence)
+
+        # Behind its submission, which may be under way.
+        self._events.after(self._latency_s, lambda: request.verifier.post(cancel))
+
+
+def read_recording(path: Path) -> Iterator[_Arrival]:
+    """The arrivals of a file; raises ValueError, which names the line, for what is none."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                yield _Arrival.model_validate(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"recording: line {number} of {path}: {error}") from error

@@ -1,0 +1,82 @@
+"""What is true in a simulation: the text of each request, how hard it is, and which tokens each drafter would guess.
+
+Every draw comes from a generator that is named by seed, drafter and text, and stands for one position of that text. So nothing
+depends on the order in which things happen, and two ways of decoding meet the same luck.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+VOCAB = 256
+_CHUNK = 128
+
+
+@dataclass(eq=False, slots=True)
+class Text:
+    """What the target writes for one request. `number` is also the first token of the prompt, by which it is found again."""
+
+    number: int
+    kind: str
+    prompt_length: int
+    output_length: int
+    tokens: list[int] = field(default_factory=list)
+    """What follows the prompt."""
+    hard: list[bool] = field(default_factory=list)
+    """Whether each of `tokens` lies in a hard stretch."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return [self.number] + [0] * (self.prompt_length - 1)
+
+
+class World:
+    """The texts of one simulation and the drafters' luck with them."""
+
+    def __init__(self, seed: int, hard_share: float = 0.0, stretch_tokens: float = 32.0) -> None:
+        """Hard stretches are `hard_share` of each text and last for `stretch_tokens` tokens on average."""
+        self._seed = seed
+        self._hard_share = hard_share
+        self._stretch_tokens = stretch_tokens
+        self._texts: dict[int, Text] = {}
+        self._writers: dict[int, Random] = {}
+        self._draws: dict[tuple[str, int], tuple[Random, list[float]]] = {}
+
+    def random(self, *names: object) -> Random:
+        """A generator of its own for these names."""
+        return Random("/".join(map(str, (self._seed, *names))))
+
+    def add(self, text: Text) -> None:
+        self._texts[text.number] = text
+        self._writers[text.number] = self.random("text", text.number)
+
+    def text_of(self, tokens: list[int], ahead: int) -> Text:
+        """The text that these tokens, prompt first, are the beginning of; written for at least `ahead` tokens more."""
+        text = self._texts[tokens[0]]
+        while len(text.tokens) < len(tokens) - text.prompt_length + ahead:
+            self._write(text)
+        return text
+
+    def _write(self, text: Text) -> None:
+        draw = self._writers[text.number]
+        text.tokens += draw.choices(range(VOCAB), k=_CHUNK)
+        share, stretch = self._hard_share, self._stretch_tokens
+        if share <= 0.0:
+            text.hard += [False] * _CHUNK
+            return
+        for _ in range(_CHUNK):
+            # A Markov chain of two states: it is left so often that hard stretches last and are as frequent as they should.
+            now = text.hard[-1] if text.hard else draw.random() < share
+            leave = 1.0 / stretch if now else share / max(1.0 - share, 1e-9) / stretch
+            text.hard.append(now != (draw.random() < leave))
+
+    def luck(self, drafter: str, text: Text, index: int) -> float:
+        """A number from 0 to 1: the drafter knows the token at `index` behind the prompt if its acceptance there is greater."""
+        found = self._draws.get((drafter, text.number))
+        if found is None:
+            found = self._draws[drafter, text.number] = (self.random("drafter", drafter, text.number), [])
+        draw, numbers = found
+        while len(numbers) <= index:
+            numbers += [draw.random() for _ in range(_CHUNK)]
+        return numbers[index]
