@@ -68,7 +68,7 @@ def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: lis
         ("bogus_key: 1\n", "serve: there is no setting bogus_key\n"),
         ("http_prot: 1\n", "serve: there is no setting http_prot (did you mean http_port?)\n"),
         ("dtype: float8\n", "serve: dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', not 'float8'\n"),
-        ("draft_tokens: many\n", "draft_tokens: must be goodput, goodput:MAX, auto or fixed:K"),
+        ("draft_tokens: many\n", "draft-tokens: must be goodput, goodput:MAX, auto or fixed:K"),
         ("draft_tokens: 65\n", "with at most 64, not '65'"),
     ],
 )
