@@ -87,6 +87,6 @@ def _verify(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span:
             outrider__drafter=hello.drafter_id,
             outrider__family=hello.family,
             outrider__placement=hello.placement.kind,
-            outrider__committed_length=len(scheduled.sequence.tokens),
+            outrider__base_length=len(scheduled.sequence.tokens),
         )
     return span

@@ -63,7 +63,8 @@ def has_torch(process_id: int) -> bool:
 
 
 DRAFT_MODEL = ["--model", DRAFT, "--dtype", "float32", "--threads", "1"]
-FAMILIES = [("ngram", []), pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow)]
+REPEAT = "examples.repeat_drafter:RepeatFamily"
+FAMILIES = [("ngram", []), (REPEAT, ["--match-tokens", "1"]), pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("family", "flags"), FAMILIES)
@@ -79,7 +80,11 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         assert line.decode() == f"drafter d1 registered with {address}\n"
         stream = await verifier.accepted()
-        assert (stream.hello.drafter_id, stream.hello.family, stream.hello.placement.kind) == ("d1", family, "local")
+        assert (stream.hello.drafter_id, stream.hello.family, stream.hello.placement.kind) == (
+            "d1",
+            family if family != REPEAT else "repeat",
+            "local",
+        )
         assert await health(port) == SERVING
         text = [5, 6, 7, 8, 5, 6]
         stream.say(StepBatch(opened=[Opened(1, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))

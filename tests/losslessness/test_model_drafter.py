@@ -16,8 +16,9 @@ from chi_square import LEAST_P
 from drafted import make_engine
 from exact import LENGTH, PROMPT, VOCAB, against_enumeration, tiny_model
 
-from drafter_svc.families import model
+from drafter_svc.families import forwards
 from drafter_svc.families.model import ModelFamily
+from drafter_svc.session import DraftSession
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
@@ -51,17 +52,12 @@ def generate(family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule
     limits = Limits(DepthPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
     engine = make_engine(rule, True, limits, 8 * CONCURRENT)
     texts: list[list[int]] = [[] for _ in range(draws)]
-    sampled = 0
+    session, sampled = DraftSession(family), 0
 
     def hear(step: StepBatch | OutriderError) -> None:
         assert isinstance(step, StepBatch), step
-        for opened in step.opened:
-            assert opened.rule is Rule.SPARSE
-            family.open(opened)
-        for verdict in step.verdicts:
-            family.verdict(verdict)
-        for closed in step.closed:
-            family.close(closed.sequence_id)
+        assert all(opened.rule is Rule.SPARSE for opened in step.opened)
+        session.apply(step)
 
     handle = engine.drafting.join(Hello("model", "model", "f", 12, distributions=family.distributions), hear)
     own, started = np.random.default_rng(3), 0
@@ -72,8 +68,8 @@ def generate(family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule
                 engine.submit(TokenRequest(PROMPT, LENGTH + 2, sampling), lambda chunk, text=text: collect(chunk, text))  # type: ignore[misc]
                 started += 1
             engine.drain_inbox()
-            batch = loop.run(family.draft(lambda: False))
-            sampled += sum(len(proposal.distributions) for proposal in batch.proposals)
+            batch = loop.run(session.round(lambda: False))
+            sampled += sum(given is not None for proposal in batch.proposals for given in proposal.distributions)
             engine.drafting.take(handle, batch)
             engine.step()
             engine.outgoing.tell_clients()
@@ -107,7 +103,7 @@ def test_texts_follow_the_target_behind_the_real_draft_model(
 def test_a_draft_model_that_draws_from_another_law_than_it_claims_is_caught(
     family: ModelFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = model.inverse_cdf
-    monkeypatch.setattr(model, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers))
+    honest = forwards.inverse_cdf
+    monkeypatch.setattr(forwards, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers))
     sampling = SETTINGS["plain"]
     assert against_enumeration(generate(family, sampling, AcceptanceRule.BLOCK, 3_000), sampling).p < LEAST_P

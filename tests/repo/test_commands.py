@@ -43,6 +43,7 @@ def test_every_flag_named_is_some_commands(path: Path) -> None:
             "verifier_svc/config.py",
             "drafter_svc/config.py",
             *(str(path.relative_to(ROOT)) for path in (ROOT / "drafter_svc/families").glob("*.py")),
+            "examples/repeat_drafter.py",
             "gateway/config.py",
             "outrider/stack.py",
             "bench/__main__.py",

@@ -97,5 +97,5 @@ def test_a_step_says_whose_draft_it_verified_and_how_much_stood(exporter: InMemo
     attributes = dict(step.attributes or {})
     told = ("drafter", "family", "placement", "draft_tokens", "accepted_tokens", "committed_tokens")
     assert [attributes[f"outrider.{name}"] for name in told] == ["scripted", "scripted", "local", 2, 2, 3]
-    assert attributes["outrider.committed_length"] == 4
+    assert attributes["outrider.base_length"] == 4
     assert attributes["outrider.wait_seconds"] == 0.0

@@ -1,0 +1,50 @@
+"""A whole family of drafters: it proposes what followed the last occurrence of the last tokens.
+
+From the directory that holds `examples`:
+
+    python -m drafter_svc --family examples.repeat_drafter:RepeatFamily --verifier 127.0.0.1:50051
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pydantic import Field
+
+from drafter_svc.draft_sequence import DraftSequence
+from drafter_svc.families.base import Family, FamilySettings, Loaded
+from drafter_svc.metrics import Metrics
+from drafter_svc.placement import PlacementPlan
+
+
+class RepeatSettings(FamilySettings):
+    """Settings of the family repeat."""
+
+    match_tokens: int = Field(2, ge=1, le=16)
+    """How many of the last tokens must have occurred before."""
+
+
+class RepeatFamily(Family):
+    """Looks in the request's own text alone, so it needs no cache."""
+
+    name = "repeat"
+    settings = RepeatSettings
+
+    def __init__(self, match_tokens: int) -> None:
+        self._count = match_tokens
+
+    @classmethod
+    async def load(cls, settings: RepeatSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        return Loaded(lambda model: cls(settings.match_tokens))
+
+    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        for sequence in sequences:
+            sequence.extend(self._continuation([*sequence.tokens, *sequence.guesses], sequence.goal))
+
+    def _continuation(self, text: list[int], length: int) -> list[int]:
+        """Up to `length` tokens that followed the last earlier occurrence of the text's end; none if there is none."""
+        count = self._count
+        for start in range(len(text) - count - 1, -1, -1):
+            if text[start : start + count] == text[-count:]:
+                return text[start + count : start + count + length]
+        return []

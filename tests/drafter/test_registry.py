@@ -1,0 +1,87 @@
+"""Families are found by name or class, and bring their settings along."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from family_rig import Rig
+
+from drafter_svc.config import DrafterSettings, required_setting, settings_schema
+from drafter_svc.families import registry
+from drafter_svc.families.base import Family
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.families.registry import find_family, known_families
+from examples.repeat_drafter import RepeatFamily
+from outrider.errors import OutriderError
+from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, Window
+from outrider.stack import DrafterSpec
+
+ROOT = Path(__file__).parents[2]
+REPEAT = "examples.repeat_drafter:RepeatFamily"
+
+
+@pytest.mark.parametrize("name", known_families())
+def test_every_family_of_a_name_is_one_and_says_the_same_name(name: str) -> None:
+    family = find_family(name)
+    assert issubclass(family, Family)
+    assert family.name == name
+    assert all(info.description for info in family.settings.model_fields.values())
+
+
+def test_a_family_may_be_named_by_its_class_or_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_family(REPEAT) is RepeatFamily
+    with pytest.raises(OutriderError, match="must be ngram, suffix, model or package"):
+        find_family("repeat")
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        return [EntryPoint("repeat", REPEAT, group), EntryPoint("ngram", REPEAT, group)]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    assert find_family("repeat") is RepeatFamily
+    assert find_family("ngram") is NgramFamily
+
+
+def test_a_drafter_has_the_settings_of_its_family_and_no_others() -> None:
+    common = set(DrafterSettings.model_fields)
+    for name in (*known_families(), REPEAT):
+        schema, own = settings_schema(name), set(find_family(name).settings.model_fields)
+        assert set(schema.model_fields) == common | own
+        assert not common & own
+        assert schema.model_config["env_prefix"] == "OUTRIDER_DRAFTER_"
+        assert required_setting(schema) == ("model" if name == "model" else None)
+
+
+def test_outrider_serve_takes_a_family_by_its_class_with_its_settings() -> None:
+    spec = DrafterSpec.parse(f"{REPEAT},match-tokens=3,cores=0,2")
+    assert (spec.family, spec.options) == (REPEAT, {"match_tokens": "3", "cores": "0,2"})
+    assert not spec.runs_model
+
+
+@pytest.mark.parametrize(
+    ("family", "flag", "others"), [(REPEAT, "--match-tokens", "--page-count"), ("model", "--page-count", "--redis")]
+)
+def test_help_shows_the_settings_of_the_chosen_family(family: str, flag: str, others: str) -> None:
+    command = [sys.executable, "-m", "drafter_svc", "--family", family, "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert flag in shown
+    assert "--verifier" in shown
+    assert others not in shown
+
+
+async def test_the_example_guesses_what_followed_the_last_two_tokens() -> None:
+    rig = Rig(RepeatFamily(2))
+    rig.open(Opened(1, [1, 2, 3, 4, 1, 2, 5, 1, 2], SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 2))
+    rig.open(Opened(2, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 2))
+    said = await rig.drafts()
+    assert said.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
+    assert said.skips == [Skip(2, 3)]
+
+
+def test_the_example_is_shown_in_the_documentation_and_short() -> None:
+    source = (ROOT / "examples/repeat_drafter.py").read_text()
+    assert len(source.splitlines()) <= 60
+    assert source[source.index("from collections") :].strip() in (ROOT / "docs/drafters.md").read_text()
