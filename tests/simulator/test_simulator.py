@@ -1,0 +1,154 @@
+"""The simulator: the same scenario gives the same bytes, time flows forward, and nothing is lost."""
+
+import os
+import subprocess
+import sys
+from math import sqrt
+from pathlib import Path
+from random import Random
+
+import pytest
+from pydantic import ValidationError
+
+from bench.simulator.costs import load
+from bench.simulator.events import Events
+from bench.simulator.links import Link
+from bench.simulator.scenario import Scenario
+from bench.simulator.simulation import Simulation, simulate
+from verifier_svc.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+DRAFTERS = [{"name": "good", "acceptance": 0.8, "jitter_ms": 1.0}, {"name": "poor", "acceptance": 0.3, "round_trip_ms": 20}]
+
+
+def scenario(**more: object) -> Scenario:
+    return Scenario.model_validate({"costs": "assumed-gpu", "seconds": 2.0, "sequences": [4], "drafters": DRAFTERS, **more})
+
+
+def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
+    settings = tmp_path / "scenario.yaml"
+    settings.write_text(
+        "costs: assumed-gpu\nseconds: 2\nsequences: [1, 4]\nnoise: 0.05\nhard_share: 0.2\ndrafters:\n"
+        "- {name: good, acceptance: 0.8, hard_acceptance: 0.2, jitter_ms: 1}\n- {name: poor, acceptance: [0.5, 0.3]}\n"
+    )
+    written = []
+    for seed in ("0", "1"):
+        out = tmp_path / seed
+        command = [sys.executable, "-m", "bench.simulator", str(settings), "--out", str(out)]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, stdout=subprocess.DEVNULL)
+        written.append((out / "simulation.json").read_bytes())
+    assert written[0] == written[1]
+
+
+def test_each_actors_time_flows_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(scenario(), 4)
+    times: list[float] = []
+    advance = Engine.advance
+
+    def advance_and_note(engine: Engine) -> float | None:
+        times.append(simulation.events.now)
+        left = advance(engine)
+        times.append(simulation.events.now)
+        return left
+
+    monkeypatch.setattr(Engine, "advance", advance_and_note)
+    simulation.run()
+    assert len(times) > 100
+    assert times == sorted(times)
+
+
+def test_a_link_keeps_the_order_and_shares_its_bandwidth() -> None:
+    events, arrived = Events(), []
+    link = Link(events, Random(0), latency_s=0.010, jitter_s=0.005, bytes_per_s=1000.0)
+    for number in range(50):
+        link.send(10, lambda number=number: arrived.append((number, events.now)))  # type: ignore[misc]
+    events.run(10.0)
+    assert [number for number, _ in arrived] == list(range(50))
+    # 500 bytes at 1,000 a second.
+    assert 0.510 <= arrived[-1][1] <= 0.515
+
+
+def test_what_is_sent_before_a_link_gets_shorter_still_comes_first() -> None:
+    events, arrived = Events(), []
+    link = Link(events, Random(0), latency_s=1.0)
+    link.send(0, lambda: arrived.append("first"))
+    link.latency_s = 0.1
+    link.send(0, lambda: arrived.append("second"))
+    events.run(2.0)
+    assert arrived == ["first", "second"]
+
+
+def test_no_event_may_lie_in_the_past() -> None:
+    events = Events()
+    events.spend(1.0)
+    with pytest.raises(ValueError, match="lies before now"):
+        events.at(0.5, lambda: None)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7])
+def test_a_chain_is_accepted_as_often_as_the_scenario_says(rate: float) -> None:
+    outcome = simulate(scenario(seconds=20.0, depth="fixed:1", drafters=[{"name": "d", "acceptance": rate}]), 4)
+    counts = outcome.drafters["d"]
+    drafted, accepted = counts["spec_decode_num_draft_tokens"], counts["spec_decode_num_accepted_tokens"]
+    assert drafted > 1000
+    # Five standard deviations.
+    assert abs(accepted / drafted - rate) < 5 * sqrt(rate * (1 - rate) / drafted)
+
+
+def test_all_requests_of_two_waves_are_answered_in_full() -> None:
+    """At its end a simulation raises if a page or a sequence is lost."""
+    outcome = simulate(scenario(seconds=60.0, waves=2), 4)
+    assert (outcome.request_count, outcome.sample.tokens, outcome.errors) == (8, 8 * 128, [])
+
+
+def test_requests_of_a_verifier_that_leaves_are_finished_by_another() -> None:
+    schedule = [
+        {"at": 0.5, "who": "verifier-1", "what": "leave"},
+        {"at": 0.9, "who": "verifier-1", "what": "join"},
+        {"at": 1.5, "who": "poor", "what": "leave"},
+    ]
+    outcome = simulate(scenario(seconds=60.0, verifiers=2, waves=2, schedule=schedule), 4)
+    assert outcome.resubmitted_count == 2
+    assert (outcome.request_count, outcome.sample.tokens, outcome.errors) == (8, 8 * 128, [])
+
+
+def test_a_drafter_that_hangs_is_not_waited_for_and_comes_back() -> None:
+    drafters = [{"name": "d", "acceptance": 0.8}]
+    hung = simulate(scenario(drafters=drafters, schedule=[{"at": 0.5, "who": "d", "what": "hang", "seconds": 1.0}]), 4)
+    well = simulate(scenario(drafters=drafters), 4)
+    assert 0 < hung.drafters["d"]["proposed_tokens"] < well.drafters["d"]["proposed_tokens"]
+
+
+def test_plain_decoding_takes_what_the_table_says() -> None:
+    costs = load("assumed-gpu")
+    outcome = simulate(scenario(prompt_tokens=[1], waves=1, client_ms=0, seconds=60.0), 4, drafting=False)
+    step_s = costs.forward_s(4, 4) + costs.host_step_s + 4 * costs.host_sequence_s
+    assert outcome.sample.seconds == pytest.approx(128 * step_s, rel=0.02)
+
+
+def test_recorded_requests_come_when_they_came(tmp_path: Path) -> None:
+    recording = tmp_path / "requests.jsonl"
+    recording.write_text(
+        '{"time": 0.25, "prompt_tokens": 8, "output_tokens": 3}\n'
+        '{"time": 1.0, "prompt_tokens": 4, "output_tokens": 5, "kind": "code"}\n'
+    )
+    simulation = Simulation(scenario(arrivals="recorded", recording=str(recording)), 1)
+    outcome = simulation.run()
+    assert [(r.sent_at, len(r.received), r.text.kind) for r in simulation.traffic.requests] == [(0.25, 3, ""), (1.0, 5, "code")]
+    assert outcome.errors == []
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"bogus": 1}, "bogus"),
+        ({"drafters": [{"name": "d", "acceptance": 1.5}]}, "less than or equal to 1"),
+        ({"costs": "nothing"}, "costs must be assumed-gpu, epyc-2-cores or a file, not 'nothing'"),
+        ({"schedule": [{"at": 1, "who": "x", "what": "join"}]}, "schedule.who must be one of good, poor, verifier-1, not 'x'"),
+        ({"schedule": [{"at": 1, "who": "good", "what": "hang"}]}, "seconds must be given with hang"),
+        ({"arrivals": "recorded"}, "recording must be given"),
+    ],
+)
+def test_what_is_wrong_with_a_scenario_is_named(given: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        scenario(**given)
