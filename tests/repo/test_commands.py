@@ -47,6 +47,7 @@ def test_every_flag_named_is_some_commands(path: Path) -> None:
             "gateway/config.py",
             "outrider/stack.py",
             "bench/__main__.py",
+            "bench/simulator/scenario.py",
         )
         for field in re.findall(
             r"^    (\w+): ", (ROOT / name).read_text() + (ROOT / "outrider/config.py").read_text(), re.MULTILINE
