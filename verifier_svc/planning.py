@@ -185,7 +185,7 @@ class Planner:
         asked: set[Drafter] = set()
         paying: tuple[set[Drafter], float] = (set(), self._price)
         best = margin * self._batch / self.plain_s
-        for drafter in sorted(drafters, key=lambda drafter: drafter.latency(_COMPARED_DEPTH)):
+        for drafter in sorted(drafters, key=lambda drafter: (drafter.latency(_COMPARED_DEPTH), drafter.id)):
             asked.add(drafter)
             price = self._price_among(decoding, asked)
             rate = self._rate_with(decoding, asked, price)

@@ -167,7 +167,7 @@ class Scenario(Settings):
     schedule: list[Event] = Field(default_factory=list)
     """What happens when; as a flag a JSON list."""
 
-    depth: DepthSetting = "goodput"
+    draft_tokens: DepthSetting = "goodput"
     """The verifier's setting."""
 
     max_batch_tokens: int = Field(512, ge=1)

@@ -39,7 +39,7 @@ class VerifierActor:
             self._deliver,
             self.metrics,
             Limits(
-                depth=DepthPolicy.parse(scenario.depth),
+                depth=DepthPolicy.parse(scenario.draft_tokens),
                 max_batch_tokens=scenario.max_batch_tokens,
                 max_sequences=scenario.max_sequences,
                 max_waiting=1_000_000,

@@ -87,7 +87,7 @@ def test_no_event_may_lie_in_the_past() -> None:
 
 @pytest.mark.parametrize("rate", [0.3, 0.7])
 def test_a_chain_is_accepted_as_often_as_the_scenario_says(rate: float) -> None:
-    outcome = simulate(scenario(seconds=20.0, depth="fixed:1", drafters=[{"name": "d", "acceptance": rate}]), 4)
+    outcome = simulate(scenario(seconds=20.0, draft_tokens="fixed:1", drafters=[{"name": "d", "acceptance": rate}]), 4)
     counts = outcome.drafters["d"]
     drafted, accepted = counts["spec_decode_num_draft_tokens"], counts["spec_decode_num_accepted_tokens"]
     assert drafted > 1000
