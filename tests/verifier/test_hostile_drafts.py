@@ -54,7 +54,7 @@ def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alon
     engine.drain_inbox()
     unlucky.propose(sequence.id, [1])
     # Nothing that comes from the wire does this; what does is not known.
-    unlucky.send(Proposal(sequence.id, 2, None))  # type: ignore[arg-type]
+    unlucky.send(Proposal(sequence.id, 2, [[]]))  # type: ignore[list-item]
     assert unlucky.error is not None
     assert unlucky.error.reason is Reason.INTERNAL
     assert "TypeError" in caplog.text

@@ -55,6 +55,8 @@ def test_the_step_is_compiled_and_passes_the_verifiers_and_the_drafters_tests(tr
     for library in (ROOT / "outrider/lm").glob("_cpu*.so"):
         shutil.copy(library, installed / "outrider/lm")
     assert {where(module, installed).suffix for module in COMPILED} == {".so"}
+    # A wheel has no examples, but the drafters' tests run one.
+    shutil.copytree(ROOT / "examples", installed / "examples")
     pytest_here = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     told = run([*pytest_here, "-q", "-m", "not slow", str(ROOT / "tests/verifier"), str(ROOT / "tests/drafter")], installed)
     assert "passed" in told
