@@ -96,9 +96,10 @@ class Assignment:
         """
         self.answered_length = max(self.answered_length, base_length)
         asked_at = self.asked_at.pop(base_length, None)
-        # One answer serves for all the lengths that the drafter read at once.
-        for length in [length for length in self.asked_at if length < base_length]:
-            del self.asked_at[length]
+        if self.asked_at:
+            # One answer serves for all the lengths that the drafter read at once.
+            for length in [length for length in self.asked_at if length < base_length]:
+                del self.asked_at[length]
         if asked_at is None:
             return None
         self.answer_rate += _RECENT * (drafted - self.answer_rate)

@@ -102,13 +102,13 @@ class Trie:
         """
         self._check_base(proposal.base_length, len(committed), "proposal.base_length")
         added, parents, given = Added(), proposal.parents, proposal.distributions
-        # By place, 0 for the base: the distance from the root, below 0 on the commit before it, and the node, there the root's.
-        depths = [proposal.base_length - len(committed)]
-        nodes = [self._root]
+        # A parent's distance from the root (below 0 before it) and node (the root's before it); of a tree, for all places.
+        depth, node = proposal.base_length - len(committed), self._root
+        places = [(depth, node)]
         for i, token in enumerate(proposal.token_ids):
-            parent = parents[i] if parents else i
-            depth, node = depths[parent] + 1, nodes[parent]
-            depths.append(depth)
+            if parents:
+                depth, node = places[parents[i]]
+            depth += 1
             if node is _CUT:
                 added.cut += 1
             elif node is _STALE or depth <= 0:
@@ -117,7 +117,8 @@ class Trie:
                     node = _STALE
             else:
                 node = self._hang(node, token, depth, given[i] if given else None, added)
-            nodes.append(node)
+            if parents:
+                places.append((depth, node))
         self._favourites = None
         return added
 
