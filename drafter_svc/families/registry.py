@@ -6,6 +6,8 @@ A package registers a family as an entry point of the group `outrider.drafters`.
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -36,6 +38,9 @@ def find_family(name: str) -> type[Family]:
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         raise invalid("family", f"must be {', '.join(known)} or package.module:Class, not {name!r}")
+    if name not in known and os.getcwd() not in sys.path:
+        # As for `python -m`, so that `outrider serve` finds the same families.
+        sys.path.insert(0, os.getcwd())
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as cause:

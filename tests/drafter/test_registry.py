@@ -85,3 +85,12 @@ def test_the_example_is_shown_in_the_documentation_and_short() -> None:
     source = (ROOT / "examples/repeat_drafter.py").read_text()
     assert len(source.splitlines()) <= 60
     assert source[source.index("from collections") :].strip() in (ROOT / "docs/drafters.md").read_text()
+
+
+def test_a_class_in_the_working_directory_is_found_however_the_process_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_mine.py").write_text((ROOT / "examples/repeat_drafter.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert find_family("of_mine:RepeatFamily").name == "repeat"
