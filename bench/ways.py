@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,9 +249,15 @@ async def counters(port: int) -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for point in family.samples:
-            if point.name.endswith(("_total", "_count")):
-                name = point.name.removeprefix("outrider:").removesuffix("_total")
-                label = point.labels.get("phase") or point.labels.get("result") or ""
-                key = f"{name}.{label}" if label else name
+            if key := counter_key(point.name, point.labels):
                 values[key] = values.get(key, 0.0) + point.value
     return values
+
+
+def counter_key(name: str, labels: Mapping[str, str]) -> str:
+    """A counter's name here, with the label that tells its phase or result; empty if the metric does not count."""
+    if not name.endswith(("_total", "_count")):
+        return ""
+    label = labels.get("phase") or labels.get("result")
+    short = name.removeprefix("outrider:").removesuffix("_total")
+    return f"{short}.{label}" if label else short

@@ -33,7 +33,7 @@ from verifier_svc.sequence import Sequence
 from verifier_svc.step_clock import StepClock
 from verifier_svc.step_spans import StepSpans
 from verifier_svc.target import LanguageModel, Limits
-from verifier_svc.verification import DraftVerifier, Verified
+from verifier_svc.verification import DraftVerifier, Verification, Verified
 from verifier_svc.waiting import DraftWait
 from verifier_svc.warm_up import WarmUp
 
@@ -53,7 +53,7 @@ class Engine:
         deliver: Callable[[list[Delivery]], None],
         metrics: Metrics,
         limits: Limits = _LIMITS,
-        draft_verifier: DraftVerifier = _EXACT,
+        draft_verifier: Verification = _EXACT,
         *,
         trust_draft_distributions: bool = False,
         always_draft: bool = False,

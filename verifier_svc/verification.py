@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import isnan
+from typing import Protocol
 
 import torch
 
@@ -33,6 +34,21 @@ class Verified:
     rule: AcceptanceRule = AcceptanceRule.COUPLED
     logprobs: SequenceOf[TokenLogprob] = ()
     prompt_logprobs: SequenceOf[TokenLogprob] = ()
+
+
+class Verification(Protocol):
+    """What the engine needs to verify drafts; `DraftVerifier` is one."""
+
+    @property
+    def thinking_ids(self) -> tuple[int, int] | None:
+        """The tokens that begin and end the thinking phase, if the model has one."""
+
+    def verify(
+        self,
+        logits_RV: torch.Tensor,
+        batch: SequenceOf[ScheduledSequence],
+    ) -> list[Verified | OutriderError]:
+        """For each sequence what is to be committed, or why it cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)

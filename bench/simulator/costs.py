@@ -1,4 +1,4 @@
-"""What forwards, the host's work and drafting cost, in seconds: a table that was measured on a machine, or assumed."""
+"""Cost tables: seconds of forwards, of the host's work and of drafting, measured on a machine or assumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Forward(_Table):
 
 
 class DraftingCost(_Table):
-    """What drafting takes: `round_s` for each round, and for each token of all sequences together by how many those are."""
+    """Seconds of drafting: `round_s` for each round, and for each token of all sequences together by how many those are."""
 
     round_s: float = Field(ge=0)
     token_s: dict[int, float]
@@ -42,9 +42,9 @@ class Costs(_Table):
     source: str
     forwards: list[Forward] = Field(min_length=1)
     prompt_step_s: float = Field(ge=0)
-    """What a step with prompts takes besides."""
+    """Seconds that a step with prompts adds, whatever their length."""
     prompt_token_s: float = Field(ge=0)
-    """What each prompt token adds."""
+    """Seconds that each prompt token adds."""
     host_step_s: float = Field(ge=0)
     """The host's work for a step, and for each sequence in it."""
     host_sequence_s: float = Field(ge=0)

@@ -82,7 +82,7 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
 
 
 def _prompts(runner: ModelRunner, plain_s: float) -> tuple[float, float]:
-    """What a step with a prompt takes besides, and each of its tokens."""
+    """Seconds that a step with a prompt adds, and seconds that each of its tokens adds."""
     short, long = (
         _best_s(lambda: runner.forward([Slice([0] * count, 0, [*range(-(-count // runner.page_size))], 1)])[0, 0].item())  # noqa: B023
         for count in _PROMPTS

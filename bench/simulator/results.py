@@ -40,7 +40,7 @@ def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
 
 
 def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[str, Any]:
-    """What is written as JSON: the bench's record, with each outcome's own figures besides."""
+    """The JSON record: that of the bench, and each outcome's own figures."""
     return {
         "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
         "scenario": scenario.model_dump(mode="json", exclude={"config", "out", "models", "write_costs"}),

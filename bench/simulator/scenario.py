@@ -1,4 +1,4 @@
-"""What is simulated, as one schema for a YAML file, flags and the environment; unknown keys are refused."""
+"""The schema of a scenario, for a YAML file, flags and the environment; it refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DrafterSpec(_Part):
     """Most sequences that it takes at once; 0 is no limit."""
 
     on_target_cores: bool = False
-    """Whether it drafts on cores that the target computes on. What it drafts during a forward then makes that forward longer."""
+    """Whether it drafts on cores that the target computes on. Drafting during a forward then makes that forward longer."""
 
     joins_at: float = Field(0.0, ge=0)
     """Seconds; it joins by itself then."""
@@ -165,7 +165,7 @@ class Scenario(Settings):
     """Verifiers, verifier-1 and so on; a request goes to the one with the fewest."""
 
     schedule: list[Event] = Field(default_factory=list)
-    """What happens when; as a flag a JSON list."""
+    """Events with their times; as a flag a JSON list."""
 
     draft_tokens: DepthSetting = "goodput"
     """The verifier's setting."""
@@ -214,7 +214,7 @@ class Scenario(Settings):
 
     @property
     def loads(self) -> list[int]:
-        """What is simulated, one number under way after the other."""
+        """Numbers of requests under way; each is simulated on its own."""
         return self.sequences if self.arrivals == "closed" else self.sequences[:1]
 
 

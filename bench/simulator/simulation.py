@@ -1,10 +1,11 @@
-"""One simulation from its beginning to its end, and what is left to be told of it."""
+"""Runs one simulation from its beginning to its end and gathers its figures."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -16,9 +17,9 @@ from bench.simulator.scenario import DrafterSpec, Event, Scenario
 from bench.simulator.traffic import Traffic
 from bench.simulator.verifier import VerifierActor
 from bench.simulator.world import World
-from bench.ways import Sample
+from bench.ways import Sample, counter_key
 
-# What is under way when the time is up is given so long to end.
+# After the simulated time, cancelled requests get so long to end.
 _DRAIN_S = 1000.0
 # A drafter whose verifier is new finds it after so long.
 _RECONNECT_S = 1.0
@@ -26,7 +27,7 @@ _RECONNECT_S = 1.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What one simulation came to. `drafters` has each one's counters by metric."""
+    """The figures of one simulation. `drafters` has each one's counters by metric."""
 
     sample: Sample
     drafters: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -65,9 +66,9 @@ class Simulation:
         """Simulate; raises RuntimeError if pages or sequences are lost."""
         scenario, events = self._scenario, self.events
         for spec in self._specs.values():
-            events.at(spec.joins_at, lambda spec=spec: self._join(spec))  # type: ignore[misc]
+            events.at(spec.joins_at, partial(self._join, spec))
         for event in scenario.schedule:
-            events.at(event.at, lambda event=event: self._happen(event))  # type: ignore[misc]
+            events.at(event.at, partial(self._happen, event))
         self.traffic.begin()
         events.run(scenario.seconds)
         outcome = self._outcome()
@@ -116,7 +117,7 @@ class Simulation:
         self._start_verifier(name)
         for spec in self._specs.values():
             if spec.verifier == name:
-                self.events.after(_RECONNECT_S, lambda spec=spec: self._join(spec))  # type: ignore[misc]
+                self.events.after(_RECONNECT_S, partial(self._join, spec))
 
     # --- what came of it ---
 
@@ -148,11 +149,9 @@ def _add(metrics: Iterable[Metric], counters: dict[str, float], drafters: dict[s
     """Add a verifier's counters, by the names that `bench.ways.counters` gives them; and each drafter's."""
     for metric in metrics:
         for point in metric.samples:
-            if not point.name.endswith(("_total", "_count")):
+            key = counter_key(point.name, point.labels)
+            if not key:
                 continue
-            name = point.name.removeprefix("outrider:").removesuffix("_total")
-            label = next((point.labels[key] for key in ("phase", "cause", "result") if point.labels.get(key)), "")
-            key = f"{name}.{label}" if label else name
             counters[key] = counters.get(key, 0.0) + point.value
             if "drafter" in point.labels:
                 position = point.labels.get("position")

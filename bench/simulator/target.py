@@ -18,7 +18,7 @@ from outrider.lm.runner import Slice
 from outrider.messages import AcceptanceRule
 from verifier_svc.acceptance import AcceptResult
 from verifier_svc.scheduler import ScheduledSequence
-from verifier_svc.verification import DraftVerifier, Verified
+from verifier_svc.verification import Verified
 
 _NO_LOGITS = torch.zeros(1, 1)
 
@@ -58,22 +58,18 @@ class SimulatedTarget:
         self._lost_s += max(0.0, min(seconds, self._ends_at - self._events.now))
 
 
-class SimulatedVerifier(DraftVerifier):
+class SimulatedVerifier:
     """Lets the part of each draft stand that is true, and spends the host's time for the step."""
 
-    def __init__(self, events: Events, costs: Costs, world: World) -> None:
-        super().__init__()
-        # The base class is frozen.
-        object.__setattr__(self, "_events", events)
-        object.__setattr__(self, "_costs", costs)
-        object.__setattr__(self, "_world", world)
+    thinking_ids: tuple[int, int] | None = None
 
-    _events: Events
-    _costs: Costs
-    _world: World
+    def __init__(self, events: Events, costs: Costs, world: World) -> None:
+        self._events = events
+        self._costs = costs
+        self._world = world
 
     def verify(self, logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) -> list[Verified | OutriderError]:
-        """As the class it stands in for; the logits are not looked at."""
+        """As `DraftVerifier.verify`, without looking at the logits."""
         self._events.spend(self._costs.host_step_s + len(batch) * self._costs.host_sequence_s)
         return [self._verify(scheduled) if scheduled.samples else Verified() for scheduled in batch]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Traffic:
                 self._next()
         elif scenario.recording is not None:
             for arrival in read_recording(scenario.recording):
-                self._events.at(arrival.time, lambda arrival=arrival: self._send(self._recorded(arrival)))  # type: ignore[misc]
+                self._events.at(arrival.time, partial(self._arrive_as_recorded, arrival))
         else:
             self._arrivals = self._world.random("arrivals")
             self._poisson()
@@ -121,8 +122,8 @@ class Traffic:
         prompt, output = (self._lengths.randint(law[0], law[-1]) for law in (scenario.prompt_tokens, scenario.output_tokens))
         return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
 
-    def _recorded(self, arrival: _Arrival) -> Text:
-        return Text(next(self._numbers), arrival.kind, arrival.prompt_tokens, arrival.output_tokens)
+    def _arrive_as_recorded(self, arrival: _Arrival) -> None:
+        self._send(Text(next(self._numbers), arrival.kind, arrival.prompt_tokens, arrival.output_tokens))
 
     def _send(self, text: Text) -> None:
         if self._stopped:

@@ -1,4 +1,4 @@
-"""What is true in a simulation: the text of each request, how hard it is, and which tokens each drafter would guess.
+"""The truth of a simulation: the text of each request, how hard it is, and which tokens each drafter would guess.
 
 Every draw comes from a generator that is named by seed, drafter and text, and stands for one position of that text. So nothing
 depends on the order in which things happen, and two ways of decoding meet the same luck.
@@ -15,14 +15,14 @@ _CHUNK = 128
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """What the target writes for one request. `number` is also the first token of the prompt, by which it is found again."""
+    """The target's text for one request. `number` is the first token of its prompt too, so that a sequence tells its text."""
 
     number: int
     kind: str
     prompt_length: int
     output_length: int
     tokens: list[int] = field(default_factory=list)
-    """What follows the prompt."""
+    """The text behind the prompt."""
     hard: list[bool] = field(default_factory=list)
     """Whether each of `tokens` lies in a hard stretch."""
 

@@ -60,6 +60,9 @@ def test_the_step_is_compiled_and_passes_the_verifiers_and_the_drafters_tests(tr
     pytest_here = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     told = run([*pytest_here, "-q", "-m", "not slow", str(ROOT / "tests/verifier"), str(ROOT / "tests/drafter")], installed)
     assert "passed" in told
+    drafters = '[{"name": "d", "acceptance": 0.8}]'
+    told = run([sys.executable, "-m", "bench.simulator", "--seconds", "1", "--sequences", "2", "--drafters", drafters], installed)
+    assert "simulated, drafted" in told
 
 
 @pytest.mark.slow
