@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -169,7 +170,7 @@ class Router:
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Begin to poll; `on_ready` hears each change of whether requests can be taken."""
         self._tasks = [
-            keep_running(lambda replica=replica: self._poll(replica, on_ready), f"polling verifier {replica.address}")  # type: ignore[misc]
+            keep_running(partial(self._poll, replica, on_ready), f"polling verifier {replica.address}")
             for replica in self.replicas
         ]
 
