@@ -62,7 +62,9 @@ class DraftSequence:
 
     @property
     def _space(self) -> int:
-        held = len(self.guesses) + sum(len(branch.tokens) for branch in self._branches.values())
+        held = len(self.guesses)
+        if self._branches:
+            held += sum([len(branch.tokens) for branch in self._branches.values()])
         return min(self.window.token_count, _MAX_PROPOSAL_TOKENS) - held
 
     @property

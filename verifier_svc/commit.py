@@ -102,7 +102,7 @@ class Committer:
         if finish_reason is not None:
             self.close(sequence)
         else:
-            self._drafting.acknowledge(sequence, new, span)
+            self._drafting.acknowledge(sequence, new, scheduled.assignment, span)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Keep the cache of accepted tokens.

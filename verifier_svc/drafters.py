@@ -11,7 +11,7 @@ from typing import Any
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, Hello, SpeculationOptions, StepBatch
-from verifier_svc.depth import AcceptanceRate, Latency
+from verifier_svc.acceptance_rate import AcceptanceRate, Latency
 
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0

@@ -6,18 +6,18 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
 from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, Proposal, Skip, StepBatch, Verdict, Window
 from outrider.telemetry import Span
-from verifier_svc.depth import AcceptanceRate
+from verifier_svc.acceptance_rate import AcceptanceRate
 from verifier_svc.drafters import MESSAGE_BYTES, Drafter, Roster
 from verifier_svc.metrics import Metrics
-from verifier_svc.planning import Planner
+from verifier_svc.plan import Plan
+from verifier_svc.planner import Planner
 from verifier_svc.rule_choice import how_to_propose
-from verifier_svc.sequence import Assignment, Sequence
+from verifier_svc.sequence import FIRST_BACKOFF, Assignment, Sequence
 from verifier_svc.trie import Trie
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 # A drafter may have twice the verified depth under way: the path being verified, its bonus token, and the path behind that.
 _AHEAD = 2
 _TOKENS_PER_DEPTH = 6
-# A way to the drafter that takes less than this share of a forward is not worth hiding, at the price of the forward's own cores.
-_NEAR = 0.05
 # What is believed of a drafter before it was tried on a sequence. Hopeful, because what is believed bad is never tried.
 _OPTIMISM = 0.8
 # Of what is known of a drafter beyond one sequence a hundred drafts count: with ten, optimism alone would leave one that is always
@@ -76,8 +74,10 @@ class Drafting:
     ) -> None:
         """`own_cores` are those that the target computes on, unless some are left for others or it computes elsewhere."""
         self.roster = Roster(clock)
-        self.planner = planner
+        self.plan = Plan()
+        """The plan of the step in progress, or of the last one."""
         self.rejections: list[tuple[Drafter, OutriderError]] = []
+        self._planner = planner
         self._sequences = sequences
         self._metrics = metrics
         self._trust_distributions = trust_distributions
@@ -126,27 +126,25 @@ class Drafting:
         if sequence.depth_limit == 0:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
-            limit = sequence.depth_limit
-            reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
-            trie = Trie(len(sequence.tokens), Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach))
-            rule = how_to_propose(sequence.request, drafter.hello.distributions, self._trust_distributions)
-            kind = _kind(sequence)
-            learned = drafter.rates.get(kind)
-            if learned is None:
-                learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM, decay=_LONG_MEMORY)
-            assignment = Assignment(drafter, trie, rule, AcceptanceRate(learned, limit), learned, trie.window, limit)
-            sequence.assignments[drafter.id] = assignment
-            assignment.draft_tokens = max(1, self.planner.depth_for(sequence, assignment))
-            assignment.window = self._window(assignment, assignment.draft_tokens)
-            assignment.ahead = assignment.window.depth > assignment.draft_tokens
-            assignment.told_at = self._clock()
+            assignment = sequence.assignments[drafter.id] = self._assign(sequence, drafter)
+            wanted = self._planner.first_draft_tokens(sequence, assignment, self.plan)
+            assignment.asked, assignment.draft_tokens = wanted > 0, max(1, wanted)
+            assignment.window, assignment.told_at = self._window(assignment, wanted), self._clock()
             drafter.sequence_ids.add(sequence.id)
             drafter.last_sequence_id = max(drafter.last_sequence_id, sequence.id)
             drafter.outbox.opened.append(sequence.opened_for(assignment))
-            if not self.planner.pays(sequence, assignment):
-                assignment.pause.begin([])
-        # It may be drafted before it is planned for.
-        sequence.depth = self.planner.depth_of(sequence)
+
+    def _assign(self, sequence: Sequence, drafter: Drafter) -> Assignment:
+        limit = sequence.depth_limit
+        reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
+        trie = Trie(len(sequence.tokens), Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach))
+        rule = how_to_propose(sequence.request, drafter.hello.distributions, self._trust_distributions)
+        kind = _kind(sequence)
+        learned = drafter.rates.get(kind)
+        if learned is None:
+            learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM, decay=_LONG_MEMORY)
+        rate = AcceptanceRate(learned, limit)
+        return Assignment(drafter, trie, rule, rate, learned, trie.window, 1, len(sequence.tokens))
 
     def close(self, sequence: Sequence) -> None:
         """Tell its drafters that the sequence is over."""
@@ -200,6 +198,7 @@ class Drafting:
         seconds = assignment.answered(at, proposal.base_length, drafted=True)
         if seconds is not None:
             answers.drafts_s.append(seconds)
+            assignment.learn(*_passed(proposal, sequence.tokens))
             # What was in the trie already was drafted and told before.
             answers.draft_length = max(answers.draft_length, count - added.merged)
 
@@ -230,82 +229,95 @@ class Drafting:
         assignment = sequence.assignments.get(drafter.id) if sequence is not None else None
         return (sequence, assignment) if sequence is not None and assignment is not None else None
 
-    def acknowledge(self, sequence: Sequence, new_token_ids: list[int], span: Span) -> None:
-        """Move every trie's root along the committed tokens and tell its drafter, unless it is paused; `span` is the step's."""
+    def acknowledge(self, sequence: Sequence, new_token_ids: list[int], verified: Assignment | None, span: Span) -> None:
+        """Move every trie's root along the committed tokens and tell the drafters that the plan asks.
+
+        `verified` is whose draft the step verified; `span` is the step's.
+        """
         found: list[str] = []
         for assignment in sequence.assignments.values():
-            pause, trie, drafter = assignment.pause, assignment.trie, assignment.drafter
-            skipped = trie.node_count == 0 and trie.ready(1)
+            trie, drafter = assignment.trie, assignment.drafter
+            guessed = trie.length(len(new_token_ids))
+            skipped = guessed == 0 and trie.ready(1)
             walk = trie.advance(new_token_ids)
-            if pause.steps_left == 0 and not skipped:
+            if assignment.asked and not skipped:
                 self._metrics.walked(drafter, walk)
                 if span.traceparent:
                     found.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
-            if pause.steps_left > 0:
-                # The batch, too, decides what pays, and it changes.
-                pays = self.planner.pays(sequence, assignment)
-                if not pause.step(new_token_ids, partial(self.planner.affords_probe, assignment), pays):
-                    continue
-            elif walk.matched < len(new_token_ids):
-                if not self.planner.pays(sequence, assignment):
-                    pause.begin(new_token_ids)
-                    continue
-                pause.forget()
-            told = pause.end() if pause.withheld else new_token_ids
-            drafter.outbox.verdicts.append(self._verdict(sequence, assignment, told, walk.matched, span.traceparent))
-            # What a drafter has to read first, back from a pause, is not how long it takes to draft; a probe is meant to tell.
-            timed = assignment.answered_length > 0 and (told is new_token_ids or pause.probing)
-            if timed and trie.node_count == 0:
-                assignment.asked(len(sequence.tokens))
+            if guessed and assignment is not verified:
+                # The guesses of probes take no place in a forward. What was committed tells whether they were right.
+                assignment.learn(guessed, min(walk.matched, guessed))
+            if (wanted := self._wanted(sequence, assignment)) or assignment in self.plan.probes:
+                self._ask(sequence, assignment, wanted, walk.matched, span.traceparent)
+            else:
+                assignment.asked = False
         if found:
             span.set(outrider__lookups="; ".join(found))
 
-    def _verdict(self, sequence: Sequence, assignment: Assignment, told: list[int], accepted: int, traceparent: str) -> Verdict:
-        """The acknowledgement of a step, after the trie has been advanced; with the window where it changes."""
-        wanted = self.planner.depth_to_ask(sequence, assignment) or 1
-        # What is committed until the draft is there counts as its first tokens.
-        draft_tokens = min(wanted + self.planner.steps_without(assignment, wanted), assignment.trie.window.depth)
-        window = self._window(assignment, draft_tokens)
-        assignment.ahead, assignment.told_at = window.depth > wanted, self._clock()
+    def _wanted(self, sequence: Sequence, assignment: Assignment) -> int:
+        """Draft tokens that the plan asks of a drafter; 0 if it does not ask."""
+        if sequence.id in self.plan.planned_ids:
+            return self.plan.asks.get(assignment, 0)
+        # It was admitted, or got this drafter, since the step was planned.
+        return assignment.draft_tokens if assignment.asked else 0
+
+    def _ask(self, sequence: Sequence, assignment: Assignment, wanted: int, accepted: int, traceparent: str) -> None:
+        """Send the verdict of a step, after the trie was advanced, with all that the drafter missed. 0 tokens are a probe."""
+        length, told = len(sequence.tokens), sequence.tokens[assignment.told_length :]
+        # A drafter back from silence has to read first, which is not how long it takes to draft. But a probe is meant to tell.
+        was_asked, assignment.asked = assignment.asked, wanted > 0
+        assignment.told_length, assignment.told_at = length, self._clock()
+        if wanted > 0:
+            assignment.backoff = FIRST_BACKOFF
+        else:
+            assignment.back_off()
+        window = self._window(assignment, wanted)
         changed = window is not assignment.window
-        assignment.draft_tokens, assignment.window = draft_tokens, window
-        length = len(sequence.tokens)
-        return Verdict(sequence.id, length, told, accepted, draft_tokens, window if changed else None, traceparent)
+        assignment.draft_tokens, assignment.window = max(1, wanted), window
+        verdict = Verdict(
+            sequence.id, length, told, accepted, assignment.draft_tokens, window if changed else None, traceparent
+        )
+        assignment.drafter.outbox.verdicts.append(verdict)
+        if assignment.answered_length > 0 and assignment.trie.node_count == 0 and (was_asked or wanted == 0):
+            assignment.timed(length)
 
-    def _window(self, assignment: Assignment, depth: int) -> Window:
-        """How far to run ahead: a draft for each step until the drafter hears of this one, as far as the trie has room; or not at
-        all where that would take cores from the forward for no gain.
+    def _window(self, assignment: Assignment, draft_tokens: int) -> Window:
+        """How far to run ahead: a draft for each step until the drafter hears of this one, as far as the trie has room.
 
-        What was drafted ahead spares the way to the drafter and its drafting if the whole draft stands, those of all its sequences,
-        since a step waits for all; else it was for nothing.
+        A probe (0 tokens) is a single token. A drafter on the target's cores does not run ahead: it would slow down the forward.
         """
-        drafter, step_s, most = assignment.drafter, self.planner.plain_s, assignment.trie.window
-        reply_s = drafter.round_trip.value
-        if drafter.on_target_cores:
-            together = min(self.planner.batch, len(drafter.sequence_ids))
-            hit, draft_s = assignment.rate.stands(depth) ** max(together, 1), depth * drafter.token_time.value
-            if reply_s < _NEAR * step_s or hit * (reply_s + draft_s) <= draft_s:
-                return _as_before(assignment, depth, depth)
-        steps = 1 + math.ceil(reply_s / step_s) if step_s > 0.0 else MAX_DEPTH
-        reach = min((1 + steps) * (1 + depth) - 1, most.depth)
-        return _as_before(assignment, min(_TOKENS_PER_DEPTH * reach, most.token_count), reach)
+        drafter, step_s, most = assignment.drafter, self.plan.plain_s, assignment.trie.window
+        if draft_tokens == 0 or drafter.on_target_cores:
+            reach = token_count = max(draft_tokens, 1)
+        else:
+            steps = 1 + math.ceil(drafter.round_trip.value / step_s) if step_s > 0.0 else MAX_DEPTH
+            reach = min((1 + steps) * (1 + draft_tokens) - 1, most.depth)
+            token_count = min(_TOKENS_PER_DEPTH * reach, most.token_count)
+        before = assignment.window
+        return before if (before.depth, before.token_count) == (reach, token_count) else Window(token_count, reach)
 
     def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
         drafter = assignment.drafter
-        # A probe has its answer; from here on the drafter is judged as all others are.
-        assignment.pause.probing = False
-        assignment.rate.observe(drafted, accepted)
-        assignment.learned.observe(drafted, accepted)
+        assignment.learn(drafted, accepted)
         drafter.verified_count += drafted
         drafter.accepted_count += accepted
         self._metrics.verified(drafter, drafted, accepted)
 
 
-def _as_before(assignment: Assignment, token_count: int, depth: int) -> Window:
-    """The window; the very one that the drafter was told of, if that is the same."""
-    before = assignment.window
-    return before if before.depth == depth and before.token_count == token_count else Window(token_count, depth)
+def _passed(proposal: Proposal, committed: list[int]) -> tuple[int, int]:
+    """Of a proposal for the committed tokens behind its base, how many there are, and how many are right up to a wrong one.
+
+    A draft that came too late to be verified is judged by what was committed meanwhile.
+    """
+    if proposal.parents:
+        return 0, 0
+    new_token_ids = committed[proposal.base_length :]
+    count = min(len(new_token_ids), len(proposal.token_ids))
+    right = 0
+    while right < count and proposal.token_ids[right] == new_token_ids[right]:
+        right += 1
+    return count, right
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:

@@ -21,13 +21,13 @@ from outrider.messages import TokenChunk, TokenRequest
 from outrider.telemetry import NO_SPAN, Span
 from verifier_svc.admission import Admission
 from verifier_svc.commit import Committer
-from verifier_svc.depth import ForwardCost
 from verifier_svc.drafting import Drafting
+from verifier_svc.forward_cost import ForwardCost
 from verifier_svc.grammar_masks import GrammarMasks
 from verifier_svc.inbox import Inbox
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery, Outgoing
-from verifier_svc.planning import Planner
+from verifier_svc.planner import Planner
 from verifier_svc.scheduler import ScheduledSequence, Scheduler
 from verifier_svc.sequence import Sequence
 from verifier_svc.step_clock import StepClock
@@ -97,7 +97,6 @@ class Engine:
         self._spans = StepSpans(metrics, traced_steps, clock)
         self._step_clock = StepClock(clock)
         self._inbox = Inbox()
-        self._wait = DraftWait(self.planner, self.scheduler, self.outgoing, self._step_clock, clock)
         has_thinking = draft_verifier.thinking_ids is not None
         self._admission = Admission(
             model,
@@ -107,6 +106,15 @@ class Engine:
             self.sequences,
             clock,
             has_thinking=has_thinking,
+        )
+        self._wait = DraftWait(
+            self.planner,
+            self._admission,
+            self.scheduler,
+            self.drafting,
+            self.outgoing,
+            self._step_clock,
+            clock,
         )
         self._committer = Committer(
             self.sequences,
@@ -220,11 +228,11 @@ class Engine:
             self._end_step(batch)
 
     def _next(self) -> list[ScheduledSequence]:
-        """Begin a step: admit what fits, and choose the tokens and drafts of the next forward."""
+        """Begin a step: choose the tokens and drafts of the next forward, as planned."""
         self._step_clock.begin()
-        self._admission.admit()
+        plan = self._wait.take_plan()
         self.outgoing.tell_drafters()
-        batch = self._grammar_masks.cut(self.scheduler.next())
+        batch = self._grammar_masks.cut(self.scheduler.next(plan.draft_tokens))
         self._step_clock.end("pack")
         self.outgoing.tell_clients()
         self._step_clock.end("send")

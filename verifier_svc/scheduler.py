@@ -6,6 +6,7 @@ Knows sequences and pages; not the model, the acceptance rule or any stream.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,8 @@ class ScheduledSequence:
     """One sequence's part of a batch: committed tokens that the model has not seen, then a draft behind the last of them.
 
     `start` is the position of the first token. `samples` is False for a chunk of a prompt that is not its last, since no token is
-    drawn behind it. `scored` are the positions of the prompt's tokens whose log probabilities this part yields; their logits rows
+    drawn behind it. `planned_draft_tokens` is what the plan allows the draft.
+    `scored` are the positions of the prompt's tokens whose log probabilities this part yields; their logits rows
     come before the rows to draw from. `mask` is what the grammar allows, as in `outrider.logits.Context`.
     """
 
@@ -36,6 +38,7 @@ class ScheduledSequence:
     path: Path
     assignment: Assignment | None
     samples: bool
+    planned_draft_tokens: int = 0
     scored: range = _NOTHING
     mask: npt.NDArray[np.int32] | None = None
 
@@ -69,8 +72,11 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.pool.free(sequence.kv)
 
-    def next(self) -> list[ScheduledSequence]:
-        """The next batch of what was admitted; empty when there is nothing to do."""
+    def next(self, draft_tokens: Mapping[int, int]) -> list[ScheduledSequence]:
+        """The next batch of what was admitted, empty when there is nothing to do.
+
+        `draft_tokens` says how many tokens a sequence's draft may have, by its id.
+        """
         batch: dict[int, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
@@ -86,23 +92,26 @@ class Scheduler:
             if count == 0:
                 continue
             spare -= count if count > 1 else 0
-            scheduled = self._schedule(sequence, count, pending, max(0, spare - kept) if pending == 1 else spare, batch)
+            planned = draft_tokens.get(sequence.id, 0)
+            room = max(0, spare - kept) if pending == 1 else spare
+            scheduled = self._schedule(sequence, count, pending, min(planned, room), batch)
             if scheduled is not None:
+                scheduled.planned_draft_tokens = planned
                 spare -= len(scheduled.path.token_ids)
                 rows -= len(scheduled.scored)
         return list(batch.values())
 
     def _schedule(
-        self, sequence: Sequence, count: int, pending: int, spare: int, batch: dict[int, ScheduledSequence]
+        self, sequence: Sequence, count: int, pending: int, most: int, batch: dict[int, ScheduledSequence]
     ) -> ScheduledSequence | None:
-        """Put `count` pending tokens of the sequence, and a draft of at most `spare` behind the last of them, into the batch.
+        """Put `count` pending tokens of the sequence, and a draft of at most `most` behind the last of them, into the batch.
 
         None if it had to be preempted.
         """
         if sequence.id not in self.running:
             return None  # preempted for an older one in this very step
         samples = count == pending
-        assignment, path = best_path(sequence, min(spare, sequence.draft_limit)) if samples else (None, NO_PATH)
+        assignment, path = best_path(sequence, most) if samples else (None, NO_PATH)
         start = sequence.kv.length
         end = start + count + len(path.token_ids)
         reserved = self.pool.reserve(sequence.kv, end)
@@ -114,7 +123,8 @@ class Scheduler:
             if victim is sequence:
                 return None
         scored = _scored(sequence, start, count) if sequence.unscored else _NOTHING
-        scheduled = ScheduledSequence(sequence, start, sequence.tokens[start : start + count], path, assignment, samples, scored)
+        tokens = sequence.tokens[start : start + count]
+        scheduled = ScheduledSequence(sequence, start, tokens, path, assignment, samples, scored=scored)
         batch[sequence.id] = scheduled
         return scheduled
 
@@ -158,19 +168,16 @@ def _scored(sequence: Sequence, start: int, count: int) -> range:
     return range(unscored.start, min(unscored.stop, start + count + 1))
 
 
-def best_path(sequence: Sequence, depth: int) -> tuple[Assignment | None, Path]:
-    """The path of at most `depth` tokens from which the most tokens are expected, by its length and its drafter's acceptance.
-
-    A probe goes first, since it is made to learn whether its drafter got better.
-    """
-    if depth <= 0:
+def best_path(sequence: Sequence, draft_tokens: int) -> tuple[Assignment | None, Path]:
+    """The path of at most so many tokens from which the most are expected, by its length and its drafter's acceptance."""
+    if draft_tokens <= 0:
         return None, NO_PATH
-    found = [(assignment, length) for assignment in sequence.assignments.values() if (length := assignment.trie.length(depth))]
+    found = [
+        (assignment, length)
+        for assignment in sequence.assignments.values()
+        if (length := assignment.trie.length(draft_tokens))
+    ]
     if not found:
         return None, NO_PATH
-    best, _ = found[0] if len(found) == 1 else max(found, key=lambda pair: _value(pair[0], pair[1], depth))
-    return best, best.trie.path(depth)
-
-
-def _value(assignment: Assignment, length: int, depth: int) -> float:
-    return assignment.rate.expected_tokens(length) + (depth if assignment.pause.probing else 0)
+    best, _ = found[0] if len(found) == 1 else max(found, key=lambda pair: pair[0].rate.expected_tokens(pair[1]))
+    return best, best.trie.path(draft_tokens)

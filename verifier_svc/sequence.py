@@ -10,51 +10,15 @@ from outrider.grammar_backends import Matcher
 from outrider.lm.pages import KVSequence
 from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Window
 from outrider.telemetry import NO_SPAN, Span
-from verifier_svc.depth import AcceptanceRate
+from verifier_svc.acceptance_rate import AcceptanceRate
 from verifier_svc.drafters import Drafter
 from verifier_svc.trie import Trie
 
 _LENGTHS_TIMED = 8
 _RECENT = 0.2
-_FIRST_PAUSE = 4
-_LONGEST_PAUSE = 256
-
-
-@dataclass(eq=False, slots=True)
-class Pause:
-    """Speculation that does not pay is paused by silence: a drafter that hears no verdict spends nothing.
-
-    Once it pays, or after `steps_left` steps as a probe, it is told all that it missed; each pause in a row is twice as long.
-    """
-
-    steps_left: int = 0
-    length: int = _FIRST_PAUSE
-    withheld: list[int] = field(default_factory=list)
-    probing: bool = False
-
-    def begin(self, new_token_ids: list[int]) -> None:
-        self.steps_left, self.withheld, self.probing = self.length, list(new_token_ids), False
-        self.length = min(2 * self.length, _LONGEST_PAUSE)
-
-    def step(self, new_token_ids: list[int], affords_probe: Callable[[], bool], pays: bool) -> bool:
-        """Withhold another step's tokens; whether that was the last, as it pays again or a probe is due and can be afforded."""
-        self.withheld += new_token_ids
-        if pays:
-            self.steps_left = 0
-            return True
-        if self.steps_left > 1 or affords_probe():
-            self.steps_left -= 1
-        self.probing = self.steps_left == 0
-        return self.probing
-
-    def forget(self) -> None:
-        """Speculation pays again, so the next pause is a short one."""
-        self.length, self.probing = _FIRST_PAUSE, False
-
-    def end(self) -> list[int]:
-        """What was withheld."""
-        withheld, self.withheld = self.withheld, []
-        return withheld
+# Steps between the first probes of a silent drafter, and most of them.
+FIRST_BACKOFF = 8
+_LONGEST_BACKOFF = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +35,12 @@ class Assignment:
     """How far the drafter was last told to run ahead; its trie has room for more."""
     draft_tokens: int
     """How many the drafter was last told to aim at: those of a step, and of the steps that go on until they are there."""
-    pause: Pause = field(default_factory=lambda: Pause())
+    told_length: int
+    """The committed length that it was last told of."""
+    asked: bool = True
+    """Whether its drafts pay. If not, the drafter hears nothing but probes, and its drafts are not verified."""
+    backoff: int = FIRST_BACKOFF
+    """Steps between two probes of a drafter that is not asked; a power of two, so that many are probed in the same step."""
     asked_at: dict[int, float] = field(default_factory=dict)
     """When the drafter was told of a committed length behind which its trie was empty (seconds), until it answers that length."""
     answered_length: int = 0
@@ -80,10 +49,21 @@ class Assignment:
     """Share of its answers that held a draft, the last few counting most; for the others nobody should have waited."""
     told_at: float = 0.0
     """When it was last told of a step (seconds)."""
-    ahead: bool = False
-    """Whether the drafter goes on while its last draft is verified, or is asked for so much that nobody waits for it."""
 
-    def asked(self, committed_length: int) -> None:
+    def back_off(self) -> None:
+        """Note a probe: the next one is twice as far away."""
+        self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
+
+    def all_accepted(self, count: int, draft_tokens: int) -> float:
+        """Probability that a draft has its next `count` tokens right; 0 if the trie has no room for them and `draft_tokens`."""
+        return self.rate.all_accepted(count) if draft_tokens + count <= self.trie.window.depth else 0.0
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Note how many of so many tokens were right, up to the first wrong one."""
+        self.rate.observe(drafted, accepted)
+        self.learned.observe(drafted, accepted)
+
+    def timed(self, committed_length: int) -> None:
         """Note that the drafter was told of a length behind which it has to draft anew, to measure how long it takes."""
         self.asked_at[committed_length] = self.told_at
         while len(self.asked_at) > _LENGTHS_TIMED:
@@ -143,8 +123,6 @@ class Sequence:
     """When the request came (monotonic seconds)."""
     scheduled_at: float | None = None
     """When it was first part of a batch (monotonic seconds)."""
-    depth: int = 0
-    """Draft tokens that the coming step should verify, before `draft_limit` cuts it; none before it was planned for."""
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -152,13 +130,10 @@ class Sequence:
         return len(self.tokens) - self.kv.length
 
     @property
-    def draft_limit(self) -> int:
+    def most_draft_tokens(self) -> int:
         """Draft tokens that could still be committed: one token of each step is the target's own."""
-        if self.depth == 0:
-            return 0
-        # All but one of the tokens that are left.
-        most = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt)) - 1
-        return self.depth if self.depth < most else max(0, most)
+        left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
+        return left - 1 if left > 1 else 0
 
     def opened_for(self, assignment: Assignment) -> Opened:
         """The announcement to a drafter."""

@@ -78,7 +78,7 @@ def _verify(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span:
         outrider__sequence_id=scheduled.sequence.id,
         outrider__tokens=len(scheduled.token_ids),
         outrider__draft_tokens=len(scheduled.path.token_ids),
-        outrider__planned_draft_tokens=scheduled.sequence.depth,
+        outrider__planned_draft_tokens=scheduled.planned_draft_tokens,
         outrider__wait_seconds=wait_s,
     )
     if scheduled.assignment is not None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 
 from outrider.clock import Clock
+from verifier_svc.admission import Admission
+from verifier_svc.drafting import Drafting
 from verifier_svc.outgoing import Outgoing
-from verifier_svc.planning import Planner, awaited
+from verifier_svc.plan import Plan, pending_draft
+from verifier_svc.planner import Planner
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.sequence import Assignment
 from verifier_svc.step_clock import StepClock
@@ -19,28 +22,29 @@ _LONGEST_HELD_S = 0.005
 
 
 class DraftWait:
-    """The wait before the coming step of one engine, on its thread."""
+    """Plans the coming step of one engine and waits for its drafts, on the engine's thread."""
 
     def __init__(
         self,
         planner: Planner,
+        admission: Admission,
         scheduler: Scheduler,
+        drafting: Drafting,
         outgoing: Outgoing,
         step_clock: StepClock,
         clock: Clock,
     ) -> None:
         self._planner = planner
+        self._admission = admission
         self._scheduler = scheduler
+        self._drafting = drafting
         self._outgoing = outgoing
         self._step_clock = step_clock
         self._clock = clock
-        self._waiting = False
-        # When the wait in progress began, and how long it may last.
+        self._step = 0
+        # The plan of the coming step, once it is made, and when that was.
+        self._plan: Plan | None = None
         self._began = 0.0
-        self._budget_s = 0.0
-        # The drafts that it began for, and those of them that are still missing.
-        self._worth: list[Assignment] = []
-        self._late: list[Assignment] = []
 
     def remaining_s(self) -> float:
         """Seconds after which the caller should ask again; 0 when the step should begin.
@@ -48,19 +52,32 @@ class DraftWait:
         The first call behind a step plans the coming one. Each later call looks again at the drafts
         that are still missing: they may have come, or may not pay any more.
         """
-        if self._waiting:
-            self._look_again()
-        else:
-            self._begin()
+        plan = self._plan or self._make_plan()
         now = self._clock()
         # If the clock was set back, the wait begins anew.
         self._began = min(self._began, now)
-        rest_s = self._began + self._budget_s - now
-        if self._late and rest_s > 0.0:
+        rest_s = self._began + plan.wait_s - now
+        late = self._late(plan)
+        if late and rest_s > 0.0:
             return min(rest_s, self._hold_chunks(now))
-        self._penalise(now)
-        self._end(now)
+        self._penalise(late, now)
+        self._step_clock.waited(max(now - self._began, 0.0))
         return 0.0
+
+    def take_plan(self) -> Plan:
+        """The plan of the step that begins now."""
+        plan, self._plan = self._plan or self._make_plan(), None
+        return plan
+
+    def _make_plan(self) -> Plan:
+        """Admit what fits and plan for all that is admitted."""
+        self._admission.admit()
+        self._step += 1
+        self._began = self._clock()
+        running = self._scheduler.running.values()
+        plan = self._planner.plan(running, self._drafting.plan, self._step, self._began)
+        self._plan = self._drafting.plan = plan
+        return plan
 
     def _hold_chunks(self, now: float) -> float:
         """Deliver client chunks that were held for long enough.
@@ -72,37 +89,21 @@ class DraftWait:
             self._outgoing.tell_clients()
         return held_s if self._outgoing.holds_chunks else math.inf
 
-    def _begin(self) -> None:
-        running = self._scheduler.running
-        self._waiting = True
-        self._began = self._clock()
-        planner = self._planner
-        planner.plan(running.values())
-        self._worth, self._budget_s = planner.worth_waiting_for(running.values(), self._clock())
-        self._late = self._worth
+    def _late(self, plan: Plan) -> list[Assignment]:
+        """The drafts of `plan.wait_for` that are still under way and still the best of their sequences."""
+        late: list[Assignment] = []
+        for sequence, assignment in plan.wait_for:
+            if sequence.id in self._scheduler.running:
+                pending = pending_draft(sequence, plan.draft_tokens.get(sequence.id, 0))
+                if pending is not None and pending.assignment is assignment:
+                    late.append(assignment)
+        return late
 
-    def _look_again(self) -> None:
-        under_way: set[Assignment] = set()
-        for sequence in self._scheduler.running.values():
-            found = awaited(sequence)
-            if found is not None:
-                under_way.add(found[0])
-        self._late = [assignment for assignment in self._worth if assignment in under_way]
-
-    def _penalise(self, now: float) -> None:
+    def _penalise(self, late: list[Assignment], now: float) -> None:
         """Take drafters whose drafts did not come as slower than the wait.
 
         So the next wait is shorter, and in the end there is none.
         """
-        for drafter in {assignment.drafter for assignment in self._late}:
-            late = [assignment for assignment in self._late if assignment.drafter is drafter]
-            overdue_s = max(-assignment.due_s(now) for assignment in late)
+        for drafter in {assignment.drafter for assignment in late}:
+            overdue_s = max([-assignment.due_s(now) for assignment in late if assignment.drafter is drafter])
             drafter.round_trip.observe(2 * max(now - self._began, drafter.round_trip.value + overdue_s))
-
-    def _end(self, now: float) -> None:
-        self._waiting = False
-        waited_s = max(now - self._began, 0.0)
-        step_s = self._step_clock.step_s if self._planner.pausing else 0.0
-        self._planner.waited(waited_s, step_s, self._worth)
-        self._step_clock.waited(waited_s)
-        self._worth, self._late = [], []

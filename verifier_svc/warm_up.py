@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.clock import Clock
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
-from verifier_svc.depth import ForwardCost
+from verifier_svc.forward_cost import ForwardCost
 from verifier_svc.target import LanguageModel, Limits
 
 # Trial forwards end after about so long, before the larger batches of a large model.

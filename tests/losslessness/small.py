@@ -303,10 +303,8 @@ class Traffic:
                 started += 1
             if started == draws and not engine.sequences:
                 break
-            engine.planner.plan(engine.scheduler.running.values())
-            self.paused_ticks += engine.planner.pausing
-            if not self.always:
-                engine.planner.waited(0.0, engine.planner.plain_s, ())
+            assigned = [a for sequence in engine.sequences.values() for a in sequence.assignments.values()]
+            self.paused_ticks += not all(assignment.asked for assignment in assigned)
             engine.drain_inbox()
             for drafter in drafters:
                 if drafter.connected:

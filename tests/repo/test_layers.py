@@ -70,7 +70,7 @@ def test_drafter_families_and_sampling_know_no_grpc() -> None:
 
 
 def test_the_trie_and_the_scheduler_know_no_torch() -> None:
-    for module in ("trie", "scheduler", "depth", "drafters", "drafting", "sequence", "waiting", "admission", "inbox", "step_clock"):
+    for module in ("trie", "scheduler", "goodput", "planner", "drafters", "drafting", "sequence", "waiting", "admission", "inbox", "step_clock"):
         assert "torch" not in roots(ROOT / "verifier_svc" / f"{module}.py")
 
 

@@ -14,6 +14,7 @@ from verifier_svc.drafters import Drafter
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import Metrics
 from verifier_svc.outgoing import Delivery
+from verifier_svc.plan import Plan
 from verifier_svc.target import Limits
 
 VOCAB = 8
@@ -153,3 +154,11 @@ def make_engine(
         clock=clock,
     )
     return engine, model
+
+
+def make_plan(engine: Engine, times: int = 1) -> Plan:
+    """Plan so many times for what runs; each plan rests on the one before it. The last one is the engine's."""
+    for _ in range(times):
+        running = engine.scheduler.running.values()
+        engine.drafting.plan = engine.planner.plan(running, engine.drafting.plan, 1, engine.clock())
+    return engine.drafting.plan

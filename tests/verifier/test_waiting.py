@@ -1,14 +1,14 @@
 """A draft is waited for as long as that pays, and no longer. All in virtual time, so a busy machine changes nothing."""
 
 import pytest
-from fake_model import Client, ScriptedDrafter, TableModel, make_engine
+from fake_model import Client, ScriptedDrafter, TableModel, make_engine, make_plan
 from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenChunk, TokenRequest
-from verifier_svc.depth import goodput, patience_s
 from verifier_svc.engine import Engine
+from verifier_svc.goodput import goodput, patience_s
 from verifier_svc.sequence import Assignment, Sequence
 from verifier_svc.target import Limits
 
@@ -51,9 +51,10 @@ def after_one_step(
     return engine, model, drafter, sequence
 
 
-def worth_waiting_for(engine: Engine, clock: VirtualClock) -> tuple[list[Assignment], float]:
-    """What the planner says now of all running sequences."""
-    return engine.planner.worth_waiting_for(engine.scheduler.running.values(), clock())
+def worth_waiting_for(engine: Engine) -> tuple[tuple[Assignment, ...], float]:
+    """What a new plan says of all running sequences."""
+    plan = make_plan(engine)
+    return tuple([assignment for _, assignment in plan.wait_for]), plan.wait_s
 
 
 @pytest.mark.parametrize(("due_s", "steps"), [(0.02, 1), (0.13, 1), (0.17, 2)])
@@ -66,7 +67,7 @@ def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float, steps
 
 def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
     def rate(wait_s: float, busy_s: float = 0.0) -> float:
-        return goodput(3.0, 0.12, wait_s, busy_s, (1.0, 0.1), stands=0.8)
+        return goodput(3.0, 0.12, wait_s, busy_s, (1.0, 0.1), stands=0.8)[0]
 
     assert rate(0.0) == pytest.approx(3 / 0.12)
     assert rate(0.001) == pytest.approx(3 / 0.121)
@@ -89,13 +90,12 @@ def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
 def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
     engine, _, drafter, sequence = after_one_step(clock, 10, 0.05)
     drafter.handle.round_trip.observe(0.01)
-    for _ in range(3):
-        engine.planner.plan(engine.scheduler.running.values())
-    late, budget_s = worth_waiting_for(engine, clock)
+    make_plan(engine, 3)
+    late, budget_s = worth_waiting_for(engine)
     assert late
     assert budget_s > 0.02
     drafter.skip(sequence.id)
-    assert not worth_waiting_for(engine, clock)[0]
+    assert not worth_waiting_for(engine)[0]
 
 
 def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(clock: VirtualClock) -> None:
@@ -103,9 +103,8 @@ def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(cl
     truth = model.greedy([1], 20)
     assert sequence.tokens == [1, *truth[:2]]
     drafter.handle.round_trip.observe(0.03)
-    for _ in range(3):
-        engine.planner.plan(engine.scheduler.running.values())
-    assert not worth_waiting_for(engine, clock)[0]
+    make_plan(engine, 3)
+    assert not worth_waiting_for(engine)[0]
     asked = drafter.length[sequence.id]
     engine.step()
     assert sequence.tokens == [1, *truth[:3]]
@@ -133,12 +132,11 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock)
     def waited_for(*ready: Sequence) -> list[Sequence]:
         for sequence in ready:
             drafter.propose(sequence.id, [1] * 4)
-        for _ in range(4):
-            engine.planner.plan(engine.scheduler.running.values())
+        make_plan(engine, 4)
         for sequence in (good, poor):
             assignment = sequence.assignments["scripted"]
             assignment.answered_length, assignment.asked_at, assignment.told_at = 1, {}, clock()
-        worth, budget_s = worth_waiting_for(engine, clock)
+        worth, budget_s = worth_waiting_for(engine)
         assert budget_s <= 0.05
         return [sequence for sequence in (good, poor) if sequence.assignments["scripted"] in worth]
 
@@ -153,10 +151,9 @@ def test_who_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
     def is_waited_for() -> bool:
         for _ in range(7):
             drafter.handle.round_trip.observe(0.008)
-        for _ in range(3):
-            engine.planner.plan(engine.scheduler.running.values())
+        make_plan(engine, 3)
         assignment.asked_at, assignment.told_at = {}, clock()
-        return bool(worth_waiting_for(engine, clock)[0])
+        return bool(worth_waiting_for(engine)[0])
 
     assert is_waited_for()
     for _ in range(12):
@@ -174,8 +171,7 @@ def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(clo
     for at_s in (0.005, 0.01, 0.015):
         clock.after(at_s, lambda: engine.post(lambda: None))
     clock.after(0.03, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
-    for _ in range(3):
-        engine.planner.plan(engine.scheduler.running.values())
+    make_plan(engine, 3)
     clock.step(engine)
     assert sequence.tokens == [1, *truth[:7]]
     assert drafter.handle.round_trip.value < 0.06
@@ -189,7 +185,7 @@ def test_one_request_after_the_other_is_drafted_from_its_first_token_on(clock: V
     for _ in range(3):
         sequence = engine.submit(TokenRequest([1], 6, GREEDY), Client())
         engine.drain_inbox()
-        assert sequence.assignments["scripted"].pause.steps_left == 0
+        assert sequence.assignments["scripted"].asked
         drafter.propose(sequence.id, model.greedy([1], 6))
         while sequence.id in engine.sequences:
             clock.step(engine)
@@ -206,7 +202,6 @@ def test_who_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
         for _ in range(7):
             drafter.handle.round_trip.observe(reply_s)
         for _ in range(4):
-            engine.planner.plan(engine.scheduler.running.values())
             engine.step()
         [assignment] = next(iter(engine.sequences.values())).assignments.values()
         return assignment.draft_tokens
@@ -218,7 +213,7 @@ def test_who_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
 def test_no_more_is_waited_for_than_the_drafter_said_it_can(clock: VirtualClock) -> None:
     engine, model, drafter, sequence = after_one_step(clock, 20, 0.05, max_draft_tokens=2)
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
-    assert not worth_waiting_for(engine, clock)[0]
+    assert not worth_waiting_for(engine)[0]
 
 
 def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for(clock: VirtualClock) -> None:
@@ -227,7 +222,7 @@ def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for(clock: VirtualClo
     engine.submit(TokenRequest([1, 2], 10, GREEDY), Client())
     slow_forward(model, clock, 0.05)
     engine.step()
-    assert not worth_waiting_for(engine, clock)[0]
+    assert not worth_waiting_for(engine)[0]
     assert drafter.handle.latency(4) == 0
 
 

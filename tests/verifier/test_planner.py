@@ -5,14 +5,14 @@ import time
 from collections.abc import Mapping, Sequence
 
 import pytest
-from fake_model import Client, ScriptedDrafter, make_engine
+from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.depth import AcceptanceRate, Latency
+from verifier_svc.acceptance_rate import AcceptanceRate, Latency
 from verifier_svc.engine import Engine
 from verifier_svc.target import Limits
 
@@ -73,10 +73,10 @@ def test_a_sequence_that_turns_out_well_is_drafted_deeply_though_its_drafter_was
         drafter.observe(drafted=4, accepted=0)
     good = AcceptanceRate(drafter, 8)
     for _ in range(60):
-        depth = max(1, good.depth_worth(0.15, 8))
+        depth = max(1, good.tokens_worth(0.15, 8))
         good.observe(drafted=depth, accepted=depth)
         drafter.observe(drafted=depth, accepted=depth)
-    assert good.depth_worth(0.15, 8) == 8
+    assert good.tokens_worth(0.15, 8) == 8
 
 
 def test_a_drafters_first_sequence_gives_up_hopes_with_the_drafter() -> None:
@@ -95,7 +95,7 @@ def test_the_deeper_a_token_the_less_it_is_worth(outcomes: list[tuple[int, int]]
     for drafted, accepted in outcomes:
         rate.observe(drafted, min(drafted, accepted))
     assert rate.survival == sorted(rate.survival, reverse=True)
-    depth = rate.depth_worth(price, 8)
+    depth = rate.tokens_worth(price, 8)
     assert all(survives >= price for survives in rate.survival[:depth])
     assert all(survives < price for survives in rate.survival[depth:])
 
@@ -110,8 +110,7 @@ def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> Non
     engine.step()
     depths = []
     for _ in range(2):
-        engine.planner.plan(engine.scheduler.running.values())
-        depths.append(decoding.depth)
+        depths.append(make_plan(engine).draft_tokens.get(decoding.id, 0))
         engine.submit(TokenRequest([1] * 40, 50, GREEDY), Client())
         engine.scheduler.admit()
     assert depths[0] > 2 * depths[1]
@@ -138,17 +137,16 @@ def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
         engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
     for sequence in engine.sequences.values():
         for assignment in sequence.assignments.values():
-            assignment.pause.steps_left = 0
+            assignment.asked = True
             for _ in range(30):
                 assignment.rate.observe(8, accepted)
     engine.step()
-    for _ in range(5):
-        engine.planner.plan(engine.scheduler.running.values())
+    make_plan(engine, 5)
     return engine
 
 
 def depths(engine: Engine) -> list[int]:
-    return [sequence.depth for sequence in engine.sequences.values()]
+    return [engine.drafting.plan.draft_tokens.get(sequence_id, 0) for sequence_id in engine.sequences]
 
 
 def test_a_free_draft_token_is_taken_and_a_dear_one_is_not() -> None:
@@ -174,20 +172,24 @@ def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> E
     engine.step()
     for i, sequence in enumerate(engine.sequences.values()):
         for name, assignment in sequence.assignments.items():
-            assignment.pause.steps_left = 0
+            assignment.asked = True
             assignment.rate = AcceptanceRate(float(rates[name][i]), 8)
     return engine
 
 
 def settle(engine: Engine) -> list[int]:
-    """Depths after some plans, after each of which drafters that do not pay are paused, and those that do are not."""
-    for _ in range(6):
-        engine.planner.plan(engine.scheduler.running.values())
+    """Draft tokens after some plans, after each of which those drafters are asked that the plan names."""
+    for _ in range(7):
+        plan = make_plan(engine)
         for sequence in engine.sequences.values():
             for assignment in sequence.assignments.values():
-                assignment.pause.steps_left = 0 if engine.planner.pays(sequence, assignment) else 4
-    engine.planner.plan(engine.scheduler.running.values())
+                assignment.asked = assignment in plan.asks
     return depths(engine)
+
+
+def is_asked(engine: Engine, sequence_id: int, drafter_id: str = "scripted") -> bool:
+    """Whether the last plan asks this drafter for this sequence."""
+    return engine.sequences[sequence_id].assignments[drafter_id] in engine.drafting.plan.asks
 
 
 @pytest.mark.parametrize("chance", [0.4, 0.5, 0.7])
@@ -195,7 +197,7 @@ def test_sequences_that_are_all_alike_share_what_is_cheap_however_they_begin(cha
     engine = kneed({"one": [chance] * 8})
     assert settle(engine) == [1] * 8
     for sequence in engine.sequences.values():
-        sequence.assignments["one"].pause.begin([])
+        sequence.assignments["one"].asked = False
     assert settle(engine) == [1] * 8
 
 
@@ -215,16 +217,7 @@ def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> Non
     for sequence in others:
         sequence.assignments.clear()
     settle(engine)
-    assert [assignment.pause.steps_left > 0 for assignment in first.assignments.values()] == [False, True]
-
-
-def test_a_sequence_whose_chance_is_about_the_price_is_not_paused_and_asked_by_turns() -> None:
-    engine = kneed({"one": [0.5] * 8})
-    engine.planner.plan(engine.scheduler.running.values())
-    first = next(iter(engine.sequences.values()))
-    first.assignments["one"].rate.observe(1, 0)
-    engine.planner.plan(engine.scheduler.running.values())
-    assert engine.planner.pays(first, first.assignments["one"])
+    assert [assignment.asked for assignment in first.assignments.values()] == [True, False]
 
 
 def test_with_only_plain_steps_known_hopeless_drafts_are_not_deep() -> None:
@@ -234,8 +227,8 @@ def test_with_only_plain_steps_known_hopeless_drafts_are_not_deep() -> None:
     sequence = engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
     engine.step()
     sequence.assignments["scripted"].rate = AcceptanceRate(0.01, 8)
-    engine.planner.plan([sequence])
-    assert sequence.depth <= 1
+    make_plan(engine)
+    assert depths(engine)[0] <= 1
 
 
 def test_prompts_do_not_count_towards_the_batch() -> None:
@@ -243,16 +236,17 @@ def test_prompts_do_not_count_towards_the_batch() -> None:
     before = depths(engine)
     for _ in range(8):
         engine.submit(TokenRequest([1] * 8, 100, GREEDY), Client())
-    engine.planner.plan(engine.scheduler.running.values())
+    make_plan(engine)
     assert depths(engine)[:1] == before
 
 
 def test_a_request_that_names_its_depth_gets_it() -> None:
-    engine = planned(0.05, accepted=0)
+    engine = planned(0.0001, accepted=8)
     request = TokenRequest([1, 2], 100, GREEDY, speculation=SpeculationOptions(draft_tokens=5))
     sequence = engine.submit(request, Client())
-    engine.step()
-    assert engine.planner.depth_for(sequence, sequence.assignments["scripted"]) == 5
+    make_plan(engine)
+    [assignment] = sequence.assignments.values()
+    assert assignment.draft_tokens == 5
 
 
 def test_the_drafter_is_told_when_the_depth_changes() -> None:
@@ -266,26 +260,21 @@ def test_the_drafter_is_told_when_the_depth_changes() -> None:
     for _ in range(6):
         truth = model.greedy(sequence.tokens, 2)
         drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % 7])
-        engine.planner.plan([sequence])
+        make_plan(engine)
         engine.step()
     told = [verdict.draft_tokens for batch in drafter.told for verdict in batch.verdicts]
     assert told[-1] < first
 
 
-def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_where_the_way_to_it_is_long() -> None:
+def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
     engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 4)))
     engine.drafting._own_cores = frozenset({0, 1})
     here = ScriptedDrafter(engine, "here", "here", placement=Placement(host=platform.node(), device="cpu"))
     there = ScriptedDrafter(engine, "there", "there", placement=Placement(host="elsewhere", device="cpu"))
-    here.handle.token_time.observe(0.001)
     engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     assert here.told[0].opened[0].window.depth == 4
     assert there.told[0].opened[0].window.depth == 9
-    here.handle.round_trip.observe(0.1)
-    engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
-    engine.drain_inbox()
-    assert here.told[1].opened[0].window.depth == 9
 
 
 def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -> None:
@@ -294,34 +283,16 @@ def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -
     engine.cost.calibrate(1, 1, 0.05)
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     [assignment] = sequence.assignments.values()
+    make_plan(engine)
     assert engine.drafting._window(assignment, 1).depth == 3
     drafter.handle.round_trip.observe(0.08)
     assert [engine.drafting._window(assignment, depth).depth for depth in (1, 2, 8)] == [7, 11, assignment.trie.window.depth]
 
 
-def test_a_drafter_on_the_targets_own_cores_runs_ahead_only_if_the_drafts_of_all_its_sequences_may_well_stand() -> None:
-    def window(sequence_count: int) -> int:
-        engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 8)))
-        engine.drafting._own_cores = frozenset({0, 1})
-        drafter = ScriptedDrafter(engine, placement=Placement(host=platform.node(), device="cpu"))
-        drafter.handle.round_trip.observe(0.02)
-        drafter.handle.token_time.observe(0.01)
-        for size in (1, 8):
-            engine.cost.calibrate(size, size, 0.05)
-        for _ in range(sequence_count):
-            sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
-        engine.step()
-        engine.planner.plan(engine.scheduler.running.values())
-        [assignment] = sequence.assignments.values()
-        return engine.drafting._window(assignment, 1).depth
-
-    assert window(1) == 5
-    assert window(8) == 1
-
-
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
-    """A drafter that takes 60 ms of the target's cores for a draft of 8, of which 5 tokens are accepted, or every fourth time one;
-    a forward of 50 ms.
+    """A drafter that has 5 tokens accepted, or every tenth time one; a forward takes 50 ms.
+
+    A draft of 8 takes 60 ms of the target's cores.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
     drafter = ScriptedDrafter(engine)
@@ -332,54 +303,41 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
         engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
     for i, sequence in enumerate(engine.sequences.values()):
         for assignment in sequence.assignments.values():
-            assignment.pause.steps_left = 0
+            assignment.asked = True
             for turn in range(60):
-                assignment.rate.observe(8, 5 if i < good else int(turn % 4 == 1))
+                assignment.rate.observe(8, 5 if i < good else int(turn % 10 == 1))
     engine.step()
     drafter.handle.on_target_cores = True
     drafter.handle.token_time.observe(0.06 / 8)
-    for _ in range(5):
-        engine.planner.plan(engine.scheduler.running.values())
+    make_plan(engine, 5)
     return engine, drafter
-
-
-def test_a_sequence_that_would_not_pay_for_the_wait_alone_is_drafted_where_others_are_waited_for_anyway() -> None:
-    def last_pays(good: int, poor: int) -> bool:
-        engine, _ = mixed(good, poor)
-        sequence = list(engine.sequences.values())[-1]
-        return engine.planner.pays(sequence, sequence.assignments["scripted"])
-
-    assert not last_pays(good=0, poor=1)
-    assert not last_pays(good=0, poor=8)
-    assert last_pays(good=7, poor=1)
 
 
 def test_one_good_sequence_is_not_drafted_where_all_the_others_would_wait_for_it() -> None:
     def first_pays(good: int, poor: int) -> bool:
         engine, _ = mixed(good, poor)
-        return engine.planner.pays(engine.sequences[1], engine.sequences[1].assignments["scripted"])
+        return is_asked(engine, 1)
 
     assert first_pays(good=1, poor=0)
     assert not first_pays(good=1, poor=7)
     assert first_pays(good=4, poor=4)
 
 
-def test_a_pause_ends_as_soon_as_the_batch_is_one_in_which_drafting_pays() -> None:
+def test_a_silent_drafter_is_asked_as_soon_as_drafting_pays_for_the_batch() -> None:
     engine, drafter = mixed(good=1, poor=7)
     good, *poor = engine.sequences.values()
     assignment = good.assignments["scripted"]
     for _ in range(3):
         engine.step()
-        assert assignment.pause.steps_left > 0
+        assert not assignment.asked
     for sequence in poor:
         engine.cancel(sequence)
-    engine.planner.plan(engine.scheduler.running.values())
-    withheld = list(assignment.pause.withheld)
+    missed_from = assignment.told_length
     engine.step()
-    assert assignment.pause.steps_left == 0
-    assert not assignment.pause.probing
+    assert assignment.asked
     told = drafter.told[-1].verdicts[0]
-    assert told.new_token_ids == [*withheld, good.tokens[-1]]
+    assert told.new_token_ids == good.tokens[missed_from:]
+    assert len(told.new_token_ids) > 1
     assert told.committed_length == len(good.tokens)
 
 
@@ -396,10 +354,9 @@ def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() ->
             sequence.assignments[name].rate.observe(8, accepted)
     quick.handle.round_trip.observe(0.001)
     slow.handle.round_trip.observe(0.3)
-    for _ in range(4):
-        engine.planner.plan([sequence])
-    assert engine.planner.pays(sequence, sequence.assignments["quick"])
-    assert not engine.planner.pays(sequence, sequence.assignments["slow"])
+    make_plan(engine, 4)
+    assert is_asked(engine, sequence.id, "quick")
+    assert not is_asked(engine, sequence.id, "slow")
 
 
 def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None:
@@ -408,11 +365,11 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
         [sequence] = engine.sequences.values()
         drafter.handle.on_target_cores = on_target_cores
         for _ in range(9):
-            drafter.handle.token_time.observe(0.25 / 8)
+            drafter.handle.token_time.observe((0.5 if on_target_cores else 0.25) / 8)
         for _ in range(5):
-            engine.planner.plan(engine.scheduler.running.values())
-        assert engine.planner.worth_waiting_for([sequence], time.monotonic()) == ([], 0.0)
-        return engine.planner.pays(sequence, sequence.assignments["scripted"])
+            make_plan(engine)
+        assert engine.drafting.plan.wait_for == ()
+        return is_asked(engine, sequence.id)
 
     assert not pays(on_target_cores=True)
     assert pays(on_target_cores=False)
