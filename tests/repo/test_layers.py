@@ -70,7 +70,9 @@ def test_drafter_families_and_sampling_know_no_grpc() -> None:
 
 
 def test_the_trie_and_the_scheduler_know_no_torch() -> None:
-    for module in ("trie", "scheduler", "goodput", "planner", "drafters", "drafting", "sequence", "waiting", "admission", "inbox", "step_clock"):
+    state = ("trie", "scheduler", "drafters", "sequence", "plan", "acceptance_rate", "forward_cost")
+    work = ("goodput", "planner", "drafting", "waiting", "admission", "inbox", "step_clock")
+    for module in (*state, *work):
         assert "torch" not in roots(ROOT / "verifier_svc" / f"{module}.py")
 
 
