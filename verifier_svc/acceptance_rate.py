@@ -20,9 +20,9 @@ class AcceptanceRate:
     def __init__(self, prior: AcceptanceRate | float, count: int = MAX_DEPTH, *, decay: float = _DECAY) -> None:
         """The prior counts as 4 drafts, the drafts themselves as at most 1 / (1 - `decay`); `count` positions are kept.
 
-        With another rate as the prior, each position follows that rate's position, as it learns. With a number, a position
-        without data inherits the estimate of the position before it. Otherwise positions that are never reached would keep
-        an optimistic prior.
+        With another rate as the prior, each position follows that rate's position, as it learns. With a number, or beyond the
+        prior's positions, a position without data inherits the estimate of the position before it. Otherwise positions that are
+        never reached would keep an optimistic prior.
         """
         self._base = None if isinstance(prior, float) else prior
         self._first = prior if isinstance(prior, float) else 0.0
@@ -75,7 +75,7 @@ class AcceptanceRate:
         expected = [1.0]
         rate, survives, total = self._first, 1.0, 1.0
         for i, judged in enumerate(self._judged):
-            prior = rate if priors is None else priors[i]
+            prior = priors[i] if priors is not None and i < len(priors) else rate
             rate = (self._accepted[i] + prior * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
             survives *= rate
             total += survives

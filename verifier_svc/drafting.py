@@ -30,6 +30,7 @@ _OPTIMISM = 0.8
 # Of what is known of a drafter beyond one sequence a hundred drafts count: with ten, optimism alone would leave one that is always
 # wrong a rate of 0.23 on each new sequence.
 _LONG_MEMORY = 0.99
+_KNOWN_POSITIONS = 16
 
 
 @dataclass(slots=True)
@@ -142,7 +143,7 @@ class Drafting:
         kind = _kind(sequence)
         learned = drafter.rates.get(kind)
         if learned is None:
-            learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM, decay=_LONG_MEMORY)
+            learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=_LONG_MEMORY)
         rate = AcceptanceRate(learned, limit)
         return Assignment(drafter, trie, rule, rate, learned, trie.window, 1, len(sequence.tokens))
 
@@ -237,15 +238,15 @@ class Drafting:
         found: list[str] = []
         for assignment in sequence.assignments.values():
             trie, drafter = assignment.trie, assignment.drafter
-            guessed = trie.length(len(new_token_ids))
-            skipped = guessed == 0 and trie.ready(1)
+            guessed = 0 if assignment is verified else trie.length(len(new_token_ids))
+            skipped = trie.node_count == 0 and trie.ready(1)
             walk = trie.advance(new_token_ids)
             if assignment.asked and not skipped:
                 self._metrics.walked(drafter, walk)
                 if span.traceparent:
                     found.append(f"{drafter.id}: {walk.result.value}, {walk.wasted} wasted")
-            if guessed and assignment is not verified:
-                # The guesses of probes take no place in a forward. What was committed tells whether they were right.
+            if guessed:
+                # Guesses that the step did not verify, a probe's among them: the commit tells whether they were right.
                 assignment.learn(guessed, min(walk.matched, guessed))
             if (wanted := self._wanted(sequence, assignment)) or assignment in self.plan.probes:
                 self._ask(sequence, assignment, wanted, walk.matched, span.traceparent)
@@ -274,9 +275,7 @@ class Drafting:
         window = self._window(assignment, wanted)
         changed = window is not assignment.window
         assignment.draft_tokens, assignment.window = max(1, wanted), window
-        verdict = Verdict(
-            sequence.id, length, told, accepted, assignment.draft_tokens, window if changed else None, traceparent
-        )
+        verdict = Verdict(sequence.id, length, told, accepted, assignment.draft_tokens, window if changed else None, traceparent)
         assignment.drafter.outbox.verdicts.append(verdict)
         if assignment.answered_length > 0 and assignment.trie.node_count == 0 and (was_asked or wanted == 0):
             assignment.timed(length)

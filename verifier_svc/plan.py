@@ -58,15 +58,20 @@ def pending_draft(sequence: Sequence, draft_tokens: int) -> Pending | None:
     if draft_tokens == 0:
         return None
     best: Assignment | None = None
-    ready, now, promised = 0, 1.0, 0.0
+    promised = 0.0
+    for assignment in sequence.assignments.values():
+        # Before its first answer a drafter may still be at the prompt, which says nothing of its drafting.
+        if assignment.asked and assignment.answered_length > 0:
+            wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
+            if not assignment.trie.ready(wanted):
+                expected = assignment.rate.expected_tokens(wanted)
+                if expected > promised:
+                    best, promised = assignment, expected
+    if best is None:
+        return None
+    ready, now = 0, 1.0
     for assignment in sequence.assignments.values():
         there = assignment.trie.length(draft_tokens)
         if (expected := assignment.rate.expected_tokens(there)) > now:
             ready, now = there, expected
-        # Before its first answer a drafter may still be at the prompt, which says nothing of its drafting.
-        if assignment.asked and assignment.answered_length > 0:
-            wanted = min(draft_tokens, assignment.drafter.hello.max_draft_tokens)
-            expected = assignment.rate.expected_tokens(wanted)
-            if expected > promised and not assignment.trie.ready(wanted):
-                best, promised = assignment, expected
-    return Pending(best, ready, now, promised) if best is not None and promised > now else None
+    return Pending(best, ready, now, promised) if promised > now else None

@@ -6,8 +6,8 @@ Reads sequences and measured numbers and writes nothing. It looks at no token, s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import NamedTuple
 
 from outrider.depth_policy import DepthPolicy
 from verifier_svc.drafters import Drafter
@@ -26,8 +26,7 @@ _MARGIN = 1.01
 _LONGEST_WAIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Prices:
+class _Prices(NamedTuple):
     """What forwards of the present batch cost."""
 
     batch: int
@@ -40,8 +39,7 @@ class _Prices:
     """Most draft tokens of a sequence."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     """Drafts of so many tokens, at this price, by some drafters; and what comes of them."""
 
     drafts: list[tuple[Sequence, Assignment, int]]
@@ -69,14 +67,19 @@ class Planner:
         reading: list[Sequence] = []
         for sequence in running:
             (decoding if sequence.num_uncomputed_tokens == 1 else reading).append(sequence)
-        prices = self._prices(len(decoding) or last.batch, last, beside_prompts=bool(reading))
+        batch, drafters, newcomers = len(decoding) or last.batch, _drafters(decoding), _drafters(reading)
+        if not drafters and not newcomers:
+            plain_s = self._cost.estimate(batch, batch)
+            return Plan(batch, plain_s, price=last.price, paying=last.paying, considered=last.considered)
+        prices = self._prices(batch, last, beside_prompts=bool(reading))
         choice, considered = _Choice([], last.paying, last.price), last.considered
-        if decoding:
-            considered = _drafters(decoding)
-            choice = self._choose(decoding, considered, prices)
-        # A draft may stand behind a prompt's last token. Drafters that nothing is known of are believed to pay.
-        believed = replace(choice, drafters=choice.drafters | (_drafters(reading) - considered))
-        drafts = choice.drafts + [draft for sequence in reading for draft in self._pick(sequence, believed, prices)]
+        if drafters:
+            choice, considered = self._choose(decoding, drafters, prices), drafters
+        drafts = choice.drafts
+        if newcomers:
+            # A draft may stand behind a prompt's last token. Drafters that nothing is known of are believed to pay.
+            believed = choice._replace(drafters=choice.drafters | (newcomers - considered))
+            drafts = drafts + [draft for sequence in reading for draft in self._pick(sequence, believed, prices)]
         draft_tokens: dict[int, int] = {}
         asks: dict[Assignment, int] = {}
         for sequence, assignment, count in drafts:
@@ -85,7 +88,7 @@ class Planner:
             further = 0 if choice.waits else steps_meanwhile(assignment.drafter.latency(count), prices.plain_s)
             asks[assignment] = min(count + further, assignment.trie.window.depth)
         rate = choice.rate or prices.rate
-        wait_for, wait_s = self._waits(decoding, draft_tokens, replace(prices, rate=rate), now_s)
+        wait_for, wait_s = self._waits(decoding, draft_tokens, prices._replace(rate=rate), now_s)
         return Plan(
             batch=prices.batch,
             plain_s=prices.plain_s,
@@ -129,7 +132,8 @@ class Planner:
         if self._always or prices.plain_s == 0.0:
             return self._with(decoding, drafters, prices)
         asked: frozenset[Drafter] = frozenset()
-        best, least = self._with(decoding, asked, prices), _MARGIN * prices.batch / prices.plain_s
+        plain_rate = prices.batch / prices.plain_s
+        best, least = _Choice([], asked, prices.token_prices[0][1], plain_rate), _MARGIN * plain_rate
         for drafter in sorted(drafters, key=lambda drafter: (drafter.latency(_COMPARED_TOKENS), drafter.id)):
             asked |= {drafter}
             choice = self._with(decoding, asked, prices)
@@ -149,7 +153,7 @@ class Planner:
         choice = _Choice([], drafters, price_of_tokens(chances, prices.token_prices))
         drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
         rate, waits = self._goodput(drafts, prices)
-        return replace(choice, drafts=drafts, rate=rate, waits=waits or self._always)
+        return choice._replace(drafts=drafts, rate=rate, waits=waits or self._always)
 
     def _chances(self, sequence: Sequence, assignment: Assignment, prices: _Prices) -> list[float]:
         """How likely each token that could be drafted is to be committed; 1 for those that are drafted whatever they cost."""

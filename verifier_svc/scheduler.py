@@ -173,9 +173,7 @@ def best_path(sequence: Sequence, draft_tokens: int) -> tuple[Assignment | None,
     if draft_tokens <= 0:
         return None, NO_PATH
     found = [
-        (assignment, length)
-        for assignment in sequence.assignments.values()
-        if (length := assignment.trie.length(draft_tokens))
+        (assignment, length) for assignment in sequence.assignments.values() if (length := assignment.trie.length(draft_tokens))
     ]
     if not found:
         return None, NO_PATH
