@@ -199,7 +199,10 @@ class Drafting:
         seconds = assignment.answered(at, proposal.base_length, drafted=True)
         if seconds is not None:
             answers.drafts_s.append(seconds)
-            assignment.learn(*_passed(proposal, sequence.tokens))
+            passed, right = _passed(proposal, sequence.tokens)
+            # A drafter that is asked has heard of these tokens meanwhile, so that right ones alone prove nothing.
+            if right < passed or not assignment.asked:
+                assignment.learn(passed, right)
             # What was in the trie already was drafted and told before.
             answers.draft_length = max(answers.draft_length, count - added.merged)
 

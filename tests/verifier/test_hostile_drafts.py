@@ -103,3 +103,23 @@ def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
         engine.submit(asked, Client())
     assert caught.value.reason is Reason.DRAFTER_NOT_FOUND
     assert len(caught.value.message) < 4096
+
+
+def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
+    """It answers each verdict late, with tokens that later verdicts told it."""
+    clock = VirtualClock()
+    engine, model = make_engine(eos_bias=-99, page_count=128, limits=Limits(DepthPolicy("fixed", 4)), clock=clock)
+    model.broken = lambda slices: clock.sleep(0.01)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(request([1, 2], 200), Client())
+    clock.step(engine)
+    assignment = sequence.assignments["scripted"]
+    believed = assignment.rate.by_position[0]
+    for _ in range(30):
+        assignment.asked = True
+        assignment.asked_at = {len(sequence.tokens): clock()}
+        base = len(sequence.tokens)
+        clock.step(engine)
+        engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, base, sequence.tokens[base:])]))
+    assert drafter.error is None
+    assert assignment.rate.by_position[0] == believed
