@@ -170,8 +170,7 @@ class Router:
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Begin to poll; `on_ready` hears each change of whether requests can be taken."""
         self._tasks = [
-            keep_running(partial(self._poll, replica, on_ready), f"polling verifier {replica.address}")
-            for replica in self.replicas
+            keep_running(partial(self._poll, replica, on_ready), f"polling verifier {replica.address}") for replica in self.replicas
         ]
 
     async def drain(self, seconds: float) -> None:

@@ -18,7 +18,7 @@ from verifier_svc.plan import Plan
 from verifier_svc.planner import Planner
 from verifier_svc.rule_choice import how_to_propose
 from verifier_svc.sequence import FIRST_BACKOFF, Assignment, Sequence
-from verifier_svc.trie import Trie
+from verifier_svc.trie import Added, Trie
 
 log = logging.getLogger(__name__)
 
@@ -199,12 +199,16 @@ class Drafting:
         seconds = assignment.answered(at, proposal.base_length, drafted=True)
         if seconds is not None:
             answers.drafts_s.append(seconds)
-            passed, right = _passed(proposal, sequence.tokens)
-            # A drafter that is asked has heard of these tokens meanwhile, so that right ones alone prove nothing.
-            if right < passed or not assignment.asked:
-                assignment.learn(passed, right)
+            self._learn_late(assignment, proposal, added)
             # What was in the trie already was drafted and told before.
             answers.draft_length = max(answers.draft_length, count - added.merged)
+
+    def _learn_late(self, assignment: Assignment, proposal: Proposal, added: Added) -> None:
+        """Judge a chain that came too late to be verified by what was committed meanwhile."""
+        contradicted = added.stale > 0
+        # A drafter that is asked has heard of these tokens meanwhile, so that right ones alone prove nothing.
+        if not proposal.parents and (contradicted or not assignment.asked):
+            assignment.learn(added.passed + contradicted, added.passed)
 
     def _take_skip(self, drafter: Drafter, skip: Skip, at: float, answers: _Answers) -> None:
         found = self._assignment(drafter, skip.sequence_id, "skip.sequence_id")
@@ -305,21 +309,6 @@ class Drafting:
         drafter.verified_count += drafted
         drafter.accepted_count += accepted
         self._metrics.verified(drafter, drafted, accepted)
-
-
-def _passed(proposal: Proposal, committed: list[int]) -> tuple[int, int]:
-    """Of a proposal for the committed tokens behind its base, how many there are, and how many are right up to a wrong one.
-
-    A draft that came too late to be verified is judged by what was committed meanwhile.
-    """
-    if proposal.parents:
-        return 0, 0
-    new_token_ids = committed[proposal.base_length :]
-    count = min(len(new_token_ids), len(proposal.token_ids))
-    right = 0
-    while right < count and proposal.token_ids[right] == new_token_ids[right]:
-        right += 1
-    return count, right
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:

@@ -64,7 +64,7 @@ class Metrics:
         self._received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
         self._stale_tokens = counter(
             "stale_tokens",
-            "Draft tokens received too late: committed or contradicted by then, or their sequence was over.",
+            "Draft tokens that the commit contradicted before they came, or whose sequence was over.",
             _LABELS,
         )
         self._cut_tokens = counter("cut_tokens", "Draft tokens received that the window had no room for.", _LABELS)

@@ -36,16 +36,15 @@ class CommitWalk:
 
 @dataclass(slots=True)
 class Added:
-    """What became of a proposal's tokens."""
+    """What became of a proposal's tokens: new in the trie (`fresh`), there already (`merged`), committed by then as guessed
+    (`passed`), contradicted by the commit or behind such a token (`stale`), or beyond the window (`cut`).
+    """
 
     fresh: int = 0
-    """Hung into the trie."""
     merged: int = 0
-    """Already in the trie."""
+    passed: int = 0
     stale: int = 0
-    """Committed by then, or contradicted by what was committed."""
     cut: int = 0
-    """Beyond the window."""
 
 
 @dataclass(slots=True)
@@ -111,10 +110,11 @@ class Trie:
             depth += 1
             if node is _CUT:
                 added.cut += 1
-            elif node is _STALE or depth <= 0:
+            elif node is _STALE or (depth <= 0 and token != committed[depth - 1]):
                 added.stale += 1
-                if depth <= 0 and token != committed[depth - 1]:
-                    node = _STALE
+                node = _STALE
+            elif depth <= 0:
+                added.passed += 1
             else:
                 node = self._hang(node, token, depth, given[i] if given else None, added)
             if parents:

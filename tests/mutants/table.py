@@ -361,8 +361,8 @@ MUTANTS = (
         "T4",
         "a late proposal is used though the commit contradicts it",
         TRIE,
-        "if depth <= 0 and token != committed[depth - 1]:",
-        "if depth < 0 and token != committed[depth - 1]:",
+        "(depth <= 0 and token != committed[depth - 1])",
+        "(depth < 0 and token != committed[depth - 1])",
         TRIES,
     ),
     Mutant(

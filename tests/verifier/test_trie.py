@@ -19,9 +19,9 @@ class Text:
         self.tokens = list(PROMPT)
         self.trie = Trie(len(self.tokens), window)
 
-    def propose(self, tokens: list[int], base: int = 3, **fields: list) -> tuple[int, int, int, int]:  # type: ignore[type-arg]
+    def propose(self, tokens: list[int], base: int = 3, **fields: list) -> tuple[int, ...]:  # type: ignore[type-arg]
         added = self.trie.add(Proposal(1, base, tokens, **fields), self.tokens)
-        return added.fresh, added.merged, added.stale, added.cut
+        return added.fresh, added.merged, added.passed, added.stale, added.cut
 
     def commit(self, *tokens: int) -> tuple[int, str, int]:
         self.tokens += tokens
@@ -42,7 +42,7 @@ def distribution(token: int) -> SparseDistribution:
 
 def test_a_chain_is_the_path_and_the_root_moves_along_it() -> None:
     text = Text()
-    assert text.propose([5, 6, 7, 8]) == (4, 0, 0, 0)
+    assert text.propose([5, 6, 7, 8]) == (4, 0, 0, 0, 0)
     assert text.trie.path(3).token_ids == [5, 6, 7]
     assert text.commit(5, 6) == (2, "chain", 0)
     assert text.path == [7, 8]
@@ -51,9 +51,9 @@ def test_a_chain_is_the_path_and_the_root_moves_along_it() -> None:
 def test_a_chain_that_is_repeated_with_more_behind_it_grows() -> None:
     text = Text()
     text.propose([5, 6])
-    assert text.propose([5, 6, 7]) == (1, 2, 0, 0)
+    assert text.propose([5, 6, 7]) == (1, 2, 0, 0, 0)
     text.commit(5)
-    assert text.propose([6, 7, 8, 9], base=4) == (2, 2, 0, 0)
+    assert text.propose([6, 7, 8, 9], base=4) == (2, 2, 0, 0, 0)
     assert text.path == [6, 7, 8, 9]
 
 
@@ -68,7 +68,7 @@ def test_a_proposal_that_comes_after_its_tokens_were_committed_goes_on_behind_th
     text = Text()
     text.commit(5)
     text.commit(6, 7)
-    assert text.propose([5, 6, 7, 8, 9]) == (2, 0, 3, 0)
+    assert text.propose([5, 6, 7, 8, 9]) == (2, 0, 3, 0, 0)
     assert text.path == [8, 9]
     assert text.commit(8) == (1, "chain", 0)
 
@@ -76,15 +76,15 @@ def test_a_proposal_that_comes_after_its_tokens_were_committed_goes_on_behind_th
 def test_a_proposal_that_the_commit_contradicts_is_stale() -> None:
     text = Text()
     text.commit(5, 6)
-    assert text.propose([5, 8, 9]) == (0, 0, 3, 0)
-    assert text.propose([5]) == (0, 0, 1, 0)
+    assert text.propose([5, 8, 9]) == (0, 0, 1, 2, 0)
+    assert text.propose([5]) == (0, 0, 1, 0, 0)
     assert (text.path, text.trie.node_count) == ([], 0)
 
 
 def test_a_proposal_that_comes_twice_changes_nothing() -> None:
     text = Text()
     text.propose([5, 6])
-    assert text.propose([5, 6]) == (0, 2, 0, 0)
+    assert text.propose([5, 6]) == (0, 2, 0, 0, 0)
     assert text.path == [5, 6]
 
 
@@ -92,7 +92,7 @@ def test_an_older_proposal_that_agrees_adds_a_branch() -> None:
     text = Text()
     text.commit(5)
     text.propose([6, 7], base=4)
-    assert text.propose([5, 8, 9]) == (2, 0, 1, 0)
+    assert text.propose([5, 8, 9]) == (2, 0, 1, 0, 0)
     assert text.path == [6, 7]
     assert text.commit(8) == (1, "branch", 2)
     assert text.path == [9]
@@ -110,7 +110,7 @@ def test_parents_make_a_tree() -> None:
 def test_a_tree_of_which_one_branch_was_committed_keeps_what_is_behind_it() -> None:
     text = Text()
     text.commit(8)
-    assert text.propose([5, 6, 8, 9], parents=[0, 1, 0, 3]) == (1, 0, 3, 0)
+    assert text.propose([5, 6, 8, 9], parents=[0, 1, 0, 3]) == (1, 0, 1, 2, 0)
     assert text.path == [9]
 
 
@@ -133,12 +133,12 @@ def test_what_is_beside_a_token_that_was_passed_falls() -> None:
 
 def test_what_the_window_has_no_room_for_is_cut() -> None:
     text = Text(Window(token_count=8, depth=4))
-    assert text.propose([1, 2, 3, 4, 5, 6]) == (4, 0, 0, 2)
-    assert text.propose([9, 9, 9, 9]) == (4, 0, 0, 0)
-    assert text.propose([7]) == (0, 0, 0, 1)
+    assert text.propose([1, 2, 3, 4, 5, 6]) == (4, 0, 0, 0, 2)
+    assert text.propose([9, 9, 9, 9]) == (4, 0, 0, 0, 0)
+    assert text.propose([7]) == (0, 0, 0, 0, 1)
     assert (text.path, text.trie.node_count) == ([1, 2, 3, 4], 8)
     text.commit(1)
-    assert text.propose([1, 2, 3, 4, 5, 6], base=3) == (1, 3, 1, 1)
+    assert text.propose([1, 2, 3, 4, 5, 6], base=3) == (1, 3, 1, 0, 1)
 
 
 def test_a_skip_says_that_waiting_is_no_use_until_the_next_commit() -> None:
