@@ -29,9 +29,7 @@ class DrafterActor:
         self.spec = spec
         self.error: OutriderError | None = None
         """Why the verifier ended the connection, if it did."""
-        self.family = SimulatedFamily(
-            spec.name, world, costs.drafting[spec.cost], spec.slowness, spec.acceptance, spec.hard_acceptance
-        )
+        self.family = SimulatedFamily(spec, world, costs.drafting[spec.cost])
         self._events = events
         self._verifier = verifier
         self._session = DraftSession(self.family, events.clock)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from bench.simulator.costs import DraftingCost
 from bench.simulator.events import Work
-from bench.simulator.scenario import Acceptance
+from bench.simulator.scenario import DrafterSpec
 from bench.simulator.world import VOCAB, Text, World
 from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family
@@ -16,22 +16,14 @@ from drafter_svc.families.base import Family
 class SimulatedFamily(Family):
     """Drafts like a draft model: one token of every sequence after the other, each pass taking its time."""
 
-    def __init__(
-        self,
-        name: str,
-        world: World,
-        cost: DraftingCost,
-        slowness: float,
-        acceptance: Acceptance,
-        hard_acceptance: Acceptance | None,
-    ) -> None:
-        """`slowness` multiplies the cost."""
-        self.name = name
-        self.acceptance = acceptance
-        self._hard_acceptance = hard_acceptance
+    def __init__(self, spec: DrafterSpec, world: World, cost: DraftingCost) -> None:
+        self.name = spec.name
+        self.acceptance = spec.acceptance
+        self._hard_acceptance = spec.hard_acceptance
+        self._skips_hard = spec.skips_hard
         self._world = world
         self._cost = cost
-        self._slowness = slowness
+        self._slowness = spec.slowness
         # Tokens that it has not read yet, by sequence.
         self._unread: dict[int, int] = {}
         self._takes_time = any(cost.token_s.values())
@@ -67,8 +59,10 @@ class SimulatedFamily(Family):
     def _extend(self, sequence: DraftSequence, count: int) -> None:
         """Guess `count` further tokens; behind a wrong guess all are wrong."""
         depth = len(sequence.guesses)
-        text = self._world.text_of(sequence.tokens, depth + count)
+        text = self._world.text_of(sequence.tokens, depth + max(count, 1))
         first = len(sequence.tokens) - text.prompt_length
+        if self._skips_hard and text.hard[first + depth]:
+            return
         true = text.tokens[first : first + depth + count]
         right = sequence.guesses == true[:depth]
         known = depth

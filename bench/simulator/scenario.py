@@ -46,6 +46,9 @@ class DrafterSpec(_Part):
     hard_acceptance: Acceptance | None = None
     """The same within hard stretches of a text; unset is no different."""
 
+    skips_hard: bool = False
+    """Whether it has no draft within hard stretches, as a lookup that finds nothing; else it guesses there as well."""
+
     cost: str = "model"
     """Which of the cost table's ways of drafting."""
 

@@ -53,3 +53,10 @@ def test_the_better_of_two_drafters_is_chosen(batch: int) -> None:
     other = {"name": "other", "acceptance": 0.5}
     alone = max(speed([GOOD], batch), speed([other], batch))
     assert speed([GOOD, other], batch) >= 0.98 * alone
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
+    """As n-gram lookups over a network: in nine of ten places they find nothing."""
+    lookups = {"name": "d", "acceptance": [0.9, 0.85, 0.8], "skips_hard": True, "cost": "ngram", "round_trip_ms": 5}
+    assert speed([lookups], batch, hard_share=0.9) >= 1.0
