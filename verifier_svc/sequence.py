@@ -16,9 +16,8 @@ from verifier_svc.trie import Trie
 
 _LENGTHS_TIMED = 8
 _RECENT = 0.2
-# Steps between the first probes of a silent drafter, and most of them.
-FIRST_BACKOFF = 8
-_LONGEST_BACKOFF = 256
+# Steps to the next probe of a silent drafter: behind one that was right, at first, and at most.
+_EAGER_BACKOFF, FIRST_BACKOFF, _LONGEST_BACKOFF = 2, 8, 256
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +61,8 @@ class Assignment:
         """Note how many of so many tokens were right, up to the first wrong one."""
         self.rate.observe(drafted, accepted)
         self.learned.observe(drafted, accepted)
+        if 0 < drafted == accepted and not self.asked:
+            self.backoff = _EAGER_BACKOFF
 
     def timed(self, committed_length: int) -> None:
         """Note that the drafter was told of a length behind which it has to draft anew, to measure how long it takes."""
