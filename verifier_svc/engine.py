@@ -185,12 +185,13 @@ class Engine:
         drafts; None is without limit. Whatever is posted ends the sleep.
         """
         self.drain_inbox()
+        if not self.sequences:
+            self._wait.cancel()
+            self._go_idle()
+            return None
         wait_s = self._wait.remaining_s()
         if wait_s > 0.0:
             return wait_s
-        if not self.sequences:
-            self._go_idle()
-            return None
         self._idle = False
         self.step()
         return 0.0

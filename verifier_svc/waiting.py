@@ -64,6 +64,10 @@ class DraftWait:
         self._step_clock.waited(max(now - self._began, 0.0))
         return 0.0
 
+    def cancel(self) -> None:
+        """Drop the plan of a step that will not be: nothing is left to do."""
+        self._plan = None
+
     def take_plan(self) -> Plan:
         """The plan of the step that begins now."""
         plan, self._plan = self._plan or self._make_plan(), None

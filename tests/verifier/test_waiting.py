@@ -302,3 +302,14 @@ def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it
     answer = Proposal(sequence.id, length, [3])
     engine.drafting.take(drafter.handle, DraftBatch([answer]), arrived_at=asked_at + 0.003)
     assert drafter.handle.round_trip.value < 0.1
+
+
+def test_the_first_step_behind_an_idle_time_has_a_plan_and_a_wait_of_its_own(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, clock=clock)
+    slow_forward(model, clock, 0.01)
+    assert engine.advance() is None
+    clock.sleep(5.0)
+    sequence = engine.submit(TokenRequest([1, 2], 2, GREEDY), Client())
+    assert engine.advance() == 0.0
+    assert sequence.kv.length > 0
+    assert engine._step_clock.wait_s == 0.0
