@@ -1,4 +1,4 @@
-"""What was measured of a drafter: how often its tokens are accepted, and how long it takes."""
+"""Measurements of a drafter: the share of its tokens that is accepted, and its latency."""
 
 from __future__ import annotations
 

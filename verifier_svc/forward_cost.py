@@ -1,4 +1,4 @@
-"""What a forward costs: seconds by its sequences and tokens, measured before the first request and corrected by every step."""
+"""Seconds of a forward by its sequences and tokens, measured before the first request and corrected by every step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import pairwise
 
 # No forward is believed to take less.
 _LEAST_S = 1e-6
-# How much one step moves the price of forwards of its own size, of those with as many sequences, and of all others. Whatever slows
-# down a step slows down the steps that are like it. Were they left behind, further tokens would seem to cost nothing.
+# One step corrects the cost of forwards of its own size, of forwards with as many sequences, and of
+# all others by these shares. The same cause slows down similar steps. If their costs stayed behind,
+# further tokens would seem to cost nothing.
 _OWN, _NEAR, _FAR = 0.3, 0.2, 0.05
 # Of a step with one token, what a prompt's token is taken to cost before it is known.
 _TYPICAL_PROMPT_TOKEN = 0.01
@@ -26,9 +27,9 @@ class ForwardCost:
         self._grid: dict[float, dict[float, float]] = {}
         self._known: dict[tuple[int, int], float] = {}
         self.prompt_step_s = 0.0
-        """What a step with a prompt takes besides."""
+        """Seconds that a step with a prompt adds, whatever its length."""
         self.prompt_token_s = 0.0
-        """What each of a prompt's tokens adds to that."""
+        """Seconds that each token of a prompt adds."""
 
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
         """Note a forward that was measured on purpose; some time it took, whatever the clock says."""
@@ -46,7 +47,7 @@ class ForwardCost:
                 self.calibrate(sequence_count, token_count, seconds)
             return
         decoding_s = self.estimate(sequence_count, token_count) if sequence_count else 0.0
-        # What was never measured, or is far too low, must be able to grow.
+        # A cost of 0, or one far too low, must be able to grow.
         plain_s = self.estimate(1, 1)
         prompts_s = prompt_token_count * max(self.prompt_token_s, _TYPICAL_PROMPT_TOKEN * plain_s)
         expected = decoding_s + self._prompts_s(prompt_token_count)
@@ -85,7 +86,7 @@ class ForwardCost:
         return self._known[key]
 
     def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
-        """What tokens take beyond one of each sequence: up to how many of them, all in all, and how many seconds each; rising.
+        """Seconds of each draft token, as pairs: up to how many tokens of the forward, and seconds each. They rise.
 
         Where forwards grow in steps, as with graphs of fixed sizes, a step is spread over all tokens that it has room for.
         """

@@ -29,9 +29,9 @@ class Plan:
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
     """Most draft tokens that the step verifies, by sequence id; sequences that draft nothing are missing."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
-    """Who is asked for a draft behind this step, and for how many tokens. All others hear nothing."""
+    """Drafters to ask behind this step, by assignment, with the draft tokens to ask for. All others hear nothing."""
     probes: frozenset[Assignment] = frozenset()
-    """Who is told of this step though it does not pay, to see whether its guesses got better."""
+    """Assignments that do not pay and are told of this step all the same, to see whether their guesses got better."""
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()
     """Drafts under way that are worth waiting for before the step."""
     wait_s: float = 0.0

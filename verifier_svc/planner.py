@@ -18,7 +18,8 @@ from verifier_svc.sequence import Assignment, Sequence
 
 # Drafters are compared by how soon a draft of so many tokens is there.
 _COMPARED_TOKENS = 4
-# What a further token of a sequence costs at least, in forwards: a large model's few tokens seem free within what can be measured.
+# Least cost of a draft token, in plain steps of one sequence. On a large model the measured cost of a
+# few tokens can be 0.
 _LEAST_PRICE = 0.005
 # How much faster than plain steps drafts must make the batch: for less no drafter should work.
 _MARGIN = 1.01
@@ -27,7 +28,7 @@ _LONGEST_WAIT_S = 1.0
 
 
 class _Prices(NamedTuple):
-    """What forwards of the present batch cost."""
+    """Costs of forwards of the present batch."""
 
     batch: int
     plain_s: float
@@ -125,9 +126,10 @@ class Planner:
     # --- who drafts how much ---
 
     def _choose(self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: _Prices) -> _Choice:
-        """The drafters, quick ones first, whose drafts make steps commit the most for their time, waits included.
+        """The set of drafters with which steps commit the most for their time, waits included.
 
-        None when plain steps are as good.
+        Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if none
+        beats plain steps by the margin.
         """
         if self._always or prices.plain_s == 0.0:
             return self._with(decoding, drafters, prices)

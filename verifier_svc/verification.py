@@ -37,7 +37,7 @@ class Verified:
 
 
 class Verification(Protocol):
-    """What the engine needs to verify drafts; `DraftVerifier` is one."""
+    """Verifies drafts for the engine. `DraftVerifier` does so by logits, the simulator by its own texts."""
 
     @property
     def thinking_ids(self) -> tuple[int, int] | None:

@@ -52,7 +52,7 @@ def after_one_step(
 
 
 def worth_waiting_for(engine: Engine) -> tuple[tuple[Assignment, ...], float]:
-    """What a new plan says of all running sequences."""
+    """The drafts that a new plan waits for, and its seconds of waiting."""
     plan = make_plan(engine)
     return tuple([assignment for _, assignment in plan.wait_for]), plan.wait_s
 
