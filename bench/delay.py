@@ -30,7 +30,7 @@ class Proxy:
     """Forwards TCP connections to `port`, each byte `delay_s` / 2 later than it came; `bytes_per_s` bounds the rate, 0 does not."""
 
     def __init__(self, port: int, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
-        self._port = port
+        self.port = port
         self.delay_s = delay_s
         self.bytes_per_s = bytes_per_s
         self.byte_count = 0
@@ -50,7 +50,7 @@ class Proxy:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
         except ConnectionRefusedError:
             writer.close()  # the verifier is not there yet, which is what its drafters should see
             return
@@ -95,7 +95,7 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> tup
     rates: dict[str, dict[int, list[float]]] = {}
     accepted: dict[str, list[tuple[float, float]]] = {}
     async with AsyncExitStack() as stack:
-        way, proxy = await stack.enter_async_context(_delayed_stack(pair))
+        way, proxy = await stack.enter_async_context(delayed_stack(pair))
         ways: dict[str, Measure] = {
             "plain": way({"enabled": False}),
             "ngram": way({"drafter": "ngram"}),
@@ -130,7 +130,7 @@ def _lookups(sample: Sample) -> tuple[float, float] | None:
 
 
 @asynccontextmanager
-async def _delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, Proxy]]:
+async def delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, Proxy]]:
     """A stack whose drafters dial the proxy instead of the verifier."""
     verifier, front = free_port("127.0.0.1"), free_port("127.0.0.1")
     proxy = Proxy(verifier)

@@ -256,7 +256,7 @@ async def counters(port: int) -> dict[str, float]:
 
 def counter_key(name: str, labels: Mapping[str, str]) -> str:
     """A counter's name here, with the label that tells its phase or result; empty if the metric does not count."""
-    if not name.endswith(("_total", "_count")):
+    if not name.endswith(("_total", "_count", "_sum")):
         return ""
     label = labels.get("phase") or labels.get("result")
     short = name.removeprefix("outrider:").removesuffix("_total")

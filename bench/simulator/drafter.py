@@ -160,5 +160,5 @@ class DrafterActor:
         if self._ends:
             parts = 1 if self._inbox else len(self._ends)
             self._resume_at(self._ends[parts - 1], parts)
-            if self.spec.on_target_cores:
-                self._verifier.target.share_cores(self._ends[-1] - now)
+            share = 1.0 if self.spec.on_target_cores else self.spec.interference
+            self._verifier.target.share_cores(share * (self._ends[-1] - now))

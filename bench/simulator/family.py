@@ -8,7 +8,7 @@ from itertools import accumulate
 from bench.simulator.costs import DraftingCost
 from bench.simulator.events import Work
 from bench.simulator.scenario import DrafterSpec
-from bench.simulator.world import VOCAB, Text, World
+from bench.simulator.world import NO_GUESS, RIGHT, VOCAB, Text, World
 from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family
 
@@ -61,7 +61,8 @@ class SimulatedFamily(Family):
         depth = len(sequence.guesses)
         text = self._world.text_of(sequence.tokens, depth + max(count, 1))
         first = len(sequence.tokens) - text.prompt_length
-        if self._skips_hard and text.hard[first + depth]:
+        count = self._offered(text, first + depth, count)
+        if count == 0:
             return
         true = text.tokens[first : first + depth + count]
         right = sequence.guesses == true[:depth]
@@ -71,7 +72,18 @@ class SimulatedFamily(Family):
         self.drafted_count += count
         sequence.extend([*true[depth:known], *[(token + 1) % VOCAB for token in true[known:]]])
 
+    def _offered(self, text: Text, index: int, count: int) -> int:
+        """The tokens of `count` for which it has a guess, the first of them at `index` behind the prompt."""
+        recorded = text.guesses.get(self.name)
+        if recorded is not None:
+            end = recorded.find(NO_GUESS, index, index + count)
+            return count if end < 0 else end - index
+        return 0 if self._skips_hard and text.hard[index] else count
+
     def _knows(self, text: Text, index: int, depth: int) -> bool:
+        recorded = text.guesses.get(self.name)
+        if recorded is not None:
+            return recorded[index : index + 1] == RIGHT
         by_kind = self.acceptance
         if self._hard_acceptance is not None and text.hard[index]:
             by_kind = self._hard_acceptance

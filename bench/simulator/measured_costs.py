@@ -37,14 +37,14 @@ _HOST_STEPS = 60
 
 def write_costs(models: Path, path: Path) -> None:
     """Measure the pair in `models` (target and draft) and write the table."""
-    path.write_text(measure(models).model_dump_json(indent=1) + "\n")
-
-
-def measure(models: Path) -> Costs:
-    """The table; takes about two minutes for the bundled pair on two cores."""
     # As `outrider bench` runs the bundled pair: one core is left to the drafters.
     threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    target = ModelRunner.load(str(models / "target"), threads=threads)
+    path.write_text(measure(models / "target", models / "draft", threads).model_dump_json(indent=1) + "\n")
+
+
+def measure(target_path: Path, draft_path: Path, threads: int, dtype: str = "auto") -> Costs:
+    """The table, with so many threads for the target; takes about two minutes for the bundled pair on two cores."""
+    target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
     forwards = [
         Forward(sequences=count, tokens=tokens, seconds=_forward_s(target, count, tokens))
         for count in _SEQUENCES
@@ -53,9 +53,9 @@ def measure(models: Path) -> Costs:
     ]
     step_s, token_s = _prompts(target, forwards[0].seconds)
     host_step_s, host_sequence_s = _host()
-    source = f"measured with {threads} of {os.cpu_count()} cores of {_processor()}: {models}, {target.dtype}"
+    source = f"measured with {threads} of {os.cpu_count()} cores of {_processor()}: {target_path}, {target.dtype}"
     del target
-    draft = ModelRunner.load(str(models / "draft"), threads=1)
+    draft = ModelRunner.load(str(draft_path), dtype=dtype, threads=1)
     of_tokens = {count: _forward_s(draft, count, 1) for count in _SEQUENCES}
     _, draft_prompt_token_s = _prompts(draft, of_tokens[1])
     return Costs(

@@ -72,6 +72,9 @@ class DrafterSpec(_Part):
     on_target_cores: bool = False
     """Whether it drafts on cores that the target computes on. Drafting during a forward then makes that forward longer."""
 
+    interference: float = Field(0.0, ge=0, le=1)
+    """Share of its drafting time by which forwards meanwhile get longer, on other cores of the same machine."""
+
     joins_at: float = Field(0.0, ge=0)
     """Seconds; it joins by itself then."""
 
@@ -144,7 +147,8 @@ class Scenario(Settings):
     """Requests each second of poisson arrivals."""
 
     recording: Path | None = None
-    """Recorded arrivals: a JSON object a line, with time, prompt_tokens, output_tokens and maybe kind."""
+    """Recorded requests: a JSON object a line, with prompt_tokens, output_tokens and maybe time, kind and guesses. With recorded
+    arrivals each comes at its time; with closed ones they are sent in turn until there are no more."""
 
     prompt_tokens: list[Annotated[int, Field(ge=1)]] = Field([64], min_length=1, max_length=2)
     """Length of prompts; two numbers are the least and the most, all between being equally likely."""
@@ -209,10 +213,12 @@ class Scenario(Settings):
             _check_one_of("drafters.verifier", drafter.verifier, verifiers)
         for event in self.schedule:
             _check_one_of("schedule.who", event.who, {*verifiers, *names} if event.what in ("join", "leave") else names)
-        if (self.arrivals == "recorded") != (self.recording is not None):
-            raise ValueError("recording must be given with recorded arrivals, and only with them")
-        if self.waves is not None and self.arrivals != "closed":
-            raise ValueError("waves has no meaning without closed arrivals")
+        if self.arrivals == "recorded" and self.recording is None:
+            raise ValueError("recording must be given with recorded arrivals")
+        if self.arrivals == "poisson" and self.recording is not None:
+            raise ValueError("recording has no meaning with poisson arrivals")
+        if self.waves is not None and (self.arrivals != "closed" or self.recording is not None):
+            raise ValueError("waves has no meaning without closed arrivals, nor with a recording")
         return self
 
     @property

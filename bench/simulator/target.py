@@ -54,7 +54,7 @@ class SimulatedTarget:
         return _NO_LOGITS
 
     def share_cores(self, seconds: float) -> None:
-        """A drafter drafts for so long from now on, on the same cores. The next forward pays for what overlaps with this one."""
+        """A drafter takes so much from the cores from now on. The next forward pays for what overlaps with this one."""
         self._lost_s += max(0.0, min(seconds, self._ends_at - self._events.now))
 
 

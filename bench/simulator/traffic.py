@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from bench.simulator.events import Events
 from bench.simulator.scenario import Scenario
@@ -20,15 +21,19 @@ from outrider.messages import SamplingParams, SpeculationOptions, TokenChunk, To
 from verifier_svc.sequence import Sequence
 
 
-class _Arrival(BaseModel):
+class RecordedRequest(BaseModel):
     """A line of a recording."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    time: float = Field(ge=0)
+    time: float = Field(0.0, ge=0)
+    """Seconds at which it comes; has no meaning with closed arrivals."""
     prompt_tokens: int = Field(ge=1)
     output_tokens: int = Field(ge=1)
     kind: str = ""
+    guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.-]*$")]] = Field(default_factory=dict)
+    """By drafter, a character for each token of the output: + where the drafter guesses it behind the tokens before it, - where
+    it guesses another one, and . where it has no guess. Such a drafter's acceptance has no meaning."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +70,7 @@ class Traffic:
         self._speculates = speculates
         self._numbers = count()
         self._lengths = world.random("lengths")
+        self._recording = [] if scenario.recording is None else [*read_recording(scenario.recording)]
         self._latency_s = scenario.client_ms / 1000
         self._stopped = False
 
@@ -74,9 +80,9 @@ class Traffic:
         if scenario.arrivals == "closed":
             for _ in range(self._load):
                 self._next()
-        elif scenario.recording is not None:
-            for arrival in read_recording(scenario.recording):
-                self._events.at(arrival.time, partial(self._arrive_as_recorded, arrival))
+        elif scenario.arrivals == "recorded":
+            for number, recorded in enumerate(self._recording):
+                self._events.at(recorded.time, partial(self._send, _recorded_text(number, recorded)))
         else:
             self._arrivals = self._world.random("arrivals")
             self._poisson()
@@ -103,7 +109,8 @@ class Traffic:
 
     def _next(self) -> None:
         """A client of closed arrivals sends its next request, if there is one."""
-        total = None if self._scenario.waves is None else self._scenario.waves * self._load
+        waves = self._scenario.waves
+        total = len(self._recording) or (None if waves is None else waves * self._load)
         if total is None or len(self.requests) < total:
             self._send(self._text())
         elif self.full_until == 0.0:
@@ -119,11 +126,10 @@ class Traffic:
 
     def _text(self) -> Text:
         scenario, number = self._scenario, next(self._numbers)
+        if self._recording:
+            return _recorded_text(number, self._recording[number])
         prompt, output = (self._lengths.randint(law[0], law[-1]) for law in (scenario.prompt_tokens, scenario.output_tokens))
         return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
-
-    def _arrive_as_recorded(self, arrival: _Arrival) -> None:
-        self._send(Text(next(self._numbers), arrival.kind, arrival.prompt_tokens, arrival.output_tokens))
 
     def _send(self, text: Text) -> None:
         if self._stopped:
@@ -195,11 +201,15 @@ class Traffic:
         self._events.after(self._latency_s, lambda: request.verifier.post(cancel))
 
 
-def read_recording(path: Path) -> Iterator[_Arrival]:
-    """The arrivals of a file; raises ValueError, which names the line, for what is none."""
+def _recorded_text(number: int, recorded: RecordedRequest) -> Text:
+    return Text(number, recorded.kind, recorded.prompt_tokens, recorded.output_tokens, recorded.guesses)
+
+
+def read_recording(path: Path) -> Iterator[RecordedRequest]:
+    """The requests of a file; raises ValueError, which names the line, for what is none."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
             try:
-                yield _Arrival.model_validate(json.loads(line))
+                yield RecordedRequest.model_validate(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"recording: line {number} of {path}: {error}") from error

@@ -6,10 +6,13 @@ depends on the order in which things happen, and two ways of decoding meet the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 VOCAB = 256
+# Recorded guesses: the true token, or none. All else is a wrong token.
+RIGHT, NO_GUESS = "+", "."
 _CHUNK = 128
 
 
@@ -21,6 +24,8 @@ class Text:
     kind: str
     prompt_length: int
     output_length: int
+    guesses: Mapping[str, str] = field(default_factory=dict)
+    """Recorded guesses by drafter, one character for each token of the output, as in a recording."""
     tokens: list[int] = field(default_factory=list)
     """The text behind the prompt."""
     hard: list[bool] = field(default_factory=list)
