@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from itertools import pairwise
 
 # No forward is believed to take less.
@@ -25,6 +24,10 @@ class ForwardCost:
     def __init__(self) -> None:
         # By sequences, then by tokens of each sequence.
         self._grid: dict[float, dict[float, float]] = {}
+        # The grid's keys in rising order: sequences, tokens of each by sequences, and those beyond one of all rows.
+        self._counts: list[float] = []
+        self._depths: dict[float, list[float]] = {}
+        self._drafted_depths: list[float] = []
         self._known: dict[tuple[int, int], float] = {}
         self.prompt_step_s = 0.0
         """Seconds that a step with a prompt adds, whatever its length."""
@@ -34,6 +37,9 @@ class ForwardCost:
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
         """Note a forward that was measured on purpose; some time it took, whatever the clock says."""
         self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = max(seconds, _LEAST_S)
+        self._counts = sorted(self._grid)
+        self._depths = {count: sorted(row) for count, row in self._grid.items()}
+        self._drafted_depths = sorted({depth for row in self._grid.values() for depth in row if depth > 1.0})
         self._known.clear()
 
     def observe(self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0) -> None:
@@ -68,9 +74,9 @@ class ForwardCost:
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
-        rows = _shares(self._grid, sequence_count)
+        rows = _shares(self._counts, sequence_count)
         for count, row in self._grid.items():
-            near, cells = rows.get(count, 0.0), _shares(row, token_count / sequence_count)
+            near, cells = rows.get(count, 0.0), _shares(self._depths[count], token_count / sequence_count)
             for depth in row:
                 own = near * cells.get(depth, 0.0)
                 row[depth] *= ratio ** (_FAR + (_NEAR - _FAR) * near + (_OWN - _NEAR) * own)
@@ -78,12 +84,16 @@ class ForwardCost:
 
     def estimate(self, sequence_count: int, token_count: int) -> float:
         """Seconds of such a forward, between and beyond what was measured; 0 before that."""
+        if not self._grid:
+            return 0.0
         key = (sequence_count, token_count)
-        if key not in self._known:
+        known = self._known.get(key)
+        if known is None:
             depth = token_count / max(sequence_count, 1)
-            about = _about(self._grid, sequence_count)
-            self._known[key] = _between({n: _between(self._grid[n], depth) for n in about}, sequence_count) if about else 0.0
-        return self._known[key]
+            about = _about(self._counts, sequence_count)
+            points = {count: _between(self._depths[count], self._grid[count], depth) for count in about}
+            known = self._known[key] = _between(about, points, sequence_count)
+        return known
 
     def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
         """Seconds of each draft token, as pairs: up to how many tokens of the forward, and seconds each. They rise.
@@ -92,7 +102,7 @@ class ForwardCost:
         """
         # The lower hull of what was measured (Andrew's monotone chain), between which prices are lines.
         hull = [(0, self.estimate(sequence_count, sequence_count))]
-        for depth in sorted({depth for row in self._grid.values() for depth in row if depth > 1.0}):
+        for depth in self._drafted_depths:
             count = round(sequence_count * depth)
             point = (count - sequence_count, self.estimate(sequence_count, count))
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):
@@ -106,24 +116,26 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
     return (end[1] - begin[1]) / (end[0] - begin[0])
 
 
-def _about(points: Iterable[float], x: float) -> list[float]:
-    """The two about `x`, or nearest to it if it lies outside; fewer where there are no more."""
-    xs = sorted(points)
+def _about(xs: list[float], x: float) -> list[float]:
+    """Of rising numbers the two about `x`, or nearest to it if it lies outside; fewer where there are no more."""
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
 
 
-def _between(points: dict[float, float], x: float) -> float:
-    """The value at `x` on the line through the two nearest points about it; never less than the smallest point's."""
-    xs = _about(points, x)
+def _between(xs: list[float], points: dict[float, float], x: float) -> float:
+    """The value at `x` on the line through the two nearest points about it; never less than the smallest point's.
+
+    `xs` are the keys of `points` in rising order.
+    """
     if len(xs) == 1:
         return points[xs[0]]
-    low, high = xs
-    slope = (points[high] - points[low]) / (high - low)
-    return max(points[low] + slope * (x - low), min(points.values()))
+    i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    low, high = xs[i - 1], xs[i]
+    value = points[low] + (points[high] - points[low]) * (x - low) / (high - low)
+    return value if low <= x <= high else max(value, min(points.values()))
 
 
-def _shares(points: Iterable[float], x: float) -> dict[float, float]:
+def _shares(points: list[float], x: float) -> dict[float, float]:
     """How far each of the two points about `x` moves if the value there, between them, is to move by 1: the least squares."""
     xs = _about(points, x)
     if len(xs) == 1:
