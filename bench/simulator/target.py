@@ -35,7 +35,9 @@ class SimulatedTarget:
         self._random = random
         self._noise = noise
         self._ends_at = 0.0
-        self._lost_s = 0.0
+        # Whether the forward in progress verifies drafts; and what forwards with and without drafts have still to pay.
+        self._drafted = False
+        self._lost_s = {True: 0.0, False: 0.0}
 
     def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
         """Spend the time of a forward; what is returned has no meaning."""
@@ -48,14 +50,19 @@ class SimulatedTarget:
         seconds = self._costs.forward_s(sequences, tokens, prompt_tokens)
         if self._noise > 0.0:
             seconds *= 1.0 + self._noise * (2.0 * self._random.random() - 1.0)
-        lost_s, self._lost_s = min(self._lost_s, seconds), 0.0
+        self._drafted = tokens > sequences
+        lost_s, self._lost_s[self._drafted] = min(self._lost_s[self._drafted], seconds), 0.0
         self._events.spend(seconds + lost_s)
         self._ends_at = self._events.now
         return _NO_LOGITS
 
     def share_cores(self, seconds: float) -> None:
-        """A drafter takes so much from the cores from now on. The next forward pays for what overlaps with this one."""
-        self._lost_s += max(0.0, min(seconds, self._ends_at - self._events.now))
+        """A drafter takes so much from the cores from now on; what overlaps with this forward is added to the next one of its kind.
+
+        This one's end is an event already. The planner must see those steps get slower that do so on a real machine: plain ones,
+        if drafters draft while these go on.
+        """
+        self._lost_s[self._drafted] += max(0.0, min(seconds, self._ends_at - self._events.now))
 
 
 class SimulatedVerifier:

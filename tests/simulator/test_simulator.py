@@ -138,6 +138,51 @@ def test_recorded_requests_come_when_they_came(tmp_path: Path) -> None:
     assert outcome.errors == []
 
 
+def test_recorded_requests_are_sent_in_turn_while_so_many_are_under_way(tmp_path: Path) -> None:
+    recording = tmp_path / "requests.jsonl"
+    lengths = [3, 5, 4, 6, 2]
+    recording.write_text("\n".join(f'{{"prompt_tokens": 8, "output_tokens": {length}}}' for length in lengths))
+    simulation = Simulation(scenario(recording=str(recording)), 2)
+    outcome = simulation.run()
+    requests = simulation.traffic.requests
+    assert [len(request.received) for request in requests] == lengths
+    assert [request.sent_at == 0.0 for request in requests] == [True, True, False, False, False]
+    assert outcome.errors == []
+
+
+@pytest.mark.parametrize("guess", ["+", "-", "."])
+def test_recorded_guesses_decide_what_a_drafter_drafts(tmp_path: Path, guess: str) -> None:
+    recording = tmp_path / "requests.jsonl"
+    recording.write_text(f'{{"prompt_tokens": 8, "output_tokens": 200, "guesses": {{"good": "{200 * guess}"}}}}\n')
+    drafters = [{"name": "good", "acceptance": 0.5}]
+    outcome = simulate(scenario(recording=str(recording), drafters=drafters, seconds=60.0), 1, drafting=True)
+    counters = outcome.sample.counters
+    drafted, accepted = (counters.get(f"spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted"))
+    if guess == "+":
+        assert accepted == drafted > 100
+    else:
+        # It does not pay, so it is only probed; and one that has no guess proposes nothing even then.
+        assert accepted == 0
+        assert drafted < 20
+        assert (counters.get("proposed_tokens", 0) > 0) == (guess == "-")
+
+
+def test_a_line_of_a_recording_with_an_unknown_guess_is_named(tmp_path: Path) -> None:
+    recording = tmp_path / "requests.jsonl"
+    recording.write_text('{"prompt_tokens": 8, "output_tokens": 2, "guesses": {"good": "+x"}}\n')
+    with pytest.raises(ValueError, match=r"recording: line 1 of .*guesses"):
+        Simulation(scenario(recording=str(recording)), 1)
+
+
+def test_drafting_that_interferes_makes_forwards_longer() -> None:
+    def forward_s(interference: float) -> float:
+        drafters = [{"name": "near", "acceptance": 0.8, "interference": interference}]
+        counters = simulate(scenario(drafters=drafters), 4, drafting=True).sample.counters
+        return counters["step_phase_seconds.forward"] / counters["step_seconds_count"]
+
+    assert forward_s(0.5) > 1.01 * forward_s(0.0)
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
@@ -146,7 +191,10 @@ def test_recorded_requests_come_when_they_came(tmp_path: Path) -> None:
         ({"costs": "nothing"}, "costs must be assumed-gpu, epyc-2-cores or a file, not 'nothing'"),
         ({"schedule": [{"at": 1, "who": "x", "what": "join"}]}, "schedule.who must be one of good, poor, verifier-1, not 'x'"),
         ({"schedule": [{"at": 1, "who": "good", "what": "hang"}]}, "seconds must be given with hang"),
-        ({"arrivals": "recorded"}, "recording must be given"),
+        ({"arrivals": "recorded"}, "recording must be given with recorded arrivals"),
+        ({"arrivals": "poisson", "recording": "some"}, "recording has no meaning with poisson arrivals"),
+        ({"waves": 2, "recording": "some"}, "waves has no meaning without closed arrivals, nor with a recording"),
+        ({"drafters": [{"name": "d", "interference": 1.5}]}, "less than or equal to 1"),
     ],
 )
 def test_what_is_wrong_with_a_scenario_is_named(given: dict[str, object], complaint: str) -> None:
