@@ -170,7 +170,7 @@ def test_recorded_guesses_decide_what_a_drafter_drafts(tmp_path: Path, guess: st
 def test_a_line_of_a_recording_with_an_unknown_guess_is_named(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     recording.write_text('{"prompt_tokens": 8, "output_tokens": 2, "guesses": {"good": "+x"}}\n')
-    with pytest.raises(ValueError, match=r"recording: line 1 of .*guesses"):
+    with pytest.raises(ValueError, match=r"(?s)recording: line 1 of .*guesses"):
         Simulation(scenario(recording=str(recording)), 1)
 
 
