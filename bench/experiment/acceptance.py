@@ -1,0 +1,65 @@
+"""How often drafters guess right on a fixed load, by the target's greedy texts. No clock is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.experiment.calibration import task_of
+from bench.experiment.recording import WRONG, Recorder
+from bench.simulator.traffic import RecordedRequest
+from bench.simulator.world import NO_GUESS, RIGHT
+from drafter_svc.pools.memory import MemoryPool, NgramOptions
+
+_POOL_ENTRIES = 1_000_000
+
+
+def acceptances(target: Path, draft: Path, dtype: str) -> dict[str, float]:
+    """The share of the calibration load's tokens that each family guesses right.
+
+    No guess counts as wrong. N-grams are looked up in the request's own text alone, so a pool that
+    knows earlier requests guesses more.
+    """
+    task = task_of(target, 1)
+    asked = [("", prompt, length) for prompt, length in zip(task.prompts, task.lengths, strict=True)]
+    requests = Recorder(target, dtype, {"model": draft}).record(asked)
+    return {
+        "model": share_of_right([each.guesses["model"][: each.output_tokens] for each in requests]),
+        "ngram": share_of_right([_lookups(each) for each in requests]),
+    }
+
+
+def share_of_right(guesses: Sequence[str]) -> float:
+    """The chance of an accepted token that gives the same block efficiency at unlimited depth.
+
+    With drafts of any depth a round ends at each token that is not guessed. So tokens / rounds is
+    1 / (1 − share), which is the block efficiency at this acceptance.
+    """
+    total = sum([len(each) for each in guesses])
+    return sum([each.count(RIGHT) for each in guesses]) / total if total else 0.0
+
+
+def _lookups(request: RecordedRequest) -> str:
+    return lookups(request.prompt_ids, request.output_ids[: request.output_tokens])
+
+
+def lookups(prompt: Sequence[int], output: Sequence[int]) -> str:
+    """A character for each token of `output`, by what n-grams find in the text before it.
+
+    A run of guesses goes on until it is wrong or at its end, as in a draft.
+    """
+    options = NgramOptions()
+    pool, text, found = MemoryPool(options, _POOL_ENTRIES), list(prompt), ""
+    pool.index(text, 0)
+    run: list[int] = []
+    for token in output:
+        run = run or pool.continuation(text[-options.max_matching_ngram_size :], options.max_draft_len)
+        right = run[:1] == [token]
+        if not run:
+            found += NO_GUESS
+        else:
+            found += RIGHT if right else WRONG
+        run = run[1:] if right else []
+        text.append(token)
+        pool.index(text, len(text) - 1)
+    return found

@@ -1,0 +1,102 @@
+"""Texts for the simulator: what the target says to each prompt, and what a draft model guesses of it.
+
+N-gram drafters look up in these very tokens. Knows no experiment and no costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench.simulator.traffic import RecordedRequest
+from bench.simulator.world import RIGHT
+from outrider.lm.runner import ModelRunner, Slice
+
+WRONG = "-"
+# Drafts go on behind the end of a text; this many tokens of it are known.
+_BEYOND = 32
+# Alternatives to a guess that a draft model remembers; see drafter_svc.families.forwards.
+_ALTERNATIVES = 3
+
+
+@dataclass(slots=True)
+class Text:
+    """The target's greedy tokens behind a prompt, and by draft model a character for each, as in a recording."""
+
+    output: list[int]
+    guesses: dict[str, str] = field(default_factory=dict)
+
+
+class Recorder:
+    """Runs a target and draft models once for each prompt."""
+
+    def __init__(self, target: Path, dtype: str, draft_models: dict[str, Path]) -> None:
+        """`draft_models` are directories by the name under which drafters find their guesses."""
+        self._target = target
+        self._dtype = dtype
+        self._draft_models = draft_models
+        self._known: dict[tuple[int, ...], Text] = {}
+
+    def record(self, requests: Sequence[tuple[str, list[int], int]]) -> list[RecordedRequest]:
+        """The recording of requests, each given as kind, prompt and length of the answer."""
+        longest = max([length for _, _, length in requests]) + _BEYOND
+        prompts = [list(prompt) for prompt in dict.fromkeys([tuple(prompt) for _, prompt, _ in requests])]
+        self._learn(
+            [prompt for prompt in prompts if len(self._known.get(tuple(prompt), Text([])).output) < longest],
+            longest,
+        )
+        return [self._recorded(kind, prompt, length) for kind, prompt, length in requests]
+
+    def _recorded(self, kind: str, prompt: list[int], length: int) -> RecordedRequest:
+        text = self._known[tuple(prompt)]
+        return RecordedRequest(
+            time=0.0,
+            prompt_tokens=len(prompt),
+            output_tokens=length,
+            kind=kind,
+            guesses=text.guesses,
+            prompt_ids=prompt,
+            output_ids=text.output[: length + _BEYOND],
+        )
+
+    def _learn(self, prompts: list[list[int]], count: int) -> None:
+        if not prompts:
+            return
+        pages = -(-(max(map(len, prompts)) + count) // 16) * len(prompts)
+        target = ModelRunner.load(str(self._target), dtype=self._dtype, page_count=pages)
+        for prompt, output in zip(prompts, greedy(target, prompts, count), strict=True):
+            self._known[tuple(prompt)] = Text(output)
+        for name, path in self._draft_models.items():
+            draft = ModelRunner.load(str(path), dtype=self._dtype, page_count=pages)
+            for prompt in prompts:
+                text = self._known[tuple(prompt)]
+                text.guesses[name] = model_guesses(draft, prompt, text.output)
+
+
+def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """`count` tokens behind each prompt, whether the text ends or not."""
+    pages = -(-(max(map(len, prompts)) + count) // target.page_size)
+    own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
+    last = [int(target.forward([Slice(prompt, 0, held, 1)])[0].argmax()) for prompt, held in zip(prompts, own, strict=True)]
+    outputs = [[token] for token in last]
+    while len(outputs[0]) < count:
+        slices = [
+            Slice([output[-1]], len(prompt) + len(output) - 1, held, 1)
+            for prompt, output, held in zip(prompts, outputs, own, strict=True)
+        ]
+        for output, token in zip(outputs, target.forward(slices).argmax(-1).tolist(), strict=True):
+            output.append(token)
+    return outputs
+
+
+def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> str:
+    """For each token of `output`, where it stands among the draft model's likeliest ones behind the true tokens before it."""
+    text = [*prompt, *output[:-1]]
+    logits_RV = draft.forward([Slice(text, 0, [*range(-(-len(text) // draft.page_size))], len(output))])
+    likeliest_RK = logits_RV.topk(1 + _ALTERNATIVES).indices
+    found_RK = likeliest_RK == torch.tensor(output).unsqueeze(1)
+    ranks = [row.index(True) if any(row) else None for row in found_RK.tolist()]
+    return "".join([WRONG if rank is None else str(rank) if rank else RIGHT for rank in ranks])

@@ -1,0 +1,101 @@
+"""All figures of a run: one row for each cell, way, repetition and verifier. Reads no files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from bench.experiment.records import DRAFTED, Measurement
+from bench.experiment.report.figures import Figures
+from bench.experiment.spec import Cell, Experiment
+
+ALL = "all"
+"""The verifier of rows that are about all verifiers together."""
+
+Source = Literal["measured", "predicted"]
+SOURCES: tuple[Source, ...] = ("measured", "predicted")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over repetitions."""
+
+    median: float
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread | None:
+        """None without values."""
+        return cls(median(values), min(values), max(values), len(values)) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of one verifier, or of all, in one repetition of a way in a cell."""
+
+    cell: str
+    source: Source
+    way: str
+    repetition: int
+    verifier: str
+    figures: Figures
+
+
+@dataclass(slots=True)
+class Results:
+    """A run as its report sees it. Cells without any measurement are in `cells`, not in `rows`."""
+
+    folder: Path
+    experiment: Experiment
+    about: dict[str, Any]
+    cells: list[Cell]
+    measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]]
+    rows: list[Row] = field(default_factory=list)
+
+    def found(self) -> list[tuple[Cell, Source]]:
+        """The cells that have results; measured ones where there are, else predicted ones."""
+        pairs = [(cell, self.source_of(cell)) for cell in self.cells]
+        return [(cell, source) for cell, source in pairs if source is not None]
+
+    def source_of(self, cell: Cell) -> Source | None:
+        """Where a cell's figures in tables come from: measurement goes before prediction."""
+        known = [source for source in SOURCES if (cell.key, source) in self.measurements]
+        return known[0] if known else None
+
+    def events(self, cell: Cell, source: Source) -> list[dict[str, Any]]:
+        """The events that drafted decoding of a cell met, in order of time."""
+        found = self.measurements.get((cell.key, source), [])
+        played = [measured.events for _, measured in found if measured.way == DRAFTED]
+        most = max(played, key=len) if played else []
+        return sorted(most, key=lambda event: float(event["at"]))
+
+    def values(
+        self,
+        cell: Cell,
+        source: Source,
+        way: str,
+        figure: str,
+        verifier: str = ALL,
+    ) -> list[float]:
+        """A figure of each repetition that has it."""
+        wanted = (cell.key, source, way, verifier)
+        return [
+            row.figures[figure]
+            for row in self.rows
+            if (row.cell, row.source, row.way, row.verifier) == wanted and figure in row.figures
+        ]
+
+    def spread(
+        self,
+        cell: Cell,
+        source: Source,
+        way: str,
+        figure: str,
+        verifier: str = ALL,
+    ) -> Spread | None:
+        """A figure over the repetitions; None if no repetition has it."""
+        return Spread.of(self.values(cell, source, way, figure, verifier))

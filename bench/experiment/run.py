@@ -1,0 +1,215 @@
+"""`outrider experiment run FILE`: measures all cells of an experiment on real processes, repetition by repetition."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import median
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bench.experiment import machine, stack
+from bench.experiment.hosts import Places
+from bench.experiment.places import StackPlaces, Where, places
+from bench.experiment.processes import StackFailed
+from bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
+from bench.experiment.remote import parse_hosts
+from bench.experiment.schedule import Runner, ways_of
+from bench.experiment.spec import Cell, Experiment, Target, load
+from bench.experiment.tls import Tls
+from outrider.errors import OutriderError, invalid
+from outrider.process.config import Settings, parse
+from outrider.process.usage import refuse
+
+PROGRAM = "outrider experiment run"
+_INTERRUPTED = 130
+_ROOT = Path(__file__).parents[2]
+
+
+class RunSettings(Settings):
+    """Measure what an experiment file describes. FILE is the same as --file.
+
+    A run that was interrupted goes on where it stopped when it is started again.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_EXPERIMENT_")
+
+    argument: ClassVar = "file"
+
+    file: Path
+    """The experiment, a YAML file; docs/placement.md describes it."""
+
+    leave_out: list[str] = Field(default_factory=list)
+    """Cells that are not measured now, by names or patterns such as *container*; a later run may add them."""
+
+    with_: Literal["processes", "compose"] = "processes"
+    """Run all processes as processes, but for those that are to be containers, or all of them as containers (compose)."""
+
+    hosts: str = ""
+    """Where `outrider agent` runs on the machines that the file names: far=10.0.0.2:7070,near=127.0.0.1:7071."""
+
+    tls_cert: Path | None = None
+    """PEM file with this machine's certificate, for agents beyond loopback."""
+
+    tls_key: Path | None = None
+    """PEM file with its key."""
+
+    tls_ca: Path | None = None
+    """PEM file with the authorities that signed the agents' certificates."""
+
+    out: Path = Path("bench/out/experiments")
+    """Directory for the results: a folder for each experiment, machine and commit."""
+
+    @property
+    def tls(self) -> Tls | None:
+        """Raises OutriderError(INVALID_VALUE) unless all of the files are there, or none is named."""
+        return Tls.of(self.tls_cert, self.tls_key, self.tls_ca)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 0 when all is measured, 1 when a process failed, 2 for a wrong file or setting, 130 after Ctrl-C."""
+    settings = parse(RunSettings, PROGRAM, arguments)
+    console = Console()
+    try:
+        experiment = load(settings.file)
+        cells = chosen(experiment, settings.leave_out)
+        asyncio.run(run(settings, experiment, cells, console))
+    except KeyboardInterrupt:
+        console.print(f"stopped; to go on, run the same command again: {PROGRAM} {settings.file} ...")
+        return _INTERRUPTED
+    except (StackFailed, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OutriderError) as error:
+        refuse(PROGRAM, str(error))
+    return 0
+
+
+async def run(settings: RunSettings, experiment: Experiment, cells: Sequence[Cell], console: Console) -> None:
+    """Measure what is missing, and sum up.
+
+    Raises OutriderError(INVALID_VALUE) for what this machine or the places cannot do, and OSError or StackFailed when a
+    process, an agent or the engine fails.
+    """
+    where = Where(parse_hosts(settings.hosts), settings.tls, settings.with_ == "compose")
+    async with places([cell.experiment for cell in cells], where, machine.commit(_ROOT)) as found:
+        check(cells, found)
+        folder = open_folder(settings.out, experiment, console, found)
+        for warning in machine.warnings():
+            console.print(f"[yellow]warning:[/] {warning}")
+        await measure(experiment, cells, folder, found, console)
+    for line in summary(cells, folder):
+        console.print(line, highlight=False)
+    console.print(f"results: {folder.path}")
+
+
+def chosen(experiment: Experiment, leave_out: Sequence[str]) -> list[Cell]:
+    """The cells that no pattern matches; raises OutriderError(INVALID_VALUE) for a pattern that matches none."""
+    if experiment.costs is not None:
+        raise invalid("costs", "is for hardware that is not here; predict this file in place of running it")
+    cells = experiment.cells()
+    for pattern in leave_out:
+        if not any(fnmatch(cell.key, pattern) for cell in cells):
+            raise invalid("leave-out", f"must match a cell, such as {cells[0].key}, which {pattern!r} does not")
+    return [cell for cell in cells if not any(fnmatch(cell.key, pattern) for pattern in leave_out)]
+
+
+def check(cells: Sequence[Cell], places: Places) -> None:
+    """Check cells against this machine, and their processes' settings, before anything is started.
+
+    Raises OutriderError(INVALID_VALUE) that names the field.
+    """
+    for cell in cells:
+        machine.check(cell.experiment)
+        stack.check(cell.experiment, places)
+
+
+def open_folder(out: Path, experiment: Experiment, console: Console, found: StackPlaces | None = None) -> Folder:
+    """The folder of these machines, commit and experiment, begun or gone on with; results of others are left alone."""
+    here, commit = machine.this_machine(), machine.commit(_ROOT)
+    digest = f"-{found.digest}" if found is not None and found.digest else ""
+    folder = Folder.of(out, experiment, here, f"{commit}{digest}")
+    others = [other for other in folder.path.parent.glob("*") if other != folder.path]
+    if others and not folder.path.exists():
+        runs = "1 earlier run was" if len(others) == 1 else f"{len(others)} earlier runs were"
+        console.print(f"{runs} of another machine, commit or file; this one does not mix with them")
+    folder.begin(
+        {
+            "machine": dataclasses.asdict(here),
+            "commit": commit,
+            "places": dict(found.about) if found is not None else {},
+            "experiment": experiment.model_dump(mode="json"),
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+    )
+    return folder
+
+
+def target_model(target: Target) -> Path:
+    """The directory of the target that is run, which is made first if it is a grown one."""
+    if not target.grown:
+        return target.model
+    from outrider.launch.grow import Shape, grown_checkpoint
+
+    dtype = "bfloat16" if target.dtype == "auto" else target.dtype
+    return grown_checkpoint(target.model, Path("bench/out"), Shape(), dtype)
+
+
+async def measure(experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console) -> None:
+    """Measure what the folder lacks, with a bar that shows how much time is left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("time left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(experiment.name, total=len(missing(experiment, cells, folder)))
+
+        def tell(doing: str, finished: int) -> None:
+            progress.update(task, description=doing, advance=finished)
+
+        await Runner(experiment, cells, folder, places, target_model, tell).run()
+
+
+def missing(experiment: Experiment, cells: Sequence[Cell], folder: Folder) -> Sequence[tuple[str, str, int]]:
+    """Cell, way and repetition of all that is not measured yet."""
+    return [
+        (cell.key, way, repetition)
+        for cell in cells
+        for way in ways_of(cell)
+        for repetition in range(experiment.repetitions)
+        if not folder.has(cell.key, way, repetition)
+    ]
+
+
+def summary(cells: Sequence[Cell], folder: Folder) -> list[str]:
+    """A line a cell: tokens/s by way, the median of the repetitions, and drafted over plain within repetitions."""
+    return [f"{cell.key}: {_cell_summary(folder, cell.key)}" for cell in cells]
+
+
+def _cell_summary(folder: Folder, key: str) -> str:
+    rates: dict[str, dict[int, float]] = {}
+    error_count = 0
+    for repetition, found in folder.measurements(key):
+        error_count += len(found.errors)
+        # With verifiers in turn, a rate is that of the turns' mean.
+        tokens, seconds = sum(s.tokens for s in found.samples), max(s.seconds for s in found.samples)
+        rates.setdefault(found.way, {})[repetition] = tokens / seconds
+    words = [f"{way} {median(rates[way].values()):.1f} tokens/s" for way in (PLAIN, IDLE, DRAFTED) if way in rates]
+    pairs = [
+        rate / rates[PLAIN][repetition] for repetition, rate in rates.get(DRAFTED, {}).items() if repetition in rates.get(PLAIN, {})
+    ]
+    words += [f"drafted / plain {median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"] if pairs else []
+    words += [f"[red]{error_count} errors[/]"] if error_count else []
+    return ", ".join(words)

@@ -1,0 +1,113 @@
+"""Takes the stack's OpenTelemetry spans over OTLP, and sums up where the time of the verifier's steps went.
+
+The spans and attributes are those that docs/observability.md lists for any collector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+PHASES = ("pack", "forward", "accept", "commit", "send")
+_SETTLE_S = 1.0
+_Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step of a verifier. `traces` are those of its sequences; it began at `began`, in seconds."""
+
+    traces: frozenset[bytes]
+    began: float
+    wait_s: float
+    phases_s: Mapping[str, float]
+
+
+class Spans(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP receiver. `endpoint` is where processes send their spans."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self._since = 0.0
+        self._steps: list[_Step] = []
+        self._proposals: dict[bytes, list[_Interval]] = defaultdict(list)
+        """When drafters computed, in seconds, by trace."""
+
+    async def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self._take(span)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def clear(self) -> None:
+        """Forget what came so far, and what is still to come of steps that began before."""
+        self._since = time.time()
+        self._steps.clear()
+        self._proposals.clear()
+
+    async def split(self) -> dict[str, float]:
+        """Seconds by phase of all steps since `clear`, once the last spans have come; empty without steps.
+
+        The wait before a step counts as `wait_compute` as far as a drafter computed for one of the step's sequences
+        meanwhile, and as `wait_network` else. Processes on several machines need clocks that agree.
+        """
+        await asyncio.sleep(_SETTLE_S)
+        steps = [step for step in self._steps if step.began >= self._since]
+        if not steps:
+            return {}
+        found = dict.fromkeys((*PHASES, "wait_compute", "wait_network"), 0.0)
+        for step in steps:
+            for phase in PHASES:
+                found[phase] += step.phases_s.get(phase, 0.0)
+            drafting = (interval for trace in step.traces for interval in self._proposals.get(trace, ()))
+            computing_s = overlap_s((step.began - step.wait_s, step.began), drafting)
+            found["wait_compute"] += computing_s
+            found["wait_network"] += step.wait_s - computing_s
+        return found
+
+    def _take(self, span: Any) -> None:
+        if span.name == "propose":
+            began_ended = span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9
+            self._proposals[span.trace_id].append(began_ended)
+        elif span.name in ("step", "verify"):
+            seconds = {pair.key: pair.value.double_value for pair in span.attributes if pair.key.endswith("_seconds")}
+            phases_s = {phase: seconds.get(f"outrider.{phase}_seconds", 0.0) for phase in PHASES}
+            if not any(phases_s.values()):
+                return  # one of several sequences; the phases are with the span of the batch
+            traces = frozenset([span.trace_id, *(link.trace_id for link in span.links)])
+            wait_s = seconds.get("outrider.wait_seconds", 0.0)
+            self._steps.append(_Step(traces, span.start_time_unix_nano / 1e9, wait_s, phases_s))
+
+
+def overlap_s(within: _Interval, intervals: Iterable[_Interval]) -> float:
+    """How much of `within` is covered by the intervals, of which some may cover the same."""
+    covered, reached = 0.0, within[0]
+    for began, ended in sorted(intervals):
+        ended = min(ended, within[1])
+        if ended > reached and began < within[1]:
+            covered += ended - max(began, reached)
+            reached = ended
+    return covered
+
+
+@asynccontextmanager
+async def receiver(address: str) -> AsyncIterator[Spans]:
+    """Takes spans in this process, on an IP address of this machine."""
+    server, spans = grpc.aio.server(), Spans()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)  # type: ignore[no-untyped-call]  # as generated
+    port = server.add_insecure_port(f"{address}:0")
+    spans.endpoint = f"http://{address}:{port}"
+    await server.start()
+    try:
+        yield spans
+    finally:
+        await server.stop(0)

@@ -1,0 +1,384 @@
+"""The schema of an experiment: what runs where, over which links, under which load, and what is varied.
+
+Knows no processes and no results. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from outrider.launch.prompts import KINDS
+from outrider.process.config import Dtype
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+Setting = str | int | float | bool
+_RESERVED = ("verifier", "gateway", "link", "redis", "load")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+
+class Target(_Part):
+    """The target model and where each verifier runs it."""
+
+    model: Path = Path("models/target")
+    """Directory of the model."""
+
+    grown: bool = False
+    """Decode with the model grown to 418 M parameters that computes the same function; it is made on first use."""
+
+    dtype: Dtype = "float32"
+
+    threads: int | None = Field(None, ge=1)
+    """Threads of each verifier's forwards; unset takes one for each of its cores."""
+
+    cores: str | None = None
+    """Cores of each verifier, such as 0-3; unset leaves it to the system."""
+
+    count: int = Field(1, ge=1, le=16)
+    """Verifiers, verifier-1 and so on, each behind a gateway of its own."""
+
+    host: Name | None = None
+    """Machine of `--hosts` that the verifiers run on; unset is this one."""
+
+    settings: dict[str, Setting] = Field(default_factory=dict)
+    """Other settings of the verifier, by the names of `python -m verifier_svc --help` with underscores."""
+
+
+class Drafter(_Part):
+    """One kind of drafter and where its processes run."""
+
+    family: str = "ngram"
+
+    model: Path | None = None
+    """Directory of a draft model; unset is the bundled one for the family model."""
+
+    count: int = Field(1, ge=1, le=64)
+    """Processes for each verifier; for all verifiers together where `shared`."""
+
+    shared: bool = False
+    """Whether each process drafts for all verifiers."""
+
+    transport: Literal["tcp", "unix"] = "tcp"
+    """How it reaches the verifier; a Unix socket takes no link."""
+
+    link: Name | None = None
+    """The link to the verifier; unset is the loopback interface as it is."""
+
+    redis_link: Name | None = None
+    """The link to Redis, with a pool in Redis."""
+
+    pool: Literal["memory", "redis"] = "memory"
+    """Where an n-gram drafter keeps what it learns."""
+
+    cores: str | None = None
+    """Cores that it is pinned to; unset leaves it to the system."""
+
+    numa_node: int | None = Field(None, ge=0)
+
+    threads: int | None = Field(None, ge=1)
+
+    device: str = "cpu"
+    """Where a draft model computes: cpu, cuda or cuda:N."""
+
+    cost: str | None = None
+    """Which of a cost table's ways of drafting predictions take; unset is found by family and threads."""
+
+    container: bool = False
+    """Run it as a container, also without `--with compose`."""
+
+    host: Name | None = None
+    """Machine of `--hosts`; unset is this one."""
+
+    settings: dict[str, Setting] = Field(default_factory=dict)
+    """Other settings of its process, by the names of `python -m drafter_svc --help` with underscores."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.transport == "unix" and (self.link or self.host or self.shared):
+            raise ValueError("transport unix takes no link, no host and no shared drafter")
+        if self.redis_link and self.pool != "redis":
+            raise ValueError("redis_link has no meaning without pool: redis")
+        if self.pool == "redis" and self.family != "ngram":
+            raise ValueError(f"pool: redis is for the family ngram, not {self.family}")
+        if self.numa_node is not None and self.cores is None:
+            raise ValueError("numa_node has no meaning without cores")
+        return self
+
+
+class Link(_Part):
+    """What a proxy does to the bytes of a connection, in both directions alike."""
+
+    round_trip_ms: float = Field(0.0, ge=0, le=10_000)
+    """Added to the round trip, half in each direction."""
+
+    jitter_ms: float = Field(0.0, ge=0, le=10_000)
+    """A message is later by up to this, uniformly, in each direction. Order is kept, as by TCP."""
+
+    mbit_s: float = Field(0.0, ge=0)
+    """Bandwidth in each direction; 0 is no limit."""
+
+    loss: float = Field(0.0, ge=0, lt=1)
+    """Share of segments that are lost. TCP sends a lost one again, so it and all behind it come a round trip and at least
+    `retransmit_ms` later."""
+
+    retransmit_ms: float = Field(200.0, ge=0)
+    """Least time until a lost segment is sent again; Linux' least is 200."""
+
+
+class Workload(_Part):
+    """What clients ask for."""
+
+    kinds: list[str] = Field(["code", "rewriting", "json", "chat"], min_length=1)
+    """Kinds of prompts, in turn."""
+
+    arrivals: Literal["closed", "poisson", "recorded"] = "closed"
+    """closed keeps `batch` requests under way, poisson has `rate` new ones each second, recorded takes times and lengths from
+    `recording`."""
+
+    batch: int = Field(1, ge=1, le=256)
+    """Requests under way at each verifier."""
+
+    waves: int = Field(4, ge=1)
+    """Requests in all for each under way, at least 8 in all. Needs closed arrivals."""
+
+    rate: float = Field(1.0, gt=0)
+    """New requests each second at each verifier."""
+
+    seconds: float = Field(10.0, gt=0)
+    """How long new requests come; for poisson and recorded arrivals."""
+
+    recording: Path | None = None
+    """A JSON object a line, with time, prompt_tokens, output_tokens and maybe kind, as the simulator's."""
+
+    output_tokens: int = Field(64, ge=1, le=4096)
+    """Mean length of answers; they have half to one and a half times as many."""
+
+    temperature: float = Field(0.0, ge=0, le=2)
+
+    seed: int | None = None
+
+    verifiers: Literal["together", "in-turn"] = "together"
+    """Whether all verifiers serve at the same time, or one after the other the same requests."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise ValueError(f"kinds must be of {', '.join(KINDS)}, not {kind!r}")
+        if (self.arrivals == "recorded") != (self.recording is not None):
+            raise ValueError("recording and arrivals: recorded go together")
+        return self
+
+
+class Event(_Part):
+    """Something that happens during the traffic of each cell."""
+
+    at: float = Field(ge=0)
+    """Seconds after the first request."""
+
+    who: Name
+    """A link or a drafter."""
+
+    what: Literal["outage", "reset", "stop", "kill", "leave", "join"]
+    """An outage holds all bytes of a link back for `seconds`. A reset cuts its connections. A drafter is stopped for `seconds`
+    (SIGSTOP), killed and started again after `seconds`, or leaves (SIGTERM) and joins."""
+
+    seconds: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _says_how_long(self) -> Self:
+        if self.what in ("outage", "stop", "kill") and not self.seconds:
+            raise ValueError(f"seconds must be given with {self.what}")
+        return self
+
+
+class Experiment(_Part):
+    """An experiment file: one stack, its load, and what is varied of them."""
+
+    name: Name
+
+    question: str = ""
+    """The question that the experiment answers, for its report."""
+
+    costs: str | None = None
+    """Cost table of hardware that is not here; such an experiment is only predicted, and needs no profile."""
+
+    target: Target = Field(default_factory=lambda: Target.model_validate({}))
+
+    drafters: dict[Name, Drafter] = Field(default_factory=dict)
+
+    links: dict[Name, Link] = Field(default_factory=dict)
+
+    workload: Workload = Field(default_factory=lambda: Workload.model_validate({}))
+
+    use: list[Name] = Field(default_factory=list)
+    """The drafters that run; others of `drafters` are not started."""
+
+    sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    """Values by the path of what takes them, such as `links.wire.round_trip_ms`, `workload.batch` or `use`. All combinations are
+    measured."""
+
+    skip: list[dict[str, Any]] = Field(default_factory=list)
+    """Combinations of the sweep that are left out, each by some of its paths and values."""
+
+    baseline: dict[str, Any] = Field(default_factory=dict)
+    """Some of the sweep's paths with the values that stand for colocated drafting; cells are compared with it."""
+
+    events: list[Event] = Field(default_factory=list)
+
+    scenes: dict[Name, list[Event]] = Field(default_factory=dict)
+    """Events by name, so that a sweep can choose among them by `scene`."""
+
+    scene: Name | None = None
+    """The scene whose events come as well; in a cell's experiment they are among `events`."""
+
+    repetitions: int = Field(3, ge=1, le=100)
+
+    trace: bool = False
+    """Record spans, and split the time of a step by them."""
+
+    with_idle: bool = False
+    """Measure plain decoding beside the idle drafters as well, not only without them."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if "use" not in self.model_fields_set and "use" not in self.sweep and self.drafters:
+            raise ValueError(f"use must name the drafters that run, of {', '.join(self.drafters)}")
+        _refuse_unknown("use", self.use, self.drafters)
+        for name, drafter in self.drafters.items():
+            links = [link for link in (drafter.link, drafter.redis_link) if link is not None]
+            _refuse_unknown(f"drafters.{name}.link", links, self.links)
+        for field, events in (("events", self.events), *((f"scenes.{name}", of) for name, of in self.scenes.items())):
+            self._check_events(field, events)
+        _refuse_unknown("scene", [] if self.scene is None else [self.scene], self.scenes)
+        for name in self.drafters:
+            if name in _RESERVED:
+                raise ValueError(f"drafters.{name}: the name is that of another process; take another one")
+        for field, paths in (("baseline", self.baseline), *(("skip", combination) for combination in self.skip)):
+            _refuse_unknown(field, list(paths), self.sweep)
+        return self
+
+    def _check_events(self, field: str, events: list[Event]) -> None:
+        for place, event in enumerate(events):
+            known: Mapping[str, Any] = self.links if event.what in ("outage", "reset") else self.drafters
+            _refuse_unknown(f"{field}.{place}.who, for {event.what}", [event.who], known)
+
+    def cells(self) -> list[Cell]:
+        """All combinations of the sweep, each with the experiment that it stands for.
+
+        Raises ValueError that names the path of the sweep and the value that does not fit there.
+        """
+        found = []
+        for values in itertools.product(*self.sweep.values()):
+            point = dict(zip(self.sweep, values, strict=True))
+            if not any(_agrees(point, combination) for combination in self.skip):
+                found.append(Cell(point, self._at(point), self._is_baseline(point)))
+        keys = [cell.key for cell in found]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"sweep: two cells would have the name {twice[0]!r}")
+        return found
+
+    def _is_baseline(self, point: Mapping[str, Any]) -> bool:
+        return bool(self.baseline) and _agrees(point, self.baseline)
+
+    def _at(self, point: Mapping[str, Any]) -> Experiment:
+        data = self.model_dump(mode="json", exclude={"sweep", "skip", "baseline"})
+        for path, value in point.items():
+            *parents, last = path.split(".")
+            place: Any = data
+            for parent in parents:
+                place = place.get(parent) if isinstance(place, dict) else None
+            if not isinstance(place, dict):
+                raise ValueError(f"sweep.{path}: there is no such place in the experiment")
+            place[last] = value
+        try:
+            experiment = Experiment.model_validate(data)
+            scene = experiment.scenes[experiment.scene] if experiment.scene is not None else []
+            return experiment.model_copy(update={"events": [*experiment.events, *scene], "scenes": {}, "scene": None})
+        except ValidationError as error:
+            raise ValueError(f"sweep, at {_shown(point)}: {_first(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination: the values of the sweep, and the experiment with them in place and nothing to sweep."""
+
+    point: dict[str, Any]
+    experiment: Experiment
+    is_baseline: bool
+
+    @property
+    def key(self) -> str:
+        """A name for files and tables, unique within the experiment."""
+        words = [f"{path.rsplit('.', 1)[-1]}={_word(value)}" for path, value in self.point.items()]
+        return ",".join(words) or "only"
+
+    @property
+    def stack_key(self) -> str:
+        """Equal for cells that one running stack can serve: they differ in links' shapes and workloads alone."""
+        return self.experiment.model_dump_json(include={"target", "drafters", "use", "trace"})
+
+    @property
+    def target_key(self) -> str:
+        """Equal for cells that the same running verifiers can serve."""
+        return self.experiment.model_dump_json(include={"target", "trace"})
+
+
+def load(path: Path) -> Experiment:
+    """Read an experiment file; raises ValueError that names the file, the field and what is wrong with it."""
+    try:
+        data = yaml.safe_load(path.read_text())
+        experiment = Experiment.model_validate(data)
+        experiment.cells()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from error
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_first(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return experiment
+
+
+def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
+    """The drafters of a cell's experiment that run, in order."""
+    for name in experiment.use:
+        yield name, experiment.drafters[name]
+
+
+def _refuse_unknown(field: str, names: list[str], known: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{field}: must be one of {', '.join(known) or '(none)'}, not {name!r}")
+
+
+def _agrees(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    return all(point[path] == value for path, value in values.items())
+
+
+def _first(error: ValidationError) -> str:
+    details = error.errors()[0]
+    place = ".".join(str(part) for part in details["loc"])
+    message = str(details["msg"])
+    return f"{place}: {message}" if place else message
+
+
+def _word(value: Any) -> str:
+    text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text) or "none"
+
+
+def _shown(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} = {json.dumps(value)}" for path, value in point.items())

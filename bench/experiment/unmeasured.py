@@ -1,0 +1,90 @@
+"""Stands in for a profile where the hardware is not here: a cost table, with the rest set to what it does not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.experiment.calibration import BATCHES
+from bench.experiment.cell_scenarios import threads_of
+from bench.experiment.probes import Interference, RoundTrip
+from bench.experiment.profile_record import Profile
+from bench.experiment.serving import Serving
+from bench.experiment.spec import Experiment
+from bench.simulator import costs
+
+TOPOLOGIES: dict[str, dict[int, list[int]]] = {
+    "gb200": {0: [*range(72)], 1: [*range(72, 144)]},
+}
+"""Cores by NUMA node, by cost table: those of the two Grace CPUs of a GB200 board."""
+_ONE_NODE = {0: [*range(64)]}
+# Between two processes on a host, where a table has no way from drafter to verifier.
+_ROUND_TRIP_MS = 0.4
+_WAYS = ("plain", "ngram", "model")
+
+
+def profile_of(experiment: Experiment) -> Profile:
+    """The profile of the hardware that the experiment's cost table is about.
+
+    Forwards and drafting are the table's. Serving slows nothing down, drafters on other cores take
+    nothing from the target, and what shares cores halves the speed of both. Raises ValueError that
+    names the field.
+    """
+    try:
+        table = costs.load(str(experiment.costs))
+    except ValueError as error:
+        raise ValueError(f"costs: {error}") from error
+    nodes = TOPOLOGIES.get(str(experiment.costs), _ONE_NODE)
+    cores = [core for node in nodes.values() for core in node]
+    link = table.links.get("drafter")
+    round_trip_s = (link.round_trip_ms if link is not None else _ROUND_TRIP_MS) / 1000
+    same = RoundTrip(median_s=round_trip_s, p90_s=round_trip_s)
+    target = experiment.target
+    return Profile(
+        machine=_machine(str(experiment.costs), table.source, nodes, cores),
+        fingerprint="unmeasured",
+        commit="none",
+        measured_at="never",
+        target=str(target.model) + (" grown" if target.grown else ""),
+        draft="models/draft",
+        dtype=target.dtype,
+        threads=threads_of(target, cores),
+        how={"costs": table.source},
+        costs=table,
+        links=dict.fromkeys(("tcp", "unix", "link"), same),
+        interference={"same_cores": Interference(target=2.0, drafter=2.0)},
+        serving=[_serving(way, batch, round_trip_s) for way in _WAYS for batch in BATCHES],
+    )
+
+
+def _serving(way: str, batch: int, round_trip_s: float) -> Serving:
+    return Serving(
+        way=way,
+        batch=batch,
+        sequences=batch,
+        slowdown=1.0,
+        before_s=0.0,
+        after_s=0.0,
+        client_s=0.0005,
+        round_trip_s=0.0 if way == "plain" else round_trip_s,
+    )
+
+
+def _machine(
+    name: str,
+    source: str,
+    nodes: dict[int, list[int]],
+    cores: list[int],
+) -> dict[str, Any]:
+    """As a run's folder describes its machine."""
+    return {
+        "host": f"{name}, not measured",
+        "processor": source,
+        "cores": cores,
+        "numa_nodes": {str(node): members for node, members in nodes.items()},
+        "memory_bytes": 0,
+        "memory_bytes_per_s": 0.0,
+        "gpus": [],
+        "kernel": "",
+        "python": "",
+        "torch": "",
+    }

@@ -1,0 +1,243 @@
+"""Folders of runs for tests of the report. The simulator makes their figures.
+
+Bytes on links, CPU time and the split of a wait are made from the simulation's own counters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.experiment.records import (
+    DRAFTED,
+    IDLE,
+    PLAIN,
+    Folder,
+    LinkTraffic,
+    Machine,
+    Measurement,
+)
+from bench.experiment.spec import Cell, Experiment
+from bench.simulator.scenario import Scenario
+from bench.simulator.simulation import Simulation
+from bench.ways import Sample
+
+MACHINE = Machine(
+    host="rig",
+    processor="a simulated processor",
+    cores=[0, 1, 2, 3],
+    numa_nodes={0: [0, 1, 2, 3]},
+    memory_bytes=16 * 2**30,
+    memory_bytes_per_s=12.5e9,
+    gpus=[],
+    kernel="6.8.0",
+    python="3.11",
+    torch="2.11.0",
+)
+ACCEPTANCE = {"ngram": 0.45, "model": 0.8}
+"""Of a drafter by its family."""
+
+Settings = dict[str, Any]
+
+ROUND_TRIP: Settings = {
+    "name": "round-trip",
+    "question": "How far from the target may a drafter sit?",
+    "drafters": {
+        "ngram": {"family": "ngram", "link": "wire"},
+        "model": {"family": "model", "link": "wire"},
+    },
+    "links": {"wire": {}},
+    "workload": {"batch": 4, "output_tokens": 48, "waves": 2},
+    "sweep": {
+        "use": [["ngram"], ["model"]],
+        "links.wire.mbit_s": [0, 1],
+        "links.wire.round_trip_ms": [0, 5, 20, 100],
+    },
+    "baseline": {"links.wire.round_trip_ms": 0, "links.wire.mbit_s": 0},
+    "with_idle": True,
+}
+PLACEMENT: Settings = {
+    "name": "placement",
+    "question": "Where should a draft model run?",
+    "target": {"cores": "0-1"},
+    "drafters": {
+        "shared-cores": {"family": "model", "cores": "0-1"},
+        "own-core": {"family": "model", "cores": "2"},
+        "socket": {"family": "model", "cores": "2", "transport": "unix"},
+        "ngram-own-core": {"family": "ngram", "cores": "2"},
+        "ngram-socket": {"family": "ngram", "cores": "2", "transport": "unix"},
+        "far": {"family": "model", "link": "wire"},
+    },
+    "links": {"wire": {"round_trip_ms": 40}},
+    "workload": {"batch": 2, "output_tokens": 48, "waves": 2},
+    "sweep": {
+        "use": [
+            ["shared-cores"],
+            ["own-core"],
+            ["socket"],
+            ["ngram-own-core"],
+            ["ngram-socket"],
+            ["far"],
+        ],
+    },
+    "baseline": {"use": ["own-core"]},
+    "trace": True,
+}
+OUTAGE: Settings = {
+    "name": "outage",
+    "question": "What does a lost link cost, and for how long?",
+    "drafters": {"model": {"family": "model", "link": "wire"}},
+    "links": {"wire": {"round_trip_ms": 2}},
+    "use": ["model"],
+    "workload": {"batch": 4, "output_tokens": 64, "waves": 12},
+    "events": [
+        {"at": 2.0, "who": "model", "what": "stop", "seconds": 1.5},
+        {"at": 5.0, "who": "wire", "what": "reset"},
+    ],
+    "sweep": {"links.wire.jitter_ms": [0, 4]},
+}
+TURNS: Settings = {
+    "name": "pool",
+    "question": "Does a shared pool help the second user?",
+    "target": {"count": 2},
+    "drafters": {
+        "own": {"family": "ngram"},
+        "shared": {"family": "ngram", "pool": "redis"},
+    },
+    "workload": {"batch": 2, "output_tokens": 48, "verifiers": "in-turn"},
+    "sweep": {"use": [["own"], ["shared"]]},
+}
+
+
+def make_run(
+    path: Path,
+    settings: Settings,
+    *,
+    repetitions: int = 3,
+    sources: tuple[str, ...] = ("measured",),
+) -> Folder:
+    """Simulate each cell with noise, each repetition with its seed; predictions have no noise."""
+    experiment = Experiment.model_validate({**settings, "repetitions": repetitions})
+    folder = Folder(path)
+    folder.begin(
+        {
+            "machine": asdict(MACHINE),
+            "commit": "0123abc",
+            "experiment": experiment.model_dump(mode="json"),
+            "began": "2026-11-24T20:00:00+00:00",
+            "command": f"outrider experiment run experiments/{experiment.name}.yaml",
+        }
+    )
+    ways = [PLAIN, *([IDLE] if experiment.with_idle else []), DRAFTED]
+    for cell in experiment.cells():
+        for way in ways:
+            if "measured" in sources:
+                for number in range(repetitions):
+                    folder.save(cell.key, number, measure(cell, way, seed=number, noise=0.05))
+            if "predicted" in sources:
+                predicted = measure(cell, way, seed=99, noise=0.0)
+                folder.save(cell.key, 0, predicted, predicted=True)
+    return folder
+
+
+def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
+    """One repetition of a way in a cell."""
+    turns = cell.experiment.target.count
+    simulations = [_simulate(cell, way, seed, noise, turn) for turn in range(turns)]
+    samples = [sample for sample, _ in simulations]
+    measured = Measurement(way, samples)
+    measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()
+    tokens, seconds = samples[0].tokens, sum(sample.seconds for sample in samples)
+    measured.cpu_s = {"verifier-1": 0.95 * seconds, "gateway-1": 0.0002 * tokens}
+    measured.watts = 40.0
+    if way == DRAFTED:
+        measured.cpu_s["drafter"] = 0.6 * seconds
+        received = sum(sample.counters["draft_bytes"] for sample in samples)
+        measured.links = {"wire": LinkTraffic(int(received), 20 * tokens, 1)}
+    if cell.experiment.trace:
+        measured.step_split_s = _split(samples[0], _round_trip_ms(cell))
+    if cell.experiment.events:
+        measured.timeline = simulations[0][1]
+        measured.events = [event.model_dump() for event in cell.experiment.events]
+    return measured
+
+
+def _simulate(
+    cell: Cell,
+    way: str,
+    seed: int,
+    noise: float,
+    turn: int,
+) -> tuple[Sample, list[int]]:
+    workload = cell.experiment.workload
+    scenario = Scenario.model_validate(
+        {
+            "costs": "assumed-gpu",
+            "seconds": 600.0,
+            "seed": seed,
+            "noise": noise,
+            "sequences": [workload.batch],
+            "waves": workload.waves,
+            "output_tokens": [workload.output_tokens // 2, 3 * workload.output_tokens // 2],
+            "drafters": _drafters(cell, turn) if way == DRAFTED else [],
+            "schedule": _schedule(cell) if way == DRAFTED else [],
+        }
+    )
+    simulation = Simulation(scenario, workload.batch, drafting=way == DRAFTED)
+    sample = simulation.run().sample
+    timeline = [0] * (int(10 * sample.seconds) + 1)
+    for request in simulation.traffic.requests:
+        for at, count in request.received_at:
+            timeline[int(10 * at)] += count
+    return sample, timeline
+
+
+def _drafters(cell: Cell, turn: int) -> list[Settings]:
+    found = []
+    for name in cell.experiment.use:
+        drafter = cell.experiment.drafters[name]
+        learned = 0.25 if turn and drafter.pool == "redis" else 0.0
+        link = cell.experiment.links.get(drafter.link or "")
+        found.append(
+            {
+                "name": name,
+                "cost": drafter.family,
+                "acceptance": ACCEPTANCE[drafter.family] + learned,
+                "round_trip_ms": 0.4 + _round_trip_ms(cell) - 0.2 * (drafter.transport == "unix"),
+                "jitter_ms": link.jitter_ms if link is not None else 0.0,
+                "mbit_s": link.mbit_s if link is not None else 0.0,
+                "on_target_cores": drafter.cores == cell.experiment.target.cores is not None,
+            }
+        )
+    return found
+
+
+def _schedule(cell: Cell) -> list[Settings]:
+    """Stops of drafters; the simulator knows no resets."""
+    return [
+        {"at": event.at, "who": event.who, "what": "hang", "seconds": event.seconds}
+        for event in cell.experiment.events
+        if event.what == "stop"
+    ]
+
+
+def _round_trip_ms(cell: Cell) -> float:
+    [name] = cell.experiment.use
+    link = cell.experiment.links.get(cell.experiment.drafters[name].link or "")
+    return link.round_trip_ms if link is not None else 0.0
+
+
+def _split(sample: Sample, round_trip_ms: float) -> dict[str, float]:
+    """The verifier's phases, the wait divided as 2 ms of drafting are to the round trip."""
+    prefix = "step_phase_seconds."
+    counters = sample.counters
+    phases = {name.removeprefix(prefix): s for name, s in counters.items() if prefix in name}
+    waited = phases.pop("wait")
+    computing = 2.0 / (2.4 + round_trip_ms)
+    return {
+        **phases,
+        "wait_compute": computing * waited,
+        "wait_network": (1.0 - computing) * waited,
+    }

@@ -1,0 +1,344 @@
+"""`outrider advise` answers in words, shows why, and names what is wrong with its input."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.experiment import advice_text
+from bench.experiment.acceptance import acceptances, lookups, share_of_right
+from bench.experiment.advice import LIMITS, BatchAdvice, Simulated, advise, halved, simulating, times_of
+from bench.experiment.advise import main
+from bench.experiment.arithmetic import PAYS
+from bench.experiment.machine_costs import at_batch, elsewhere, load
+from bench.experiment.situation import Place, Situation, measured_acceptance
+from bench.simulator import costs
+from tests.experiment.made_up_profile import made_up_profile
+
+GPU = costs.load("assumed-gpu")
+CPU = costs.load("epyc-2-cores")
+
+
+def situation(
+    link_ms: float,
+    acceptance: float = 0.8,
+    batch: int = 1,
+    table: costs.Costs = GPU,
+) -> Situation:
+    """A draft model whose round trip is 0.4 ms on the host."""
+    near = Place("host", "on other cores", "model", 0.4)
+    own = replace(near, key="target", name="on the target's cores", on_target_cores=True)
+    far = replace(near, key="far", name="on another host", round_trip_ms=0.4 + link_ms)
+    return Situation(table, table, (own, near, far), acceptance, 0.85, batch)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> list[BatchAdvice]:
+    return [advise(situation(2.0, batch=batch)) for batch in (1, 32)]
+
+
+@pytest.fixture(scope="module")
+def distant() -> list[BatchAdvice]:
+    return [advise(situation(500.0))]
+
+
+@pytest.mark.slow
+def test_the_first_line_says_yes_with_both_speeds(gpu: list[BatchAdvice]) -> None:
+    line = advice_text.answer("model", gpu)
+    speeds = gpu[0].simulated
+    here = max(speeds["target"].speed, speeds["host"].speed)
+    assert line == (
+        f"Yes: a draft model 2 ms away brings {speeds['far'].speed:.2f} × plain decoding at batch 1 ({here:.2f} × on this host)."
+    )
+    assert speeds["far"].speed > 1.5
+
+
+@pytest.mark.slow
+def test_the_first_line_says_no_half_a_second_away(
+    distant: list[BatchAdvice],
+) -> None:
+    line = advice_text.answer("ngram", distant)
+    assert line.startswith("No: an n-gram drafter 500 ms away brings 1.00 × plain decoding")
+
+
+def test_the_first_line_tells_the_batches_that_pay_from_the_others() -> None:
+    found = [_fake(1, 1.1), _fake(8, 1.0)]
+    line = advice_text.answer("suffix", found)
+    assert line.startswith("Yes at batch 1, no at batch 8: the drafter suffix 2 ms away brings 1.10")
+
+
+def _fake(batch: int, speed: float) -> BatchAdvice:
+    """Words alone are looked at, so speeds may be made up."""
+    asked = situation(2.0, batch=batch)
+    found = BatchAdvice(asked, 100.0)
+    for place in asked.places:
+        found.simulated[place.key] = Simulated(speed, 100.0 * speed, 1.0, 0.01, 0.0, 1.0)
+    return found
+
+
+@pytest.mark.slow
+def test_a_link_of_half_a_second_is_the_limit(distant: list[BatchAdvice]) -> None:
+    [found] = distant
+    assert found.break_even_acceptance is None
+    assert found.best == "host"
+
+
+@pytest.mark.slow
+def test_drafting_stops_to_pay_beyond_the_break_even_round_trip(
+    gpu: list[BatchAdvice],
+) -> None:
+    longest = gpu[0].break_even_round_trip_ms
+    assert longest is not None
+    assert 2.0 < longest < 500.0
+    assert _far_speed(situation(2 * longest)) < PAYS <= _far_speed(situation(longest / 2))
+
+
+@pytest.mark.slow
+def test_drafting_pays_from_the_break_even_acceptance_on(
+    gpu: list[BatchAdvice],
+) -> None:
+    lowest = gpu[0].break_even_acceptance
+    assert lowest is not None
+    assert 0.0 < lowest < 0.8
+    above, below = situation(2.0, lowest + 0.1), situation(2.0, lowest / 2)
+    assert _far_speed(above) >= PAYS > _far_speed(below)
+
+
+def _far_speed(asked: Situation) -> float:
+    with simulating(asked) as simulator:
+        return simulator.run(asked.far, asked.acceptance).speed
+
+
+@pytest.mark.slow
+def test_the_simulation_is_near_the_arithmetic_or_the_output_says_why(
+    gpu: list[BatchAdvice],
+) -> None:
+    text = _shown(gpu)
+    for batch in gpu:
+        for place in batch.situation.places:
+            share = advice_text.difference(place, batch)
+            ratio = batch.simulated[place.key].speed / batch.arithmetic[place.key].expected.speed - 1.0
+            assert (share is None) == (abs(ratio) <= 0.10)
+            if share is not None:
+                assert f"{100 * share:+.0f} % at batch {batch.batch}" in text
+
+
+@pytest.mark.slow
+def test_the_simulation_never_beats_the_bound_of_pushed_outcomes(
+    gpu: list[BatchAdvice],
+) -> None:
+    for batch in gpu:
+        *_, bound = batch.arithmetic["far"].ways
+        assert bound.way.startswith("pushed")
+        assert batch.simulated["far"].speed < bound.speed
+
+
+@pytest.mark.slow
+def test_everything_fits_on_one_screen(gpu: list[BatchAdvice]) -> None:
+    lines = _shown(gpu).splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines[:-1])) <= 160
+
+
+@pytest.mark.slow
+def test_the_formulas_are_shown_with_their_values_and_units(
+    gpu: list[BatchAdvice],
+) -> None:
+    text = _shown(gpu)
+    for part in ("(1 − a^(k+1)) / (1 − a)", "v + d + r", "h = a^(k+1)", "h = 0.85"):
+        assert part in text
+    assert "r = 2.4 ms" in text
+    assert "c = 1.5 ms" in text
+
+
+def _shown(found: list[BatchAdvice]) -> str:
+    console = Console(file=io.StringIO(), width=132)
+    advice_text.show(console, "model", found)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+@pytest.mark.slow
+def test_json_has_all_of_it_and_no_infinity(gpu: list[BatchAdvice], distant: list[BatchAdvice]) -> None:
+    for found in (gpu, distant):
+        text = json.dumps(advice_text.as_json("model", found), allow_nan=False)
+        data = json.loads(text)
+        assert data["answer"] == advice_text.answer("model", found)
+        assert [batch["batch"] for batch in data["batches"]] == [batch.batch for batch in found]
+        assert set(data["batches"][0]["halved"]) == set(LIMITS)
+
+
+def test_a_break_even_beyond_the_limit_is_null_in_json() -> None:
+    assert advice_text.finite({"pays": [1.5, math.inf]}) == {"pays": [1.5, None]}
+
+
+def test_the_limit_is_what_would_bring_most_if_it_were_halved() -> None:
+    slow = GPU.drafting["model"].model_copy(update={"token_s": {1: 0.008}})
+    asked = situation(0.0, 0.95)
+    cases = {
+        "the drafter's speed": replace(asked, costs=GPU.model_copy(update={"drafting": {"model": slow}})),
+        "the link": situation(30.0, 0.95),
+        "acceptance": situation(0.0, 0.5),
+        "the target's saturation": situation(0.0, 0.95, 32, CPU),
+    }
+    for limit, case in cases.items():
+        with simulating(case) as simulator:
+            speeds = halved(simulator, case.far, case.acceptance)
+        assert max(speeds, key=lambda name: speeds[name]) == limit
+
+
+def test_times_are_those_of_the_cost_table() -> None:
+    asked = situation(2.0, batch=8)
+    found = times_of(asked, asked.far)
+    host_s = GPU.host_step_s + 8 * GPU.host_sequence_s
+    assert found.plain_s == pytest.approx(0.0104 + host_s)
+    assert found.verify_s[8] == pytest.approx(0.0114 + host_s)
+    assert found.draft_s(4) == pytest.approx(0.0003 + 4 * 0.0016)
+    assert found.round_trip_s == pytest.approx(0.0024)
+
+
+def test_a_narrow_link_lengthens_the_round_trip() -> None:
+    narrow = replace(situation(2.0).far, mbit_s=1.0)
+    assert narrow.round_trip_s(1) > 0.0024
+    # Drafts and verdicts of eight sequences, of some 50 bytes each, at 125,000 bytes/s.
+    assert 0.0024 + 0.003 < narrow.round_trip_s(8) < 0.0024 + 0.02
+
+
+# --- input ---
+
+
+def test_a_cost_table_is_read_by_name_and_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(GPU.model_dump_json())
+    for found in (load(file, None), load(None, "assumed-gpu"), load(None, str(file))):
+        assert found.model_dump() == GPU.model_dump()
+
+
+def test_a_profile_gives_the_costs_of_a_machine_that_serves(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    made_up_profile(acceptance={"model": 0.75}).save(file)
+    one, many = (at_batch(load(file, None), "model", batch) for batch in (1, 8))
+    # Forwards of eight sequences take 10 % longer while the machine serves.
+    assert one.plain.forward_s(1, 1) == pytest.approx(0.004)
+    assert many.plain.forward_s(8, 8) == pytest.approx(0.0066)
+    assert (one.round_trip_ms, one.interference) == (pytest.approx(0.5), pytest.approx(0.2))
+    assert one.slowness_on_target_cores == 2.0
+    assert (one.acceptance, many.acceptance) == (0.75, 0.75)
+    assert at_batch(load(file, None), "ngram", 1).acceptance is None
+
+
+def test_lookups_guess_what_stands_in_the_text_before() -> None:
+    # The text repeats itself behind 5 and 6; nothing is known behind 9, and 4 was never there.
+    assert lookups([5, 6, 7, 8, 9], [5, 6, 7, 8, 4]) == ".+++-"
+    assert lookups([1], [2, 3]) == ".."
+
+
+def test_the_share_of_right_guesses_is_over_all_tokens() -> None:
+    assert share_of_right(["+.-+", "++1+++"]) == pytest.approx(0.7)
+    assert share_of_right([]) == 0.0
+
+
+@pytest.mark.slow
+def test_drafters_of_the_bundled_pair_guess_many_tokens_right() -> None:
+    found = acceptances(Path("models/target"), Path("models/draft"), "float32")
+    assert 0.4 < found["model"] < 0.95
+    assert 0.2 < found["ngram"] < 0.95
+
+
+def test_a_drafter_on_another_host_costs_the_target_no_messages() -> None:
+    table = at_batch(made_up_profile(), "model", 1).drafted
+    assert table.drafting["model"].message_s == pytest.approx(0.00005)
+    assert table.drafting[elsewhere(table, "model")].message_s == 0.0
+    assert elsewhere(GPU, "model") == "model"
+
+
+def test_acceptance_is_the_share_of_right_guesses(tmp_path: Path) -> None:
+    recording = tmp_path / "recording.jsonl"
+    lines = [
+        {"prompt_tokens": 8, "output_tokens": 6, "guesses": {"model": "++-+++", "ngram": "......"}},
+        {"prompt_tokens": 8, "output_tokens": 4, "guesses": {"model": "+.-+", "ngram": "+..."}},
+    ]
+    recording.write_text("\n".join(map(json.dumps, lines)))
+    assert measured_acceptance(recording, "model") == pytest.approx(0.7)
+    assert measured_acceptance(recording, "ngram") == pytest.approx(0.1)
+
+
+BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (BASE[2:], "profile: give --profile FILE, or the name of a cost table with --costs"),
+        (BASE[:2], "round-trip-ms: must be given"),
+        (BASE[:4], "acceptance: give --acceptance, from 0 to 0.99, or --recording"),
+        ([*BASE, "--recording", "x"], "recording: give either --acceptance or --recording, not both"),
+        ([*BASE, "--acceptance", "1.2"], "acceptance: must be less than or equal to 0.99"),
+        ([*BASE, "--round-trip-ms", "2000"], "round-trip-ms: must be less than or equal to 1000"),
+        ([*BASE, "--batch", "0"], "batch.0: must be greater than or equal to 1"),
+        ([*BASE, "--batch", "512"], "batch.0: must be less than or equal to 256"),
+        ([*BASE, "--costs", "h900"], "costs must be assumed-gpu, "),
+        ([*BASE, "--profile", "nowhere.json"], "costs: give either --profile or --costs, not both"),
+        ([*BASE, "--drafter", "eagle"], "drafter: must be one of model, ngram of the cost table"),
+        ([*BASE, "--far-drafter", "eagle"], "far-drafter: must be one of model, ngram"),
+        ([*BASE[:4], "--recording", "nowhere"], "recording: nowhere cannot be read: No such file"),
+        ([*BASE, "--speed", "2"], "there is no setting --speed"),
+    ],
+)
+def test_wrong_input_is_named_with_its_limit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "profile: {path} is not JSON"),
+        ('{"costs": {}}', "profile: {path}: machine: Field required"),
+        ('{"forwards": []}', "profile: {path}: source: Field required"),
+    ],
+)
+def test_a_broken_profile_is_named_with_its_field(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["--profile", str(path), *BASE[2:]])
+    assert caught.value.code == 2
+    assert message.format(path=path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt_tokens": 1}', "line 1 of {path}: output_tokens: Field required"),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1, "guesses": {"near": "+"}}',
+            "line 1 of {path} has guesses of near, not of 'model'",
+        ),
+        ("", "{path} has no tokens"),
+    ],
+)
+def test_a_broken_recording_is_named_with_its_line(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=r"^recording: ") as caught:
+        measured_acceptance(path, "model")
+    assert message.format(path=path) in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_same_json_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for _ in range(2):
+        assert main(["--costs", "epyc-2-cores", *BASE[2:], "--batch", "1", "--json"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert json.loads(answers[0])["batches"][0]["batch"] == 1

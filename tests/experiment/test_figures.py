@@ -1,0 +1,246 @@
+"""The arithmetic of a report's figures, against cases computed by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
+from bench.experiment.report import validation
+from bench.experiment.report.figures import measurement_figures, sample_figures
+from bench.experiment.report.ratios import baseline_of
+from bench.experiment.report.reading import read
+from bench.experiment.report.results import Spread
+from bench.experiment.report.sweeps import Line, break_even
+from bench.experiment.report.timeline import (
+    longest_gap,
+    rate_before,
+    recovery_s,
+    smoothed,
+    timeline_figures,
+)
+from bench.experiment.spec import Experiment
+from bench.ways import Sample
+
+COUNTERS = {
+    "generation_tokens": 100.0,
+    "step_sequences_sum": 40.0,
+    "step_seconds_count": 20.0,
+    "spec_decode_num_drafts": 30.0,
+    "spec_decode_num_draft_tokens": 120.0,
+    "spec_decode_num_accepted_tokens": 60.0,
+    "draft_lookups.chain": 20.0,
+    "draft_lookups.branch": 10.0,
+    "draft_lookups.late": 6.0,
+    "draft_lookups.miss": 4.0,
+    "wasted_tokens": 50.0,
+    "draft_bytes": 3000.0,
+    "step_phase_seconds.forward": 0.2,
+    "step_phase_seconds.wait": 0.1,
+    "step_phase_seconds.pack": 0.02,
+}
+
+
+def sample(tokens: int = 100, seconds: float = 2.0) -> Sample:
+    return Sample(tokens, seconds, [0.01, 0.03], [0.02, 0.04], dict(COUNTERS))
+
+
+def run(path: Path, rates: dict[str, list[tuple[float, float]]]) -> Folder:
+    """A run over round trips: by cell (plain, drafted) tokens/s of each repetition."""
+    settings = {
+        "name": "hand-made",
+        "drafters": {"near": {"link": "wire"}},
+        "links": {"wire": {}},
+        "use": ["near"],
+        "sweep": {"links.wire.round_trip_ms": [0, 10]},
+        "baseline": {"links.wire.round_trip_ms": 0},
+    }
+    experiment = Experiment.model_validate(settings)
+    folder = Folder(path)
+    folder.begin({"experiment": experiment.model_dump(mode="json")})
+    for cell, pairs in rates.items():
+        for number, pair in enumerate(pairs):
+            for way, rate in zip((PLAIN, DRAFTED), pair, strict=True):
+                if rate:
+                    folder.save(cell, number, Measurement(way, [Sample(int(rate), 1.0)]))
+    return folder
+
+
+def test_rates_of_verifiers_together_add_up() -> None:
+    both = Measurement(DRAFTED, [sample(100, 2.0), sample(100, 4.0)])
+    assert measurement_figures(both, in_turn=False)["tokens_per_s"] == 75.0
+
+
+def test_the_rate_of_verifiers_in_turn_is_all_tokens_over_all_time() -> None:
+    both = Measurement(DRAFTED, [sample(100, 2.0), sample(100, 3.0)])
+    assert measurement_figures(both, in_turn=True)["tokens_per_s"] == 40.0
+
+
+def test_drafts_have_vllms_definitions() -> None:
+    figures = sample_figures(sample())
+    assert figures["acceptance"] == 0.5
+    assert figures["accepted_length"] == 3.0
+    assert figures["tokens_per_forward"] == 2.5
+    assert figures["accepted_per_forward"] == 1.5
+    assert figures["wasted_per_token"] == 0.5
+    assert figures["draft_bytes_per_token"] == 30.0
+
+
+def test_lookups_are_shares_of_all_lookups() -> None:
+    figures = sample_figures(sample())
+    shares = [figures[f"lookup_{result}"] for result in ("chain", "branch", "late", "miss")]
+    assert shares == [0.5, 0.25, 0.15, 0.1]
+
+
+def test_latencies_are_percentiles_over_requests_in_ms() -> None:
+    figures = sample_figures(sample())
+    assert figures["ttft_p50_ms"] == pytest.approx(20.0)
+    assert figures["tpot_p50_ms"] == pytest.approx(30.0)
+    assert figures["tpot_p99_ms"] == pytest.approx(39.8)
+
+
+def test_spans_divide_the_wait_and_nothing_else() -> None:
+    split_s = {"forward": 1.0, "wait_compute": 0.3, "wait_network": 0.1}
+    measured = Measurement(DRAFTED, [sample()], step_split_s=split_s)
+    figures = measurement_figures(measured, in_turn=False)
+    assert figures["step_forward_ms"] == pytest.approx(10.0)
+    assert figures["step_wait_ms"] == pytest.approx(5.0)
+    assert figures["step_wait_compute_ms"] == pytest.approx(3.75)
+    assert figures["step_wait_network_ms"] == pytest.approx(1.25)
+    assert figures["step_ms"] == pytest.approx(16.0)
+    assert figures["span_forward_share"] == pytest.approx(1.0 / 1.4)
+
+
+def test_links_processors_and_energy_are_for_each_token() -> None:
+    measured = Measurement(
+        DRAFTED,
+        [sample()],
+        cpu_s={"verifier-1": 1.5, "near": 0.5},
+        links={"wire": LinkTraffic(up_bytes=2000, down_bytes=500)},
+        watts=25.0,
+    )
+    figures = measurement_figures(measured, in_turn=False)
+    assert figures["link_wire_up_bytes_per_token"] == 20.0
+    assert figures["link_wire_down_bytes_per_token"] == 5.0
+    assert figures["cpu_near_ms_per_token"] == 5.0
+    assert figures["cpu_ms_per_token"] == 20.0
+    assert figures["joules_per_token"] == 0.5
+
+
+def test_a_figure_without_its_counters_is_absent() -> None:
+    figures = measurement_figures(Measurement(PLAIN, [Sample(10, 1.0)]), in_turn=False)
+    assert figures == {"tokens_per_s": 10.0}
+
+
+def test_the_longest_gap_lies_between_tokens() -> None:
+    assert longest_gap([0, 0, 0, 2, 0, 0, 1, 0, 1, 0, 0, 0, 0]) == (0.2, 0.4)
+    assert longest_gap([0, 3]) == (0.0, 0.1)
+    assert longest_gap([0, 0]) is None
+
+
+def test_the_rate_before_an_event_is_of_two_seconds_or_fewer() -> None:
+    timeline = [100] * 10 + [4] * 20
+    assert rate_before(timeline, 3.0) == 40.0
+    assert rate_before(timeline, 3.0, 2.5) == 40.0
+    assert rate_before(timeline, 0.0) == 0.0
+
+
+def test_the_rate_is_back_when_a_whole_second_has_90_percent_of_it() -> None:
+    timeline = [10] * 20 + [0] * 15 + [9] * 20
+    assert recovery_s(timeline, 2.0, 100.0) == pytest.approx(1.5)
+    # Eight tenths of 9 tokens are 90 % of 80 tokens.
+    assert recovery_s(timeline, 2.0, 80.0) == pytest.approx(1.3)
+    assert recovery_s(timeline, 2.0, 110.0) is None
+    assert recovery_s([10] * 40, 2.0, 100.0) == 0.0
+
+
+def test_an_event_is_compared_with_the_time_since_the_one_before() -> None:
+    timeline = [10] * 20 + [0] * 10 + [8] * 30
+    events = [{"at": 2.0, "seconds": 1.0}, {"at": 4.0, "seconds": 0.0}]
+    figures = timeline_figures(timeline, events)
+    assert figures["event_1_before_tokens_per_s"] == 100.0
+    assert "event_1_recovery_s" not in figures
+    assert figures["event_1_watched_s"] == 4.0
+    assert figures["event_2_before_tokens_per_s"] == 80.0
+    assert figures["event_2_recovery_s"] == 0.0
+
+
+def test_smoothing_does_not_look_ahead() -> None:
+    assert smoothed([2, 2, 2, 0, 0], width=2) == [20.0, 20.0, 20.0, 10.0, 0.0]
+
+
+def test_the_end_of_the_traffic_is_no_loss() -> None:
+    emptying = sample()
+    emptying.full_s = 3.0
+    event = {"at": 2.0, "seconds": 0.0}
+    measured = Measurement(DRAFTED, [emptying], timeline=[10] * 30 + [1] * 9, events=[event])
+    figures = measurement_figures(measured, in_turn=False)
+    assert figures["event_1_watched_s"] == 1.0
+    assert figures["event_1_recovery_s"] == 0.0
+
+
+def test_ratios_are_taken_within_a_repetition(tmp_path: Path) -> None:
+    near = [(100, 200), (50, 100), (100, 210)]
+    results = read(run(tmp_path, {"round_trip_ms=0": near}))
+    spread = results.spread(results.cells[0], "measured", DRAFTED, "times_plain")
+    assert spread == Spread(2.0, 2.0, 2.1, 3)
+
+
+def test_a_time_per_token_is_compared_as_plain_over_drafted(tmp_path: Path) -> None:
+    folder = run(tmp_path, {"round_trip_ms=0": [(100.0, 200.0)]})
+    for way, tpot in ((PLAIN, 0.03), (DRAFTED, 0.02)):
+        folder.save("round_trip_ms=0", 0, Measurement(way, [Sample(100, 1.0, tpot=[tpot])]))
+    results = read(folder)
+    found = results.values(results.cells[0], "measured", DRAFTED, "tpot_times_plain")
+    assert found == [pytest.approx(1.5)]
+
+
+def test_events_are_numbered_in_order_of_time() -> None:
+    events = [{"at": 3.0, "seconds": 0.0}, {"at": 1.0, "seconds": 0.0}]
+    figures = timeline_figures([1] * 10 + [2] * 20 + [3] * 10, events)
+    assert figures["event_1_before_tokens_per_s"] == 10.0
+    assert figures["event_2_before_tokens_per_s"] == 20.0
+
+
+def test_a_cell_without_plain_decoding_takes_that_of_its_load(tmp_path: Path) -> None:
+    rates = {"round_trip_ms=0": [(100.0, 200.0)], "round_trip_ms=10": [(0.0, 150.0)]}
+    results = read(run(tmp_path, rates))
+    assert results.values(results.cells[1], "measured", DRAFTED, "times_plain") == [1.5]
+
+
+def test_cells_are_compared_with_the_baseline_of_their_line(tmp_path: Path) -> None:
+    rates = {"round_trip_ms=0": [(100.0, 200.0)], "round_trip_ms=10": [(100.0, 150.0)]}
+    results = read(run(tmp_path, rates))
+    assert baseline_of(results, results.cells[1]) is results.cells[0]
+    assert results.values(results.cells[1], "measured", DRAFTED, "times_baseline") == [0.75]
+
+
+def test_a_break_even_is_interpolated_and_says_if_it_is_clear() -> None:
+    def at(*medians: float, most: float = 0.0) -> tuple[float | None, bool, bool]:
+        spreads = [Spread(value, value, max(value, most), 3) for value in medians]
+        points = list(zip((0.0, 10.0, 50.0), spreads, strict=False))
+        found = break_even(Line("near", {}, []), "measured", points)
+        return found.at_ms, found.faster, found.clear
+
+    assert at(1.5, 0.5) == (5.0, True, True)
+    assert at(1.5, 1.1, 0.9, most=1.05) == (pytest.approx(30.0), True, False)
+    assert at(1.5, 1.2, 1.1) == (None, True, True)
+    assert at(0.9, 1.2) == (None, False, True)
+
+
+def test_validation_is_of_medians_by_cell_and_way(tmp_path: Path) -> None:
+    folder = run(tmp_path, {"round_trip_ms=0": [(100.0, 200.0), (110.0, 220.0), (90.0, 180.0)]})
+    for way, rate in ((PLAIN, 98), (DRAFTED, 220)):
+        folder.save("round_trip_ms=0", 0, Measurement(way, [Sample(rate, 1.0)]), predicted=True)
+    found = validation(folder)
+    assert {row.way: row.error for row in found.rows} == {
+        PLAIN: pytest.approx(-0.02),
+        DRAFTED: pytest.approx(0.1),
+    }
+    assert found.median_error == pytest.approx(0.06)
+    assert found.worst_error == pytest.approx(0.1)
+
+
+def test_validation_refuses_a_run_without_predictions(tmp_path: Path) -> None:
+    folder = run(tmp_path, {"round_trip_ms=0": [(100.0, 200.0)]})
+    with pytest.raises(ValueError, match="both a measurement and a prediction"):
+        validation(folder)

@@ -1,0 +1,93 @@
+"""The experiment with a Grace CPU fits the recorded board, and is predicted without one."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.experiment.cell_scenarios import cost_of
+from bench.experiment.predict import Predictor
+from bench.experiment.records import DRAFTED, PLAIN
+from bench.experiment.run import main as run
+from bench.experiment.spec import Cell, Experiment, load
+from bench.experiment.unmeasured import TOPOLOGIES, profile_of
+from bench.simulator import costs
+from drafter_svc.placement import Topology, plan
+from tests.placement.test_placement import gb200
+
+FILE = Path(__file__).parents[2] / "experiments/grace.yaml"
+GRACE = load(FILE)
+
+
+def test_the_profile_has_the_cores_of_the_recorded_board(tmp_path: Path) -> None:
+    recorded = Topology.read(gb200(tmp_path))
+    with_cores = {node: cores for node, cores in recorded.nodes.items() if cores}
+    assert TOPOLOGIES["gb200"] == with_cores
+    assert profile_of(GRACE).cores == recorded.online
+
+
+@pytest.mark.parametrize("name", ["grace", "other-host"])
+def test_drafters_on_grace_fit_the_recorded_board(name: str, tmp_path: Path) -> None:
+    drafter = GRACE.drafters[name]
+    chosen = plan("grace", drafter.cores, drafter.numa_node, drafter.threads, gb200(tmp_path))
+    assert (len(chosen.cores), chosen.numa_node, chosen.threads) == (72, 0, 72)
+
+
+def test_no_drafter_runs_on_the_verifiers_cores() -> None:
+    assert GRACE.target.cores == "72-143"
+    assert all(drafter.cores in (None, "0-71") for drafter in GRACE.drafters.values())
+
+
+@pytest.mark.parametrize("table", ["gb200", "h100-xeon", "h100-10gbe"])
+def test_another_cost_table_is_one_word(table: str) -> None:
+    switched = GRACE.model_copy(update={"costs": table})
+    profile = profile_of(switched)
+    assert profile.costs.source == costs.load(table).source
+    for drafter in GRACE.drafters.values():
+        assert cost_of(drafter, profile.cores) in profile.costs.drafting
+
+
+def test_a_profile_without_a_machine_says_so() -> None:
+    profile = profile_of(GRACE)
+    assert not profile.costs.measured
+    assert profile.machine["host"] == "gb200, not measured"
+    assert profile.served == []
+
+
+def test_an_unknown_cost_table_is_named() -> None:
+    with pytest.raises(ValueError, match=r"costs must be .*gb200.* or a file, not 'abacus'"):
+        profile_of(GRACE.model_copy(update={"costs": "abacus"}))
+
+
+def test_a_way_of_drafting_that_the_table_lacks_is_named() -> None:
+    [cell] = _cells("gpu", 1)
+    strange = cell.experiment.drafters["gpu"].model_copy(update={"cost": "abacus"})
+    drafters = {**cell.experiment.drafters, "gpu": strange}
+    experiment = cell.experiment.model_copy(update={"drafters": drafters})
+    with pytest.raises(ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-on-target"):
+        Predictor([profile_of(GRACE)]).measurement(Cell({}, experiment, False), DRAFTED)
+
+
+def test_hardware_that_is_not_here_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run([str(FILE)])
+    assert caught.value.code == 2
+    assert "costs is for hardware that is not here; predict this file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_gpu_drafts_faster_than_grace_and_grace_faster_than_none() -> None:
+    predictor = Predictor([profile_of(GRACE)])
+    speeds = {
+        (name, way): predictor.measurement(cell, way).tokens_per_s
+        for name in ("gpu", "grace")
+        for cell in _cells(name, 1)
+        for way in (PLAIN, DRAFTED)
+    }
+    assert speeds["gpu", PLAIN] == speeds["grace", PLAIN]
+    assert speeds["gpu", DRAFTED] > speeds["grace", DRAFTED] > 1.05 * speeds["grace", PLAIN]
+
+
+def _cells(drafter: str, batch: int) -> list[Cell]:
+    point = {"use": [drafter], "workload.batch": batch}
+    data = GRACE.model_dump(mode="json") | {"sweep": {path: [value] for path, value in point.items()}}
+    return Experiment.model_validate({**data, "baseline": {}}).cells()

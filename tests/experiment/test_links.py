@@ -1,0 +1,189 @@
+"""A shaped link in its own process, seen from both of its ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import pytest
+from waiting import until
+
+from bench.experiment.hosts import Launch, LocalHost
+from bench.experiment.link_process import LinkControl
+from bench.experiment.spec import Link
+from outrider.launch.stack import free_port
+
+_HOST = "127.0.0.1"
+
+
+@dataclass
+class Rig:
+    """A link before an echo server."""
+
+    control: LinkControl
+    port: int
+
+    async def shape(self, **settings: float) -> None:
+        await self.control.shape(Link.model_validate(settings))
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection through which something has come already, so that its handshake is over."""
+        reader, writer = await asyncio.open_connection(_HOST, self.port)
+        writer.write(b"!")
+        await reader.readexactly(1)
+        return reader, writer
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass  # a reset, which is what some tests ask for
+    writer.close()
+
+
+@asynccontextmanager
+async def _running() -> AsyncIterator[Rig]:
+    server = await asyncio.start_server(_echo, _HOST, 0)
+    target = server.sockets[0].getsockname()[1]
+    port, control_port = free_port(_HOST), free_port(_HOST)
+    arguments = ("--control", f"{_HOST}:{control_port}", "--forward", f"{_HOST}:{port}={_HOST}:{target}")
+    handle = await LocalHost().start(Launch("link", "bench.experiment.link_process", arguments))
+    control = LinkControl(_HOST, control_port)
+
+    async def is_up() -> bool:
+        try:
+            await control.traffic()
+        except ConnectionError:
+            assert await handle.alive(), await handle.tail()
+            return False
+        return True
+
+    try:
+        await until(is_up)
+        yield Rig(control, port)
+    finally:
+        await handle.stop()
+        server.close()
+        await asyncio.sleep(0.05)  # the echoes see their ends
+
+
+async def _round_trips_ms(rig: Rig, count: int) -> list[float]:
+    reader, writer = await rig.connect()
+    found = []
+    for _ in range(count):
+        started = time.perf_counter()
+        writer.write(b"x" * 100)
+        await reader.readexactly(100)
+        found.append(1000 * (time.perf_counter() - started))
+    writer.close()
+    return found
+
+
+async def test_a_round_trip_takes_what_the_link_adds_within_a_millisecond() -> None:
+    async with _running() as rig:
+        bare = median(await _round_trips_ms(rig, 50))
+        for added in (1.0, 5.0, 20.0):
+            await rig.shape(round_trip_ms=added)
+            found = await _round_trips_ms(rig, 20)
+            assert added <= min(found)
+            assert median(found) < added + bare + 1.0
+        late = await rig.control.lateness()
+        assert 0 <= late.p50_ms <= late.p99_ms
+        assert late.p50_ms < 1.0
+
+
+async def test_bandwidth_is_kept_within_five_percent() -> None:
+    async with _running() as rig:
+        reader, writer = await rig.connect()
+        await rig.shape(mbit_s=40.0)
+        count = 1_000_000
+        started = time.perf_counter()
+        writer.write(b"x" * count)
+        await reader.readexactly(count)
+        # Both directions carry it at the same time, the second one behind the first one's first segment.
+        expected = count * 8 / 40e6
+        assert expected * 0.99 < time.perf_counter() - started < expected * 1.05
+        writer.close()
+
+
+async def test_jitter_and_loss_keep_the_order_of_bytes_and_lose_none() -> None:
+    async with _running() as rig:
+        reader, writer = await rig.connect()
+        await rig.shape(round_trip_ms=2, jitter_ms=5, loss=0.05, retransmit_ms=10)
+        sent = b"".join(i.to_bytes(4, "big") for i in range(50_000))
+        for start in range(0, len(sent), 1_000):
+            writer.write(sent[start : start + 1_000])
+            await asyncio.sleep(0)
+        assert await reader.readexactly(len(sent)) == sent
+        assert (await rig.control.traffic()).lost_segment_count > 0
+        writer.close()
+
+
+async def test_a_lost_segment_comes_a_retransmission_later() -> None:
+    async with _running() as rig:
+        reader, writer = await rig.connect()
+        await rig.shape(loss=0.999, retransmit_ms=50)
+        started = time.perf_counter()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        assert 0.099 < time.perf_counter() - started < 0.3  # lost once in each direction
+        writer.close()
+
+
+async def test_an_outage_holds_all_bytes_and_loses_none() -> None:
+    async with _running() as rig:
+        reader, writer = await rig.connect()
+        await rig.control.outage(0.4)
+        started = time.perf_counter()
+        writer.write(b"a" * 10_000)
+        await asyncio.sleep(0.2)
+        writer.write(b"b" * 10_000)
+        assert await reader.readexactly(20_000) == b"a" * 10_000 + b"b" * 10_000
+        assert 0.35 < time.perf_counter() - started < 1.0
+        writer.close()
+
+
+async def test_a_reset_cuts_both_sides_and_new_connections_pass() -> None:
+    async with _running() as rig:
+        reader, writer = await rig.connect()
+        await rig.control.reset()
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+        writer.close()
+        assert len(await _round_trips_ms(rig, 1)) == 1
+        assert (await rig.control.traffic()).connection_count == 2
+
+
+async def test_bytes_are_counted_in_each_direction() -> None:
+    async with _running() as rig:
+        reader, writer = await rig.connect()
+        before = await rig.control.traffic()
+        writer.write(b"x" * 12_345)
+        await reader.readexactly(12_345)
+        after = await rig.control.traffic()
+        assert after.up_bytes - before.up_bytes == 12_345
+        assert after.down_bytes - before.down_bytes == 12_345
+        writer.close()
+
+
+async def test_the_end_of_a_stream_comes_through_behind_its_bytes() -> None:
+    async with _running() as rig:
+        await rig.shape(round_trip_ms=10)
+        reader, writer = await rig.connect()
+        writer.write(b"last words")
+        writer.write_eof()
+        assert await reader.read() == b"last words"
+        writer.close()
+
+
+async def test_a_shape_out_of_range_is_refused_by_its_field() -> None:
+    async with _running() as rig:
+        with pytest.raises(ValueError, match="round_trip_ms"):
+            await rig.control._ask({"shape": {"round_trip_ms": -1}})

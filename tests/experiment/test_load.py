@@ -1,0 +1,48 @@
+"""What is read out of streamed answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.experiment.load import Played, _events, digest, timeline
+from bench.ways import Sample
+
+_EVENTS = [{"choices": [{"text": f"wörd {i}\n"}], "usage": {"completion_tokens": i}} for i in range(1, 6)]
+_STREAM = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    + b"".join(b"data: " + json.dumps(event).encode() + b"\r\n\r\n" for event in _EVENTS)
+    + b"data: [DONE]\r\n\r\n"
+)
+
+
+@given(st.lists(st.integers(0, len(_STREAM)), max_size=8))
+def test_events_are_read_wherever_the_stream_is_cut(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(_STREAM)]
+    blocks = [(float(i), _STREAM[a:b]) for i, (a, b) in enumerate(itertools.pairwise(places))]
+    found = _events(blocks)
+    assert [event for _, event in found] == _EVENTS
+    assert sorted(at for at, _ in found) == [at for at, _ in found]
+
+
+def _played(tokens: list[tuple[float, int]], texts: list[str]) -> Played:
+    return Played(Sample(0, 1.0), tokens, texts, [])
+
+
+def test_a_timeline_has_the_tokens_of_all_verifiers_by_tenths() -> None:
+    first, second = _played([(0.05, 2), (0.31, 1)], []), _played([(0.07, 4)], [])
+    assert timeline([first, second]) == [6, 0, 0, 1]
+    assert timeline([]) == []
+
+
+def test_digests_differ_when_a_text_or_its_place_does() -> None:
+    digests = {
+        digest([_played([], ["a", "b"])]),
+        digest([_played([], ["b", "a"])]),
+        digest([_played([], ["ab"])]),
+        digest([_played([], ["a"]), _played([], ["b"])]),
+    }
+    assert len(digests) == 4

@@ -1,0 +1,82 @@
+"""The machine that measures, its energy, and the code that it runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.experiment import machine
+from bench.experiment.energy import Meter
+from bench.experiment.spec import Experiment
+from outrider.errors import OutriderError
+
+
+def test_two_looks_at_this_machine_have_one_fingerprint() -> None:
+    first, second = machine.this_machine(), machine.this_machine()
+    assert first.fingerprint == second.fingerprint
+    assert first.cores == sorted(os.sched_getaffinity(0))
+    assert first.memory_bytes_per_s > 1e8
+
+
+def _git(directory: Path, *words: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(directory), *identity, *words], check=True, capture_output=True)
+
+
+def test_a_commit_is_told_from_the_same_one_with_changes(tmp_path: Path) -> None:
+    assert machine.commit(tmp_path) == "none"
+    _git(tmp_path, "init")
+    (tmp_path / "file").write_text("a")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-m", "first")
+    clean = machine.commit(tmp_path)
+    (tmp_path / "file").write_text("b")
+    changed = machine.commit(tmp_path)
+    (tmp_path / "new").write_text("c")
+    added = machine.commit(tmp_path)
+    assert len(clean) == 12
+    assert {changed[:13], added[:13]} == {f"{clean}+"}
+    assert changed != added
+
+
+@pytest.mark.parametrize(
+    ("drafter", "problem"),
+    [
+        ({"cores": "0-4095"}, r"drafters\.near\.cores"),
+        ({"cores": "0", "numa_node": 99}, r"drafters\.near\.numa_node"),
+        ({"family": "model", "device": "cuda:77"}, r"drafters\.near\.device"),
+    ],
+)
+def test_what_this_machine_lacks_is_refused_by_its_field(drafter: dict[str, object], problem: str) -> None:
+    experiment = Experiment.model_validate({"name": "small", "drafters": {"near": drafter}, "use": ["near"]})
+    with pytest.raises(OutriderError, match=problem):
+        machine.check(experiment)
+
+
+def _zone(root: Path, name: str, label: str, energy: int) -> Path:
+    zone = root / name
+    zone.mkdir()
+    (zone / "name").write_text(label)
+    (zone / "energy_uj").write_text(str(energy))
+    (zone / "max_energy_range_uj").write_text("10000000")
+    return zone
+
+
+def test_energy_adds_packages_and_memory_across_a_counter_that_restarts(tmp_path: Path) -> None:
+    package = _zone(tmp_path, "intel-rapl:0", "package-0", 9_000_000)
+    _zone(tmp_path, "intel-rapl:0:0", "core", 5)
+    memory = _zone(tmp_path, "intel-rapl:0:1", "dram", 1_000_000)
+    meter = Meter(tmp_path)
+    meter.start()
+    (package / "energy_uj").write_text("2000000")
+    (memory / "energy_uj").write_text("1500000")
+    assert meter.joules() == pytest.approx(3.0 + 0.5)
+
+
+def test_energy_is_none_where_no_counter_can_be_read(tmp_path: Path) -> None:
+    meter = Meter(tmp_path)
+    meter.start()
+    assert meter.joules() is None

@@ -1,0 +1,65 @@
+"""Published figures: theory holds its own limits, and the simulator reproduces what it can."""
+
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.experiment.papers import Pair, dsi_points, published, ssd_predictions
+from bench.experiment.speculation import acceptance_of, dsi_rate, expected_tokens, si_rate
+
+
+@given(st.floats(0.001, 0.99), st.floats(0.01, 0.98), st.integers(1, 20))
+def test_dsi_is_never_slower_than_si_nor_than_plain_decoding(c: float, a: float, k: int) -> None:
+    """The theorem of the paper, for drafters that are faster than the target."""
+    assert dsi_rate(1.0, c, a, k) >= max(si_rate(1.0, c, a, k), 1.0) * (1 - 1e-6)
+
+
+def test_dsi_with_a_perfect_drafter_is_as_fast_as_the_drafter() -> None:
+    assert dsi_rate(1.0, 0.1, 0.999, 1) == pytest.approx(10.0, rel=0.02)
+
+
+@given(st.floats(0.01, 0.98), st.integers(1, 20))
+def test_the_acceptance_follows_from_the_rate(a: float, k: int) -> None:
+    assert acceptance_of(si_rate(1.0, 0.1, a, k), 1.0, 0.1, k) == pytest.approx(a, abs=1e-6)
+
+
+def test_a_rate_that_no_acceptance_explains_is_refused() -> None:
+    with pytest.raises(ValueError, match="no acceptance gives"):
+        acceptance_of(100.0, 1.0, 0.1, 5)
+
+
+def test_expected_tokens_are_those_of_a_geometric_run() -> None:
+    assert expected_tokens(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)
+
+
+@pytest.mark.parametrize("name", ["dsi", "ssd", "pearl"])
+def test_every_paper_says_where_its_figures_come_from(name: str) -> None:
+    paper = published(name)
+    assert paper.address.startswith("https://arxiv.org/abs/")
+    assert paper.via
+    assert paper.rows or paper.missing
+
+
+def test_the_simulated_engine_drafts_and_verifies_in_turn_as_theory_says() -> None:
+    pair = Pair(0.03, 0.003, 0.8)
+    assert pair.si(5) == pytest.approx(si_rate(0.03, 0.003, 0.8, 5), rel=0.03)
+
+
+@pytest.mark.slow
+def test_si_is_reproduced_and_the_planner_is_never_slower_than_plain_decoding() -> None:
+    grid = published("dsi").grid
+    assert grid is not None
+    points = list(dsi_points(grid))
+    errors = [abs(point.simulated_si / point.si - 1.0) for point in points]
+    assert median(errors) < 0.05
+    assert min(point.si for point in points) < 1.0
+    assert min(point.pushed for point in points) > 0.985
+
+
+@pytest.mark.slow
+def test_the_published_rates_of_sd_are_reproduced_and_ssd_lies_within_its_bounds() -> None:
+    for row in ssd_predictions(published("ssd")):
+        assert row.simulated_sd == pytest.approx(row.sd, rel=0.05)
+        assert row.simulated_sd < row.ssd < row.all_hits

@@ -1,0 +1,201 @@
+"""Predictions: a cell becomes the right scenario, and the same cell and profile always give the same figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.experiment.cell_scenarios import Load, check, load_of, scenario_of
+from bench.experiment.predict import Predictor, main
+from bench.experiment.records import DRAFTED, PLAIN, Folder, Measurement
+from bench.experiment.spec import Cell, Experiment
+from bench.simulator.costs import load as load_costs
+from bench.simulator.scenario import Scenario
+from outrider.tokenizer import load_tokenizer
+from tests.experiment.made_up_profile import COSTS, made_up_profile
+
+DRAFTERS = {
+    "words": {"family": "ngram", "link": "wire"},
+    "near": {"family": "model", "threads": 1},
+    "pinned": {"family": "model", "threads": 1, "cores": "0"},
+    "socket": {"family": "ngram", "transport": "unix"},
+    "pool": {"family": "ngram", "pool": "redis", "redis_link": "wire"},
+}
+
+
+def cell(**more: Any) -> Cell:
+    given = {
+        "name": "test",
+        "target": {"threads": 1},
+        "drafters": DRAFTERS,
+        "links": {"wire": {"round_trip_ms": 20, "jitter_ms": 1, "mbit_s": 8, "loss": 0.01}},
+        "workload": {"kinds": ["rewriting"], "output_tokens": 16, "waves": 1},
+        "use": ["words"],
+        **more,
+    }
+    [only] = Experiment.model_validate(given).cells()
+    return only
+
+
+def scenario(tmp_path: Path, way: str = DRAFTED, **more: Any) -> Scenario:
+    experiment = cell(**more).experiment
+    load = load_of(experiment, load_tokenizer("models/target"))
+    (tmp_path / "requests.jsonl").write_text("\n".join(json.dumps({"prompt_tokens": 1, "output_tokens": 1}) for _ in range(9)))
+    return scenario_of(experiment, way, made_up_profile(), load, tmp_path)
+
+
+def test_a_link_of_the_cell_is_added_to_the_profiles_way_through_a_proxy(tmp_path: Path) -> None:
+    [drafter] = scenario(tmp_path).drafters
+    # 0.5 ms as served over TCP, 0.2 ms more through a link's process than over TCP, and 20 ms.
+    assert drafter.round_trip_ms == pytest.approx(0.5 + 0.2 + 20)
+    assert (drafter.jitter_ms, drafter.mbit_s, drafter.loss) == (1, 8, 0.01)
+
+
+def test_a_unix_socket_is_as_much_quicker_as_the_profile_says(tmp_path: Path) -> None:
+    [drafter] = scenario(tmp_path, use=["socket"]).drafters
+    assert drafter.round_trip_ms == pytest.approx(0.5 - 0.1)
+
+
+def test_a_lookup_in_redis_takes_the_links_round_trip(tmp_path: Path) -> None:
+    [drafter] = scenario(tmp_path, use=["pool"]).drafters
+    assert drafter.redis_ms == pytest.approx(20 + 0.5)
+
+
+def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards(tmp_path: Path) -> None:
+    [drafter] = scenario(tmp_path, use=["pinned"], target={"threads": 1, "cores": "0"}).drafters
+    assert (drafter.on_target_cores, drafter.interference, drafter.slowness) == (True, 1.0, 2.0)
+
+
+def test_a_container_on_the_targets_core_looks_like_another_host(tmp_path: Path) -> None:
+    drafters = {"boxed": {**DRAFTERS["pinned"], "container": True}}
+    [drafter] = scenario(tmp_path, drafters=drafters, use=["boxed"], target={"threads": 1, "cores": "0"}).drafters
+    assert (drafter.on_target_cores, drafter.interference) == (False, 1.0)
+
+
+def test_a_drafter_on_other_cores_takes_what_the_calibration_load_showed(tmp_path: Path) -> None:
+    [drafter] = scenario(tmp_path, use=["near"]).drafters
+    assert (drafter.on_target_cores, drafter.interference, drafter.drafts_by) == (
+        False,
+        0.2,
+        "model",
+    )
+
+
+def test_a_shared_drafter_has_a_connection_for_each_verifier(tmp_path: Path) -> None:
+    drafters = {"all": {"family": "ngram", "shared": True, "count": 2}}
+    found = scenario(tmp_path, drafters=drafters, use=["all"], target={"threads": 1, "count": 3})
+    assert found.sequences == [3]
+    assert sorted({drafter.process for drafter in found.drafters}) == ["all-1", "all-2"]
+    assert sorted(drafter.verifier for drafter in found.drafters) == [f"verifier-{i}" for i in (1, 1, 2, 2, 3, 3)]
+
+
+def test_verifiers_that_share_cores_slow_each_other_down(tmp_path: Path) -> None:
+    one = load_costs(scenario(tmp_path, PLAIN).costs).forward_s(1, 1)
+    four = load_costs(scenario(tmp_path, "idle", target={"threads": 1, "count": 4}).costs).forward_s(1, 1)
+    assert four == pytest.approx(2 * one)
+
+
+def test_plain_decoding_has_no_drafters_and_the_profiles_slow_down(tmp_path: Path) -> None:
+    found = scenario(tmp_path, PLAIN, workload={"batch": 8, "waves": 1})
+    assert found.drafters == []
+    costs = load_costs(found.costs)
+    assert costs.forward_s(8, 8) == pytest.approx(1.1 * 0.006)
+    # 0.1 ms for each sequence behind a forward, 0.05 ms before it.
+    assert costs.host_sequence_s == pytest.approx(0.0001)
+    assert costs.plan_sequence_s == pytest.approx(0.00005)
+
+
+def test_events_become_those_of_the_simulator(tmp_path: Path) -> None:
+    events = [
+        {"at": 1, "who": "wire", "what": "outage", "seconds": 2},
+        {"at": 4, "who": "words", "what": "kill", "seconds": 1},
+    ]
+    found = scenario(tmp_path, events=events).schedule
+    assert [(event.at, event.what, event.seconds) for event in found] == [
+        (1, "hang", 2),
+        (4, "leave", 0),
+        (5, "join", 0),
+    ]
+
+
+def test_requests_of_verifiers_that_serve_together_take_turns() -> None:
+    tokenizer = load_tokenizer("models/target")
+    workload = {"kinds": ["rewriting"], "output_tokens": 16, "waves": 1}
+    one = load_of(cell(workload=workload).experiment, tokenizer)
+    two = load_of(cell(workload=workload, target={"threads": 1, "count": 2}).experiment, tokenizer)
+    assert len(two.measured) == 2 * len(one.measured)
+    assert two.measured[::2] == one.measured
+    turns = {**workload, "verifiers": "in-turn"}
+    assert load_of(cell(workload=turns, target={"threads": 1, "count": 2}).experiment, tokenizer) == Load(one.warm_up, one.measured)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"target": {"threads": 2}}, "target.threads: the profile has 1, the cell 2"),
+        (
+            {"target": {"threads": 1, "grown": True}},
+            "target.model: the profile is of models/target",
+        ),
+        (
+            {"target": {"threads": 1, "dtype": "bfloat16"}},
+            "target.dtype: the profile is of float32",
+        ),
+        ({"workload": {"temperature": 0.5}}, "workload.temperature: only 0 can be predicted"),
+        (
+            {"drafters": {"tree": {"family": "suffix"}}, "use": ["tree"]},
+            "drafters.tree.family: must be one of ngram, model",
+        ),
+        (
+            {"drafters": {"wide": {"family": "model", "threads": 2}}, "use": ["wide"]},
+            "the profile has no model-2",
+        ),
+    ],
+)
+def test_what_a_profile_cannot_predict_is_named(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        check(cell(**given).experiment, made_up_profile())
+
+
+def test_a_prediction_repeats_bit_for_bit() -> None:
+    given = {"use": ["words", "near"], "links": {"wire": {"round_trip_ms": 1, "jitter_ms": 1}}}
+    first, second = (Predictor([made_up_profile()]).measurement(cell(**given), DRAFTED) for _ in range(2))
+    assert first.as_json() == second.as_json()
+    assert first.samples[0].counters["spec_decode_num_drafts"] > 0
+    assert first.links["wire"].up_bytes > 0
+
+
+def test_plain_decoding_is_predicted_as_the_table_says() -> None:
+    costs = {**COSTS, "forwards": [{"sequences": 1, "tokens": 1, "seconds": 0.004}]}
+    found = Predictor([made_up_profile(costs=costs)]).measurement(cell(), PLAIN)
+    [sample] = found.samples
+    # Beside the forward a step takes 0.15 ms of the host.
+    assert sample.counters["step_seconds_sum"] / sample.counters["step_seconds_count"] == pytest.approx(0.00415, rel=0.15)
+    assert sample.tokens == sample.counters["generation_tokens"]
+
+
+def test_predictions_are_written_beside_a_run_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, profile, run = tmp_path / "e.yaml", tmp_path / "p.json", Folder(tmp_path / "run")
+    text = json.dumps(cell(use=[]).experiment.model_dump(mode="json"))
+    file.write_text(text)
+    made_up_profile().save(profile)
+    run.begin({"experiment": json.loads(text)})
+    predicted = Predictor([made_up_profile()]).measurement(cell(use=[]), PLAIN)
+    [sample] = predicted.samples
+    sample.seconds *= 1.1
+    run.save("only", 0, Measurement(PLAIN, [sample]))
+    assert main([str(file), "--profile", str(profile), "--validate", str(run.path)]) == 0
+    [(_, written)] = run.measurements("only", predicted=True)
+    assert written.samples[0].tokens == sample.tokens
+    assert "+10.0" in capsys.readouterr().out
+
+
+def test_a_run_of_another_experiment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, profile, run = tmp_path / "e.yaml", tmp_path / "p.json", Folder(tmp_path / "run")
+    file.write_text(json.dumps(cell().experiment.model_dump(mode="json")))
+    made_up_profile().save(profile)
+    run.begin({"experiment": {"name": "other"}})
+    with pytest.raises(SystemExit):
+        main([str(file), "--profile", str(profile), "--validate", str(run.path)])
+    assert "is a run of another experiment" in capsys.readouterr().err

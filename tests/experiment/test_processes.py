@@ -1,0 +1,59 @@
+"""The processes of a stack: watched while they get ready, ended and started again."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from bench.experiment.hosts import Launch, LocalHost
+from bench.experiment.processes import Processes, StackFailed
+
+_SLEEP = "print('up', flush=True)\nimport time\ntime.sleep(60)"
+
+
+def _python(name: str, code: str) -> Launch:
+    return Launch(name, "", ("-c", code), sys.executable)
+
+
+async def _never() -> bool:
+    return False
+
+
+async def test_a_process_that_ends_while_others_start_is_an_error_with_its_last_words() -> None:
+    processes = Processes()
+    await processes.start(LocalHost(), _python("fine", _SLEEP))
+    await processes.start(LocalHost(), _python("broken", "print('no model here'); raise SystemExit(3)"))
+    with pytest.raises(StackFailed, match=r"broken ended\n.*no model here\n.*ended with status 3"):
+        await processes.until("the stack", _never)
+    await processes.stop()
+
+
+async def test_a_process_that_was_ended_is_not_missed_and_can_be_started_again() -> None:
+    processes = Processes()
+    await processes.start(LocalHost(), _python("child", _SLEEP))
+    first = processes.handle("child")
+    await processes.end("child", kill=True)
+    await processes.check()
+    assert not await first.alive()
+    await processes.again("child")
+    second = processes.handle("child")
+    assert second is not first
+    await processes.again("child")
+    assert processes.handle("child") is second, "one that runs is left alone"
+    await processes.stop()
+    assert not await second.alive()
+
+
+async def test_cpu_time_of_earlier_lives_is_kept() -> None:
+    processes = Processes()
+    await processes.start(LocalHost(), _python("child", "while True: pass"))
+
+    async def has_worked() -> bool:
+        return (await processes.cpu_s())["child"] >= 0.1
+
+    await processes.until("the child", has_worked)
+    await processes.end("child")
+    await processes.again("child")
+    assert (await processes.cpu_s())["child"] >= 0.1
+    await processes.stop()

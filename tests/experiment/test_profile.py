@@ -1,0 +1,86 @@
+"""A profile's file, and what it rests on: the calibration load's arithmetic and the fit to it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.experiment.calibration import Step
+from bench.experiment.profile import main
+from bench.experiment.profile_record import Profile
+from bench.experiment.serving import Serving, busy, expected_s
+from bench.simulator.costs import Costs
+from tests.experiment.made_up_profile import COSTS, made_up_profile
+
+
+def test_a_profiles_file_round_trips(tmp_path: Path) -> None:
+    profile = made_up_profile()
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        ((), "bogus: Extra inputs"),
+        (("costs",), r"costs\.bogus: Extra inputs"),
+        (("serving", 0), r"serving\.0\.bogus: Extra inputs"),
+    ],
+)
+def test_an_unknown_key_in_a_profile_is_refused(tmp_path: Path, place: tuple[str | int, ...], complaint: str) -> None:
+    data = made_up_profile().model_dump(mode="json")
+    inner = data
+    for name in place:
+        inner = inner[name]
+    inner["bogus"] = 1
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=complaint):
+        Profile.load(path)
+
+
+def test_a_missing_profile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"profile .*none\.json: No such file"):
+        Profile.load(tmp_path / "none.json")
+
+
+def test_a_serving_machines_table_has_the_slow_down_of_each_batch() -> None:
+    one = Serving(
+        way="plain",
+        batch=1,
+        sequences=1.0,
+        slowdown=1.2,
+        before_s=0.0001,
+        after_s=0.0003,
+        client_s=0.0,
+    )
+    many = Serving(
+        way="plain",
+        batch=8,
+        sequences=8.0,
+        slowdown=1.4,
+        before_s=0.0008,
+        after_s=0.001,
+        client_s=0.0,
+    )
+    table = busy(Costs.model_validate(COSTS), one, many)
+    assert table.forward_s(1, 1) == pytest.approx(1.2 * 0.004)
+    assert table.forward_s(8, 8) == pytest.approx(1.4 * 0.006)
+    assert table.host_step_s + 8 * table.host_sequence_s == pytest.approx(0.001)
+    assert table.plan_step_s + table.plan_sequence_s == pytest.approx(0.0001)
+
+
+def test_a_mean_steps_forward_is_priced_with_its_drafts_and_prompts() -> None:
+    given = dict.fromkeys(Step.model_fields, 0.0) | {
+        "forward_s": 1.0,
+        "sequences": 1.0,
+        "draft_tokens": 8.0,
+        "prompt_tokens": 10.0,
+    }
+    assert expected_s(Step.model_validate(given), Costs.model_validate(COSTS)) == pytest.approx(0.005 + 10 * 0.00002)
+
+
+def test_a_directory_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--target", "nowhere"])
+    assert "target must be a directory of a model, which nowhere is not" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""`outrider experiment run`: from a file to results on disk, with an interruption, on real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.experiment import machine
+from bench.experiment.measuring import _carried
+from bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
+from bench.experiment.run import chosen, main, missing, open_folder
+from bench.experiment.spec import Experiment, load
+from bench.ways import Sample
+from outrider.errors import OutriderError
+
+_SMALL = Path(__file__).parents[2] / "experiments/small.yaml"
+
+
+def _experiment() -> Experiment:
+    return load(_SMALL)
+
+
+def test_results_of_another_machine_commit_or_experiment_have_other_folders(tmp_path: Path) -> None:
+    experiment, here = _experiment(), machine.this_machine()
+    folders = {
+        Folder.of(tmp_path, experiment, here, "abc").path,
+        Folder.of(tmp_path, experiment, here, "abc+dirty").path,
+        Folder.of(tmp_path, experiment, dataclasses.replace(here, host="elsewhere"), "abc").path,
+        Folder.of(tmp_path, experiment.model_copy(update={"trace": False}), here, "abc").path,
+    }
+    assert len(folders) == 4
+    assert Folder.of(tmp_path, experiment, here, "abc").path in folders
+
+
+def test_a_run_says_that_it_does_not_mix_with_earlier_ones(tmp_path: Path) -> None:
+    (tmp_path / "small/0123abcd-older-01234567").mkdir(parents=True)
+    console = Console(file=io.StringIO(), width=200)
+    folder = open_folder(tmp_path, _experiment(), console)
+    assert isinstance(console.file, io.StringIO)
+    assert "1 earlier run was of another machine, commit or file" in console.file.getvalue()
+    assert folder.about()["experiment"]["name"] == "small"
+
+
+def test_what_is_measured_is_missing_no_more(tmp_path: Path) -> None:
+    experiment = _experiment()
+    folder = Folder(tmp_path)
+    cells = experiment.cells()
+    before = missing(experiment, cells, folder)
+    folder.save(cells[0].key, 1, Measurement(DRAFTED, [Sample(1, 1.0)]))
+    assert set(before) - set(missing(experiment, cells, folder)) == {(cells[0].key, DRAFTED, 1)}
+    assert len(before) == 2 * 2 * 2
+
+
+def test_cells_are_left_out_by_patterns_and_a_pattern_without_a_cell_is_refused() -> None:
+    assert [cell.key for cell in chosen(_experiment(), ["*far"])] == ["use=near"]
+    with pytest.raises(OutriderError, match=r"leave-out.*use=near.*'\*moon'"):
+        chosen(_experiment(), ["*moon"])
+
+
+def test_a_link_carried_what_its_counters_grew_by() -> None:
+    before, after = LinkTraffic(10, 20, 1, 0), LinkTraffic(15, 40, 1, 2)
+    assert _carried({"wire": before}, {"wire": after}) == {"wire": LinkTraffic(5, 20, 0, 2)}
+
+
+@pytest.mark.parametrize(("content", "problem"), [("name: [", "file.yaml"), ("name: a\ncolour: 1\n", "colour")])
+def test_a_wrong_file_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, problem: str) -> None:
+    (tmp_path / "file.yaml").write_text(content)
+    with pytest.raises(SystemExit) as raised:
+        main([str(tmp_path / "file.yaml")])
+    assert raised.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def _start(out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "outrider.launch.cli", "experiment", "run", str(_SMALL), "--out", str(out)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
+
+
+def _saved(out: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in out.glob("small/*/cells/*/*.json")}
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_where_it_stopped_and_every_way_writes_the_same_texts(tmp_path: Path) -> None:
+    first = _start(tmp_path)
+    deadline = time.monotonic() + 240
+    while len(_saved(tmp_path)) < 3 and first.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    first.send_signal(signal.SIGINT)
+    said, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, said
+    assert "to go on, run the same command again" in said
+    before = _saved(tmp_path)
+    assert 3 <= len(before) < 8
+
+    second = _start(tmp_path)
+    said, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, said
+    after = _saved(tmp_path)
+    assert len(after) == 8
+    assert {path: after[path] for path in before} == before
+
+    [folder] = (tmp_path / "small").iterdir()
+    cells = [cell.key for cell in _experiment().cells()]
+    found = {key: list(Folder(folder).measurements(key)) for key in cells}
+    assert all(cell in said for cell in cells)
+    measurements = [measurement for pairs in found.values() for _, measurement in pairs]
+    assert not [error for measurement in measurements for error in measurement.errors]
+    assert len({measurement.texts_sha256 for measurement in measurements}) == 1
+    for _, measurement in found["use=far"]:
+        assert sum(measurement.timeline) == sum(sample.tokens for sample in measurement.samples)
+        assert measurement.cpu_s["verifier-1"] > 0
+        assert measurement.step_split_s["forward"] > 0
+        if measurement.way == PLAIN:
+            assert measurement.links == {}
+            continue
+        assert measurement.links["wire"].up_bytes > 0
+        assert [event["what"] for event in measurement.events] == ["outage"]

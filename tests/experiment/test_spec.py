@@ -1,0 +1,129 @@
+"""The schema of experiment files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bench.experiment.hosts import LocalPlaces
+from bench.experiment.schedule import groups, ways_of
+from bench.experiment.spec import Experiment, load
+from bench.experiment.stack import check
+from outrider.errors import OutriderError
+
+FILES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+# A fleet has a schema of its own.
+READY = [path for path in FILES if path.stem != "fleet"]
+
+
+def _experiment(**more: Any) -> dict[str, Any]:
+    drafters = {"near": {}, "far": {"link": "wire"}}
+    return {"name": "test", "drafters": drafters, "links": {"wire": {}}, "use": ["far"], **more}
+
+
+def _written(directory: Path, data: dict[str, Any]) -> Path:
+    path = directory / "file.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+def test_there_are_experiments_to_check() -> None:
+    assert {path.stem for path in READY} >= {
+        "small",
+        "round-trip",
+        "placement",
+        "pool",
+        "drafter-pool",
+        "outage",
+    }
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) -> None:
+    experiment = load(path)
+    assert experiment.name == path.stem
+    assert experiment.question.endswith("?")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"colour": 1}, "colour: Extra inputs"),
+        ({"links": {"wire": {"mbits": 1}}}, "links.wire.mbits: Extra inputs"),
+        ({"links": {"wire": {"loss": 1.0}}}, "links.wire.loss: Input should be less than 1"),
+        ({"links": {}}, "drafters.far.link: must be one of"),
+        ({"use": ["middle"]}, "use: must be one of near, far, not 'middle'"),
+        ({"drafters": {"redis": {}}, "use": ["redis"]}, "drafters.redis: the name is that of another process"),
+        ({"drafters": {"near": {"transport": "unix", "link": "wire"}}, "use": ["near"]}, "transport unix takes no link"),
+        ({"workload": {"kinds": ["poems"]}}, "kinds must be of code, rewriting, json, chat, not 'poems'"),
+        ({"events": [{"at": 1, "who": "near", "what": "reset"}]}, "events.0.who, for reset: must be one of wire"),
+        ({"events": [{"at": 1, "who": "wire", "what": "outage"}]}, "seconds must be given with outage"),
+        ({"sweep": {"links.fog.loss": [0]}}, "sweep.links.fog.loss: there is no such place"),
+        ({"sweep": {"links.wire.loss": [0, 2]}}, "sweep, at links.wire.loss = 2: links.wire.loss: Input should be less"),
+        ({"sweep": {"links.wire.los": [0]}}, "links.wire.los: Extra inputs"),
+        ({"sweep": {"use": [["middle"]]}}, "use: must be one of near, far, not 'middle'"),
+        ({"scene": "storm"}, r"scene: must be one of \(none\), not 'storm'"),
+        ({"scenes": {"storm": [{"at": 1, "who": "near", "what": "reset"}]}}, "scenes.storm.0.who, for reset"),
+        ({"sweep": {"question": ["a?", "a!"]}}, "sweep: two cells would have the name 'question=a-'"),
+        ({"baseline": {"use": ["near"]}}, "baseline: must be one of"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_field(tmp_path: Path, more: dict[str, Any], problem: str) -> None:
+    path = _written(tmp_path, _experiment(**more))
+    with pytest.raises(ValueError, match=problem) as raised:
+        load(path)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"target": {"model": "models/absent"}}, r"target\.model.*models/absent"),
+        ({"target": {"settings": {"draft_token": "auto"}}}, r"target\.settings.*draft_token"),
+        ({"drafters": {"far": {"settings": {"max_draft_len": 0}}}}, r"drafters\.far.*max-draft-len"),
+        ({"drafters": {"far": {"family": "oracle"}}}, r"drafters\.far\.family.*oracle"),
+        ({"drafters": {"far": {"container": True}}}, "container.*far-1 needs a container engine"),
+        ({"drafters": {"far": {"host": "elsewhere"}}}, "host.*elsewhere of far-1 needs --hosts"),
+    ],
+)
+def test_what_no_process_would_take_is_refused_before_any_starts(more: dict[str, Any], problem: str) -> None:
+    experiment = Experiment.model_validate(_experiment(**more))
+    with pytest.raises(OutriderError, match=problem):
+        check(experiment, LocalPlaces())
+
+
+def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:
+    sweep = {
+        "use": [["near"], ["far"]],
+        "links.wire.round_trip_ms": [0, 5],
+        "workload.batch": [1, 4],
+        "target.threads": [1, 2],
+    }
+    found = groups(Experiment.model_validate(_experiment(sweep=sweep)).cells())
+    assert [[len(cells) for cells in stacks] for stacks in found] == [[4, 4], [4, 4]]
+
+
+def test_a_cell_without_drafters_is_measured_plain_alone() -> None:
+    plain, drafted = Experiment.model_validate(_experiment(sweep={"use": [[], ["far"]]})).cells()
+    assert ways_of(plain) == ["plain"]
+    assert ways_of(drafted) == ["plain", "drafted"]
+
+
+def test_the_cells_of_a_baseline_are_marked() -> None:
+    sweep = {"use": [["near"], ["far"]], "workload.batch": [1, 2]}
+    cells = Experiment.model_validate(_experiment(sweep=sweep, baseline={"use": ["near"]})).cells()
+    assert [cell.is_baseline for cell in cells] == [True, True, False, False]
+
+
+def test_a_sweep_over_scenes_adds_the_events_of_each_to_its_cell() -> None:
+    cut = {"at": 2, "who": "wire", "what": "reset"}
+    always = {"at": 1, "who": "far", "what": "leave"}
+    wanted = {"events": [always], "scenes": {"calm": [], "cut": [cut]}, "sweep": {"scene": ["calm", "cut"]}}
+    calm, cut_off = Experiment.model_validate(_experiment(**wanted)).cells()
+    assert [event.what for event in calm.experiment.events] == ["leave"]
+    assert [event.what for event in cut_off.experiment.events] == ["leave", "reset"]
+    assert (calm.key, cut_off.key) == ("scene=calm", "scene=cut")
+    assert calm.stack_key == cut_off.stack_key

@@ -1,0 +1,66 @@
+"""The requests of a workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from tokenizers import Tokenizer
+
+from bench.experiment.spec import Workload
+from bench.experiment.traffic import requests_of, warm_up_of
+from outrider.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("models/target")
+
+
+def _workload(**settings: object) -> Workload:
+    return Workload.model_validate(settings)
+
+
+def test_closed_arrivals_have_waves_and_lengths_around_the_mean(tokenizer: Tokenizer) -> None:
+    requests = requests_of(_workload(batch=4, waves=8, output_tokens=64), tokenizer)
+    assert len(requests) == 32
+    lengths = [request.output_tokens for request in requests]
+    assert min(lengths) >= 32
+    assert max(lengths) <= 96
+    assert abs(mean(lengths) - 64) < 2
+    assert [request.kind for request in requests[:5]] == ["code", "rewriting", "json", "chat", "code"]
+
+
+def test_verifiers_in_turn_get_the_same_requests_and_others_do_not(tokenizer: Tokenizer) -> None:
+    together, in_turn = _workload(batch=2), _workload(batch=2, verifiers="in-turn")
+    assert requests_of(together, tokenizer, 0) != requests_of(together, tokenizer, 1)
+    assert requests_of(in_turn, tokenizer, 0) == requests_of(in_turn, tokenizer, 1)
+
+
+def test_prompts_for_warming_up_are_never_measured(tokenizer: Tokenizer) -> None:
+    workload = _workload(batch=16, waves=8)
+    measured = {tuple(r.prompt) for verifier in range(4) for r in requests_of(workload, tokenizer, verifier)}
+    assert not measured & {tuple(r.prompt) for r in warm_up_of(workload, tokenizer)}
+
+
+def test_poisson_arrivals_come_at_the_rate_and_repeat_with_the_seed(tokenizer: Tokenizer) -> None:
+    workload = _workload(arrivals="poisson", rate=20.0, seconds=100.0, seed=3)
+    requests = requests_of(workload, tokenizer)
+    assert 1800 < len(requests) < 2200
+    assert all(request.at < 100.0 for request in requests)
+    assert requests == requests_of(workload, tokenizer)
+
+
+def test_a_recording_gives_times_and_lengths(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"time": 0.5, "prompt_tokens": 700, "output_tokens": 3, "kind": "code"}\n')
+    [request] = requests_of(_workload(arrivals="recorded", recording=path), tokenizer)
+    assert (request.at, request.kind, len(request.prompt), request.output_tokens) == (0.5, "code", 700, 3)
+
+
+def test_a_recording_with_an_unknown_key_is_refused_by_its_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"prompt_tokens": 7, "output_tokens": 3, "color": 1}\n')
+    with pytest.raises(ValueError, match=r"workload\.recording: .*line 1"):
+        requests_of(_workload(arrivals="recorded", recording=path), tokenizer)
