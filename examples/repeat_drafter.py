@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from pydantic import Field
 
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family, FamilySettings, Loaded
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
+from outrider.drafter.draft_sequence import DraftSequence
 
 
 class RepeatSettings(FamilySettings):

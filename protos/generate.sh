@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Writes outrider/v1 from the protos. Usage: protos/generate.sh [OUT_DIR]; run from anywhere, with the virtual environment's python.
+# Writes outrider/v1 and outrider/internal/v1 from the protos. Usage: protos/generate.sh [OUT_DIR]; run from anywhere, with the virtual environment's python.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root}
 python=${PYTHON:-$root/.venv/bin/python}
 export PATH="$(dirname "$python"):$PATH"
 cd "$root/protos"
+mkdir -p "$out"
+files=(outrider/v1/*.proto outrider/internal/v1/*.proto)
 protoc=("$python" -m grpc_tools.protoc -I .)
-"${protoc[@]}" --python_out="$out" --mypy_out="quiet:$out" outrider/v1/*.proto
+"${protoc[@]}" --python_out="$out" --mypy_out="quiet:$out" "${files[@]}"
 # Only files with a service have stubs.
-"${protoc[@]}" --grpc_python_out="$out" --mypy_grpc_out="quiet:$out" $(grep -l '^service ' outrider/v1/*.proto)
+"${protoc[@]}" --grpc_python_out="$out" --mypy_grpc_out="quiet:$out" $(grep -l '^service ' "${files[@]}")

@@ -59,25 +59,28 @@ DRAFT_DISTRIBUTION_COUPLED: DraftDistribution.ValueType  # 3
 """Proposals drawn with the noise that the verifier draws with too, from the seed in Opened.sampling; docs/coupling.md has it."""
 Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
 
-class _VerdictExtra:
+class _Capability:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _VerdictExtraEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerdictExtra.ValueType], _builtins.type):
+class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    VERDICT_EXTRA_UNSPECIFIED: _VerdictExtra.ValueType  # 0
-    """Never sent."""
-    VERDICT_EXTRA_FEATURES: _VerdictExtra.ValueType  # 1
-    """The target's hidden states at the committed positions, for EAGLE-style heads. Reserved; not granted yet."""
+    CAPABILITY_UNSPECIFIED: _Capability.ValueType  # 0
+    """Never sent; ignored."""
+    CAPABILITY_FEATURES: _Capability.ValueType  # 1
+    """Verdict.features: the target's hidden states at the committed positions, for EAGLE-style heads. Reserved; not granted yet."""
 
-class VerdictExtra(_VerdictExtra, metaclass=_VerdictExtraEnumTypeWrapper):
-    """What a drafter wants with its verdicts beyond token ids. A value that is not known is not granted."""
+class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
+    """What goes beyond this contract's first release, or costs too much to be sent to everyone. A drafter names in Hello what it can
+    use. The verifier answers with what holds on this stream: those of them that it knows and can do. Neither side uses another one,
+    so neither ever meets a message or a field that it has to understand and does not.
+    """
 
-VERDICT_EXTRA_UNSPECIFIED: VerdictExtra.ValueType  # 0
-"""Never sent."""
-VERDICT_EXTRA_FEATURES: VerdictExtra.ValueType  # 1
-"""The target's hidden states at the committed positions, for EAGLE-style heads. Reserved; not granted yet."""
-Global___VerdictExtra: _TypeAlias = VerdictExtra  # noqa: Y015
+CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
+"""Never sent; ignored."""
+CAPABILITY_FEATURES: Capability.ValueType  # 1
+"""Verdict.features: the target's hidden states at the committed positions, for EAGLE-style heads. Reserved; not granted yet."""
+Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 class _CloseReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -111,7 +114,7 @@ class Hello(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
-    WANTS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
     """Unique among connected drafters; 1 to 128 printable characters."""
@@ -132,8 +135,8 @@ class Hello(_message.Message):
         """Where it runs."""
 
     @_builtins.property
-    def wants(self) -> _containers.RepeatedScalarFieldContainer[Global___VerdictExtra.ValueType]:
-        """What it wants with verdicts."""
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
+        """What it can use. The verifier ignores a value that it does not know."""
 
     def __init__(
         self,
@@ -144,12 +147,12 @@ class Hello(_message.Message):
         max_draft_tokens: _builtins.int = ...,
         distributions: _abc.Iterable[Global___DraftDistribution.ValueType] | None = ...,
         placement: _common_pb2.Placement | None = ...,
-        wants: _abc.Iterable[Global___VerdictExtra.ValueType] | None = ...,
+        capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
         max_sequence_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "tokenizer_fingerprint", b"tokenizer_fingerprint", "wants", b"wants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "distributions", b"distributions", "drafter_id", b"drafter_id", "family", b"family", "max_draft_tokens", b"max_draft_tokens", "max_sequence_count", b"max_sequence_count", "placement", b"placement", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,7 +167,7 @@ class Welcome(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
-    GRANTED_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The target model's name."""
     vocab_size: _builtins.int
@@ -172,8 +175,8 @@ class Welcome(_message.Message):
     context_length: _builtins.int
     """Longest sequence in tokens, prompt included."""
     @_builtins.property
-    def granted(self) -> _containers.RepeatedScalarFieldContainer[Global___VerdictExtra.ValueType]:
-        """What was granted of Hello.wants."""
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
+        """Those of Hello.capabilities that hold on this stream."""
 
     def __init__(
         self,
@@ -181,11 +184,11 @@ class Welcome(_message.Message):
         model_id: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
-        granted: _abc.Iterable[Global___VerdictExtra.ValueType] | None = ...,
+        capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "granted", b"granted", "model_id", b"model_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "model_id", b"model_id", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,7 +238,7 @@ class Opened(_message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
-    """Unique for the verifier's lifetime."""
+    """Unique for the verifier's lifetime. In [0, 2^53), so that a double holds it."""
     prompt_token_count: _builtins.int
     """How many of token_ids are the prompt; the others were generated before this drafter joined."""
     distribution: Global___DraftDistribution.ValueType
@@ -301,7 +304,7 @@ class SparseDistribution(_message.Message):
     PROBABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Distinct ids, 1 to 256 of them."""
+        """Distinct ids, at most 256 of them; Proposal.distributions says what none means."""
 
     @_builtins.property
     def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -480,7 +483,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def features(self) -> Global___Features:
-        """Present when VERDICT_EXTRA_FEATURES was granted."""
+        """Present when CAPABILITY_FEATURES holds."""
 
     def __init__(
         self,
@@ -596,21 +599,34 @@ Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):
-    """The sender will end the stream soon. From the verifier: no new sequences come. From a drafter: hand it no more."""
+    """The sender is about to leave. Sequences that are open stay open, and guesses for them stay welcome. A second one changes nothing.
+
+    A drafter that leaves sends this, half-closes the stream and reads on until it ends; the verifier opens nothing more to it and
+    ends the stream with OK. A drafter whose stream ends without it counts as lost.
+
+    A verifier that leaves sends this, opens nothing more, lets requests run until grace_time has passed, and ends the stream with
+    ERROR_REASON_DRAINING. A drafter has nothing to do before that; then it dials again, as after any error that says to come back.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    GRACE_TIME_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why, for a person."""
+    @_builtins.property
+    def grace_time(self) -> _duration_pb2.Duration:
+        """From the verifier: how long open sequences may still run. Unset: not said."""
+
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        grace_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_time", b"grace_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_time", b"grace_time", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,11 +40,6 @@ class VerifierServiceStub:
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensResponse.FromString,
                 _registered_method=True)
-        self.StreamTokens = channel.stream_stream(
-                '/outrider.v1.VerifierService/StreamTokens',
-                request_serializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensResponse.FromString,
-                _registered_method=True)
         self.StreamDrafts = channel.stream_stream(
                 '/outrider.v1.VerifierService/StreamDrafts',
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.StreamDraftsRequest.SerializeToString,
@@ -68,16 +63,9 @@ class VerifierServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamTokens(self, request_iterator, context):
-        """The same for many sequences on one stream, as gateways use it: what a step commits for all of them is one message, since a message
-        costs more than what is in it. Ending the stream frees them all.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def StreamDrafts(self, request_iterator, context):
-        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome.
+        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome. A message has at most
+        16 MiB each way; only one that opens a single long sequence exceeds 4 MiB, which gRPC's clients take without being told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,11 +85,6 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.GenerateTokens,
                     request_deserializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_verifier__pb2.GenerateTokensResponse.SerializeToString,
-            ),
-            'StreamTokens': grpc.stream_stream_rpc_method_handler(
-                    servicer.StreamTokens,
-                    request_deserializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_verifier__pb2.StreamTokensResponse.SerializeToString,
             ),
             'StreamDrafts': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamDrafts,
@@ -142,33 +125,6 @@ class VerifierService:
             '/outrider.v1.VerifierService/GenerateTokens',
             outrider_dot_v1_dot_verifier__pb2.GenerateTokensRequest.SerializeToString,
             outrider_dot_v1_dot_verifier__pb2.GenerateTokensResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamTokens(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/outrider.v1.VerifierService/StreamTokens',
-            outrider_dot_v1_dot_verifier__pb2.StreamTokensRequest.SerializeToString,
-            outrider_dot_v1_dot_verifier__pb2.StreamTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

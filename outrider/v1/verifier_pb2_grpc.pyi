@@ -35,12 +35,10 @@ class VerifierServiceStub:
     def __new__(cls, channel: _aio.Channel) -> VerifierServiceAsyncStub: ...
     GenerateTokens: _grpc.UnaryStreamMultiCallable[_verifier_pb2.GenerateTokensRequest, _verifier_pb2.GenerateTokensResponse]
     """Generates tokens for one prompt and streams them as they are committed. Cancelling the call frees the sequence."""
-    StreamTokens: _grpc.StreamStreamMultiCallable[_verifier_pb2.StreamTokensRequest, _verifier_pb2.StreamTokensResponse]
-    """The same for many sequences on one stream, as gateways use it: what a step commits for all of them is one message, since a message
-    costs more than what is in it. Ending the stream frees them all.
-    """
     StreamDrafts: _grpc.StreamStreamMultiCallable[_verifier_pb2.StreamDraftsRequest, _verifier_pb2.StreamDraftsResponse]
-    """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome."""
+    """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome. A message has at most
+    16 MiB each way; only one that opens a single long sequence exceeds 4 MiB, which gRPC's clients take without being told.
+    """
     GetModel: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]
     """The model, how far it has loaded, and the drafters; answers while loading."""
 
@@ -51,12 +49,10 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GenerateTokens: _aio.UnaryStreamMultiCallable[_verifier_pb2.GenerateTokensRequest, _verifier_pb2.GenerateTokensResponse]  # type: ignore[assignment]
     """Generates tokens for one prompt and streams them as they are committed. Cancelling the call frees the sequence."""
-    StreamTokens: _aio.StreamStreamMultiCallable[_verifier_pb2.StreamTokensRequest, _verifier_pb2.StreamTokensResponse]  # type: ignore[assignment]
-    """The same for many sequences on one stream, as gateways use it: what a step commits for all of them is one message, since a message
-    costs more than what is in it. Ending the stream frees them all.
-    """
     StreamDrafts: _aio.StreamStreamMultiCallable[_verifier_pb2.StreamDraftsRequest, _verifier_pb2.StreamDraftsResponse]  # type: ignore[assignment]
-    """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome."""
+    """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome. A message has at most
+    16 MiB each way; only one that opens a single long sequence exceeds 4 MiB, which gRPC's clients take without being told.
+    """
     GetModel: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]  # type: ignore[assignment]
     """The model, how far it has loaded, and the drafters; answers while loading."""
 
@@ -72,22 +68,14 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates tokens for one prompt and streams them as they are committed. Cancelling the call frees the sequence."""
 
     @_abc_1.abstractmethod
-    def StreamTokens(
-        self,
-        request_iterator: _MaybeAsyncIterator[_verifier_pb2.StreamTokensRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_verifier_pb2.StreamTokensResponse], _abc.AsyncIterator[_verifier_pb2.StreamTokensResponse]]:
-        """The same for many sequences on one stream, as gateways use it: what a step commits for all of them is one message, since a message
-        costs more than what is in it. Ending the stream frees them all.
-        """
-
-    @_abc_1.abstractmethod
     def StreamDrafts(
         self,
         request_iterator: _MaybeAsyncIterator[_verifier_pb2.StreamDraftsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.StreamDraftsResponse], _abc.AsyncIterator[_verifier_pb2.StreamDraftsResponse]]:
-        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome."""
+        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome. A message has at most
+        16 MiB each way; only one that opens a single long sequence exceeds 4 MiB, which gRPC's clients take without being told.
+        """
 
     @_abc_1.abstractmethod
     def GetModel(

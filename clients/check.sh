@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Generates, builds and runs every client against one real stack, where each has to hold nine checks of nine, and the coupled noise in
+# every language. Needs Debian and root, or the packages of clients/*/*/packages.txt; Node 20 and cargo.
+set -euo pipefail
+cd "$(dirname "$0")"
+root=$(cd .. && pwd)
+export PYTHON=${PYTHON:-$root/.venv/bin/python}
+work=$(mktemp -d)
+servers=()
+trap 'kill "${servers[@]}" 2>/dev/null || true; wait; rm -rf "$work"' EXIT
+clients=(*/client)
+
+missing=$(cat */*/packages.txt | sort -u | while read -r name; do dpkg -s "$name" >/dev/null 2>&1 || echo "$name"; done)
+if [ -n "$missing" ]; then
+  apt-get update -qq
+  # shellcheck disable=SC2086  # one argument for each package
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
+fi
+
+port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+http=$(port) gateway=$(port) verifier=$(port) lonely_http=$(port) lonely=$(port)
+cd "$root"
+"$PYTHON" -m outrider.launch.cli serve --target models/target --drafter ngram --dtype float32 \
+  --http-port "$http" --grpc-port "$gateway" --verifier-port "$verifier" >"$work/serve.log" 2>&1 &
+servers+=($!)
+# A gateway without a verifier, to see what a client hears then.
+"$PYTHON" -m gateway --verifier 127.0.0.1:1 --tokenizer models/target \
+  --http-port "$lonely_http" --grpc-listen "127.0.0.1:$lonely" >"$work/gateway.log" 2>&1 &
+servers+=($!)
+cd clients
+
+build() {
+  local began=$SECONDS
+  [ ! -x "$1/build.sh" ] || "$1/build.sh" >"$work/${1%%/*}.build" 2>&1 || { cat "$work/${1%%/*}.build"; exit 1; }
+  echo "$((SECONDS - began))" >"$work/${1%%/*}.seconds"
+}
+export -f build
+export work SECONDS
+printf '%s\n' "${clients[@]}" | nice -n 5 xargs -P 2 -I{} bash -euc 'build {}'
+
+ready() { "$PYTHON" -m outrider.launch.cli health "127.0.0.1:$1" --service "$2" >/dev/null 2>&1; }
+until ready "$gateway" outrider.v1.GenerationService; do
+  kill -0 "${servers[0]}" || { cat "$work/serve.log"; exit 1; }
+  sleep 0.5
+done
+
+failed=0
+printf '%-12s %8s  %s\n' client "build, s" checks
+for client in "${clients[@]}"; do
+  language=${client%%/*}
+  "$client/run.sh" "127.0.0.1:$gateway" "127.0.0.1:$verifier" "127.0.0.1:$lonely" >"$work/$language.run" 2>&1 || failed=1
+  count=$(grep -c '^ok ' "$work/$language.run" || true)
+  printf '%-12s %8s  %s of 9\n' "$language" "$(cat "$work/$language.seconds")" "$count"
+  [ "$count" = 9 ] || { failed=1; cat "$work/$language.run"; }
+done
+printf '\n%-12s %s\n' noise vectors
+for noise in */noise; do
+  if said=$("$noise/run.sh" 2>&1) && [ "$said" = "ok noise" ]; then said=agree; else failed=1; fi
+  printf '%-12s %s\n' "${noise%%/*}" "$said"
+done
+echo "in $SECONDS s"
+exit "$failed"

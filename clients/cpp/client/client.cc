@@ -1,0 +1,149 @@
+// Outrider's gRPC services from C++: client GATEWAY VERIFIER UNAVAILABLE (host:port each)
+#include <grpcpp/grpcpp.h>
+
+#include <chrono>
+#include <functional>
+#include <iostream>
+#include <limits>
+#include <vector>
+
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "grpc/reflection/v1/reflection.grpc.pb.h"
+#include "outrider/v1/generation.grpc.pb.h"
+#include "outrider/v1/verifier.grpc.pb.h"
+
+using namespace outrider::v1;
+using grpc::ClientContext;
+using grpc::StatusCode;
+
+std::shared_ptr<grpc::Channel> Dial(const std::string& address) {
+  return grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+}
+
+GenerateTextRequest Request(const std::function<void(GenerateTextRequest&)>& change = {}) {
+  GenerateTextRequest request;
+  request.set_prompt("def main(");
+  request.set_max_tokens(16);
+  request.mutable_sampling()->set_temperature(0);
+  if (change) change(request);
+  return request;
+}
+
+void Check(const std::string& name, std::initializer_list<bool> facts) {
+  for (bool fact : facts) {
+    if (!fact) {
+      std::cerr << name << " failed\n";
+      std::exit(1);
+    }
+  }
+  std::cout << "ok " << name << std::endl;
+}
+
+// What a call ends with: its status, and the details that every error of Outrider has.
+struct Ending {
+  grpc::Status status;
+  google::rpc::ErrorInfo info;
+  google::rpc::BadRequest bad;
+  google::rpc::RetryInfo retry;
+
+  explicit Ending(const grpc::Status& ended) : status(ended) {
+    google::rpc::Status details;
+    details.ParseFromString(ended.error_details());
+    for (const auto& packed : details.details()) {
+      packed.UnpackTo(&info) || packed.UnpackTo(&bad) || packed.UnpackTo(&retry);
+    }
+  }
+};
+
+using Text = std::unique_ptr<GenerationService::Stub>;
+
+// Reads a whole text into `parts`. The context may have a deadline, and `each` may cancel it.
+Ending Read(const Text& text, ClientContext& context, const GenerateTextRequest& request,
+            std::vector<GenerateTextResponse>* parts = nullptr, const std::function<void()>& each = {}) {
+  auto stream = text->GenerateText(&context, request);
+  for (GenerateTextResponse part; stream->Read(&part);) {
+    if (parts) parts->push_back(part);
+    if (each) each();
+  }
+  return Ending(stream->Finish());
+}
+
+int main(int, char** argv) {
+  auto gateway = Dial(argv[1]);
+  auto text = GenerationService::NewStub(gateway);
+
+  // Text, as it grows. The last message has the counts, and the reason why it ended.
+  ClientContext streamed;
+  std::vector<GenerateTextResponse> parts;
+  auto ended = Read(text, streamed, Request(), &parts);
+  std::string said;
+  for (const auto& part : parts) said += part.text();
+  Check("stream", {ended.status.ok(), !said.empty(), parts.back().usage().completion_token_count() == 16});
+
+  // Cancelling frees everything that the call holds.
+  ClientContext cancelled;
+  ended = Read(text, cancelled, Request([](auto& r) { r.set_max_tokens(1000); }), nullptr, [&] { cancelled.TryCancel(); });
+  Check("cancel", {ended.status.error_code() == StatusCode::CANCELLED});
+
+  // A deadline is part of the call; the server stops as well.
+  ClientContext late;
+  late.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
+  ended = Read(text, late, Request([](auto& r) { r.set_max_tokens(1900); }));
+  Check("deadline", {ended.status.error_code() == StatusCode::DEADLINE_EXCEEDED});
+
+  // Bad input: the reason, and the field at fault.
+  ClientContext hot;
+  ended = Read(text, hot, Request([](auto& r) { r.mutable_sampling()->set_temperature(9); }));
+  Check("bad-value", {ended.status.error_code() == StatusCode::INVALID_ARGUMENT, ended.info.domain() == "outrider.dev",
+                      ended.info.reason() == "INVALID_VALUE", ended.bad.field_violations(0).field() == "sampling.temperature"});
+  ClientContext unknown;
+  ended = Read(text, unknown, Request([](auto& r) { r.set_model("no-such-model"); }));
+  Check("unknown-model", {ended.status.error_code() == StatusCode::NOT_FOUND, ended.info.reason() == "MODEL_NOT_FOUND"});
+
+  // Where waiting helps, RetryInfo says how long.
+  ClientContext gone;
+  ended = Read(GenerationService::NewStub(Dial(argv[3])), gone, Request());
+  const auto& delay = ended.retry.retry_delay();
+  Check("unavailable", {ended.status.error_code() == StatusCode::UNAVAILABLE, delay.seconds() + delay.nanos() > 0});
+
+  // The standard services.
+  ClientContext checked;
+  grpc::health::v1::HealthCheckRequest asked;
+  asked.set_service("outrider.v1.GenerationService");
+  grpc::health::v1::HealthCheckResponse health;
+  bool answered = grpc::health::v1::Health::NewStub(gateway)->Check(&checked, asked, &health).ok();
+  Check("health", {answered, health.status() == grpc::health::v1::HealthCheckResponse::SERVING});
+  ClientContext reflected;
+  grpc::reflection::v1::ServerReflectionRequest list;
+  list.set_list_services("");
+  grpc::reflection::v1::ServerReflectionResponse listed;
+  auto reflection = grpc::reflection::v1::ServerReflection::NewStub(gateway)->ServerReflectionInfo(&reflected);
+  reflection->Write(list);
+  reflection->WritesDone();
+  bool served = false;
+  if (reflection->Read(&listed)) {
+    for (const auto& service : listed.list_services_response().service()) {
+      served |= service.name() == "outrider.v1.GenerationService";
+    }
+  }
+  Check("reflection", {served});
+
+  // Token ids from the verifier itself. A seed has 64 bits.
+  auto tokens = VerifierService::NewStub(Dial(argv[2]));
+  GenerateTokensRequest ids;
+  for (int id : {1, 2, 3}) ids.add_prompt_token_ids(id);
+  ids.set_max_tokens(8);
+  ids.set_ignore_eos(true);
+  ids.mutable_sampling()->set_seed(std::numeric_limits<uint64_t>::max());
+  std::vector<uint32_t> drawn[2];
+  for (auto& one : drawn) {
+    ClientContext context;
+    auto stream = tokens->GenerateTokens(&context, ids);
+    for (GenerateTokensResponse part; stream->Read(&part);) {
+      one.insert(one.end(), part.token_ids().begin(), part.token_ids().end());
+    }
+  }
+  Check("tokens", {drawn[0].size() == 8, drawn[0] == drawn[1]});
+}

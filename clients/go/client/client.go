@@ -1,0 +1,166 @@
+// Outrider's gRPC services from Go: client GATEWAY VERIFIER UNAVAILABLE (host:port each).
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log"
+	"math"
+	"os"
+	"reflect"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1alpha"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	pb "outrider.dev/go/outrider/v1"
+)
+
+func dial(address string) *grpc.ClientConn {
+	connection, err := grpc.Dial(address, grpc.WithInsecure())
+	must(err)
+	return connection
+}
+
+func must(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+
+func check(name string, facts ...bool) {
+	for _, fact := range facts {
+		if !fact {
+			log.Fatalf("%s failed: %v", name, facts)
+		}
+	}
+	fmt.Println("ok", name)
+}
+
+func request(change func(*pb.GenerateTextRequest)) *pb.GenerateTextRequest {
+	asked := &pb.GenerateTextRequest{
+		Input:     &pb.GenerateTextRequest_Prompt{Prompt: "def main("},
+		MaxTokens: proto.Int32(16),
+		Sampling:  &pb.SamplingParams{Temperature: proto.Float64(0)},
+	}
+	if change != nil {
+		change(asked)
+	}
+	return asked
+}
+
+// read takes a whole text, and returns its last message.
+func read(ctx context.Context, client pb.GenerationServiceClient, asked *pb.GenerateTextRequest) (text string, last *pb.GenerateTextResponse, err error) {
+	stream, err := client.GenerateText(ctx, asked)
+	for err == nil {
+		var part *pb.GenerateTextResponse
+		if part, err = stream.Recv(); err == nil {
+			text, last = text+part.Text, part
+		}
+	}
+	if err == io.EOF {
+		err = nil
+	}
+	return
+}
+
+// Failure is a status with the details that every error of Outrider has.
+type Failure struct {
+	Code  codes.Code
+	Info  *errdetails.ErrorInfo
+	Bad   *errdetails.BadRequest
+	Retry *errdetails.RetryInfo
+}
+
+func explain(err error) (failure Failure) {
+	failure.Code = status.Code(err)
+	for _, detail := range status.Convert(err).Details() {
+		switch found := detail.(type) {
+		case *errdetails.ErrorInfo:
+			failure.Info = found
+		case *errdetails.BadRequest:
+			failure.Bad = found
+		case *errdetails.RetryInfo:
+			failure.Retry = found
+		}
+	}
+	return
+}
+
+func main() {
+	gateway, verifier, unavailable := dial(os.Args[1]), dial(os.Args[2]), dial(os.Args[3])
+	text, ctx := pb.NewGenerationServiceClient(gateway), context.Background()
+
+	// Text, as it grows. The last message has the counts, and the reason why it ended.
+	said, last, err := read(ctx, text, request(nil))
+	must(err)
+	check("stream", said != "", last.Usage.CompletionTokenCount == 16)
+
+	// Cancelling frees everything that the call holds.
+	cancelled, cancel := context.WithCancel(ctx)
+	stream, err := text.GenerateText(cancelled, request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1000) }))
+	must(err)
+	for err == nil {
+		_, err = stream.Recv()
+		cancel()
+	}
+	check("cancel", status.Code(err) == codes.Canceled)
+
+	// A deadline is part of the call; the server stops as well.
+	short, done := context.WithTimeout(ctx, 50*time.Millisecond)
+	_, _, err = read(short, text, request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1900) }))
+	done()
+	check("deadline", status.Code(err) == codes.DeadlineExceeded)
+
+	// Bad input: the reason, and the field at fault.
+	_, _, err = read(ctx, text, request(func(r *pb.GenerateTextRequest) { r.Sampling.Temperature = proto.Float64(9) }))
+	found := explain(err)
+	check("bad-value", found.Code == codes.InvalidArgument,
+		found.Info.Domain == "outrider.dev", found.Info.Reason == "INVALID_VALUE",
+		found.Bad.FieldViolations[0].Field == "sampling.temperature")
+	_, _, err = read(ctx, text, request(func(r *pb.GenerateTextRequest) { r.Model = "no-such-model" }))
+	found = explain(err)
+	check("unknown-model", found.Code == codes.NotFound, found.Info.Reason == "MODEL_NOT_FOUND")
+
+	// Where waiting helps, RetryInfo says how long.
+	_, _, err = read(ctx, pb.NewGenerationServiceClient(unavailable), request(nil))
+	found = explain(err)
+	check("unavailable", found.Code == codes.Unavailable, found.Retry.RetryDelay.AsDuration() > 0)
+
+	// The standard services. Servers have reflection as v1 too, which this version of gRPC lacks.
+	health, err := grpc_health_v1.NewHealthClient(gateway).Check(ctx, &grpc_health_v1.HealthCheckRequest{Service: "outrider.v1.GenerationService"})
+	must(err)
+	check("health", health.Status == grpc_health_v1.HealthCheckResponse_SERVING)
+	reflection, err := grpc_reflection_v1alpha.NewServerReflectionClient(gateway).ServerReflectionInfo(ctx)
+	must(err)
+	must(reflection.Send(&grpc_reflection_v1alpha.ServerReflectionRequest{
+		MessageRequest: &grpc_reflection_v1alpha.ServerReflectionRequest_ListServices{}}))
+	listed, err := reflection.Recv()
+	must(err)
+	served := false
+	for _, service := range listed.GetListServicesResponse().Service {
+		served = served || service.Name == "outrider.v1.GenerationService"
+	}
+	check("reflection", served)
+
+	// Token ids from the verifier itself. A seed has 64 bits.
+	var drawn [2][]uint32
+	for i := range drawn {
+		stream, err := pb.NewVerifierServiceClient(verifier).GenerateTokens(ctx, &pb.GenerateTokensRequest{
+			PromptTokenIds: []uint32{1, 2, 3}, MaxTokens: 8, IgnoreEos: true,
+			Sampling: &pb.SamplingParams{Seed: proto.Uint64(math.MaxUint64)},
+		})
+		must(err)
+		for part, err := stream.Recv(); err != io.EOF; part, err = stream.Recv() {
+			must(err)
+			drawn[i] = append(drawn[i], part.TokenIds...)
+		}
+	}
+	check("tokens", len(drawn[0]) == 8, reflect.DeepEqual(drawn[0], drawn[1]))
+}

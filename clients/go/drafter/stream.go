@@ -1,0 +1,184 @@
+package drafter
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	pb "outrider.dev/go/outrider/v1"
+)
+
+const (
+	goodbye     = time.Second
+	mostEntries = 512 // of a message; the verifier takes 4096
+)
+
+// session is one stream with its sequences.
+type session struct {
+	open      func(*pb.Opened) Guesser
+	sequences map[uint64]*sequence
+	order     []uint64
+}
+
+// stream introduces the drafter, and drafts until the stream ends or the context does.
+func (c Config) stream(ctx context.Context, verifier pb.VerifierServiceClient, hello *pb.Hello) error {
+	// The call outlives the context by the goodbye.
+	life, end := context.WithCancel(context.Background())
+	defer end()
+	call, err := verifier.StreamDrafts(life)
+	if err != nil {
+		return err
+	}
+	if err := call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Hello{Hello: hello}}); err != nil && err != io.EOF {
+		return err
+	}
+	steps, ended := make(chan *pb.StepBatch, 256), make(chan error, 1)
+	go receive(call, steps, ended)
+	s := &session{open: c.Open, sequences: map[uint64]*sequence{}}
+	for {
+		select {
+		case step := <-steps:
+			if err := s.apply(step); err != nil {
+				return err
+			}
+			continue
+		case err := <-ended:
+			return err
+		case <-ctx.Done():
+			return leave(call, ended, end)
+		default:
+		}
+		batch := s.round()
+		if batch == nil {
+			select {
+			case step := <-steps:
+				if err := s.apply(step); err != nil {
+					return err
+				}
+			case err := <-ended:
+				return err
+			case <-ctx.Done():
+				return leave(call, ended, end)
+			}
+			continue
+		}
+		// A failed send says nothing; the receiver has the reason.
+		if call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Drafts{Drafts: batch}}) != nil {
+			return <-ended
+		}
+	}
+}
+
+// receive reads until the stream ends, so that neither side waits for the other.
+func receive(call pb.VerifierService_StreamDraftsClient, steps chan<- *pb.StepBatch, ended chan<- error) {
+	for {
+		response, err := call.Recv()
+		if err != nil {
+			ended <- err
+			return
+		}
+		switch message := response.Message.(type) {
+		case *pb.StreamDraftsResponse_Welcome:
+			log.Printf("drafting for %s", message.Welcome.ModelId)
+		case *pb.StreamDraftsResponse_Step:
+			steps <- message.Step
+		case *pb.StreamDraftsResponse_Draining:
+			log.Printf("the verifier is draining: %s", message.Draining.Reason)
+		}
+	}
+}
+
+// leave says goodbye and reads to the end; who exits at once loses the message.
+func leave(call pb.VerifierService_StreamDraftsClient, ended <-chan error, end func()) error {
+	message := &pb.Draining{Reason: "the drafter is stopping"}
+	if err := call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Draining{Draining: message}}); err != nil {
+		return err
+	}
+	if err := call.CloseSend(); err != nil {
+		return err
+	}
+	select {
+	case err := <-ended:
+		return err
+	case <-time.After(goodbye):
+		end()
+		return nil
+	}
+}
+
+func (s *session) apply(step *pb.StepBatch) error {
+	for _, opened := range step.Opened {
+		s.sequences[opened.SequenceId] = open(opened, s.open(opened))
+		s.order = append(s.order, opened.SequenceId)
+	}
+	for _, verdict := range step.Verdicts {
+		known := s.sequences[verdict.SequenceId]
+		if known != nil && !known.follow(verdict) {
+			return fmt.Errorf("a verdict of sequence %d leaves a gap", verdict.SequenceId)
+		}
+	}
+	for _, closed := range step.Closed {
+		delete(s.sequences, closed.SequenceId)
+	}
+	kept := s.order[:0]
+	for _, id := range s.order {
+		if s.sequences[id] != nil {
+			kept = append(kept, id)
+		}
+	}
+	s.order = kept
+	return nil
+}
+
+// round is one message; nil when there is nothing to say before the next step. What the verifier may wait for comes first.
+func (s *session) round() *pb.DraftBatch {
+	for {
+		began := time.Now()
+		asked := s.asked()
+		for _, one := range asked {
+			one.extend()
+		}
+		batch := &pb.DraftBatch{}
+		for _, id := range s.order {
+			if len(batch.Proposals)+len(batch.Skips) >= mostEntries {
+				break
+			}
+			one := s.sequences[id]
+			if proposal := one.proposal(); proposal != nil {
+				proposal.DraftTime = durationpb.New(time.Since(began))
+				batch.Proposals = append(batch.Proposals, proposal)
+			}
+			if skip := one.skip(); skip != nil {
+				batch.Skips = append(batch.Skips, skip)
+			}
+		}
+		if len(batch.Proposals)+len(batch.Skips) > 0 {
+			return batch
+		}
+		if len(asked) == 0 {
+			return nil
+		}
+	}
+}
+
+// asked are the sequences that the verifier may wait for, or else all that may run ahead.
+func (s *session) asked() (asked []*sequence) {
+	for _, id := range s.order {
+		if s.sequences[id].urgent() {
+			asked = append(asked, s.sequences[id])
+		}
+	}
+	if len(asked) > 0 {
+		return asked
+	}
+	for _, id := range s.order {
+		if s.sequences[id].room() > 0 {
+			asked = append(asked, s.sequences[id])
+		}
+	}
+	return asked
+}

@@ -1,0 +1,40 @@
+// Package noise is the coupled noise of docs/coupling.md.
+package noise
+
+import "math"
+
+// Key is Philox4x32-10 of (position, 3, 0) under the seed: where the noise of a position begins.
+func Key(seed, position uint64) uint64 {
+	c := [4]uint32{uint32(position), uint32(position >> 32), 3, 0}
+	k := [2]uint32{uint32(seed), uint32(seed >> 32)}
+	for round := 0; round < 10; round++ {
+		a, b := 0xD2511F53*uint64(c[0]), 0xCD9E8D57*uint64(c[2])
+		c = [4]uint32{uint32(b>>32) ^ c[1] ^ k[0], uint32(b), uint32(a>>32) ^ c[3] ^ k[1], uint32(a)}
+		k = [2]uint32{k[0] + 0x9E3779B9, k[1] + 0xBB67AE85}
+	}
+	return uint64(c[0]) | uint64(c[1])<<32
+}
+
+// Output is SplitMix64's output number token.
+func Output(key uint64, token uint32) uint64 {
+	z := key + (uint64(token)+1)*0x9E3779B97F4A7C15
+	z = (z ^ z>>30) * 0xBF58476D1CE4E5B9
+	z = (z ^ z>>27) * 0x94D049BB133111EB
+	return z ^ z>>31
+}
+
+// Exponential is the standard exponential number of an output.
+func Exponential(z uint64) float64 {
+	return -math.Log((float64(z>>12) + 0.5) * 0x1p-52)
+}
+
+// Draw is the token that the verifier draws from these probabilities; of equal scores the lowest id wins.
+func Draw(probs []float32, seed, position uint64) (token uint32) {
+	key, best := Key(seed, position), -1.0
+	for id, p := range probs {
+		if score := float64(p) / Exponential(Output(key, uint32(id))); score > best {
+			best, token = score, uint32(id)
+		}
+	}
+	return token
+}

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Generates and compiles with Debian's jars alone; with Maven, grpc-netty-shaded, grpc-protobuf, grpc-services and proto-google-common-protos
+# take their place.
+set -euo pipefail
+cd "$(dirname "$0")"
+mkdir -p build/java build/classes
+rpc=$("${PYTHON:-../../../.venv/bin/python}" -c 'import google.rpc, os; print(os.path.dirname(os.path.dirname(google.rpc.__path__[0])))')
+protoc -I ../../../protos -I "$rpc" -I /usr/share/grpc-proto --java_out=build/java --grpc-java_out=build/java \
+  --plugin=protoc-gen-grpc-java="$(command -v grpc_java_plugin)" \
+  $(cd ../../../protos && echo outrider/v1/*.proto) google/rpc/status.proto google/rpc/error_details.proto \
+  grpc/health/v1/health.proto grpc/reflection/v1/reflection.proto
+# Generated code names an annotation that no package of Debian has, and that nothing reads.
+find build/java -name '*Grpc.java' -exec sed -i '/^@javax.annotation.Generated(/,/^ *comments = /d' {} +
+javac -nowarn -Xlint:none -cp "$(./classpath.sh)" -d build/classes $(find build/java -name '*.java') Client.java

@@ -1,0 +1,106 @@
+"""Outrider's gRPC services from Python, with the stubs of `pip install outrider`.
+
+python client.py GATEWAY VERIFIER UNAVAILABLE    (host:port each)
+"""
+
+import sys
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from grpc_status import rpc_status
+
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+
+
+def stub(address: str) -> generation_pb2_grpc.GenerationServiceStub:
+    return generation_pb2_grpc.GenerationServiceStub(grpc.insecure_channel(address))
+
+
+def request(**fields: object) -> generation_pb2.GenerateTextRequest:
+    greedy = common_pb2.SamplingParams(temperature=0)
+    given = {"prompt": "def main(", "max_tokens": 16, "sampling": greedy} | fields
+    return generation_pb2.GenerateTextRequest(**given)
+
+
+class Failure:
+    """What a call ends with: its status, and the details that every error of Outrider has."""
+
+    def __init__(self, call: grpc.Call) -> None:
+        self.code = call.code()
+        self.info = error_details_pb2.ErrorInfo()
+        self.bad = error_details_pb2.BadRequest()
+        self.retry = error_details_pb2.RetryInfo()
+        status = rpc_status.from_call(call)
+        for packed in status.details if status else []:
+            for message in (self.info, self.bad, self.retry):
+                packed.Unpack(message)
+
+
+def check(name: str, *facts: bool) -> None:
+    if not all(facts):
+        raise SystemExit(f"{name} failed: {facts}")
+    print("ok", name)
+
+
+def main(gateway: str, verifier: str, unavailable: str) -> None:
+    text = stub(gateway)
+
+    # Text, as it grows. The last message has the counts, and the reason why it ended.
+    parts = list(text.GenerateText(request()))
+    said = "".join(part.text for part in parts)
+    check("stream", said != "", parts[-1].usage.completion_token_count == 16)
+
+    # Cancelling frees everything that the call holds.
+    call = text.GenerateText(request(max_tokens=1000))
+    next(call)
+    call.cancel()
+    check("cancel", call.code() is grpc.StatusCode.CANCELLED)
+
+    # A deadline is part of the call; the server stops as well.
+    call = text.GenerateText(request(max_tokens=1900), timeout=0.05)
+    check("deadline", call.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    # Bad input: the reason, and the field at fault.
+    hot = common_pb2.SamplingParams(temperature=9)
+    failure = Failure(text.GenerateText(request(sampling=hot)))
+    check(
+        "bad-value",
+        failure.code is grpc.StatusCode.INVALID_ARGUMENT,
+        (failure.info.domain, failure.info.reason) == ("outrider.dev", "INVALID_VALUE"),
+        failure.bad.field_violations[0].field == "sampling.temperature",
+    )
+    failure = Failure(text.GenerateText(request(model="no-such-model")))
+    missing = failure.code is grpc.StatusCode.NOT_FOUND
+    check("unknown-model", missing, failure.info.reason == "MODEL_NOT_FOUND")
+
+    # Where waiting helps, RetryInfo says how long.
+    failure = Failure(stub(unavailable).GenerateText(request()))
+    delay = failure.retry.retry_delay.ToTimedelta().total_seconds()
+    check("unavailable", failure.code is grpc.StatusCode.UNAVAILABLE, delay > 0)
+
+    # The standard services.
+    channel = grpc.insecure_channel(gateway)
+    asked = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
+    health = health_pb2_grpc.HealthStub(channel).Check(asked)
+    check("health", health.status == health_pb2.HealthCheckResponse.SERVING)
+    services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    check("reflection", "outrider.v1.GenerationService" in services)
+
+    # Token ids from the verifier itself. A seed has 64 bits.
+    tokens = verifier_pb2_grpc.VerifierServiceStub(grpc.insecure_channel(verifier))
+    ids = verifier_pb2.GenerateTokensRequest(
+        prompt_token_ids=[1, 2, 3],
+        max_tokens=8,
+        ignore_eos=True,
+        sampling=common_pb2.SamplingParams(seed=2**64 - 1),
+    )
+    drawn = [[i for part in tokens.GenerateTokens(ids) for i in part.token_ids] for _ in range(2)]
+    check("tokens", len(drawn[0]) == 8, drawn[0] == drawn[1])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

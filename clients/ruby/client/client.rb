@@ -1,0 +1,88 @@
+# Outrider's gRPC services from Ruby: client.rb GATEWAY VERIFIER UNAVAILABLE (host:port each)
+$LOAD_PATH.unshift(File.join(__dir__, "build"))
+require "google/protobuf/well_known_types" # without it, Any has no `unpack`
+require "google/rpc/error_details_pb"
+require "google/rpc/status_pb"
+require "grpc/health/v1/health_services_pb"
+require "grpc/reflection/v1/reflection_services_pb"
+require "outrider/v1/generation_services_pb"
+require "outrider/v1/verifier_services_pb"
+
+include Outrider::V1
+
+GATEWAY, VERIFIER, UNAVAILABLE = ARGV
+PLAIN = :this_channel_is_insecure
+
+def stub(address) = GenerationService::Stub.new(address, PLAIN)
+
+def request(sampling: { temperature: 0 }, **fields)
+  GenerateTextRequest.new(
+    prompt: "def main(", max_tokens: 16, **fields, sampling: SamplingParams.new(**sampling)
+  )
+end
+
+def check(name, *facts)
+  abort("#{name} failed: #{facts}") unless facts.all?
+  puts "ok #{name}"
+end
+
+# What a call fails with: its status, and the details that every error of Outrider has, by type.
+def failure
+  yield
+  abort("the call did not fail")
+rescue GRPC::BadStatus => e
+  status = e.to_rpc_status
+  types = [Google::Rpc::ErrorInfo, Google::Rpc::BadRequest, Google::Rpc::RetryInfo]
+  pairs = status.nil? ? [] : status.details.map { |any| types.find { |type| any.is(type) }.then { |type| [type, any.unpack(type)] } }
+  [e.code, pairs.to_h]
+end
+
+text = stub(GATEWAY)
+
+# Text, as it grows. The last message has the counts, and the reason why it ended.
+parts = text.generate_text(request).to_a
+check("stream", !parts.map(&:text).join.empty?, parts.last.usage.completion_token_count == 16)
+
+# Cancelling frees everything that the call holds.
+call = text.generate_text(request(max_tokens: 1000), return_op: true)
+begin
+  call.execute.each { call.cancel }
+rescue GRPC::Cancelled
+  check("cancel", call.cancelled?)
+end
+
+# A deadline is part of the call; the server stops as well.
+code, = failure { text.generate_text(request(max_tokens: 1900), deadline: Time.now + 0.05).to_a }
+check("deadline", code == GRPC::Core::StatusCodes::DEADLINE_EXCEEDED)
+
+# Bad input: the reason, and the field at fault.
+code, details = failure { text.generate_text(request(sampling: { temperature: 9 })).to_a }
+info, bad = details.values_at(Google::Rpc::ErrorInfo, Google::Rpc::BadRequest)
+check("bad-value", code == GRPC::Core::StatusCodes::INVALID_ARGUMENT,
+      [info.domain, info.reason] == ["outrider.dev", "INVALID_VALUE"],
+      bad.field_violations.first.field == "sampling.temperature")
+code, details = failure { text.generate_text(request(model: "no-such-model")).to_a }
+check("unknown-model", code == GRPC::Core::StatusCodes::NOT_FOUND,
+      details[Google::Rpc::ErrorInfo].reason == "MODEL_NOT_FOUND")
+
+# Where waiting helps, RetryInfo says how long.
+code, details = failure { stub(UNAVAILABLE).generate_text(request).to_a }
+delay = details[Google::Rpc::RetryInfo].retry_delay
+check("unavailable", code == GRPC::Core::StatusCodes::UNAVAILABLE, delay.to_f.positive?)
+
+# The standard services.
+health = Grpc::Health::V1::Health::Stub.new(GATEWAY, PLAIN)
+asked = Grpc::Health::V1::HealthCheckRequest.new(service: "outrider.v1.GenerationService")
+check("health", health.check(asked).status == :SERVING)
+reflection = Grpc::Reflection::V1::ServerReflection::Stub.new(GATEWAY, PLAIN)
+asked = Grpc::Reflection::V1::ServerReflectionRequest.new(list_services: "")
+listed = reflection.server_reflection_info([asked]).first.list_services_response.service
+check("reflection", listed.map(&:name).include?("outrider.v1.GenerationService"))
+
+# Token ids from the verifier itself. A seed has 64 bits.
+tokens = VerifierService::Stub.new(VERIFIER, PLAIN)
+ids = GenerateTokensRequest.new(
+  prompt_token_ids: [1, 2, 3], max_tokens: 8, ignore_eos: true, sampling: SamplingParams.new(seed: 2**64 - 1)
+)
+drawn = Array.new(2) { tokens.generate_tokens(ids).flat_map { |part| part.token_ids.to_a } }
+check("tokens", drawn[0].length == 8, drawn[0] == drawn[1])

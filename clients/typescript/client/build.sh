@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Generates TypeScript from Outrider's protos, and from those of error details and of gRPC's own services.
+set -euo pipefail
+cd "$(dirname "$0")"
+npm install --silent --no-audit --no-fund
+# google.rpc comes with the Python package googleapis-common-protos, which Outrider itself needs.
+rpc=$("${PYTHON:-../../../.venv/bin/python}" -c 'import google.rpc; print(google.rpc.__path__[0])')
+mkdir -p build/protos/google/rpc
+cp "$rpc/error_details.proto" build/protos/google/rpc
+cp -r /usr/share/grpc-proto/grpc build/protos
+export PATH=$PWD/node_modules/.bin:$PATH
+buf generate build/protos --path build/protos/google --path build/protos/grpc/health/v1 --path build/protos/grpc/reflection/v1
+buf generate ../../../protos --path ../../../protos/outrider/v1
+tsc

@@ -1,0 +1,89 @@
+// Outrider's gRPC services from TypeScript: client.ts GATEWAY VERIFIER UNAVAILABLE (host:port each)
+import { durationMs } from "@bufbuild/protobuf/wkt";
+import { Code, ConnectError, createClient } from "@connectrpc/connect";
+import { createGrpcTransport } from "@connectrpc/connect-node";
+import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./build/gen/google/rpc/error_details_pb.ts";
+import { Health, HealthCheckResponse_ServingStatus } from "./build/gen/grpc/health/v1/health_pb.ts";
+import { ServerReflection } from "./build/gen/grpc/reflection/v1/reflection_pb.ts";
+import { GenerationService } from "./build/gen/outrider/v1/generation_pb.ts";
+import { VerifierService } from "./build/gen/outrider/v1/verifier_pb.ts";
+
+type Change = { maxTokens?: number; model?: string; sampling?: { temperature: number } };
+
+const [gateway, verifier, unavailable] = process.argv.slice(2).map((address) =>
+  createGrpcTransport({ baseUrl: `http://${address}` }),
+);
+const text = createClient(GenerationService, gateway);
+
+function request(change: Change = {}) {
+  return { input: { case: "prompt" as const, value: "def main(" }, maxTokens: 16, sampling: { temperature: 0 }, ...change };
+}
+
+function check(name: string, ...facts: boolean[]): void {
+  if (!facts.every(Boolean)) throw new Error(`${name} failed: ${facts}`);
+  console.log("ok", name);
+}
+
+/** Everything that a stream says. */
+async function all<T>(stream: AsyncIterable<T>): Promise<T[]> {
+  const parts: T[] = [];
+  for await (const part of stream) parts.push(part);
+  return parts;
+}
+
+/** What a call fails with: its status, and the details that every error of Outrider has. */
+async function failure(call: Promise<unknown>) {
+  const error = await call.then(() => undefined, ConnectError.from);
+  if (error === undefined) throw new Error("the call did not fail");
+  const [info] = error.findDetails(ErrorInfoSchema);
+  const [bad] = error.findDetails(BadRequestSchema);
+  const [retry] = error.findDetails(RetryInfoSchema);
+  return { code: error.code, info, field: bad?.fieldViolations[0]?.field, retryDelay: retry?.retryDelay };
+}
+
+// Text, as it grows. The last message has the counts, and the reason why it ended.
+const parts = await all(text.generateText(request()));
+check("stream", parts.some((part) => part.text !== ""), parts.at(-1)?.usage?.completionTokenCount === 16);
+
+// Cancelling frees everything that the call holds.
+const abort = new AbortController();
+const cancelled = (async () => {
+  for await (const _ of text.generateText(request({ maxTokens: 1000 }), { signal: abort.signal })) abort.abort();
+})();
+check("cancel", (await failure(cancelled)).code === Code.Canceled);
+
+// A deadline is part of the call; the server stops as well.
+const late = await failure(all(text.generateText(request({ maxTokens: 1900 }), { timeoutMs: 50 })));
+check("deadline", late.code === Code.DeadlineExceeded);
+
+// Bad input: the reason, and the field at fault.
+const hot = await failure(all(text.generateText(request({ sampling: { temperature: 9 } }))));
+check(
+  "bad-value",
+  hot.code === Code.InvalidArgument,
+  hot.info.domain === "outrider.dev" && hot.info.reason === "INVALID_VALUE",
+  hot.field === "sampling.temperature",
+);
+const unknown = await failure(all(text.generateText(request({ model: "no-such-model" }))));
+check("unknown-model", unknown.code === Code.NotFound, unknown.info.reason === "MODEL_NOT_FOUND");
+
+// Where waiting helps, RetryInfo says how long.
+const gone = await failure(all(createClient(GenerationService, unavailable).generateText(request())));
+check("unavailable", gone.code === Code.Unavailable, gone.retryDelay !== undefined && durationMs(gone.retryDelay) > 0);
+
+// The standard services.
+const health = await createClient(Health, gateway).check({ service: "outrider.v1.GenerationService" });
+check("health", health.status === HealthCheckResponse_ServingStatus.SERVING);
+const asked = async function* () {
+  yield { messageRequest: { case: "listServices" as const, value: "" } };
+};
+const [listed] = await all(createClient(ServerReflection, gateway).serverReflectionInfo(asked()));
+const services = listed.messageResponse.case === "listServicesResponse" ? listed.messageResponse.value.service : [];
+check("reflection", services.some((service) => service.name === "outrider.v1.GenerationService"));
+
+// Token ids from the verifier itself. A seed has 64 bits, so it is a bigint.
+const ids = { promptTokenIds: [1, 2, 3], maxTokens: 8, ignoreEos: true, sampling: { seed: 2n ** 64n - 1n } };
+const draw = async () => (await all(createClient(VerifierService, verifier).generateTokens(ids))).flatMap((part) => part.tokenIds);
+const drawn = [await draw(), await draw()];
+check("tokens", drawn[0].length === 8, drawn[0].join() === drawn[1].join());
+process.exit(0); // without waiting for idle connections

@@ -1,0 +1,31 @@
+// A whole drafter: it guesses what followed the last occurrence of the text's last tokens. Usage: ngram HOST:PORT
+import { serve } from "../src/index.js";
+
+const LONGEST_MATCH = 3;
+
+function guess(text: readonly number[], count: number): number[] {
+  for (let size = Math.min(LONGEST_MATCH, text.length - 1); size > 0; size--) {
+    const found = followers(text, size, count);
+    if (found.length > 0) return found;
+  }
+  return [];
+}
+
+/** What followed the last `size` tokens before: the newest `count` tokens, else the most. */
+function followers(text: readonly number[], size: number, count: number): number[] {
+  let best: number[] = [];
+  const end = text.length - size;
+  for (let start = end - 1; start >= 0 && best.length < count; start--) {
+    let same = 0;
+    while (same < size && text[start + same] === text[end + same]) same++;
+    if (same < size) continue;
+    const found = text.slice(start + size, start + size + count);
+    if (found.length > best.length) best = found;
+  }
+  return best;
+}
+
+await serve({ verifier: process.argv[2], family: "ts-ngram", guess }).catch((error) => {
+  console.error(String(error));
+  process.exit(1);
+});

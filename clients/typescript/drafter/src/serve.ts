@@ -1,0 +1,85 @@
+// A whole drafter process: dials, waits for the model, drafts, comes back, leaves on SIGTERM.
+import { arch, hostname } from "node:os";
+import { setTimeout as sleep } from "node:timers/promises";
+import { durationMs } from "@bufbuild/protobuf/wkt";
+import { ConnectError, createClient } from "@connectrpc/connect";
+import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
+import { ErrorInfoSchema, RetryInfoSchema } from "../gen/google/rpc/error_details_pb.js";
+import type { DraftDistribution, Opened } from "../gen/outrider/v1/drafts_pb.js";
+import { ModelStage, VerifierService } from "../gen/outrider/v1/verifier_pb.js";
+import type { Guesses, Strategy } from "./sequence.js";
+import { draft } from "./stream.js";
+
+const [FIRST_MS, LONGEST_MS, GOOD_MS] = [100, 2000, 60_000];
+// Reasons that errors.proto calls "Retry: never" and that a drafter can meet.
+const FINAL = ["TOKENIZER_MISMATCH", "INVALID_VALUE", "MALFORMED_REQUEST", "UNSUPPORTED_PARAMETER"];
+
+export interface Options {
+  /** host:port */
+  verifier: string;
+  family: string;
+  /** Made of family, host and process unless it is given. */
+  id?: string;
+  /** Most guesses for one step. */
+  maxDraftTokens?: number;
+  distributions?: DraftDistribution[];
+  /** A strategy that keeps nothing for a sequence. */
+  guess?: (text: readonly number[], count: number) => Guesses;
+  /** Or one for each sequence. */
+  open?: (opened: Opened) => Strategy;
+}
+
+/** Drafts until SIGTERM or SIGINT, through the verifier's restarts. Throws what would come again for ever. */
+export async function serve(options: Options): Promise<void> {
+  const { family, guess, open = () => ({ guess: guess! }) } = options;
+  if (guess === undefined && options.open === undefined) throw new TypeError("options need guess or open");
+  const stop = new AbortController();
+  for (const signal of ["SIGTERM", "SIGINT"]) process.once(signal, () => stop.abort());
+  const baseUrl = `http://${options.verifier}`;
+  let pause = FIRST_MS;
+  while (!stop.signal.aborted) {
+    const began = Date.now();
+    const sessionManager = new Http2SessionManager(baseUrl, { pingIntervalMs: 4000, pingTimeoutMs: 8000, pingIdleConnection: true });
+    const verifier = createClient(VerifierService, createGrpcTransport({ baseUrl, sessionManager, readMaxBytes: 2 ** 24 }));
+    try {
+      const model = await ready(verifier, stop.signal);
+      const hello = {
+        drafterId: options.id ?? `${family}-${hostname()}-${process.pid}`,
+        family,
+        tokenizerFingerprint: model.tokenizerFingerprint,
+        maxDraftTokens: options.maxDraftTokens ?? 16,
+        distributions: options.distributions ?? [],
+        placement: { kind: "local", host: hostname(), device: "cpu", architecture: arch() },
+      };
+      await draft(verifier, hello, open, stop.signal);
+    } catch (cause) {
+      if (stop.signal.aborted) break;
+      const error = ConnectError.from(cause);
+      console.error(`the stream to ${options.verifier} ended: ${error.message}`);
+      await sleep(wait(error, pause), undefined, { signal: stop.signal }).catch(() => {});
+      pause = Math.min(LONGEST_MS, 2 * pause);
+      if (Date.now() - began > GOOD_MS) pause = FIRST_MS;
+    } finally {
+      sessionManager.abort();
+    }
+  }
+}
+
+type Verifier = ReturnType<typeof createClient<typeof VerifierService>>;
+
+/** The model, once the verifier serves it. */
+async function ready(verifier: Verifier, signal: AbortSignal) {
+  for (;;) {
+    const model = await verifier.getModel({}, { signal });
+    if (model.stage === ModelStage.READY) return model;
+    await sleep(250, undefined, { signal });
+  }
+}
+
+/** Milliseconds to wait after an error; throws one that is final. */
+function wait(error: ConnectError, pause: number): number {
+  const [info] = error.findDetails(ErrorInfoSchema);
+  if (info?.domain === "outrider.dev" && FINAL.includes(info.reason)) throw error;
+  const [retry] = error.findDetails(RetryInfoSchema);
+  return retry?.retryDelay ? durationMs(retry.retryDelay) : pause * (0.5 + Math.random() / 2);
+}

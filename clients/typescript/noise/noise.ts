@@ -1,0 +1,17 @@
+// Checks the noise against protos/coupled_noise.json.
+import { readFileSync } from "node:fs";
+import { draw, exponential, noiseKey, output } from "../drafter/src/noise.ts";
+
+function check(fact: boolean, row: object): void {
+  if (!fact) throw new Error(JSON.stringify(row));
+}
+
+const vectors = JSON.parse(readFileSync(new URL("../../../protos/coupled_noise.json", import.meta.url), "utf8"));
+for (const row of vectors.noise) check(noiseKey(BigInt(row.seed), BigInt(row.position)) === BigInt(row.key), row);
+for (const row of [...vectors.noise, ...vectors.edges]) {
+  const z = output(BigInt(row.key), row.token);
+  // Two units in the last place.
+  check(z === BigInt(row.z) && Math.abs(exponential(z) - row.exponential) <= row.exponential * 2 ** -51, row);
+}
+for (const row of vectors.draws) check(draw(row.probs, BigInt(row.seed), BigInt(row.position)) === row.token, row);
+console.log("ok noise");

@@ -1,0 +1,37 @@
+"""A whole drafter: it guesses what followed the last occurrence of the text's last tokens.
+
+python examples/ngram_drafter.py 127.0.0.1:50051
+"""
+
+import sys
+from collections.abc import Sequence
+
+from outrider.drafter import serve
+
+LONGEST_MATCH = 3
+
+
+def guess(text: Sequence[int], count: int) -> Sequence[int]:
+    """Up to `count` tokens that may follow the text; none if its last token is new."""
+    for size in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+        found = followers(text, size, count)
+        if found:
+            return found
+    return []
+
+
+def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
+    """What followed the last `size` tokens before: the newest `count` tokens, else the most."""
+    best: Sequence[int] = []
+    for start in range(len(text) - size - 1, -1, -1):
+        if text[start : start + size] == text[-size:]:
+            found = text[start + size : start + size + count]
+            if len(found) > len(best):
+                best = found
+            if len(best) == count:
+                break
+    return best
+
+
+if __name__ == "__main__":
+    serve(guess, name="example-ngram", verifier=sys.argv[1])

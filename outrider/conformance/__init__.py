@@ -1,0 +1,1 @@
+"""Checks that a drafter in any language keeps the contract of the draft stream."""

@@ -1,0 +1,229 @@
+"""Starts a drafter against the scripted verifier, plays the scenes, and says which rules it kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.conformance.rules import RULES, Outcome, Result
+from outrider.conformance.scenes import SCENES
+from outrider.conformance.scripted_verifier import Broken, Link, ScriptedVerifier, refused
+from outrider.errors import Reason
+from outrider.process import rpc
+from outrider.v1 import verifier_pb2
+from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
+
+_START_S = 30.0
+_BACK_S = 8.0
+_EXIT_S = 5.0
+
+
+class Kit:
+    """One drafter and what became of each rule."""
+
+    def __init__(self, command: Sequence[str], fingerprint: str, vocab_size: int) -> None:
+        self.results = {name: Result() for name in RULES}
+        self.transcript: list[dict[str, Any]] = []
+        self._command = command
+        model = verifier_pb2.GetModelResponse(
+            model_id="conformance",
+            stage=verifier_pb2.MODEL_STAGE_LOADING,
+            stage_detail="the conformance kit waits",
+            tokenizer_fingerprint=fingerprint,
+            vocab_size=vocab_size,
+            context_length=8192,
+            max_draft_tokens=16,
+        )
+        self.verifier = ScriptedVerifier(model, self._complain, self._note)
+        self._link: Link | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._address = ""
+        self._began = time.monotonic()
+
+    # --- what scenes use ---
+
+    async def link(self) -> Link:
+        """The drafter's stream, which it may have to open again; a process is started where there is none."""
+        if self._link is not None and not self._link.ended:
+            return self._link
+        if self._process is None:
+            self._start()
+        self._link = await self._first_link(_BACK_S)
+        if self._link is None:
+            assert self._process is not None
+            code = self._process.poll()
+            text = f"no stream within {_BACK_S:.0f} s" if code is None else f"exited with {code}"
+            raise Broken("comes-back", text)
+        return self._link
+
+    def passed(self, *rules: str) -> None:
+        for rule in rules:
+            if self.results[rule].outcome is Outcome.NOT_SEEN:
+                self.results[rule].outcome = Outcome.PASS
+
+    def _complain(self, rule: str, reason: str) -> None:
+        result = self.results[rule]
+        if result.outcome is not Outcome.FAIL:
+            self.results[rule] = Result(Outcome.FAIL, reason)
+
+    def _note(self, who: str, what: dict[str, Any]) -> None:
+        at = round(time.monotonic() - self._began, 3)
+        self.transcript.append({"seconds": at, "from": who, **what})
+
+    # --- the run ---
+
+    async def run(self) -> None:
+        server = rpc.Server("outrider.v1.VerifierService")
+        add_VerifierServiceServicer_to_server(self.verifier, server.grpc)
+        [port] = await server.start("127.0.0.1:0")
+        self._address = f"127.0.0.1:{port}"
+        try:
+            if await self._arrives():
+                await self._play()
+                await self._leaves()
+                await self._gives_up()
+        finally:
+            self._kill()
+            await server.stop(0)
+
+    async def _arrives(self) -> bool:
+        """Whether the drafter opened a stream, and only once the model was ready."""
+        self._start()
+        early = await self._first_link(1.5)
+        self.verifier.model.stage = verifier_pb2.MODEL_STAGE_READY
+        if early is not None:
+            self._complain("waits-until-ready", "a stream came while GetModel said LOADING")
+            self._link = early
+        else:
+            self._link = await self._first_link(_START_S)
+        if self._link is None:
+            text = f"no stream within {_START_S:.0f} s"
+            self._complain("waits-until-ready", text)
+            return False
+        self.passed("waits-until-ready", "hello")
+        return True
+
+    async def _first_link(self, seconds: float) -> Link | None:
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self.verifier.links.get(), seconds)
+        return None
+
+    async def _play(self) -> None:
+        for scene in SCENES:
+            self._note("kit", {"scene": scene.__name__})
+            try:
+                await scene(self)
+            except Broken as broken:
+                self._complain(broken.rule, broken.reason)
+                self.verifier.refusal = None
+                # The next scene begins with a stream in order.
+                self._kill()
+                self._link = None
+                while not self.verifier.links.empty():
+                    self.verifier.links.get_nowait()
+
+    async def _leaves(self) -> None:
+        rule = "leaves-politely"
+        try:
+            link = await self.link()
+        except Broken as broken:
+            self._complain(rule, broken.reason)
+            return
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        # As a verifier does: the stream ends once the drafter has half-closed.
+        half_closed = await link.until(link.half_closed.is_set, _EXIT_S)
+        code = await self._exit_code(_EXIT_S)
+        if not link.draining:
+            self._complain(rule, "no Draining came")
+        elif not half_closed and not link.half_closed.is_set():
+            self._complain(rule, "the stream was not half-closed")
+        elif code != 0:
+            what = "still runs" if code is None else f"exited with {code}"
+            self._complain(rule, f"the process {what} after {_EXIT_S:.0f} s")
+        self.passed(rule)
+
+    async def _gives_up(self) -> None:
+        rule = "gives-up"
+        self._kill()
+        self.verifier.refusal = refused(Reason.TOKENIZER_MISMATCH)
+        before = len(self.verifier.attempts)
+        self._start()
+        code, attempts = None, 0
+        deadline = time.monotonic() + _START_S
+        while code is None and attempts < 2 and time.monotonic() < deadline:
+            code = await self._exit_code(0.2)
+            attempts = len(self.verifier.attempts) - before
+        if code is None:
+            self._complain(rule, f"still runs after {attempts} attempts")
+        elif code == 0:
+            self._complain(rule, "exits with 0")
+        elif attempts != 1:
+            self._complain(rule, f"dialled {attempts} times")
+        self.passed(rule)
+
+    # --- the process ---
+
+    def _start(self) -> None:
+        command = [part.replace("{address}", self._address) for part in self._command]
+        self._process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+
+    async def _exit_code(self, seconds: float) -> int | None:
+        assert self._process is not None
+        try:
+            return await asyncio.to_thread(self._process.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process = None
+
+    # --- what came of it ---
+
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, result in self.results.items() if result.outcome is Outcome.FAIL]
+
+    def table(self) -> Table:
+        """The rules, and what to mend of those that were broken."""
+        table = Table("rule", "", "what it says; what was wrong; what to mend")
+        styles = {Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_SEEN: "dim"}
+        for name, result in self.results.items():
+            rule, text = RULES[name], RULES[name].says
+            if result.outcome is Outcome.FAIL:
+                text = f"{rule.says}\n[red]{result.reason}[/red]\n{rule.mend}"
+            outcome = f"[{styles[result.outcome]}]{result.outcome.value}[/]"
+            table.add_row(name, outcome, text)
+        return table
+
+
+def check_drafter(
+    command: Sequence[str],
+    *,
+    fingerprint: str = "f" * 64,
+    vocab_size: int = 4096,
+    transcript: Path | None = None,
+) -> int:
+    """Check the drafter that `command` starts, with {address} for the verifier's; the exit status."""
+    kit = Kit(command, fingerprint, vocab_size)
+    asyncio.run(kit.run())
+    Console().print(kit.table())
+    if transcript is not None:
+        transcript.write_text("".join(json.dumps(line) + "\n" for line in kit.transcript))
+    for name in kit.failed:
+        print(f"{name}: {kit.results[name].reason}")
+    return int(bool(kit.failed))

@@ -1,0 +1,164 @@
+"""A verifier without a model, over real gRPC: it says what a scene tells it to, and writes down what it hears."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from outrider.conformance.ledger import Complain, Ledger
+from outrider.errors import OutriderError, Reason
+from outrider.process import rpc
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+
+Note = Callable[[str, dict[str, Any]], None]
+"""Takes who spoke, and what was said, for the transcript."""
+
+
+class Broken(Exception):
+    """A rule that a scene found broken, and how."""
+
+    def __init__(self, rule: str, reason: str) -> None:
+        super().__init__(f"{rule}: {reason}")
+        self.rule, self.reason = rule, reason
+
+
+class Link:
+    """One stream of the drafter, from its Hello on."""
+
+    def __init__(self, hello: drafts_pb2.Hello, ledger: Ledger, note: Note) -> None:
+        self.hello = hello
+        self.ledger = ledger
+        self.began_at = time.monotonic()
+        self.heard_at = self.began_at
+        self.ended = False
+        self.half_closed = asyncio.Event()
+        self.draining = False
+        self._note = note
+        self._outbox: asyncio.Queue[Message | OutriderError | None] = asyncio.Queue()
+        self._changed = asyncio.Event()
+
+    def say(self, **step: Any) -> None:
+        """What an engine step opened, committed and closed."""
+        batch = drafts_pb2.StepBatch(**step)
+        self.ledger.said(batch)
+        self.send(verifier_pb2.StreamDraftsResponse(step=batch))
+
+    def send(self, message: Message) -> None:
+        self._note("verifier", MessageToDict(message, preserving_proto_field_name=True))
+        self._outbox.put_nowait(message)
+
+    def end(self, error: OutriderError | None) -> None:
+        """End the stream: with the error, or as if the process had died."""
+        self._note("verifier", {"ends": error.reason.name if error else "without a status"})
+        self._outbox.put_nowait(error)
+        self.over()
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Whether the condition came true in time; it is looked at with each message."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition() and not self.ended:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return condition()
+
+    async def read(self, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
+        async for request in requests:
+            self._note("drafter", MessageToDict(request, preserving_proto_field_name=True))
+            self.heard_at = time.monotonic()
+            if request.HasField("drafts"):
+                self.ledger.heard(request.drafts)
+            self.draining |= request.HasField("draining")
+            self._changed.set()
+        self._note("drafter", {"half_closes": True})
+        self.half_closed.set()
+
+    async def write(self, context: Any) -> None:
+        while (message := await self._outbox.get()) is not None:
+            if isinstance(message, OutriderError):
+                raise message
+            await context.write(message)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    def over(self) -> None:
+        self.ended = True
+        self._changed.set()
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """`model` is what GetModel answers; `refusal`, while there is one, what each new stream ends with."""
+
+    def __init__(self, model: verifier_pb2.GetModelResponse, complain: Complain, note: Note) -> None:
+        self.model = model
+        self.refusal: OutriderError | None = None
+        self.attempts: list[float] = []
+        """When streams were opened, refused ones included."""
+        self.links: asyncio.Queue[Link] = asyncio.Queue()
+        self._complain, self._note = complain, note
+
+    @rpc.reports_errors
+    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
+        return self.model
+
+    @rpc.reports_errors
+    async def GenerateTokens(  # type: ignore[override]  # refuses through the context
+        self, request: verifier_pb2.GenerateTokensRequest, context: Any
+    ) -> verifier_pb2.GenerateTokensResponse:
+        raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "the conformance kit has no model")
+
+    @rpc.reports_errors
+    async def StreamDrafts(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+        self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
+    ) -> None:
+        self.attempts.append(time.monotonic())
+        requests = aiter(request_iterator)
+        try:
+            first = await asyncio.wait_for(anext(requests), 10)
+        except (TimeoutError, StopAsyncIteration):
+            self._complain("hello", "no Hello came within 10 s")
+            return
+        self._note("drafter", MessageToDict(first, preserving_proto_field_name=True))
+        self._check_hello(first)
+        if self.refusal is not None:
+            self._note("verifier", {"ends": self.refusal.reason.name})
+            raise self.refusal
+        link = Link(first.hello, Ledger(self.model.vocab_size, self._complain), self._note)
+        welcome = drafts_pb2.Welcome(
+            model_id=self.model.model_id,
+            vocab_size=self.model.vocab_size,
+            context_length=self.model.context_length,
+        )
+        link.send(verifier_pb2.StreamDraftsResponse(welcome=welcome))
+        tasks = [asyncio.create_task(link.read(requests)), asyncio.create_task(link.write(context))]
+        self.links.put_nowait(link)
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            link.over()
+
+    def _check_hello(self, first: verifier_pb2.StreamDraftsRequest) -> None:
+        hello = first.hello
+        if first.WhichOneof("message") != "hello":
+            self._complain("hello", "the first message is no Hello")
+        if hello.tokenizer_fingerprint != self.model.tokenizer_fingerprint:
+            self._complain("hello", f"tokenizer_fingerprint is {hello.tokenizer_fingerprint!r}")
+        if not (1 <= len(hello.drafter_id) <= 128 and 1 <= len(hello.family) <= 64):
+            self._complain("hello", "drafter_id has 1 to 128 characters, family 1 to 64")
+        if not 1 <= hello.max_draft_tokens <= 64:
+            self._complain("hello", f"max_draft_tokens is {hello.max_draft_tokens}")
+
+
+def refused(reason: Reason, retry_after_s: float | None = None) -> OutriderError:
+    """An error of the conformance kit's own verifier."""
+    return OutriderError(reason, "the conformance kit says so", retry_after_s=retry_after_s)

@@ -1,0 +1,273 @@
+"""The counterpart for verifiers: plays a client and a drafter against any implementation of VerifierService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from outrider.conformance.scripted_verifier import Broken
+from outrider.errors import OutriderError, Reason
+from outrider.process import rpc
+from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
+
+_PROMPT = list(range(5, 25))
+_TOKENS = 24
+_WAIT_S = 20.0
+_END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
+Request = verifier_pb2.GenerateTokensRequest
+Step = verifier_pb2.StreamDraftsResponse
+
+RULES = {
+    "model": "GetModel says READY, and what ids and lengths there are.",
+    "tokens": "GenerateTokens streams max_tokens ids, and finish_reason and stats at the end.",
+    "seeds": "A seed of 64 bits gives the same tokens again.",
+    "limits": "A value out of range is INVALID_ARGUMENT, with reason and field.",
+    "cancel": "A cancelled call holds up nobody.",
+    "hello": "Another tokenizer and a taken id are refused, each with its reason.",
+    "opened": "A drafter is handed sequences, with every committed token.",
+    "verdicts": "Verdicts say what the client receives, in order and without a gap.",
+    "accepts": "Guesses that are what the target writes are accepted.",
+    "lossless": "Right, wrong, late and repeated guesses leave the text as it is.",
+    "unknown": "A message of an unknown kind is ignored.",
+    "violations": "What no delay explains ends the stream with PROTOCOL_VIOLATION.",
+    "leaving": "After Draining and half-closing the stream ends with OK.",
+}
+
+
+class Drafter:
+    """One stream; `guess` says what to answer a committed text with."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.texts: dict[int, list[int]] = {}
+        self.accepted = 0
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(verifier_pb2.StreamDraftsRequest(**message))
+
+    async def hear(self) -> Step:
+        response: Step = await asyncio.wait_for(self.call.read(), _WAIT_S)
+        return response
+
+    async def follow(self, guess: Callable[[list[int]], list[int]], repeats: int = 1) -> None:
+        """Answer everything until the first sequence is closed."""
+        while True:
+            response = await self.hear()
+            if response == _END:
+                raise Broken("opened", "the stream ended")
+            step = response.step
+            for opened in step.opened:
+                self.texts[opened.sequence_id] = list(opened.token_ids)
+            for verdict in step.verdicts:
+                self._commit(verdict)
+            asked = [one.sequence_id for one in step.opened]
+            for sequence_id in [*asked, *(one.sequence_id for one in step.verdicts)]:
+                for _ in range(repeats):
+                    await self._answer(sequence_id, guess)
+            if step.closed:
+                return
+
+    def _commit(self, verdict: drafts_pb2.Verdict) -> None:
+        text = self.texts[verdict.sequence_id]
+        fresh = verdict.committed_length - len(text)
+        if not 0 <= fresh <= len(verdict.new_token_ids):
+            raise Broken("verdicts", f"from length {len(text)} to {verdict.committed_length}")
+        text += list(verdict.new_token_ids)[len(verdict.new_token_ids) - fresh :]
+        self.accepted += verdict.accepted_count
+
+    async def _answer(self, sequence_id: int, guess: Callable[[list[int]], list[int]]) -> None:
+        text = self.texts[sequence_id]
+        place: dict[str, Any] = {"sequence_id": sequence_id, "base_length": len(text)}
+        found = guess(text)
+        batch = drafts_pb2.DraftBatch(skips=[drafts_pb2.Skip(**place)])
+        if found:
+            proposal = drafts_pb2.Proposal(**place, token_ids=found)
+            batch = drafts_pb2.DraftBatch(proposals=[proposal])
+        await self.say(drafts=batch)
+
+
+class VerifierCheck:
+    """Plays against one verifier."""
+
+    def __init__(self, address: str) -> None:
+        self.results: dict[str, str | None] = {}
+        """Of each rule that was tried, what was wrong; None if nothing."""
+        self._address = address
+        self._stub: Any = None
+        self._model = verifier_pb2.GetModelResponse()
+        self._plain: list[int] = []
+
+    async def run(self) -> None:
+        # Each with the rule that is broken when it cannot be played at all.
+        parts = {
+            "tokens": self._client,
+            "hello": self._hello,
+            "opened": self._drafts,
+            "violations": self._violations,
+            "leaving": self._leaving,
+        }
+        async with rpc.dial(self._address) as channel:
+            self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+            for rule, part in parts.items():
+                try:
+                    await part()
+                except Broken as broken:
+                    self.results[broken.rule] = broken.reason
+                except grpc.aio.AioRpcError as failure:
+                    self.results[rule] = f"{failure.code().name}: {failure.details()}"
+                except TimeoutError:
+                    self.results[rule] = f"nothing came for {_WAIT_S:.0f} s"
+                if not self._plain:
+                    # What generates nothing cannot be drafted for.
+                    return
+
+    def _hold(self, rule: str, fact: bool, reason: str) -> None:
+        if not fact:
+            raise Broken(rule, reason)
+        self.results.setdefault(rule, None)
+
+    async def _tokens(self, **fields: Any) -> list[Any]:
+        sampling = fields.pop("sampling", common_pb2.SamplingParams(temperature=0))
+        given: dict[str, Any] = {"prompt_token_ids": _PROMPT, "max_tokens": _TOKENS, **fields}
+        request = Request(**given, ignore_eos=True, sampling=sampling)
+        return [part async for part in self._stub.GenerateTokens(request, timeout=_WAIT_S)]
+
+    async def _error(self, call: Awaitable[Any]) -> OutriderError:
+        try:
+            await call
+        except grpc.aio.AioRpcError as failure:
+            return rpc.error_of(failure)
+        return OutriderError(Reason.INTERNAL, "no error")
+
+    async def _client(self) -> None:
+        self._model = await self._stub.GetModel(verifier_pb2.GetModelRequest(), timeout=_WAIT_S)
+        model = self._model
+        ready = model.stage == verifier_pb2.MODEL_STAGE_READY and model.vocab_size > 0
+        self._hold("model", ready and model.context_length > 0, f"it says {model}")
+        parts = await self._tokens(speculation=common_pb2.SpeculationOptions(enabled=False))
+        self._plain = ids(parts)
+        whole = len(self._plain) == _TOKENS and parts[-1].finish_reason != 0
+        self._hold("tokens", whole and parts[-1].HasField("stats"), f"{len(self._plain)} ids")
+        seeded = common_pb2.SamplingParams(temperature=1, seed=2**64 - 1)
+        drawn = [ids(await self._tokens(sampling=seeded)) for _ in range(2)]
+        self._hold("seeds", drawn[0] == drawn[1], "two texts of one seed differ")
+        hot = common_pb2.SamplingParams(temperature=9)
+        error = await self._error(self._tokens(sampling=hot))
+        right = (error.reason, error.field) == (Reason.INVALID_VALUE, "sampling.temperature")
+        self._hold("limits", right, f"temperature 9 gave {error.reason.name}: {error}")
+        call = self._stub.GenerateTokens(Request(prompt_token_ids=_PROMPT, max_tokens=500))
+        await call.read()
+        call.cancel()
+        same = ids(await self._tokens()) == self._plain
+        self._hold("cancel", same, "the call after it has another text")
+
+    @asynccontextmanager
+    async def _drafter(self, name: str, **hello: Any) -> AsyncIterator[Drafter]:
+        fields: dict[str, Any] = {
+            "drafter_id": name,
+            "family": name,
+            "tokenizer_fingerprint": self._model.tokenizer_fingerprint,
+            "max_draft_tokens": 8,
+        } | hello
+        call = self._stub.StreamDrafts()
+        drafter = Drafter(call)
+        await drafter.say(hello=drafts_pb2.Hello(**fields))
+        try:
+            yield drafter
+        finally:
+            call.cancel()
+
+    async def _ending(self, drafter: Drafter) -> tuple[grpc.StatusCode, OutriderError]:
+        """What the stream ends with."""
+        with suppress(grpc.aio.AioRpcError):
+            while await drafter.hear() != _END:
+                pass
+        call = drafter.call
+        code, details = await call.code(), await call.details()
+        initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
+        return code, rpc.error_of(grpc.aio.AioRpcError(code, initial, trailing, details, None))
+
+    async def _hello(self) -> None:
+        async with self._drafter("conformance-stranger", tokenizer_fingerprint="f00d") as drafter:
+            _, error = await self._ending(drafter)
+        name = error.reason.name
+        self._hold("hello", error.reason is Reason.TOKENIZER_MISMATCH, f"mismatch: {name}")
+        async with self._drafter("conformance-twin") as first:
+            await first.hear()
+            async with self._drafter("conformance-twin") as second:
+                _, error = await self._ending(second)
+        name = error.reason.name
+        self._hold("hello", error.reason is Reason.DRAFTER_ID_TAKEN, f"taken id: {name}")
+
+    async def _drafts(self) -> None:
+        whole = [*_PROMPT, *self._plain]
+
+        def right(text: list[int]) -> list[int]:
+            return whole[len(text) : len(text) + 4]
+
+        def wrong(text: list[int]) -> list[int]:
+            return [(token + 1) % self._model.vocab_size for token in right(text)]
+
+        name = "conformance-drafter"
+        async with self._drafter(name) as drafter:
+            await drafter.hear()
+            await drafter.say()  # a message of no kind that is known
+            for guess, repeats in ((right, 1), (wrong, 1), (right, 3)):
+                asked = common_pb2.SpeculationOptions(drafter=name)
+                text = asyncio.create_task(self._tokens(speculation=asked))
+                await drafter.follow(guess, repeats)
+                self._hold("unknown", True, "")
+                self._hold("opened", True, "")
+                same = ids(await text) == self._plain
+                self._hold("lossless", same, f"{guess.__name__} guesses change the text")
+                said = next(iter(drafter.texts.values()))
+                self._hold("verdicts", said == whole[: len(said)], "verdicts say another text")
+                drafter.texts.clear()
+            self._hold("accepts", drafter.accepted > 0, "no guess was accepted")
+
+    async def _violations(self) -> None:
+        wrongs: dict[str, dict[str, Any]] = {
+            "a sequence that never was": {"sequence_id": 2**52, "base_length": 1, "token_ids": [1]},
+            "a proposal without tokens": {"sequence_id": 2**52, "base_length": 1},
+            "an id out of range": {"base_length": 1, "token_ids": [self._model.vocab_size]},
+        }
+        for number, (what, fields) in enumerate(wrongs.items()):
+            async with self._drafter(f"conformance-liar-{number}") as drafter:
+                await drafter.hear()
+                proposal = drafts_pb2.Proposal(**fields)
+                await drafter.say(drafts=drafts_pb2.DraftBatch(proposals=[proposal]))
+                _, error = await self._ending(drafter)
+            right = error.reason is Reason.PROTOCOL_VIOLATION and error.field is not None
+            self._hold("violations", right, f"{what} gave {error.reason.name}")
+
+    async def _leaving(self) -> None:
+        async with self._drafter("conformance-leaver") as drafter:
+            await drafter.hear()
+            await drafter.say(draining=drafts_pb2.Draining(reason="the check is over"))
+            await drafter.call.done_writing()
+            code, _ = await self._ending(drafter)
+        self._hold("leaving", code is grpc.StatusCode.OK, f"it ends with {code.name}")
+
+
+def ids(parts: list[Any]) -> list[int]:
+    """The token ids of a text."""
+    return [token for part in parts for token in part.token_ids]
+
+
+def check_verifier(address: str) -> int:
+    """Check the verifier at host:port; the exit status."""
+    check = VerifierCheck(address)
+    asyncio.run(check.run())
+    table = Table("rule", "", "what it says; what was wrong")
+    for rule, says in RULES.items():
+        wrong = check.results.get(rule, "not reached, since an earlier rule failed")
+        outcome = "[green]pass[/]" if wrong is None else "[bold red]FAIL[/]"
+        table.add_row(rule, outcome, says if wrong is None else f"{says}\n[red]{wrong}[/]")
+    Console().print(table)
+    return int(any(check.results.get(rule, "") is not None for rule in RULES))

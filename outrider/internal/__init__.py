@@ -1,0 +1,1 @@
+"""Generated from protos/outrider/internal: what no other version has to understand."""

@@ -1,0 +1,1 @@
+"""Generated from protos/outrider/internal/v1."""

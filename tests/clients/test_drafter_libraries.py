@@ -1,0 +1,156 @@
+"""The n-gram examples of the drafter libraries, built from this tree, keep the contract of the draft stream."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from stack import Client, Process, Stack, running  # lies in tests/e2e
+from test_greedy_equality import texts as prompt_texts  # lies in tests/e2e
+
+from outrider.conformance.kit import Kit
+from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.tokenizer import load_tokenizer
+
+CLIENTS = Path(__file__).parents[2] / "clients"
+COMMANDS = {
+    "go": [str(CLIENTS / "go/build/ngram"), "{address}"],
+    "typescript": ["node", str(CLIENTS / "typescript/drafter/dist/examples/ngram.js"), "{address}"],
+}
+NEEDED = {"go": ["go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"], "typescript": ["npm", "node"]}
+BUILD = {"go": CLIENTS / "go/build.sh", "typescript": CLIENTS / "typescript/drafter/build.sh"}
+
+
+FAMILIES = {"go": "go-ngram", "typescript": "ts-ngram"}
+TARGET = str(CLIENTS.parent / "models/target")
+TOKENS = 64
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
+PLAIN = SpeculationOptions(enabled=False)
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def language(request: pytest.FixtureRequest) -> str:
+    """A language whose example is built."""
+    name: str = request.param
+    missing = [tool for tool in NEEDED[name] if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}, which clients/check.sh installs")
+    subprocess.run([BUILD[name]], check=True, timeout=300)
+    return name
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """A verifier that waits for each draft of four tokens, and the built-in n-gram drafter."""
+    stack = Stack("--always-draft", "--draft-tokens", "fixed:4")
+    stack.add_drafter("ngram-1", "ngram", "--max-draft-len", "16")
+    with running(stack):
+        yield stack
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with Client(stack.address) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [encoding.ids for encoding in load_tokenizer(TARGET).encode_batch(prompt_texts())]
+
+
+def example(stack: Stack, language: str) -> Process:
+    """The language's example as a drafter of this stack."""
+    command = [part.format(address=stack.address) for part in COMMANDS[language]]
+    return Process("", command=command)
+
+
+async def connected(client: Client, family: str, count: int) -> None:
+    """Wait until so many drafters of a family are."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = [drafter for drafter in (await client.model()).drafters if drafter.family == family and drafter.connected]
+        if len(found) == count:
+            return
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.1)
+
+
+async def written(
+    client: Client, prompts: list[list[int]], sampling: SamplingParams, options: SpeculationOptions
+) -> tuple[list[list[int]], float]:
+    """The texts, eight at a time, and the share of the draft tokens that were accepted."""
+    texts: list[list[int]] = []
+    drafted = accepted = 0
+    for first in range(0, len(prompts), 8):
+        requests = [
+            TokenRequest(prompt, TOKENS, sampling, speculation=options, ignore_eos=True) for prompt in prompts[first : first + 8]
+        ]
+        for answer in await asyncio.gather(*(client.generate(request) for request in requests)):
+            texts.append([token for chunk in answer for token in chunk.token_ids])
+            stats = answer[-1].stats
+            assert stats is not None
+            drafted += stats.draft_token_count
+            accepted += stats.accepted_token_count
+    return texts, accepted / drafted if drafted else 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_its_guesses_are_accepted_as_often_as_the_built_in_drafters(
+    stack: Stack, client: Client, prompts: list[list[int]], language: str, sampling: SamplingParams
+) -> None:
+    expected, _ = await written(client, prompts, sampling, PLAIN)
+    process = example(stack, language)
+    try:
+        await connected(client, FAMILIES[language], 1)
+        own, own_rate = await written(client, prompts, sampling, SpeculationOptions(drafter=FAMILIES[language]))
+        built_in, built_in_rate = await written(client, prompts, sampling, SpeculationOptions(drafter="ngram-1"))
+    finally:
+        process.stop()
+        process.log.close()
+    assert own == built_in == expected
+    assert built_in_rate > 0.1
+    assert own_rate == pytest.approx(built_in_rate, abs=0.02)
+
+
+@pytest.mark.slow
+async def test_texts_stand_while_it_is_killed_paused_doubled_and_restarted(
+    stack: Stack, client: Client, prompts: list[list[int]], language: str
+) -> None:
+    prompts, options = prompts[:16], SpeculationOptions(drafter=FAMILIES[language])
+    expected = {sampling: (await written(client, prompts, sampling, PLAIN))[0] for sampling in (GREEDY, SAMPLED)}
+    one, other = example(stack, language), example(stack, language)
+    try:
+        await connected(client, FAMILIES[language], 2)
+        for sampling in (GREEDY, SAMPLED):
+            writing = asyncio.create_task(written(client, prompts, sampling, options))
+            await asyncio.sleep(0.3)
+            one.kill()
+            other.popen.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.5)
+            other.popen.send_signal(signal.SIGCONT)
+            one.start()
+            assert (await writing)[0] == expected[sampling]
+            await connected(client, FAMILIES[language], 2)
+            texts, rate = await written(client, prompts, sampling, options)
+            assert texts == expected[sampling]
+            assert rate > 0.1
+    finally:
+        for process in (one, other):
+            process.stop()
+            process.log.close()
+
+
+@pytest.mark.slow
+def test_the_example_passes_the_conformance_kit(language: str) -> None:
+    kit = Kit(COMMANDS[language], "f" * 64, 4096)
+    asyncio.run(kit.run())
+    assert [(name, kit.results[name].reason) for name in kit.failed] == []

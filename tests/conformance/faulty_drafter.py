@@ -1,0 +1,149 @@
+"""A drafter in one file, with one fault if it is told of one: faulty_drafter.py ADDRESS [FAULT]."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+
+ADDRESS, FAULT = sys.argv[1], [*sys.argv, ""][2]
+FINAL = ("TOKENIZER_MISMATCH", "INVALID_VALUE")
+leaving = threading.Event()
+corpus: list[int] = []
+
+
+def guess(text: list[int], count: int) -> list[int]:
+    """What followed the last occurrence of the last token; what never occurs is what the last prediction began with."""
+    for start in range(len(text) - 2, -1, -1):
+        if text[start] == text[-1]:
+            return text[start + 1 : start + 1 + count]
+    return corpus[1 : 1 + count] if FAULT == "prediction-as-corpus" else []
+
+
+class Stream:
+    """One stream, from Hello to its end."""
+
+    def __init__(self, stub: verifier_pb2_grpc.VerifierServiceStub, fingerprint: str) -> None:
+        self.outbox: queue.Queue[verifier_pb2.StreamDraftsRequest | None] = queue.Queue()
+        self.texts: dict[int, list[int]] = {}
+        hello = drafts_pb2.Hello(
+            drafter_id="faulty",
+            family="faulty",
+            tokenizer_fingerprint="another" if FAULT == "wrong-fingerprint" else fingerprint,
+            max_draft_tokens=8,
+        )
+        self.outbox.put(verifier_pb2.StreamDraftsRequest(hello=hello))
+        self.call = stub.StreamDrafts(self._requests())
+        threading.Thread(target=self._leave, daemon=True).start()
+
+    def _requests(self) -> Iterator[verifier_pb2.StreamDraftsRequest]:
+        while (message := self.outbox.get()) is not None:
+            yield message
+
+    def _leave(self) -> None:
+        leaving.wait()
+        if FAULT == "leaves-at-once":
+            self.call.cancel()
+        goodbye = drafts_pb2.Draining(reason="told to stop")
+        self.outbox.put(verifier_pb2.StreamDraftsRequest(draining=goodbye))
+        self.outbox.put(None)
+
+    def run(self) -> None:
+        for message in self.call:
+            if message.WhichOneof("message") is None and FAULT == "dies-of-unknown-messages":
+                raise SystemExit("an unknown message")
+            self._apply(message.step)
+
+    def _apply(self, step: drafts_pb2.StepBatch) -> None:
+        for opened in step.opened:
+            if opened.distribution > 3 and FAULT == "dies-of-unknown-values":
+                raise SystemExit("an unknown distribution")
+            self.texts[opened.sequence_id] = list(opened.token_ids)
+            corpus[:] = opened.prediction_token_ids
+        for verdict in step.verdicts:
+            text = self.texts[verdict.sequence_id]
+            fresh = verdict.committed_length - len(text)
+            if FAULT == "appends-all":
+                fresh = len(verdict.new_token_ids)
+            text += list(verdict.new_token_ids)[len(verdict.new_token_ids) - max(fresh, 0) :]
+        for closed in step.closed:
+            if FAULT != "forgets-closed":
+                del self.texts[closed.sequence_id]
+        for asked in (*step.opened, *step.verdicts):
+            if asked.sequence_id in self.texts:
+                self._answer(asked.sequence_id, asked.draft_tokens, bool(step.verdicts))
+        if FAULT == "forgets-closed" and step.closed:
+            threading.Timer(0.55, self._answer, (step.closed[0].sequence_id, 4, False)).start()
+
+    def _answer(self, sequence_id: int, count: int, after_verdict: bool) -> None:
+        text = self.texts.get(sequence_id, [])
+        if not text:
+            return
+        place = {"sequence_id": sequence_id, "base_length": len(text)}
+        found = guess(text, count)
+        batch = drafts_pb2.DraftBatch(skips=[drafts_pb2.Skip(**place)])
+        if found:
+            proposal = drafts_pb2.Proposal(**place, token_ids=found)
+            self._spoil(proposal)
+            batch = drafts_pb2.DraftBatch(proposals=[proposal])
+        elif FAULT == "never-skips" and after_verdict:
+            return
+        self.outbox.put(verifier_pb2.StreamDraftsRequest(drafts=batch))
+        if FAULT == "never-falls-silent" and sequence_id in self.texts:
+            timer = threading.Timer(0.3, self._answer, (sequence_id, count, False))
+            timer.daemon = True
+            timer.start()
+
+    def _spoil(self, proposal: drafts_pb2.Proposal) -> None:
+        if FAULT == "base-too-large":
+            proposal.base_length += 1
+        elif FAULT == "ids-too-large":
+            proposal.token_ids[0] = 4096
+        elif FAULT == "parents-behind":
+            proposal.parents.extend(range(1, len(proposal.token_ids) + 1))
+
+
+def pause(error: grpc.RpcError, backoff_s: float) -> float:
+    """Seconds to wait before the next attempt; exits when there is no use in one."""
+    status = rpc_status.from_call(error)
+    retry_s = backoff_s
+    for packed in status.details if status else []:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if packed.Unpack(info) and info.reason in FINAL and FAULT != "never-gives-up":
+            raise SystemExit(f"refused: {info.reason}")
+        if packed.Unpack(retry) and FAULT != "ignores-retry-info":
+            retry_s = retry.retry_delay.ToTimedelta().total_seconds()
+    return retry_s
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+    options = [("grpc.max_reconnect_backoff_ms", 2000), ("grpc.max_receive_message_length", 2**24)]
+    stub = verifier_pb2_grpc.VerifierServiceStub(grpc.insecure_channel(ADDRESS, options=options))
+    while FAULT != "does-not-wait" and stub.GetModel(verifier_pb2.GetModelRequest()).stage != 3:
+        time.sleep(0.1)
+    backoff_s = 0.1
+    while not leaving.is_set():
+        model = stub.GetModel(verifier_pb2.GetModelRequest())
+        try:
+            Stream(stub, model.tokenizer_fingerprint).run()
+        except grpc.RpcError as error:
+            if leaving.is_set():
+                break
+            if FAULT == "never-comes-back":
+                raise SystemExit("the stream ended") from error
+            time.sleep(pause(error, backoff_s))
+            backoff_s = min(2.0, 2 * backoff_s)
+
+
+if __name__ == "__main__":
+    main()
