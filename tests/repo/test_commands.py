@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "DECISIONS.md", "compose/README.md", "models/README.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
-)
+NAMED = ("README.md", "CHANGELOG.md", "DECISIONS.md", "clients/browser/README.md", "compose/README.md", "models/README.md")
+PAGES = [ROOT / name for name in NAMED] + sorted((ROOT / "docs").glob("*.md"))
 FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
 CLIENTS = {
@@ -20,6 +19,10 @@ CLIENTS = {
 """Flags of `vllm bench serve` and `guidellm run` that the pages name."""
 DOCKERS = {"build", "detach", "force-recreate", "profile", "pull", "scale", "volumes"}
 """Flags of `docker compose` that the pages name."""
+EXPERIMENTS = {"json", "validate"}
+"""Flags of `outrider advise` and `outrider experiment predict` that are no settings."""
+CURLS = {"data-binary", "list-services", "protocol", "schema"}
+"""Flags of `curl` and `buf curl` that the pages name."""
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -38,24 +41,27 @@ def test_every_make_target_named_exists(path: Path) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_flag_named_is_some_commands(path: Path) -> None:
     fields = {
-        field.replace("_", "-")
+        field.rstrip("_").replace("_", "-")
         for name in (
             "verifier_svc/config.py",
             "drafter_svc/config.py",
             *(str(path.relative_to(ROOT)) for path in (ROOT / "drafter_svc/families").glob("*.py")),
             "examples/repeat_drafter.py",
             "gateway/config.py",
-            "outrider/stack.py",
+            "outrider/launch/stack.py",
             "bench/__main__.py",
+            *(f"bench/experiment/{name}.py" for name in ("advise", "agent", "profile", "run")),
             "bench/simulator/scenario.py",
         )
         for field in re.findall(
-            r"^    (\w+): ", (ROOT / name).read_text() + (ROOT / "outrider/config.py").read_text(), re.MULTILINE
+            r"^    (\w+): ", (ROOT / name).read_text() + (ROOT / "outrider/process/config.py").read_text(), re.MULTILINE
         )
     }
     named = {flag.removeprefix("no-") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())} - {"help"}
-    others = {"models", "max-tokens", "service", "timeout", "version"} | CLIENTS | DOCKERS
-    assert named <= fields | others
+    # What protoc names begins with the language.
+    others = {"models", "max-tokens", "service", "timeout", "version", "grpc", "ruby", "transcript"}
+    others |= {"compare", "out", "rates", "processes"}  # of `outrider fleet`
+    assert named <= fields | others | EXPERIMENTS | CLIENTS | DOCKERS | CURLS
 
 
 def test_the_readme_opens_with_the_three_commands() -> None:

@@ -10,7 +10,7 @@ import yaml
 from drafter_svc.config import settings_schema
 from drafter_svc.families.registry import known_families
 from gateway.config import GatewaySettings
-from outrider.config import Settings
+from outrider.process.config import Settings
 from verifier_svc.config import VerifierSettings
 
 COMPOSE = Path(__file__).parents[2] / "compose"

@@ -48,32 +48,43 @@ def test_what_is_shared_imports_no_service() -> None:
 
 
 def test_protobuf_stays_in_wire_servicers_and_streams() -> None:
-    wire = {"wire.py", "wire_model.py", "wire_settings.py"}
     streams = {"stream.py", "draft_streams.py", "token_stream.py", "token_streams.py"}
-    allowed = wire | streams | {"servicer.py", "routing.py", "__main__.py", "server.py"}
+    allowed = streams | {"servicer.py", "connect.py", "routing.py", "__main__.py", "server.py"}
     for package in ("outrider", *SERVICES):
         for path in sources(package):
-            if any(name.startswith("outrider.v1") for name in imported(path)):
+            # The conformance kit is about the messages themselves.
+            if path.parent.name not in ("conformance", "wire") and any(name.startswith("outrider.v1") for name in imported(path)):
                 assert path.name in allowed, path
 
 
 def test_what_is_no_service_or_stream_of_the_verifier_knows_no_grpc() -> None:
     speaks = {"server.py", "servicer.py", "draft_streams.py", "token_streams.py"}
     for path in sources("verifier_svc"):
-        known = any(name.startswith(("grpc", "google", "outrider.rpc", "outrider.v1", "outrider.wire")) for name in imported(path))
+        known = any(
+            name.startswith(("grpc", "google", "outrider.process.rpc", "outrider.v1", "outrider.wire")) for name in imported(path)
+        )
         assert known == (path.name in speaks), path
 
 
 def test_drafter_families_and_sampling_know_no_grpc() -> None:
-    for path in (*sources("drafter_svc/families"), *sources("drafter_svc/pools"), ROOT / "outrider/sampling.py"):
+    for path in (*sources("drafter_svc/families"), *sources("drafter_svc/pools"), *sources("outrider/sampling")):
         assert "grpc" not in roots(path), path
 
 
-def test_the_trie_and_the_scheduler_know_no_torch() -> None:
-    state = ("trie", "scheduler", "drafters", "sequence", "plan", "acceptance_rate", "forward_cost")
-    work = ("goodput", "planner", "drafting", "waiting", "admission", "inbox", "step_clock")
-    for module in (*state, *work):
-        assert "torch" not in roots(ROOT / "verifier_svc" / f"{module}.py")
+def test_state_policy_and_drafts_of_the_verifier_know_no_torch() -> None:
+    for room in ("state", "policy", "drafts"):
+        for path in sources(f"verifier_svc/{room}"):
+            assert "torch" not in roots(path), path
+
+
+LAYERS = ("state", "policy", "verification", "drafts", "engine", "streams")
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_no_room_of_the_verifier_imports_a_higher_one(room: str) -> None:
+    higher = tuple(f"verifier_svc.{name}." for name in LAYERS[LAYERS.index(room) + 1 :])
+    for path in sources(f"verifier_svc/{room}"):
+        assert not [name for name in imported(path) if name.startswith(higher)], path
 
 
 def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
@@ -90,7 +101,7 @@ def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
         "verifier_svc.__main__",
         "drafter_svc.families.ngram",
         "drafter_svc.families.model",
-        "outrider.cli",
+        "outrider.launch.cli",
     ],
 )
 def test_what_needs_no_model_starts_without_torch(module: str) -> None:

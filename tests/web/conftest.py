@@ -15,7 +15,7 @@ from playwright.async_api import Browser, Page, async_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from site_rig import Site  # lies beside this file
+from site_rig import EXAMPLE, Site, npm  # lies beside this file
 
 # What the browser says of answers that tests ask for: a refusal, and a gateway that is gone.
 _PROVOKED = (
@@ -40,6 +40,13 @@ def site() -> Iterator[Site]:
         yield made
     finally:
         made.stop()
+
+
+@pytest.fixture(scope="session")
+def npm_packages() -> Path:
+    """Where npm has put what the example page needs."""
+    npm("install", "--no-audit", "--no-fund")
+    return EXAMPLE / "node_modules"
 
 
 def _ready(url: str) -> bool:

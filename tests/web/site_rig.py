@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from stack import TARGET, Process, Stack, free_port
+import os
+import subprocess
+import sys
+
+from stack import ROOT, TARGET, Process, Stack, free_port
+
+EXAMPLE = ROOT / "clients/browser"
+
+
+def npm(*arguments: str) -> None:
+    """Run npm for the example page."""
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(["npm", *arguments], cwd=EXAMPLE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class Site:
@@ -10,13 +23,15 @@ class Site:
 
     def __init__(self) -> None:
         # Whether a draft pays depends on the machine; what the page shows of drafts should not.
-        self.stack = Stack("--always-draft")
+        metrics_port = free_port()
+        self.verifier_metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+        self.stack = Stack("--always-draft", "--metrics-port", str(metrics_port))
         self.stack.add_drafter("ngram-1", "ngram")
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        port, grpc_port = free_port(), free_port()
+        self.url, self.grpc_address = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
         self.gateway = Process(
             *("gateway", "--verifier", self.stack.address, "--tokenizer", TARGET),
-            *("--http-port", str(port), "--grpc-listen", "127.0.0.1:0"),
+            *("--http-port", str(port), "--grpc-listen", self.grpc_address, "--allowed-origins", "http://127.0.0.1:*"),
         )
         self.stack.wait_ready()
 

@@ -1,0 +1,76 @@
+"""What is in the repository was written here: no packages of others, nothing that was built, nothing large."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_BYTES = 2**20
+# The bundled pair of models, without which nothing runs.
+LARGE = {"models/target/model.safetensors", "models/draft/model.safetensors"}
+# Generated from protos/, and compared with what they generate by CI.
+GENERATED = {"outrider/v1", "outrider/internal/v1"}
+FOLDERS = {"node_modules", "site-packages", "vendor", "third_party", ".venv", "dist", "build", "gen", "target", "__pycache__"}
+# The bundled target model is no build output.
+NAMED_ALIKE = ("models/target/",)
+BUILT = re.compile(r"\.(o|a|so|dll|dylib|class|jar|war|exe|pyc|whl|egg|gem|tgz|zip|tar|gz|wasm|map)$|\.min\.(js|css)$")
+PROTOBUF = re.compile(r"(_pb2?(_grpc)?\.(py|pyi|rb|js|ts|d\.ts)|\.pb\.(go|cc|h)|_services_pb\.rb)$")
+LOCKS = re.compile(r"(^|/)(package-lock\.json|yarn\.lock|pnpm-lock\.yaml|Cargo\.lock|go\.sum)$")
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Paths of all files in git's index, from the repository's root."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    return tuple(path for path in listed.split("\0") if path and (ROOT / path).is_file() and not (ROOT / path).is_symlink())
+
+
+def problem(path: str, size: int) -> str | None:
+    """Why a file of so many bytes does not belong into the repository; None if it does."""
+    if size > MOST_BYTES and path not in LARGE:
+        return f"has {size} bytes, more than {MOST_BYTES}"
+    parents = path.rpartition("/")[0]
+    if FOLDERS.intersection(parents.split("/")) and not path.startswith(NAMED_ALIKE):
+        return "lies in a folder of packages or of build output"
+    if BUILT.search(path):
+        return "was built, or packed"
+    if PROTOBUF.search(path) and parents not in GENERATED:
+        return "was generated from a proto"
+    return "pins packages of others" if LOCKS.search(path) else None
+
+
+def test_every_tracked_file_was_written_here() -> None:
+    assert len(tracked()) > 300
+    problems = {path: found for path in tracked() if (found := problem(path, (ROOT / path).stat().st_size))}
+    assert not problems
+
+
+def test_every_exception_is_still_there() -> None:
+    assert set(tracked()) >= LARGE
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "found"),
+    [
+        ("clients/typescript/node_modules/long/index.js", 10, "folder of packages"),
+        ("clients/browser/gen/outrider/v1/drafts_pb.ts", 10, "folder of packages"),
+        ("clients/browser/drafts_pb.ts", 10, "generated from a proto"),
+        ("clients/go/outrider/v1/drafts.pb.go", 10, "generated from a proto"),
+        ("clients/java/client/Client.class", 10, "was built"),
+        ("gateway/web/other.min.js", 10, "was built"),
+        ("outrider/lm/_cpu_avx2.cpython-311-x86_64-linux-gnu.so", 10, "was built"),
+        ("clients/rust/noise/Cargo.lock", 10, "pins packages"),
+        ("docs/images/large.png", MOST_BYTES + 1, "bytes, more than"),
+        ("outrider/v1/drafts_pb2.py", 10, None),
+        ("models/target/model.safetensors", 23_000_000, None),
+        ("clients/go/client/client.go", 10, None),
+    ],
+)
+def test_what_does_not_belong_is_found(path: str, size: int, found: str | None) -> None:
+    said = problem(path, size)
+    assert said is None if found is None else found in (said or "")
