@@ -47,7 +47,7 @@ tools:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt $(wildcard outrider/lm/*.[ch])
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(wildcard outrider/lm/cpu/kernels/*.[ch])
 	@echo "installing outrider into $(VENV); the first time takes a few minutes"
 	$(PIP) -e '.[models]'
 	@touch $@

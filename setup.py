@@ -1,35 +1,78 @@
-"""Compiles the engine's step for a wheel: 40 % less host time a sequence. An editable installation runs the sources as they are."""
+"""Builds the C kernels for each kind of processor, and for a wheel compiles the engine's step: 40 % less host time a sequence.
 
+An editable installation runs the step's sources as they are.
+"""
+
+import hashlib
+import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+_KERNELS = Path("outrider/lm/cpu/kernels")
+# For each kind of processor the flags of its library. A machine without a C compiler, or of another architecture, gets those that
+# build.
+_BUILDS = {
+    "_cpu": [],
+    "_cpu_avx2": ["-march=x86-64-v3"],
+    "_cpu_avx512": ["-march=x86-64-v4"],
+    "_cpu_avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    "_cpu_amx": ["-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mavx512bf16"],
+}
+
+
+def _kernels() -> list[Extension]:
+    sources = ["paged_attention.c", "decoder.c", "decoder_float32.c"]
+    return [
+        Extension(
+            f"outrider.lm.cpu.{name}",
+            [str(_KERNELS / source) for source in [*sources, *(["tile_attention.c"] if name == "_cpu_amx" else [])]],
+            depends=[str(path) for path in sorted(_KERNELS.glob("*.[ch]"))],
+            extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", *flags],
+            extra_link_args=["-fopenmp", "-lm"],
+            optional=True,
+        )
+        for name, flags in _BUILDS.items()
+    ]
+
+
 # What a step does for each of its sequences. What is compiled can be neither copied, pickled nor derived from, and checks types.
 _STEP = [
     "outrider/lm/pages.py",
     "outrider/messages.py",
-    "verifier_svc/acceptance.py",
-    "verifier_svc/commit.py",
-    "verifier_svc/acceptance_rate.py",
-    "verifier_svc/drafters.py",
-    "verifier_svc/drafting.py",
-    "verifier_svc/engine.py",
-    "verifier_svc/outgoing.py",
-    "verifier_svc/outputs.py",
-    "verifier_svc/forward_cost.py",
-    "verifier_svc/goodput.py",
-    "verifier_svc/plan.py",
-    "verifier_svc/planner.py",
-    "verifier_svc/rule_choice.py",
-    "verifier_svc/scheduler.py",
-    "verifier_svc/sequence.py",
-    "verifier_svc/step_clock.py",
-    "verifier_svc/trie.py",
-    "verifier_svc/verification.py",
-    "verifier_svc/waiting.py",
+    "verifier_svc/verification/acceptance.py",
+    "verifier_svc/engine/commit.py",
+    "verifier_svc/policy/speculation_budget.py",
+    "verifier_svc/state/acceptance_rate.py",
+    "verifier_svc/state/drafter.py",
+    "verifier_svc/state/scheduled_sequence.py",
+    "verifier_svc/drafts/roster.py",
+    "verifier_svc/drafts/exchange.py",
+    "verifier_svc/engine/loop.py",
+    "verifier_svc/engine/outgoing.py",
+    "verifier_svc/engine/outputs.py",
+    "verifier_svc/policy/forward_cost.py",
+    "verifier_svc/policy/goodput.py",
+    "verifier_svc/policy/plan.py",
+    "verifier_svc/policy/planner.py",
+    "verifier_svc/verification/rule_choice.py",
+    "verifier_svc/engine/scheduler.py",
+    "verifier_svc/state/sequence.py",
+    "verifier_svc/state/step_clock.py",
+    "verifier_svc/state/trie.py",
+    "verifier_svc/verification/batch.py",
+    "verifier_svc/engine/waiting.py",
 ]
+
+_VENDOR = Path("gateway/web/vendor")
+# uPlot 1.6.16, by SHA-256.
+_PLOTTING_LIBRARY = {
+    "uPlot.iife.js": "655bc8aa33781e8721c5af6b59f1699c03c9bda951aa74a6ab518ac20cc4326d",
+    "uPlot.min.css": "3f121cd4a997b634e07a887658850018e475c26f0bddd874109a8d382c19de87",
+}
 
 
 def _compiled() -> list[Extension]:
@@ -56,11 +99,25 @@ class _AllOrNothing(build_ext):
 
     def build_extensions(self) -> None:
         super().build_extensions()
-        paths = [Path(self.get_ext_fullpath(extension.name)) for extension in _EXTENSIONS]
+        paths = [Path(self.get_ext_fullpath(extension.name)) for extension in _STEP_EXTENSIONS]
         if not all(path.exists() for path in paths):
             for path in paths:
                 path.unlink(missing_ok=True)
 
 
-_EXTENSIONS = _compiled()
-setup(ext_modules=_EXTENSIONS, cmdclass={"build_ext": _AllOrNothing})
+def _fetch_plotting_library() -> None:
+    """Put the page's plotting library beside the page: files of a package that is installed to build this one."""
+    package = find_spec("uplot")
+    if package is None or package.origin is None or not {"bdist_wheel", "editable_wheel"} & set(sys.argv):
+        return
+    for name, digest in _PLOTTING_LIBRARY.items():
+        source = Path(package.origin).parent / "static" / name
+        if hashlib.sha256(source.read_bytes()).hexdigest() != digest:
+            raise SystemExit(f"{source} is not the file that the page was tested with")
+        _VENDOR.mkdir(exist_ok=True)
+        shutil.copyfile(source, _VENDOR / name)
+
+
+_STEP_EXTENSIONS = _compiled()
+_fetch_plotting_library()
+setup(ext_modules=[*_kernels(), *_STEP_EXTENSIONS], cmdclass={"build_ext": _AllOrNothing})

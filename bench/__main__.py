@@ -27,12 +27,12 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import acceptance, adversary, delay, limits, prediction, seeds, tracing
-from bench.grow import Shape, grown_checkpoint
-from bench.prompts import DEMO_PROMPTS, KINDS
+from bench import acceptance, adversary, delay, limits, seeds, tracing
 from bench.report import Cell, Results, plot, tables, write
 from bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
-from outrider.config import Settings, parse
+from outrider.launch.grow import Shape, grown_checkpoint
+from outrider.launch.prompts import DEMO_PROMPTS, KINDS
+from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
 
 # What rates are compared with: the first of these that was measured.
@@ -57,13 +57,10 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal[
-        "bundled", "grown", "acceptance", "adversary", "delay", "judging", "limits", "prediction", "seeds", "tracing", ""
-    ] = ""
+    only: Literal["bundled", "grown", "acceptance", "adversary", "delay", "judging", "limits", "seeds", "tracing", ""] = ""
     """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
     much is accepted, what a drafter that is always wrong, delay on the draft stream and tracing cost, how long judging
-    takes alone, what host, gateway and n-gram pools can do at most, what the simulator predicts beside what was measured, how
-    often a seed's text depends on its batch."""
+    takes alone, what host, gateway and n-gram pools can do at most, how often a seed's text depends on its batch."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -139,12 +136,6 @@ def main(arguments: list[str]) -> int:
     elif settings.only == "tracing":
         [bundled] = _pairs(settings, console)
         record["tracing"] = asyncio.run(tracing.measure(bundled, settings.rounds, settings.tokens, console))
-    elif settings.only == "prediction":
-        [bundled] = _pairs(settings, console)
-        tokenizer = load_tokenizer(str(bundled.target))
-        texts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
-        measured = prediction.measure(bundled, texts, settings.rounds, settings.tokens, console)
-        record["prediction"] = asyncio.run(measured)
     elif settings.only == "adversary":
         [grown] = _pairs(settings, console)
         measured = adversary.measure(grown, settings.policies, settings.rounds, settings.tokens, console)
@@ -168,7 +159,7 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     target, draft = settings.models / "target", settings.models / "draft"
     cores = len(os.sched_getaffinity(0))
     pairs = []
-    if settings.only in ("", "bundled", "prediction", "tracing"):
+    if settings.only in ("", "bundled", "tracing"):
         pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", settings.draft_tokens or 4, max(1, cores - 1)))
     if settings.only in ("", "grown", "adversary", "delay"):
         console.print("growing the target, unless that was done before")

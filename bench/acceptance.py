@@ -18,13 +18,13 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from bench.prompts import DEMO_PROMPTS
 from bench.ways import counters, serving
+from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.logits import Context
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
+from outrider.sampling.logits import Context
 from outrider.tokenizer import load_tokenizer
-from verifier_svc.acceptance import Draft, accept
+from verifier_svc.verification.acceptance import Draft, accept
 
 _DEPTH = 4
 _ROUNDS = 3

@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.prompts import DEMO_PROMPTS
 from bench.report import spread
 from bench.ways import MakeWay, Pair, Task, outrider_stack
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
-from outrider.stack import free_port
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.launch.prompts import DEMO_PROMPTS
+from outrider.launch.stack import free_port
 from outrider.tokenizer import load_tokenizer
 
 POLICIES = ("goodput", "auto", "fixed:4")

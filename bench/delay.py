@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.prompts import KINDS
 from bench.report import LOOKUPS, spread
 from bench.ways import Measure, Pair, Sample, Task, outrider_stack
-from outrider.stack import free_port
+from outrider.launch.prompts import KINDS
+from outrider.launch.stack import free_port
 from outrider.tokenizer import load_tokenizer
 
 DELAYS_MS = (0, 1, 5, 20, 50)

@@ -19,19 +19,23 @@ import torch
 
 from bench.raw_client import asks
 from gateway.token_stream import TokenStream
-from outrider import rpc
 from outrider.depth_policy import DepthPolicy
+from outrider.internal.v1.token_streams_pb2_grpc import (
+    TokenStreamServiceStub,
+    add_TokenStreamServiceServicer_to_server,
+)
+from outrider.launch.stack import free_port
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import ModelInfo, SamplingParams, SpeculationOptions, Stage, TokenRequest
-from outrider.stack import free_port
+from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
-from outrider.v1.verifier_pb2_grpc import VerifierServiceStub, add_VerifierServiceServicer_to_server
-from verifier_svc.engine import Engine
-from verifier_svc.engine_thread import EngineThread
+from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.servicer import VerifierServicer
-from verifier_svc.target import Limits
+from verifier_svc.streams.servicer import VerifierServicer
 
 _CONNECTIONS = 64
 # For latencies; what one connection has, and all.
@@ -75,7 +79,7 @@ async def measure(models: Path) -> dict[str, float]:
         _gateway(address, models) as (port, pid),
         rpc.dial(address) as channel,
     ):
-        tokens = TokenStream(VerifierServiceStub(channel), lambda error: error)
+        tokens = TokenStream(TokenStreamServiceStub(channel), lambda error: error)
         before, started = _cpu_seconds(pid), time.perf_counter()
         arrivals = await asyncio.gather(*(_through_gateway(port, _TOKENS) for _ in range(_CONNECTIONS)))
         count = _CONNECTIONS * _TOKENS
@@ -99,6 +103,7 @@ async def _verifier(model: _PacedModel, tokenizer_fingerprint: str) -> AsyncIter
     servicer = VerifierServicer("null")
     server = rpc.Server("outrider.v1.VerifierService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
+    add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     [port] = await server.start("127.0.0.1:0")
     limits = Limits(DepthPolicy("fixed", 0), max_batch_tokens=4096, max_sequences=_CONNECTIONS)
     pool = PagePool(_CONNECTIONS * 64, 16)

@@ -29,14 +29,14 @@ from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
 from drafter_svc.pools.redis_server import RedisServer
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
+from outrider.launch.stack import free_port
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import DraftBatch, Hello, Proposal, SamplingParams, StepBatch, TokenRequest
-from outrider.stack import free_port
-from verifier_svc.engine import Engine
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.outgoing import Delivery
-from verifier_svc.target import Limits
 
 _VOCAB = 256
 _BATCHES = (1, 16, 64, 256)

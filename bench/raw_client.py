@@ -17,9 +17,9 @@ def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
     return f"POST /v1/completions HTTP/1.1\r\n{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-async def stream(port: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """What `POST /v1/completions` on a local port answers, as it comes; raises RuntimeError unless the stream comes to its end."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def stream(port: int, body: Mapping[str, Any], headers: Mapping[str, str], host: str = "127.0.0.1") -> AsyncIterator[bytes]:
+    """What `POST /v1/completions` answers, as it comes; raises RuntimeError unless the stream comes to its end."""
+    reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(asks(body, headers))
         last = b""

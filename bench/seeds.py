@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from bench.prompts import DEMO_PROMPTS
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
+from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.messages import (
@@ -31,10 +31,10 @@ from outrider.messages import (
     TokenRequest,
 )
 from outrider.tokenizer import load_tokenizer
-from verifier_svc.engine import Engine
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.outgoing import Delivery
-from verifier_svc.target import Limits
 
 _TEXTS = 32
 _VOCAB_STRIDE = 7

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.prompts import DEMO_PROMPTS
 from bench.ways import MakeWay, Measure, Pair, Task, outrider_stack
+from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.tokenizer import load_tokenizer
 
 _BATCH = 8

@@ -20,9 +20,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.raw_client import stream
-from outrider.local import until_ready
-from outrider.stack import ServeSettings, free_port, plan_stack
-from outrider.supervisor import StartFailed, Supervisor
+from outrider.launch.client import until_ready
+from outrider.launch.stack import ServeSettings, free_port, plan_stack
+from outrider.launch.supervisor import StartFailed, Supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +242,10 @@ async def _stream(port: int, body: dict[str, Any], headers: dict[str, str], samp
     return first, ended, count
 
 
-async def counters(port: int) -> dict[str, float]:
+async def counters(port: int, host: str = "127.0.0.1") -> dict[str, float]:
     """A process's Prometheus counters by name, and by the labels that tell phases, results and drafters apart."""
     async with httpx.AsyncClient() as client:
-        text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        text = (await client.get(f"http://{host}:{port}/metrics")).text
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for point in family.samples:

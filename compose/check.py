@@ -1,7 +1,8 @@
 """Checks a stack of containers from outside: one request of each kind, and crashes under load that must change no text.
 
-`check.py requests`, `check.py plain FILE`, then `check.py crash FILE FAMILY CONTAINER`; OUTRIDER_URL is the gateway. A line that
-begins with "note: " says what was seen; the exit status is 1, with a sentence, when something is not as it must be.
+`check.py requests`, `check.py plain FILE`, then `check.py crash FILE FAMILY CONTAINER`; OUTRIDER_URL is the gateway. `check.py
+experiment FOLDER` looks at the results of `outrider experiment run` instead. A line that begins with "note: " says what was seen;
+the exit status is 1, with a sentence, when something is not as it must be.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from bench.prompts import DEMO_PROMPTS
-from outrider.local import complete, until_ready
+from outrider.launch.client import complete, until_ready
+from outrider.launch.prompts import DEMO_PROMPTS
 
 _STREAMS = 50
 _TOKENS = 96
@@ -128,6 +129,17 @@ async def _restarted(container: str) -> str:
     return "start"
 
 
+def experiment(folder: Path) -> str:
+    """Look at an experiment's results: no request failed, all texts are plain decoding's, and the link carried the drafts."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*/*/cells/*/*.json"))]
+    errors = [error for measurement in found for error in measurement["errors"]]
+    texts = {measurement["texts_sha256"] for measurement in found}
+    carried = sum(link["up_bytes"] for measurement in found for link in measurement["links"].values())
+    if errors or len(texts) != 1 or carried == 0:
+        raise Wrong(f"{len(found)} measurements, {len(texts)} different texts, {carried} bytes over links; errors: {errors[:3]}")
+    return f"{len(found)} measurements with equal texts, {carried} bytes over the link"
+
+
 def _docker(*arguments: str) -> str:
     return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
@@ -139,6 +151,8 @@ def _read(file: str) -> list[str]:
 
 async def main(command: str, *arguments: str) -> str:
     """Run one command; what it noted."""
+    if command == "experiment":
+        return experiment(Path(arguments[0]))
     async with httpx.AsyncClient(base_url=os.environ["OUTRIDER_URL"], timeout=180, limits=httpx.Limits()) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         if command == "requests":

@@ -184,8 +184,8 @@ images_hold_no_more() {
     in_image "$target" sh -ec 'for no in /run/secrets/* /opt/outrider/bin/pip /usr/bin/gcc; do test ! -e $no; done; test $(id -u) = 10001'
   done
   in_image gateway outrider --help >/dev/null
-  in_image verifier python -c 'import verifier_svc.engine as engine; assert engine.__file__.endswith(".so"), "the step is not compiled"'
-  in_image verifier python -c 'from outrider.lm.cpu_library import *; assert load_build(runnable_builds()[0])'
+  in_image verifier python -c 'import verifier_svc.engine.loop as engine; assert engine.__file__.endswith(".so"), "the step is not compiled"'
+  in_image verifier python -c 'from outrider.lm.cpu.library import *; assert load_build(runnable_builds()[0])'
   case $(in_image gateway python -m verifier_svc --target x 2>&1) in
     *"in Outrider's sources, pip install '.[models]'"*) ;;
     *) echo "a verifier without torch does not name the extra"; return 1 ;;
@@ -218,9 +218,9 @@ profiles_are_valid() {
 up() { compose up --detach --no-build --scale drafter-ngram=2; }
 
 health() {
-  "$python" -m outrider.cli health "127.0.0.1:$OUTRIDER_GRPC_PORT" --service outrider.v1.GenerationService
-  "$python" -m outrider.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.VerifierService
-  if "$python" -m outrider.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.Nothing; then return 1; fi
+  "$python" -m outrider.launch.cli health "127.0.0.1:$OUTRIDER_GRPC_PORT" --service outrider.v1.GenerationService
+  "$python" -m outrider.launch.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.VerifierService
+  if "$python" -m outrider.launch.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.Nothing; then return 1; fi
 }
 
 crash() { "$python" compose/check.py crash "$work/plain.json" "$1" "$(of_service "$2")"; }
@@ -267,6 +267,12 @@ pool() {
   echo "note: $keys keys in $1"
 }
 
+# The same file as a user's experiment, with a container for each process and a proxy for the link.
+experiment() {
+  "$python" -m outrider.launch.cli experiment run experiments/small.yaml --with compose --out "$work/experiment"
+  "$python" compose/check.py experiment "$work/experiment"
+}
+
 stop() {
   local container code
   compose stop
@@ -305,6 +311,7 @@ step "prometheus image" prometheus_image
 step "build four images" build_images
 step "sizes" image_sizes
 step "no secret, compiler or root inside" images_hold_no_more
+step "experiment in containers" experiment
 compose down --volumes --remove-orphans >>"$log" 2>&1
 step "up, drafter-ngram twice" up
 step "healthy" wait_healthy 6

@@ -1,60 +1,91 @@
-"""`python -m drafter_svc`: takes its place on the machine, then drafts for a verifier until told to stop; or `erase`s a tenant."""
+"""`python -m drafter_svc`: takes its place on the machine, then drafts for verifiers until told to stop; or `erase`s a tenant."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import gc
+import itertools
 import os
 import platform
 import signal
 import sys
+from pathlib import Path
 
 import uvloop
 
 from drafter_svc.config import DrafterSettings, FamilyChoice, settings_schema
-from drafter_svc.families.base import Family
 from drafter_svc.families.registry import find_family, known_families
-from drafter_svc.metrics import Metrics
+from drafter_svc.metrics import Metrics, StreamMetrics
 from drafter_svc.placement import PlacementPlan, choose_address, plan
-from drafter_svc.stream import Callbacks, DraftStream
-from outrider import rpc, telemetry
-from outrider.config import load, parse
+from outrider.drafter.strategy import Strategy
+from outrider.drafter.stream import DraftStream, Observer
+from outrider.drafter.streams import DraftStreams
 from outrider.errors import OutriderError
-from outrider.messages import Hello, ModelInfo
-from outrider.metrics_export import sending_metrics, serve_metrics
-from outrider.usage import refuse
+from outrider.messages import DraftBatch, Hello, ModelInfo
+from outrider.process import rpc, telemetry
+from outrider.process.config import load, parse
+from outrider.process.metrics_export import sending_metrics, serve_metrics
+from outrider.process.usage import refuse
 
 SERVICE = "outrider.v1.Drafter"
 _PROGRAM = "drafter"
 _SERVICE_NAME = "outrider-drafter"
 
 
+class _Told(Observer):
+    """Passes what one verifier's stream says to metrics and health: serving while a verifier has this drafter."""
+
+    def __init__(self, server: rpc.Server, metrics: Metrics, registered: set[_Told]) -> None:
+        """`registered` are those of all streams that verifiers took."""
+        self._server = server
+        self._metrics = metrics
+        self._stream = StreamMetrics(metrics)
+        self._registered = registered
+
+    async def registered(self, address: str) -> None:
+        self._registered.add(self)
+        self._stream.registered()
+        await self._server.set_serving(True)
+        print(f"drafter {self._metrics.drafter_id} registered with {address}", flush=True)
+
+    async def lost(self) -> None:
+        self._registered.discard(self)
+        self._stream.lost()
+        await self._server.set_serving(bool(self._registered))
+
+    def drafted(self, batch: DraftBatch, seconds: float) -> None:
+        self._metrics.drafted(batch, seconds)
+
+    def following(self, sequence_count: int, abandoned_count: int) -> None:
+        self._stream.following(sequence_count, abandoned_count)
+
+
 async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metrics) -> None:
-    """Draft until SIGTERM or SIGINT; raises OutriderError when the verifier will never have this drafter."""
+    """Draft until SIGTERM or SIGINT; raises OutriderError when no verifier will ever have this drafter."""
     server = rpc.Server(SERVICE)
     try:
         # Answers NOT_SERVING while the model loads.
         await server.start(settings.listen)
         serve_metrics(metrics.registry, settings)
-        stream = await _stream(settings, place, server, metrics)
+        streams = await _streams(settings, place, server, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stream.stop)
+            asyncio.get_running_loop().add_signal_handler(number, streams.stop)
         # What loading left behind lives as long as the process; a collection that looks at it again makes a draft late.
         gc.collect()
         gc.freeze()
-        await stream.run()
+        await streams.run()
     finally:
         await server.stop(0.2)
         telemetry.shutdown()
 
 
-async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics) -> DraftStream:
-    """Load what drafts and make its stream, which sets the server's health."""
+async def _streams(settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics) -> DraftStreams:
+    """Load what drafts and make a stream to each verifier; they set the server's health."""
     loaded = await find_family(settings.family).load(settings, place, metrics)
     name = metrics.drafter_id
 
-    def hello(family: Family, info: ModelInfo) -> Hello:
+    def hello(family: Strategy, info: ModelInfo) -> Hello:
         return Hello(
             drafter_id=name,
             family=family.name,
@@ -65,14 +96,14 @@ async def _stream(settings: DrafterSettings, place: PlacementPlan, server: rpc.S
             placement=place.describe(family.device),
         )
 
-    async def registered(address: str) -> None:
-        await server.set_serving(True)
-        print(f"drafter {name} registered with {address}", flush=True)
+    registered: set[_Told] = set()
 
-    def address() -> str:
-        return choose_address(settings.verifier, settings.uds)
+    def stream(verifier: str, uds: Path | None) -> DraftStream:
+        told = _Told(server, metrics, registered)
+        return DraftStream(lambda: choose_address(verifier, uds), loaded.make, hello, told)
 
-    return DraftStream(address, loaded.make, hello, Callbacks(registered, lambda: server.set_serving(False)), metrics)
+    pairs = itertools.zip_longest(settings.verifier, settings.uds)
+    return DraftStreams([(verifier, stream(verifier, uds)) for verifier, uds in pairs])
 
 
 def _settings(arguments: list[str]) -> DrafterSettings:

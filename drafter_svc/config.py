@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.families.base import FamilySettings
 from drafter_svc.families.registry import find_family
-from outrider.config import ScrapedSettings, Settings
+from outrider.process.config import ScrapedSettings, Settings
 
 
 class RedisSettings(FamilySettings):
@@ -55,11 +55,12 @@ class DrafterSettings(ScrapedSettings):
     family: str
     """How to draft: ngram, suffix, model, what installed packages add, or package.module:Class."""
 
-    verifier: str = "127.0.0.1:50051"
-    """host:port of the verifier."""
+    verifier: list[str] = Field(["127.0.0.1:50051"], min_length=1)
+    """host:port of the verifier, or of several, with commas between them or one by one: what drafts is loaded once and drafts for
+    all of them."""
 
-    uds: Path | None = None
-    """The verifier's Unix socket, used instead when it exists on this host."""
+    uds: list[Path] = Field(default_factory=list)
+    """The verifier's Unix socket, used instead when it exists on this host; for several verifiers one each, in the same order."""
 
     id: str = ""
     """Name among the verifier's drafters; family, host and process id unless set."""
@@ -78,6 +79,23 @@ class DrafterSettings(ScrapedSettings):
 
     threads: int | None = Field(None, ge=1)
     """Threads that compute; unset takes one for each pinned core, or leaves it to torch."""
+
+    @field_validator("verifier")
+    @classmethod
+    def _one_by_one(cls, texts: list[str]) -> list[str]:
+        addresses = [address.strip() for text in texts for address in text.split(",")]
+        if not all(addresses):
+            raise ValueError("must name host:port, and nothing empty between commas")
+        if twice := {address for address in addresses if addresses.count(address) > 1}:
+            raise ValueError(f"names {min(twice)} more than once")
+        return addresses
+
+    @model_validator(mode="after")
+    def _socket_for_each(self) -> Self:
+        if self.uds and len(self.uds) != len(self.verifier):
+            counts = f"not {len(self.uds)} for {len(self.verifier)}"
+            raise ValueError(f"uds: must name one socket for each verifier, in the same order, {counts}")
+        return self
 
 
 class FamilyChoice(Settings):

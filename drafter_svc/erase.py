@@ -8,8 +8,8 @@ from drafter_svc.config import EraseSettings
 from drafter_svc.pools.keys import PoolKeys, is_index, read_secret
 from drafter_svc.pools.redis_client import FAILURES, RedisClient
 from drafter_svc.pools.redis_server import RedisServer
-from outrider.config import parse
 from outrider.errors import OutriderError, invalid
+from outrider.process.config import parse
 
 
 async def erase(client: RedisClient, pattern: bytes) -> int:

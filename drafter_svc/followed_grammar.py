@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.grammar_backends import Mask, Matcher
+from outrider.grammar.backends import Mask, Matcher
 
 
 class FollowedGrammar:

@@ -41,7 +41,7 @@ class Metrics:
         self.redis_lookup_seconds = histogram("redis_lookup_seconds", "A lookup's command, until Redis answered.")
         self._redis_labels = labels
         self.sequences = gauge("drafter_sequences", "Sequences it drafts for.")
-        self.connected = gauge("drafter_connected", "1 while it is registered with a verifier.")
+        self.connected = gauge("drafter_connected", "Verifiers that it is registered with.")
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
         """A message of drafts was made."""
@@ -53,10 +53,33 @@ class Metrics:
         """Let what is scraped include these counters."""
         self.registry.register(_RedisCollector(counters, self._redis_labels))
 
+
+class StreamMetrics:
+    """What the stream to one verifier adds to a drafter's metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._is_registered = False
+        self._sequence_count = 0
+        self._abandoned_count = 0
+
+    def registered(self) -> None:
+        """The verifier took this drafter."""
+        self._is_registered = True
+        self._metrics.connected.inc()
+
+    def following(self, sequence_count: int, abandoned_count: int) -> None:
+        """So many sequences are open, and so many of this connection were given up."""
+        self._metrics.sequences.inc(sequence_count - self._sequence_count)
+        self._metrics.failed.inc(abandoned_count - self._abandoned_count)
+        self._sequence_count, self._abandoned_count = sequence_count, abandoned_count
+
     def lost(self) -> None:
-        """The verifier is gone, and its sequences with it."""
-        self.connected.set(0)
-        self.sequences.set(0)
+        """The connection is over, and its sequences with it."""
+        self._metrics.connected.dec(self._is_registered)
+        self._metrics.sequences.dec(self._sequence_count)
+        self._is_registered = False
+        self._sequence_count = self._abandoned_count = 0
 
 
 class _RedisCollector(Collector):

@@ -13,9 +13,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cores import format_cores, parse_cores
 from outrider.errors import invalid
 from outrider.messages import Placement
+from outrider.process.cores import format_cores, parse_cores
 
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}

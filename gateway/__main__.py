@@ -9,10 +9,10 @@ import uvloop
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import serve
-from outrider import telemetry
-from outrider.config import parse
 from outrider.errors import OutriderError
-from outrider.metrics_export import sending_metrics
+from outrider.process import telemetry
+from outrider.process.config import parse
+from outrider.process.metrics_export import sending_metrics
 
 _SERVICE_NAME = "outrider-gateway"
 

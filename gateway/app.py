@@ -7,11 +7,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import api_errors, document, openai, page, system
+from gateway import api_errors, connect, document, openai, page, system
 from gateway.access import Access, origin_pattern
 from gateway.config import GatewaySettings
 from gateway.generate import Generation
 from gateway.metrics import Metrics
+from gateway.servicer import GenerationServicer
 from outrider import __version__
 
 
@@ -20,6 +21,7 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.routes(generation, settings.max_sequences))
     app.include_router(system.routes(generation, metrics))
+    app.router.routes.append(connect.route(GenerationServicer(generation), settings.max_body_bytes // 2))
     page.install(app, generation.router, metrics)
     api_errors.install(app)
     document.install(app)
@@ -30,7 +32,7 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
             allow_origin_regex=origin_pattern(settings.allowed_origins),
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", *connect.ERROR_HEADERS],
         )
     app.add_middleware(Access, settings=settings)
     app.add_middleware(CountResponses, metrics=metrics)

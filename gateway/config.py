@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import ServiceSettings
+from outrider.process.config import ServiceSettings
 
 
 class GatewaySettings(ServiceSettings):

@@ -18,8 +18,9 @@ from gateway.schema import (
     StructuredOutputs,
 )
 from outrider import messages as m
-from outrider import wire, wire_settings
 from outrider.errors import invalid
+from outrider.wire import requests as wire_requests
+from outrider.wire import settings as wire_settings
 
 _COMPLETION_MAX_TOKENS = 16
 
@@ -123,9 +124,9 @@ def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
 def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     """How many of the likeliest tokens are wanted with each; None for no log probabilities at all."""
     if isinstance(body, CompletionBody):
-        wire.check_logprobs("logprobs", body.logprobs)
+        wire_requests.check_logprobs("logprobs", body.logprobs)
         return body.logprobs
-    wire.check_logprobs("top_logprobs", body.top_logprobs)
+    wire_requests.check_logprobs("top_logprobs", body.top_logprobs)
     if not body.logprobs:
         if body.top_logprobs:
             raise invalid("top_logprobs", "is only for logprobs: true")
@@ -135,7 +136,7 @@ def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
     """The same for the prompt's tokens, which an echo shows as it shows the others unless told otherwise."""
-    wire.check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    wire_requests.check_logprobs("prompt_logprobs", body.prompt_logprobs)
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "is not for stream: true; a completion's echo and logprobs stream a prompt's")
     if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:

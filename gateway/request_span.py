@@ -11,10 +11,10 @@ from fastapi import Request
 from gateway.choices import UsageTotals
 from gateway.metrics import PROVIDER
 from gateway.request import TextRequest
-from outrider import telemetry
 from outrider.errors import OutriderError
 from outrider.messages import FinishReason, SamplingParams
-from outrider.telemetry import Span
+from outrider.process import telemetry
+from outrider.process.telemetry import Span
 
 log = logging.getLogger("gateway.requests")
 

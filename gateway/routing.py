@@ -13,11 +13,13 @@ from typing import NamedTuple
 import grpc
 
 from gateway.token_stream import TokenStream
-from outrider import rpc, wire_model
 from outrider.errors import OutriderError, Reason
+from outrider.internal.v1 import token_streams_pb2_grpc
 from outrider.messages import MAX_DEPTH, ModelInfo, Stage
-from outrider.tasks import keep_running, watch
+from outrider.process import rpc
+from outrider.process.tasks import keep_running, watch
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+from outrider.wire import model as wire_model
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class Replica:
         self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         # The end of an earlier connection says nothing of the verifier.
         self.tokens = TokenStream(
-            self._stub, lambda error: self.lost(error) if channel is self._channel else _lost(self.address, error)
+            token_streams_pb2_grpc.TokenStreamServiceStub(channel),
+            lambda error: self.lost(error) if channel is self._channel else _lost(self.address, error),
         )
 
     def redial(self) -> None:
@@ -132,10 +135,10 @@ def _check(info: ModelInfo) -> None:
 def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
     """Why a verifier that answered cannot take requests."""
     if info.stage is Stage.DRAINING:
-        return OutriderError(Reason.DRAINING, f"verifier {address} is draining", retry_after_s=1.0)
+        return OutriderError(Reason.DRAINING, f"verifier {address} is draining")
     if info.stage is not Stage.READY:
         message = f"verifier {address} is not ready ({info.stage.name.lower()}): {info.stage_detail}"
-        return OutriderError(Reason.NOT_READY, message, retry_after_s=1.0)
+        return OutriderError(Reason.NOT_READY, message)
     if info.tokenizer_fingerprint != fingerprint:
         message = (
             f"the gateway's tokenizer (fingerprint {fingerprint}) is not that of verifier {address} "
@@ -260,7 +263,7 @@ class Router:
             raise _shutting_down()
         ready = [Pick(self._name(r.info), r.info, r) for r in self.replicas if r.problem is None and r.info is not None]
         if not ready:
-            raise self.replicas[0].problem or OutriderError(Reason.NOT_READY, "no verifier is ready", retry_after_s=1.0)
+            raise self.replicas[0].problem or OutriderError(Reason.NOT_READY, "no verifier is ready")
         serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:
             names = ", ".join(sorted({pick.model for pick in ready}))
@@ -269,4 +272,4 @@ class Router:
 
 
 def _shutting_down() -> OutriderError:
-    return OutriderError(Reason.DRAINING, "the gateway is shutting down", retry_after_s=1.0)
+    return OutriderError(Reason.DRAINING, "the gateway is shutting down")

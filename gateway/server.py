@@ -20,9 +20,9 @@ from gateway.metrics import Metrics, observe_lag
 from gateway.prompts import Prompts
 from gateway.routing import Router
 from gateway.servicer import SERVICE, GenerationServicer
-from outrider import rpc
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.tasks import keep_running, watch
+from outrider.process import rpc
+from outrider.process.tasks import keep_running, watch
 from outrider.v1 import generation_pb2_grpc
 
 # How long clients have to read how their answers ended.

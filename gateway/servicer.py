@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -18,12 +18,14 @@ from gateway.json_body import MAX_VALUES
 from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
 from gateway.request_span import begin, describe, describe_settings
 from gateway.tenants import tenant_of
-from outrider import rpc, wire, wire_settings
 from outrider.errors import OutriderError, invalid
 from outrider.messages import ModelInfo, TokenRequest
-from outrider.telemetry import Span
+from outrider.process import rpc
+from outrider.process.telemetry import Span
 from outrider.v1 import generation_pb2, generation_pb2_grpc
-from outrider.wire_settings import proto_enum
+from outrider.wire import requests as wire_requests
+from outrider.wire import settings as wire_settings
+from outrider.wire.settings import proto_enum
 
 SERVICE = "outrider.v1.GenerationService"
 _ROLES = ("system", "user", "assistant")
@@ -39,8 +41,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateText(
         self, request: generation_pb2.GenerateTextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
-        """Stream the text of one request; the caller's `traceparent` metadata is the span's parent."""
+        """Stream the text of one request."""
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        async with aclosing(self.answer(request, headers)) as responses:
+            async for response in responses:
+                yield response
+
+    async def answer(
+        self, request: generation_pb2.GenerateTextRequest, headers: Mapping[str, str]
+    ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
+        """The same for any protocol; `traceparent` in the caller's headers is the span's parent. Raises OutriderError."""
         model, info = self._generation.router.lookup(request.model)
         ids, field_name = await self._prompt(request, info.context_length)
         prediction = await self._generation.prompts.encode_start(request.prediction, info.context_length)
@@ -109,9 +119,9 @@ def _responding(span: Span) -> Iterator[None]:
 def _text_request(request: generation_pb2.GenerateTextRequest, prompt: Prompt, caller: Caller, info: ModelInfo) -> TextRequest:
     """The request, checked against a model; raises OutriderError that names the field and the limit."""
     top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
-    wire.check_logprobs("top_logprob_count", top_logprobs)
+    wire_requests.check_logprobs("top_logprob_count", top_logprobs)
     prompt_logprobs = request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
-    wire.check_logprobs("prompt_logprob_count", prompt_logprobs)
+    wire_requests.check_logprobs("prompt_logprob_count", prompt_logprobs)
     sampling = wire_settings.sampling_from_proto(request.sampling, info.vocab_size)
     limit = AnswerLimit(request.max_tokens if request.HasField("max_tokens") else None, scores_prompt=prompt_logprobs is not None)
     stop = check_stop(request.stop)
@@ -137,13 +147,13 @@ def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
         token_ids=delta.token_ids,
         sources=[proto_enum(source) for source in delta.sources],
         drafter_id=delta.drafter_id,
-        logprobs=map(wire.logprob_to_proto, delta.logprobs),
-        prompt_logprobs=map(wire.logprob_to_proto, delta.prompt_logprobs),
+        logprobs=map(wire_requests.logprob_to_proto, delta.logprobs),
+        prompt_logprobs=map(wire_requests.logprob_to_proto, delta.prompt_logprobs),
     )
     if (finish := delta.finish) is not None:
         response.finish_reason = proto_enum(finish.reason)
         response.usage.prompt_token_count = finish.prompt_token_count
         response.usage.completion_token_count = finish.completion_token_count
         response.usage.cached_token_count = finish.cached_token_count
-        response.stats.CopyFrom(wire.stats_to_proto(finish.stats))
+        response.stats.CopyFrom(wire_requests.stats_to_proto(finish.stats))
     return response

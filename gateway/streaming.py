@@ -19,7 +19,7 @@ from gateway.request_span import describe
 from gateway.schema import StreamOptions
 from gateway.shapes import Json, ResponseShape, attribution
 from outrider.errors import OutriderError, Reason
-from outrider.telemetry import Span
+from outrider.process.telemetry import Span
 
 log = logging.getLogger(__name__)
 

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason
+from outrider.internal.v1 import token_streams_pb2
 from outrider.messages import TokenChunk, TokenRequest
-from outrider.tasks import watch
-from outrider.v1 import verifier_pb2
+from outrider.process import rpc
+from outrider.process.tasks import watch
+from outrider.wire import requests as wire_requests
 
 if TYPE_CHECKING:
-    from outrider.v1.verifier_pb2_grpc import VerifierServiceAsyncStub  # which only the type stubs have
+    from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceAsyncStub  # which only the type stubs have
 
 # So that no request can end the stream for the others.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
@@ -31,7 +32,7 @@ _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 class TokenStream:
     """Opened by the first request, and again by the first one after it broke."""
 
-    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: _OnLost) -> None:
+    def __init__(self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost) -> None:
         """`on_lost` hears why the verifier cannot be reached, and says what callers are to be told."""
         self._stub = stub
         self._on_lost = on_lost
@@ -76,14 +77,14 @@ class TokenStream:
 class _Link:
     """One call of StreamTokens, until it ends."""
 
-    def __init__(self, stub: VerifierServiceAsyncStub, on_lost: _OnLost) -> None:
+    def __init__(self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost) -> None:
         self._on_lost = on_lost
         self._last = 0
         self._going_on: dict[int, _Said] = {}
         # Sequences of which nothing has been said yet.
         self._waiting: set[int] = set()
         self._empty = asyncio.Event()
-        self._unsent: asyncio.Queue[verifier_pb2.StreamTokensRequest | None] = asyncio.Queue()
+        self._unsent: asyncio.Queue[token_streams_pb2.StreamTokensRequest | None] = asyncio.Queue()
         self._call = stub.StreamTokens(self._requests())
         self._reading = watch(self._read(), "reading from a verifier")
 
@@ -94,8 +95,8 @@ class _Link:
     def begin(self, request: TokenRequest) -> tuple[int, _Said]:
         """Ask for a sequence: its number, and where what is said of it comes; None when the verifier has hung up."""
         self._last += 1
-        generate = wire.request_to_proto(request)
-        begin = verifier_pb2.StreamTokensRequest(call_id=self._last, generate=generate, traceparent=request.traceparent)
+        generate = wire_requests.request_to_proto(request)
+        begin = token_streams_pb2.StreamTokensRequest(call_id=self._last, generate=generate, traceparent=request.traceparent)
         if (size := begin.ByteSize()) > _MOST_BYTES:
             raise OutriderError(
                 Reason.REQUEST_TOO_LARGE, f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
@@ -108,7 +109,7 @@ class _Link:
     def end(self, number: int) -> None:
         """Forget a sequence, and free it if it goes on."""
         if self._forget(number) is not None:
-            self._unsent.put_nowait(verifier_pb2.StreamTokensRequest(call_id=number, cancel=verifier_pb2.CancelTokens()))
+            self._unsent.put_nowait(token_streams_pb2.StreamTokensRequest(call_id=number, cancel=token_streams_pb2.CancelTokens()))
 
     def _forget(self, number: int) -> _Said | None:
         self._waiting.discard(number)
@@ -133,7 +134,7 @@ class _Link:
         # In case it had not begun.
         self._hang_up(_HUNG_UP)
 
-    async def _requests(self) -> AsyncIterator[verifier_pb2.StreamTokensRequest]:
+    async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
         while (request := await self._unsent.get()) is not None:
             yield request
 
@@ -157,7 +158,7 @@ class _Link:
         finally:
             self._hang_up(why)
 
-    def _take(self, part: verifier_pb2.TokensPart, said: _Said) -> None:
+    def _take(self, part: token_streams_pb2.TokensPart, said: _Said) -> None:
         # Not the part itself, which would keep what was said of all others in the same message.
         chunk = _meaning(part)
         self._waiting.discard(part.call_id)
@@ -180,9 +181,9 @@ class _Link:
         self._empty.set()
 
 
-def _meaning(part: verifier_pb2.TokensPart) -> TokenChunk | OutriderError:
+def _meaning(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
     """What a part says; that it cannot be made out is its own sequence's failure, and not the stream's."""
     try:
-        return rpc.error_in(part.status) if part.HasField("status") else wire.chunk_from_proto(part.tokens)
+        return rpc.error_in(part.status) if part.HasField("status") else wire_requests.chunk_from_proto(part.tokens)
     except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
         return rpc.unexpected("StreamTokens")

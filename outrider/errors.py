@@ -1,4 +1,4 @@
-"""Every error a caller can see: one table of (reason, gRPC status, HTTP status, OpenAI type)."""
+"""Every error a caller can see: one table of (reason, gRPC status, retry rule, HTTP status, OpenAI type)."""
 
 from __future__ import annotations
 
@@ -7,52 +7,63 @@ from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import NamedTuple
 
-DOMAIN = "outrider"
+DOMAIN = "outrider.dev"
+# What RetryInfo says where nothing is known that decides it.
+_RETRY_S = 1.0
+
+
+class Retry(Enum):
+    """What coming back brings; protos/outrider/v1/errors.proto says what a client does."""
+
+    NEVER = "never"
+    RETRY_INFO = "RetryInfo"
+    BACKOFF = "backoff"
 
 
 class Kind(NamedTuple):
     """How one reason looks on each protocol. `status` is the name of a gRPC status code."""
 
     status: str
+    retry: Retry
     http: int
     openai_type: str
 
 
 class Reason(Enum):
-    """What went wrong, as google.rpc.ErrorInfo.reason and as OpenAI's `code` (in lower case)."""
+    """What went wrong: outrider.v1.ErrorReason without its prefix; in lower case OpenAI's `code`."""
 
-    INVALID_VALUE = Kind("INVALID_ARGUMENT", 400, "invalid_request_error")
-    UNKNOWN_PARAMETER = Kind("INVALID_ARGUMENT", 400, "invalid_request_error")
-    UNSUPPORTED_PARAMETER = Kind("INVALID_ARGUMENT", 400, "invalid_request_error")
-    MALFORMED_REQUEST = Kind("INVALID_ARGUMENT", 400, "invalid_request_error")
-    CONTEXT_LENGTH_EXCEEDED = Kind("INVALID_ARGUMENT", 400, "invalid_request_error")
-    MODEL_NOT_FOUND = Kind("NOT_FOUND", 404, "invalid_request_error")
-    DRAFTER_NOT_FOUND = Kind("NOT_FOUND", 404, "invalid_request_error")
-    HOST_NOT_ALLOWED = Kind("PERMISSION_DENIED", 403, "invalid_request_error")
-    ORIGIN_NOT_ALLOWED = Kind("PERMISSION_DENIED", 403, "invalid_request_error")
-    ROUTE_NOT_FOUND = Kind("UNIMPLEMENTED", 404, "invalid_request_error")
-    METHOD_NOT_ALLOWED = Kind("UNIMPLEMENTED", 405, "invalid_request_error")
-    REQUEST_TIMEOUT = Kind("DEADLINE_EXCEEDED", 408, "invalid_request_error")
-    REQUEST_TOO_LARGE = Kind("INVALID_ARGUMENT", 413, "invalid_request_error")
-    HEADERS_TOO_LARGE = Kind("INVALID_ARGUMENT", 431, "invalid_request_error")
-    TOKENIZER_MISMATCH = Kind("FAILED_PRECONDITION", 400, "invalid_request_error")
-    DRAFTER_ID_TAKEN = Kind("ALREADY_EXISTS", 409, "invalid_request_error")
-    PROTOCOL_VIOLATION = Kind("INVALID_ARGUMENT", 400, "invalid_request_error")
-    QUARANTINED = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
-    SLOW_READER = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
-    OVERLOADED = Kind("RESOURCE_EXHAUSTED", 429, "rate_limit_error")
-    CLIENT_GONE = Kind("CANCELLED", 499, "invalid_request_error")
-    NOT_READY = Kind("UNAVAILABLE", 503, "service_unavailable_error")
-    DRAINING = Kind("UNAVAILABLE", 503, "service_unavailable_error")
-    VERIFIER_UNAVAILABLE = Kind("UNAVAILABLE", 503, "service_unavailable_error")
-    LOGITS_NOT_FINITE = Kind("INTERNAL", 500, "internal_server_error")
-    INTERNAL = Kind("INTERNAL", 500, "internal_server_error")
+    INVALID_VALUE = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
+    UNKNOWN_PARAMETER = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
+    UNSUPPORTED_PARAMETER = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
+    MALFORMED_REQUEST = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
+    CONTEXT_LENGTH_EXCEEDED = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
+    MODEL_NOT_FOUND = "NOT_FOUND", Retry.NEVER, 404, "invalid_request_error"
+    DRAFTER_NOT_FOUND = "NOT_FOUND", Retry.NEVER, 404, "invalid_request_error"
+    HOST_NOT_ALLOWED = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
+    ORIGIN_NOT_ALLOWED = "PERMISSION_DENIED", Retry.NEVER, 403, "invalid_request_error"
+    ROUTE_NOT_FOUND = "UNIMPLEMENTED", Retry.NEVER, 404, "invalid_request_error"
+    METHOD_NOT_ALLOWED = "UNIMPLEMENTED", Retry.NEVER, 405, "invalid_request_error"
+    REQUEST_TIMEOUT = "DEADLINE_EXCEEDED", Retry.BACKOFF, 408, "invalid_request_error"
+    REQUEST_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 413, "invalid_request_error"
+    HEADERS_TOO_LARGE = "INVALID_ARGUMENT", Retry.NEVER, 431, "invalid_request_error"
+    TOKENIZER_MISMATCH = "FAILED_PRECONDITION", Retry.NEVER, 400, "invalid_request_error"
+    DRAFTER_ID_TAKEN = "ALREADY_EXISTS", Retry.BACKOFF, 409, "invalid_request_error"
+    PROTOCOL_VIOLATION = "INVALID_ARGUMENT", Retry.BACKOFF, 400, "invalid_request_error"
+    QUARANTINED = "RESOURCE_EXHAUSTED", Retry.RETRY_INFO, 429, "rate_limit_error"
+    SLOW_READER = "RESOURCE_EXHAUSTED", Retry.BACKOFF, 429, "rate_limit_error"
+    OVERLOADED = "RESOURCE_EXHAUSTED", Retry.RETRY_INFO, 429, "rate_limit_error"
+    CLIENT_GONE = "CANCELLED", Retry.NEVER, 499, "invalid_request_error"
+    NOT_READY = "UNAVAILABLE", Retry.RETRY_INFO, 503, "service_unavailable_error"
+    DRAINING = "UNAVAILABLE", Retry.RETRY_INFO, 503, "service_unavailable_error"
+    VERIFIER_UNAVAILABLE = "UNAVAILABLE", Retry.BACKOFF, 503, "service_unavailable_error"
+    LOGITS_NOT_FINITE = "INTERNAL", Retry.NEVER, 500, "internal_server_error"
+    INTERNAL = "INTERNAL", Retry.BACKOFF, 500, "internal_server_error"
 
     # Two reasons may look alike on the wire; without this, Enum would make them one.
-    def __new__(cls, status: str, http: int, openai_type: str) -> Reason:
+    def __new__(cls, status: str, retry: Retry, http: int, openai_type: str) -> Reason:
         member = object.__new__(cls)
         member._value_ = len(cls.__members__)
-        member.kind = Kind(status, http, openai_type)
+        member.kind = Kind(status, retry, http, openai_type)
         return member
 
     kind: Kind
@@ -63,7 +74,7 @@ class OutriderError(Exception):
     """An error with a reason a person can act on.
 
     `message` names the field and the limit; `field` is the parameter's path, when one is at fault; `retry_after_s` says when to
-    come back, when that helps.
+    come back, when that helps and is known. It is always set where the reason's rule is RETRY_INFO.
     """
 
     reason: Reason
@@ -71,6 +82,10 @@ class OutriderError(Exception):
     field: str | None = None
     retry_after_s: float | None = None
     metadata: dict[str, str] = dataclass_field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.retry_after_s is None and self.reason.kind.retry is Retry.RETRY_INFO:
+            self.retry_after_s = _RETRY_S
 
     def __str__(self) -> str:
         return self.message

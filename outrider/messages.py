@@ -113,7 +113,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn; see `outrider.sampling` for the order. Temperature 0 is greedy, and top_k 0 is off.
+    """How the next token is drawn; see `outrider.sampling.sampler` for the order. Temperature 0 is greedy, and top_k 0 is off.
 
     `logit_bias` is (token id, value) pairs, no id twice.
     """

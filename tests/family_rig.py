@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from drafter_svc.families.base import Family
-from drafter_svc.session import DraftSession
+from outrider.drafter.session import DraftSession
 from outrider.messages import Closed, DraftBatch, Opened, StepBatch, Verdict, Window
 
 

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # Makes sure that the programs which the tests start are on this machine, from the system's own packages: redis-server (as a Sentinel
-# too, which is the same binary), openssl for its certificates, Chromium for the page, Prometheus for the dashboard's queries.
+# too, which is the same binary), openssl for its certificates, Chromium for the pages, npm to build the one of clients/browser,
+# Prometheus for the dashboard's queries, and Ruby with gRPC for the drafter of docs/first-drafter.md.
 set -euo pipefail
 missing() {
   local found=()
-  for program in redis-server openssl prometheus; do command -v "$program" >/dev/null || found+=("$program"); done
+  local programs="redis-server openssl prometheus npm"
+  # What the page installs is Debian's.
+  command -v apt-get >/dev/null && programs="$programs grpc_tools_ruby_protoc protoc"
+  for program in $programs; do command -v "$program" >/dev/null || found+=("$program"); done
   command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || found+=(chromium)
   echo "${found[@]}"
 }
@@ -25,11 +29,20 @@ if command -v apt-get >/dev/null; then
     trap '"${as_root[@]}" rm -f /usr/sbin/policy-rc.d' EXIT
   fi
   "${as_root[@]}" apt-get update -qq
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-    redis-server openssl prometheus chromium fonts-dejavu-core >/dev/null
+  # What is there stays as it is: Debian's npm, for example, cannot be installed beside another source's Node.js.
+  packages=()
+  for program in $(missing); do
+    case $program in
+      chromium) packages+=(chromium fonts-dejavu-core) ;;
+      grpc_tools_ruby_protoc) packages+=(ruby ruby-grpc ruby-grpc-tools) ;;
+      protoc) packages+=(protobuf-compiler libprotobuf-dev) ;;
+      *) packages+=("$program") ;;
+    esac
+  done
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
 elif command -v dnf >/dev/null; then
-  "${as_root[@]}" dnf install -y -q redis openssl golang-github-prometheus chromium
+  "${as_root[@]}" dnf install -y -q redis openssl golang-github-prometheus npm chromium
 elif command -v apk >/dev/null; then
-  "${as_root[@]}" apk add -q redis openssl prometheus chromium
+  "${as_root[@]}" apk add -q redis openssl prometheus npm chromium
 fi
 [ -z "$(missing)" ] || { echo "could not be installed: $(missing); install them by hand, then run this again" >&2; exit 1; }

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-from verifier_svc.engine import Engine
+from verifier_svc.engine.loop import Engine
 
 
 class VirtualClock:

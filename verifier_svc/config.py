@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.config import Device, Dtype, ScrapedSettings
 from outrider.depth_policy import DepthSetting
+from outrider.process.config import Device, Dtype, ScrapedSettings
 
 
 class VerifierSettings(ScrapedSettings):
@@ -70,7 +70,8 @@ class VerifierSettings(ScrapedSettings):
     """Let drafters sample and judge them by the distribution they claim. One that lies can then bias the output."""
 
     always_draft: bool = False
-    """Wait for every draft and pause no drafter, whether that pays or not: to measure drafters, not to serve."""
+    """Wait for every draft, at most a second a step, and pause no drafter, whether that pays or not: to measure drafters, not to
+    serve."""
 
     sampled_rule: Literal["block", "token-wise"] = "block"
     """Rule for drafts that a trusted drafter sampled."""

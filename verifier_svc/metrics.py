@@ -5,10 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.messages import MAX_DEPTH
-from verifier_svc.drafters import Drafter
-from verifier_svc.scheduler import Scheduler
-from verifier_svc.step_clock import StepClock
-from verifier_svc.trie import CommitWalk, LookupResult
+from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.step_clock import StepClock
+from verifier_svc.state.trie import CommitWalk, LookupResult
 
 _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "placement"]

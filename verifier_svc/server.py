@@ -12,24 +12,25 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from outrider import rpc, telemetry
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Bounds, ModelRunner
 from outrider.messages import AcceptanceRule, ModelInfo, Stage
-from outrider.metrics_export import serve_metrics
+from outrider.process import rpc, telemetry
+from outrider.process.metrics_export import serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_svc.config import VerifierSettings
-from verifier_svc.engine import Engine
-from verifier_svc.engine_thread import EngineThread
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.outgoing import Delivery
-from verifier_svc.servicer import VerifierServicer
-from verifier_svc.target import Limits
-from verifier_svc.verification import DraftVerifier
+from verifier_svc.streams.servicer import VerifierServicer
+from verifier_svc.verification.batch import DraftVerifier
 
 # Length of the sequences in trial forwards: few are shorter for long, and how much longer others get is learned as they do.
 _TRIAL_CONTEXT = 256
@@ -41,8 +42,9 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     servicer = VerifierServicer(settings.served_name)
-    server = rpc.Server("outrider.v1.VerifierService")
+    server = rpc.Server("outrider.v1.VerifierService", "outrider.internal.v1.TokenStreamService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
+    add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     ports = await server.start(settings.listen, *([f"unix:{settings.uds}"] if settings.uds is not None else []))
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings)

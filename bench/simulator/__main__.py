@@ -7,8 +7,8 @@ import sys
 from bench.simulator.measured_costs import write_costs
 from bench.simulator.results import show
 from bench.simulator.scenario import Scenario
-from outrider.config import command
-from outrider.usage import invoke, refuse
+from outrider.process.config import command
+from outrider.process.usage import invoke, refuse
 
 
 def main(arguments: list[str]) -> int:

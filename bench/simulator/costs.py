@@ -6,10 +6,14 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 DIRECTORY = Path(__file__).parent / "costs"
+
+
+NotNegative = Annotated[float, Field(ge=0)]
 
 
 class _Table(BaseModel):
@@ -27,27 +31,54 @@ class Forward(_Table):
 class DraftingCost(_Table):
     """Seconds of drafting: `round_s` for each round, and for each token of all sequences together by how many those are."""
 
-    round_s: float = Field(ge=0)
+    round_s: NotNegative
     token_s: dict[int, float]
-    prompt_token_s: float = Field(0.0, ge=0)
+    run_token_s: dict[int, float] = Field(default_factory=dict)
+    """The same where one call guesses a whole run, as drafters do that must not run ahead; empty is no different."""
+    prompt_token_s: NotNegative = 0.0
+    sequence_s: NotNegative = 0.0
+    """Of a lookup, for each sequence."""
+    branches_s: NotNegative = 0.0
+    """Of looking up a sequence's branches."""
+    message_s: NotNegative = 0.0
+    """Seconds that forwards on the same machine lose to each message of the drafter."""
 
     def of_token(self, sequences: int) -> float:
         """Seconds for one token of each of so many sequences."""
         return _between(self.token_s, sequences)
+
+    def of_run_token(self, sequences: int) -> float:
+        """The same where one call guesses a whole run."""
+        return _between(self.run_token_s or self.token_s, sequences)
+
+
+class LinkCost(_Table):
+    """The way between drafter and verifier, as a drafter's settings of the same names."""
+
+    round_trip_ms: NotNegative
+    jitter_ms: NotNegative = 0.0
+    mbit_s: NotNegative = 0.0
 
 
 class Costs(_Table):
     """A cost table. `source` says where the figures come from."""
 
     source: str
+    measured: bool
+    """Whether the figures were measured on such a machine, not derived from published ones or assumed."""
+    links: dict[str, LinkCost] = Field(default_factory=dict)
+    """Ways from a drafter to the verifier that such machines have, by name."""
     forwards: list[Forward] = Field(min_length=1)
-    prompt_step_s: float = Field(ge=0)
+    prompt_step_s: NotNegative
     """Seconds that a step with prompts adds, whatever their length."""
-    prompt_token_s: float = Field(ge=0)
+    prompt_token_s: NotNegative
     """Seconds that each prompt token adds."""
-    host_step_s: float = Field(ge=0)
-    """The host's work for a step, and for each sequence in it."""
-    host_sequence_s: float = Field(ge=0)
+    host_step_s: NotNegative
+    """The host's work for a step behind its forward, and for each sequence in it."""
+    host_sequence_s: NotNegative
+    plan_step_s: NotNegative = 0.0
+    """The host's work for a step before its forward, and for each sequence in it."""
+    plan_sequence_s: NotNegative = 0.0
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
     """By the name that a drafter's `cost` gives."""
 
@@ -65,6 +96,14 @@ class Costs(_Table):
                 seconds = self._interpolate(1, 1)
             seconds += self.prompt_step_s + prompt_tokens * self.prompt_token_s
         return seconds
+
+    def slower(self, times: float) -> Costs:
+        """The table where forwards and the host's work take so many times as long."""
+        # Made anew, since a copy would keep what was interpolated.
+        names = ("prompt_step_s", "prompt_token_s", "host_step_s", "host_sequence_s", "plan_step_s", "plan_sequence_s")
+        forwards = [forward.model_copy(update={"seconds": times * forward.seconds}) for forward in self.forwards]
+        longer = {name: times * getattr(self, name) for name in names}
+        return Costs.model_validate({**self.model_dump(), **longer, "forwards": [each.model_dump() for each in forwards]})
 
     def _interpolate(self, sequences: int, tokens: int) -> float:
         if not self._grid:

@@ -8,6 +8,7 @@ clock, since actors work at the same time; for each actor alone time only goes f
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -59,4 +60,14 @@ class Work:
     ends: list[float]
 
     def __await__(self) -> Generator[Work, int, int]:
+        return (yield self)
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Awaited by a simulated drafter's coroutine: it goes on when this is done, and messages wait meanwhile."""
+
+    done: Future[None]
+
+    def __await__(self) -> Generator[Until, int, int]:
         return (yield self)

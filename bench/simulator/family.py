@@ -9,8 +9,8 @@ from bench.simulator.costs import DraftingCost
 from bench.simulator.events import Work
 from bench.simulator.scenario import DrafterSpec
 from bench.simulator.world import NO_GUESS, RIGHT, VOCAB, Text, World
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family
+from outrider.drafter.draft_sequence import DraftSequence
 
 
 class SimulatedFamily(Family):
@@ -42,7 +42,8 @@ class SimulatedFamily(Family):
         goals = [sequence.goal for sequence in sequences]
         # The last token of each is read with the pass that drafts.
         unread = sum([max(0, self._unread[sequence.id] - 1) for sequence in sequences])
-        begins = self._slowness * (self._cost.round_s + unread * self._cost.prompt_token_s)
+        lookups_s = len(sequences) * self._cost.sequence_s
+        begins = self._slowness * (self._cost.round_s + lookups_s + unread * self._cost.prompt_token_s)
         for sequence in sequences:
             self._unread[sequence.id] = 0
         passes = max(goals)

@@ -12,6 +12,7 @@ from outrider.messages import DraftBatch, StepBatch
 _MESSAGE_BYTES = 40
 _ENTRY_BYTES = 16
 _TOKEN_BYTES = 2
+_SEGMENT_BYTES = 1460
 
 
 class Link:
@@ -27,6 +28,12 @@ class Link:
         self.latency_s = latency_s
         self.jitter_s = jitter_s
         self.bytes_per_s = bytes_per_s
+        self.loss = 0.0
+        """Share of segments that are lost: TCP sends such a one again, so it and all behind it come later."""
+        self.retransmit_s = 0.2
+        """Least time until a lost segment is sent again."""
+        self.byte_count = 0
+        """What was sent."""
         self._events = events
         self._random = random
         self._free_at = 0.0
@@ -34,16 +41,25 @@ class Link:
 
     def send(self, byte_count: int, deliver: Callable[[], object]) -> float:
         """Have `deliver` run when a message that leaves now has arrived; returns when that is."""
+        self.byte_count += byte_count
         now = self._events.now
         transmitted = max(now, self._free_at)
         if self.bytes_per_s > 0.0:
             transmitted += byte_count / self.bytes_per_s
         self._free_at = transmitted
         late_s = self.jitter_s * self._random.random() if self.jitter_s > 0.0 else 0.0
+        if self.loss > 0.0:
+            late_s += self._lost_s(byte_count)
         arrival = max(transmitted + self.latency_s + late_s, self._last_arrival)
         self._last_arrival = arrival
         self._events.at(arrival, deliver)
         return arrival
+
+    def _lost_s(self, byte_count: int) -> float:
+        """How much later a message comes because some of its segments were lost."""
+        segments = max(1, -(-byte_count // _SEGMENT_BYTES))
+        kept = (1.0 - self.loss) ** segments
+        return 0.0 if self._random.random() < kept else max(self.retransmit_s, 2 * self.latency_s)
 
 
 def draft_bytes(batch: DraftBatch) -> int:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import os
 import platform
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -15,13 +19,19 @@ from bench.simulator.costs import Costs, DraftingCost, Forward
 from bench.simulator.events import Events
 from bench.simulator.target import SimulatedVerifier
 from bench.simulator.world import Text, World
+from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.forwards import Forwards
+from drafter_svc.families.ngram import NgramFamily
+from drafter_svc.families.shared_pages import SharedPagePool
+from drafter_svc.pools.memory import NgramOptions
 from outrider.depth_policy import DepthPolicy
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import SamplingParams, TokenRequest
-from verifier_svc.engine import Engine
+from outrider.messages import Opened, Rule, SamplingParams, TokenRequest, Verdict, Window
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.target import Limits
 
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOKENS = (1, 2, 3, 5, 9)
@@ -29,7 +39,11 @@ _CONTEXT = 128
 _PROMPTS = (32, 256)
 _REPEATS = 100
 # How long to try each.
-_POINT_S = 1.0
+_POINT_S = 0.4
+# Tokens of a run that one call guesses.
+_RUN = 8
+# Tokens of a text to look up in, and how many drafts of it are timed.
+_TEXT, _LOOKUPS = 200, 100
 # Forwards of more tokens than this take too long to be worth it, and no step has as many.
 _MOST_TOKENS = 512
 _HOST_STEPS = 60
@@ -42,12 +56,24 @@ def write_costs(models: Path, path: Path) -> None:
     path.write_text(measure(models / "target", models / "draft", threads).model_dump_json(indent=1) + "\n")
 
 
-def measure(target_path: Path, draft_path: Path, threads: int, dtype: str = "auto") -> Costs:
-    """The table, with so many threads for the target; takes about two minutes for the bundled pair on two cores."""
+def measure(
+    target_path: Path,
+    draft_path: Path,
+    threads: int,
+    dtype: str = "auto",
+    draft_threads: Sequence[int] = (1,),
+    most_sequences: int = _SEQUENCES[-1],
+) -> Costs:
+    """The table, with so many threads for the target, and a way of drafting for each number of threads of the draft model.
+
+    Takes about a minute for the bundled pair on two cores. The draft model with one thread is `model`, with more `model-2` and
+    so on.
+    """
+    sequences = [count for count in _SEQUENCES if count <= most_sequences]
     target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
     forwards = [
         Forward(sequences=count, tokens=tokens, seconds=_forward_s(target, count, tokens))
-        for count in _SEQUENCES
+        for count in sequences
         for tokens in _TOKENS
         if count * tokens <= _MOST_TOKENS
     ]
@@ -55,22 +81,86 @@ def measure(target_path: Path, draft_path: Path, threads: int, dtype: str = "aut
     host_step_s, host_sequence_s = _host()
     source = f"measured with {threads} of {os.cpu_count()} cores of {_processor()}: {target_path}, {target.dtype}"
     del target
-    draft = ModelRunner.load(str(draft_path), dtype=dtype, threads=1)
-    of_tokens = {count: _forward_s(draft, count, 1) for count in _SEQUENCES}
-    _, draft_prompt_token_s = _prompts(draft, of_tokens[1])
+    names = {count: "model" if count == 1 else f"model-{count}" for count in draft_threads}
     return Costs(
         source=source,
+        measured=True,
         forwards=forwards,
         prompt_step_s=step_s,
         prompt_token_s=token_s,
         host_step_s=host_step_s,
         host_sequence_s=host_sequence_s,
         drafting={
-            "model": DraftingCost(round_s=0.0, token_s=of_tokens, prompt_token_s=draft_prompt_token_s),
-            # Lookups take microseconds; docs/benchmarks.md has them.
-            "ngram": DraftingCost(round_s=0.0001, token_s={1: 0.0}, prompt_token_s=0.0),
+            "ngram": _lookup_cost(),
+            **{name: _draft_cost(draft_path, dtype, count, sequences) for count, name in names.items()},
         },
     )
+
+
+def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> DraftingCost:
+    draft = ModelRunner.load(str(path), dtype=dtype, threads=threads)
+    token_s = {count: _draft_s(draft, count) for count in sequences}
+    run_token_s = {} if draft.decoder is None else {count: _run_s(draft, count) / _RUN for count in sequences}
+    _, prompt_token_s = _prompts(draft, token_s[1])
+    return DraftingCost(round_s=0.0, token_s=token_s, run_token_s=run_token_s, prompt_token_s=prompt_token_s)
+
+
+def _draft_s(runner: ModelRunner, sequences: int) -> float:
+    """Seconds in which a drafter guesses one token for each of so many sequences, all of its own work included."""
+    pool = SharedPagePool(runner.page_count, runner.page_size)
+    forwards = Forwards(runner, pool, _MOST_TOKENS, 32, None)
+    window = Window(token_count=1000, depth=1000)
+    drafts = []
+    for number in range(sequences):
+        prompt = [number + 1] * _CONTEXT
+        opened = Opened(number, prompt, SamplingParams(0.0), Rule.ONE_HOT, window, 4, prompt_length=_CONTEXT)
+        drafts.append(CachedDraft(DraftSequence(opened), number, runner.vocab_size, committed_count=_CONTEXT))
+    while any(not draft.guess_count for draft in drafts):
+        forwards.begin(drafts)
+        forwards.grow(forwards.wanting([draft for draft in drafts if not draft.guess_count]))
+    times: list[float] = []
+    end = time.perf_counter() + _POINT_S
+    while len(times) < _REPEATS and time.perf_counter() < end:
+        forwards.begin(drafts)
+        started = time.perf_counter()
+        forwards.grow(forwards.wanting(drafts))
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _run_s(runner: ModelRunner, sequences: int) -> float:
+    """Seconds of a call that guesses a run for each of so many sequences."""
+    pages = -(-(_CONTEXT + _RUN) // runner.page_size)
+    slices = [Slice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1) for i in range(sequences)]
+    return _best_s(lambda: runner.continue_greedily(slices, _RUN, runner.vocab_size))
+
+
+def _lookup_cost() -> DraftingCost:
+    """The n-gram family's own time for a run and for the branches beside it; a text of few words, so that all is found."""
+    family = NgramFamily(NgramOptions(), 1_000_000)
+    draw = random.Random(0)
+    text = draw.choices(range(40), k=_TEXT)
+    opened = Opened(1, text, SamplingParams(0.0), Rule.ONE_HOT, Window(token_count=102, depth=17), 4, prompt_length=_TEXT)
+    sequence = DraftSequence(opened)
+    family.opened(sequence)
+    chain_s, branches_s = [], []
+    for i in range(_LOOKUPS):
+        sequence.follow(Verdict(1, _TEXT + i + 1, [draw.randrange(40)], 0, 4))
+        family.committed(sequence, 0)
+        while sequence.room > 0:
+            chain_s.append(_proposing_s(family, sequence))
+        branches_s.append(_proposing_s(family, sequence))
+    return DraftingCost(round_s=0.0, token_s={1: 0.0}, sequence_s=median(chain_s), branches_s=median(branches_s))
+
+
+def _proposing_s(family: NgramFamily, sequence: DraftSequence) -> float:
+    work: Any = family.propose([sequence], lambda: False)
+    started = time.perf_counter()
+    with suppress(StopIteration):
+        work.send(None)
+    seconds = time.perf_counter() - started
+    sequence.settle()
+    return seconds
 
 
 def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
@@ -139,6 +229,7 @@ class _FreeTarget:
 def _free() -> Costs:
     return Costs(
         source="nothing",
+        measured=False,
         forwards=[Forward(sequences=1, tokens=1, seconds=1e-9)],
         prompt_step_s=0.0,
         prompt_token_s=0.0,

@@ -9,8 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_settings import SettingsConfigDict
 
 from bench.simulator import costs
-from outrider.config import Settings
 from outrider.depth_policy import DepthSetting
+from outrider.process.config import Settings
 
 
 def _as_list(value: object) -> object:
@@ -41,13 +41,34 @@ class DrafterSpec(_Part):
 
     verifier: str = "verifier-1"
 
-    acceptance: Acceptance
+    drafts_by: Literal["acceptance", "lookup", "model"] = "acceptance"
+    """acceptance draws from `acceptance`, or takes a recording's guesses, and drafts a chain without branches. lookup runs the
+    production n-gram family on the recording's tokens; model runs the production draft-model family, branches included, on the
+    recording's guesses."""
+
+    acceptance: Acceptance = Field(default_factory=lambda: {"": [0.0]})
 
     hard_acceptance: Acceptance | None = None
     """The same within hard stretches of a text; unset is no different."""
 
     skips_hard: bool = False
     """Whether it has no draft within hard stretches, as a lookup that finds nothing; else it guesses there as well."""
+
+    process: str = ""
+    """Drafters with the same one are connections of one process, which computes for one at a time; unset is one of its own."""
+
+    max_draft_len: int = Field(8, ge=1, le=64)
+    """The n-gram family's setting of that name, and so are the next two."""
+
+    max_matching_ngram_size: int = Field(3, ge=1, le=16)
+
+    is_public_pool: bool = False
+
+    redis_ms: float | None = Field(None, ge=0)
+    """Of a lookup in the Redis that all drafters with this setting share; unset is a pool in memory."""
+
+    branches: int = Field(4, ge=0, le=64)
+    """The draft-model family's setting of that name."""
 
     cost: str = "model"
     """Which of the cost table's ways of drafting."""
@@ -64,16 +85,23 @@ class DrafterSpec(_Part):
     mbit_s: float = Field(0.0, ge=0)
     """Bandwidth in each direction; 0 is no limit."""
 
+    loss: float = Field(0.0, ge=0, lt=1)
+    """Share of segments that are lost and sent again, as by TCP."""
+
+    retransmit_ms: float = Field(200.0, ge=0)
+    """Least time until a lost segment is sent again."""
+
     max_draft_tokens: int = Field(64, ge=1, le=64)
 
     max_sequence_count: int = Field(0, ge=0)
     """Most sequences that it takes at once; 0 is no limit."""
 
     on_target_cores: bool = False
-    """Whether it drafts on cores that the target computes on. Drafting during a forward then makes that forward longer."""
+    """Whether the verifier takes it for one on cores that the target computes on. Forwards then lose all of the time in which it
+    drafts meanwhile, unless `interference` says how much."""
 
     interference: float = Field(0.0, ge=0, le=1)
-    """Share of its drafting time by which forwards meanwhile get longer, on other cores of the same machine."""
+    """Share of its drafting time by which forwards meanwhile get longer, on the same machine."""
 
     joins_at: float = Field(0.0, ge=0)
     """Seconds; it joins by itself then."""
@@ -150,6 +178,10 @@ class Scenario(Settings):
     """Recorded requests: a JSON object a line, with prompt_tokens, output_tokens and maybe time, kind and guesses. With recorded
     arrivals each comes at its time; with closed ones they are sent in turn until there are no more."""
 
+    warm_up: int = Field(0, ge=0)
+    """Requests at the beginning of the recording that are not measured. They are closed arrivals; when all of them have ended, time
+    begins for the others and for the schedule."""
+
     prompt_tokens: list[Annotated[int, Field(ge=1)]] = Field([64], min_length=1, max_length=2)
     """Length of prompts; two numbers are the least and the most, all between being equally likely."""
 
@@ -177,6 +209,9 @@ class Scenario(Settings):
     draft_tokens: DepthSetting = "goodput"
     """The verifier's setting."""
 
+    always_draft: bool = False
+    """The verifier's setting: ask for drafts and wait for them whether it pays or not."""
+
     max_batch_tokens: int = Field(512, ge=1)
     """The verifier's setting."""
 
@@ -185,6 +220,9 @@ class Scenario(Settings):
 
     page_count: int = Field(8192, ge=1)
     """Pages of the verifier's KV cache, 16 tokens each."""
+
+    prefix_caching: bool = True
+    """The verifier's setting. Only recorded prompts with `prompt_ids` can be equal."""
 
     client_ms: float = Field(0.5, ge=0)
     """From a client to a verifier, in each direction, and until a client that got its answer sends its next request."""
@@ -217,6 +255,8 @@ class Scenario(Settings):
             raise ValueError("recording must be given with recorded arrivals")
         if self.arrivals == "poisson" and self.recording is not None:
             raise ValueError("recording has no meaning with poisson arrivals")
+        if self.warm_up and self.recording is None:
+            raise ValueError("warm_up needs a recording")
         if self.waves is not None and (self.arrivals != "closed" or self.recording is not None):
             raise ValueError("waves has no meaning without closed arrivals, nor with a recording")
         return self

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from prometheus_client.metrics_core import Metric
-
 from bench.simulator import costs
 from bench.simulator.drafter import DrafterActor
 from bench.simulator.events import Events
+from bench.simulator.production import Process, SimulatedRedis
 from bench.simulator.scenario import DrafterSpec, Event, Scenario
-from bench.simulator.traffic import Traffic
+from bench.simulator.traffic import Request, Traffic
 from bench.simulator.verifier import VerifierActor
 from bench.simulator.world import World
 from bench.ways import Sample, counter_key
@@ -31,6 +29,7 @@ class Outcome:
 
     sample: Sample
     drafters: dict[str, dict[str, float]] = field(default_factory=dict)
+    by_verifier: dict[str, Sample] = field(default_factory=dict)
     request_count: int = 0
     resubmitted_count: int = 0
     errors: list[str] = field(default_factory=list)
@@ -57,6 +56,11 @@ class Simulation:
         self.drafters: dict[str, DrafterActor] = {}
         self._scenario = scenario
         self._costs = costs.load(scenario.costs)
+        # Of each verifier, when what is measured began.
+        self._counted: dict[str, dict[str, float]] = {}
+        self._processes: dict[str, Process] = {}
+        self.redis_entries: dict[tuple[int, ...], list[int]] = {}
+        """What the Redis of the drafters holds."""
         self._specs = {drafter.name: drafter for drafter in scenario.drafters} if drafting else {}
         for i in range(scenario.verifiers):
             self._start_verifier(f"verifier-{i + 1}")
@@ -67,8 +71,7 @@ class Simulation:
         scenario, events = self._scenario, self.events
         for spec in self._specs.values():
             events.at(spec.joins_at, partial(self._join, spec))
-        for event in scenario.schedule:
-            events.at(event.at, partial(self._happen, event))
+        self.traffic.on_measured = self._begin_measuring
         self.traffic.begin()
         events.run(scenario.seconds)
         outcome = self._outcome()
@@ -82,6 +85,14 @@ class Simulation:
                 verifier.check_idle()
         return outcome
 
+    def _begin_measuring(self) -> None:
+        """Let the schedule begin, and note what was counted until now."""
+        began = self.traffic.began
+        for event in self._scenario.schedule:
+            self.events.at(began + event.at, partial(self._happen, event))
+        if began > 0.0:
+            self._counted = {verifier.name: _counters(verifier)[0] for verifier in self.verifiers.values()}
+
     # --- the schedule ---
 
     def _start_verifier(self, name: str) -> None:
@@ -90,7 +101,9 @@ class Simulation:
     def _join(self, spec: DrafterSpec) -> None:
         verifier = self.verifiers[spec.verifier]
         if verifier.serving:
-            self.drafters[spec.name] = DrafterActor(self.events, spec, self._costs, self.world, verifier)
+            process = self._processes.setdefault(spec.process or spec.name, Process())
+            redis = None if spec.redis_ms is None else SimulatedRedis(spec.redis_ms / 1000, self.redis_entries)
+            self.drafters[spec.name] = DrafterActor(self.events, spec, self._costs, self.world, verifier, process, redis)
 
     def _happen(self, event: Event) -> None:
         if event.who in self.verifiers:
@@ -122,42 +135,67 @@ class Simulation:
     # --- what came of it ---
 
     def _outcome(self) -> Outcome:
-        requests, end = self.traffic.requests, self._scenario.seconds
+        requests, began, end = self.traffic.measured, self.traffic.began, self._scenario.seconds
         ended = [request.received_at[-1][0] for request in requests if request.over and request.received_at]
         if self.traffic.all_over and ended and self._scenario.arrivals != "poisson":
             end = max(ended)
-        sample = Sample(0, end)
-        for request in requests:
-            times = [(at, count) for at, count in request.received_at if at <= end]
-            if not times:
-                continue
-            first, last, count = times[0][0], times[-1][0], sum([count for _, count in times])
-            sample.tokens += count
-            sample.ttft.append(first - request.sent_at)
-            sample.tpot.append((last - first) / max(count - 1, 1))
-            sample.requests.append((first, last, count))
-        sample.full_s = self.traffic.full_until or end
-        outcome = Outcome(sample, request_count=len(requests), resubmitted_count=self.traffic.resubmitted_count)
+        full_s = (self.traffic.full_until or end) - began
+        outcome = Outcome(
+            _sample(requests, began, end, full_s),
+            request_count=len(requests),
+            resubmitted_count=self.traffic.resubmitted_count,
+        )
         outcome.errors = [str(request.error) for request in requests if request.error is not None]
         for verifier in (*self.verifiers.values(), *self.gone):
-            verifier.metrics.flush()
-            _add(verifier.metrics.registry.collect(), sample.counters, outcome.drafters)
+            counters, drafters = _counters(verifier)
+            for name, value in self._counted.get(verifier.name, {}).items():
+                counters[name] -= value
+            own = [request for request in requests if request.verifier is verifier]
+            outcome.by_verifier[verifier.name] = sample = _sample(own, began, end, full_s)
+            sample.counters = counters
+            _add(outcome.sample.counters, counters)
+            for name, found in drafters.items():
+                _add(outcome.drafters.setdefault(name, {}), found)
+        for name, drafter in self.drafters.items():
+            outcome.drafters.setdefault(name, {})["busy_seconds"] = drafter.computed_s
         return outcome
 
 
-def _add(metrics: Iterable[Metric], counters: dict[str, float], drafters: dict[str, dict[str, float]]) -> None:
-    """Add a verifier's counters, by the names that `bench.ways.counters` gives them; and each drafter's."""
-    for metric in metrics:
+def _sample(requests: list[Request], began: float, end: float, full_s: float) -> Sample:
+    """What these requests got from `began` until `end`; times in it count from `began`."""
+    sample = Sample(0, end - began, full_s=full_s)
+    for request in requests:
+        times = [(at, count) for at, count in request.received_at if at <= end]
+        if not times:
+            continue
+        first, last, count = times[0][0], times[-1][0], sum([count for _, count in times])
+        sample.tokens += count
+        sample.ttft.append(first - request.sent_at)
+        sample.tpot.append((last - first) / max(count - 1, 1))
+        sample.requests.append((first - began, last - began, count))
+    return sample
+
+
+def _counters(verifier: VerifierActor) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """A verifier's counters, by the names that `bench.ways.counters` gives them; and each drafter's."""
+    counters: dict[str, float] = {}
+    drafters: dict[str, dict[str, float]] = {}
+    verifier.metrics.flush()
+    for metric in verifier.metrics.registry.collect():
         for point in metric.samples:
             key = counter_key(point.name, point.labels)
             if not key:
                 continue
-            counters[key] = counters.get(key, 0.0) + point.value
+            _add(counters, {key: point.value})
             if "drafter" in point.labels:
                 position = point.labels.get("position")
-                own = drafters.setdefault(point.labels["drafter"], {})
-                key = f"{key}.{position}" if position else key
-                own[key] = own.get(key, 0.0) + point.value
+                _add(drafters.setdefault(point.labels["drafter"], {}), {f"{key}.{position}" if position else key: point.value})
+    return counters, drafters
+
+
+def _add(sums: dict[str, float], values: dict[str, float]) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + value
 
 
 def simulate(scenario: Scenario, load: int, *, drafting: bool = True) -> Outcome:

@@ -1,6 +1,6 @@
 """The target of a simulated verifier: a forward takes the time that a cost table says, and what is true decides on drafts.
 
-Stands in for `outrider.lm.runner.ModelRunner` and for `verifier_svc.verification.DraftVerifier`; no logits are computed.
+Stands in for `outrider.lm.runner.ModelRunner` and for `verifier_svc.verification.batch.DraftVerifier`; no logits are computed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from bench.simulator.world import VOCAB, World
 from outrider.errors import OutriderError
 from outrider.lm.runner import Slice
 from outrider.messages import AcceptanceRule
-from verifier_svc.acceptance import AcceptResult
-from verifier_svc.scheduler import ScheduledSequence
-from verifier_svc.verification import Verified
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.verification.acceptance import AcceptResult
+from verifier_svc.verification.batch import Verified
 
 _NO_LOGITS = torch.zeros(1, 1)
 
@@ -34,6 +34,8 @@ class SimulatedTarget:
         self._costs = costs
         self._random = random
         self._noise = noise
+        self.lost_s = 0.0
+        """What forwards lost to drafters so far, in seconds."""
         self._ends_at = 0.0
         # Whether the forward in progress verifies drafts; and what forwards with and without drafts have still to pay.
         self._drafted = False
@@ -47,11 +49,13 @@ class SimulatedTarget:
             sequences += part.logit_count > 0
             tokens += part.logit_count
             prompt_tokens += len(part.token_ids) - part.logit_count
+        self._events.spend(self._costs.plan_step_s + len(slices) * self._costs.plan_sequence_s)
         seconds = self._costs.forward_s(sequences, tokens, prompt_tokens)
         if self._noise > 0.0:
             seconds *= 1.0 + self._noise * (2.0 * self._random.random() - 1.0)
         self._drafted = tokens > sequences
         lost_s, self._lost_s[self._drafted] = min(self._lost_s[self._drafted], seconds), 0.0
+        self.lost_s += lost_s
         self._events.spend(seconds + lost_s)
         self._ends_at = self._events.now
         return _NO_LOGITS

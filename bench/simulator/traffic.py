@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from bench.simulator.events import Events
 from bench.simulator.scenario import Scenario
 from bench.simulator.verifier import VerifierActor
-from bench.simulator.world import Text, World
+from bench.simulator.world import FIRST_MARK, Text, World
 from outrider.errors import OutriderError
 from outrider.messages import SamplingParams, SpeculationOptions, TokenChunk, TokenRequest
-from verifier_svc.sequence import Sequence
+from verifier_svc.state.sequence import Sequence
 
 
 class RecordedRequest(BaseModel):
@@ -31,9 +31,22 @@ class RecordedRequest(BaseModel):
     prompt_tokens: int = Field(ge=1)
     output_tokens: int = Field(ge=1)
     kind: str = ""
-    guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.-]*$")]] = Field(default_factory=dict)
+    guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(default_factory=dict)
     """By drafter, a character for each token of the output: + where the drafter guesses it behind the tokens before it, - where
-    it guesses another one, and . where it has no guess. Such a drafter's acceptance has no meaning."""
+    it guesses another one (or 1 to 9 where the token is that alternative to its guess, for `drafts_by: model`), and . where it has
+    no guess. Such a drafter's acceptance has no meaning."""
+    prompt_ids: list[int] = Field(default_factory=list)
+    """The prompt's tokens; drafters that look up need them and the next."""
+    output_ids: list[int] = Field(default_factory=list)
+    """The target's tokens behind the prompt. They may be more than `output_tokens`, so that drafts beyond the end are known."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.prompt_ids and len(self.prompt_ids) != self.prompt_tokens:
+            raise ValueError(f"prompt_ids must be {self.prompt_tokens}, as prompt_tokens says, not {len(self.prompt_ids)}")
+        if self.prompt_ids and len(self.output_ids) < self.output_tokens:
+            raise ValueError(f"output_ids must be at least {self.output_tokens}, as output_tokens says")
+        return self
 
 
 @dataclass(eq=False, slots=True)
@@ -70,19 +83,52 @@ class Traffic:
         self._speculates = speculates
         self._numbers = count()
         self._lengths = world.random("lengths")
+        # The marks of recorded prompts: equal prompts have equal marks.
+        self._marks: dict[tuple[int, ...], int] = {}
         self._recording = [] if scenario.recording is None else [*read_recording(scenario.recording)]
+        self._warm_up = min(scenario.warm_up, len(self._recording))
+        # Clients that wait for the end of the warming up.
+        self._waiting = 0
+        self.on_measured: Callable[[], object] = lambda: None
+        """Called when the first request that is measured is about to be sent."""
+        self.began = 0.0
+        """When that was."""
         self._latency_s = scenario.client_ms / 1000
         self._stopped = False
 
     def begin(self) -> None:
         """Let the first requests come."""
+        if self._warm_up:
+            for _ in range(self._load):
+                self._warm()
+        else:
+            self._measure()
+
+    @property
+    def measured(self) -> list[Request]:
+        """The requests behind those that warm up."""
+        return self.requests[self._warm_up :]
+
+    def _warm(self) -> None:
+        """A client sends the next request that warms up, or waits for the others; the last one begins what is measured."""
+        if len(self.requests) < self._warm_up:
+            self._send(self._text())
+            return
+        self._waiting += 1
+        if self._waiting == self._load and not self._stopped:
+            self._measure()
+
+    def _measure(self) -> None:
         scenario = self._scenario
+        self.began = self._events.now
+        self.on_measured()
         if scenario.arrivals == "closed":
             for _ in range(self._load):
                 self._next()
         elif scenario.arrivals == "recorded":
-            for number, recorded in enumerate(self._recording):
-                self._events.at(recorded.time, partial(self._send, _recorded_text(number, recorded)))
+            for number, recorded in enumerate(self._recording[self._warm_up :], self._warm_up):
+                send = partial(self._send, self._recorded_text(number, recorded))
+                self._events.at(self.began + recorded.time, send)
         else:
             self._arrivals = self._world.random("arrivals")
             self._poisson()
@@ -127,9 +173,18 @@ class Traffic:
     def _text(self) -> Text:
         scenario, number = self._scenario, next(self._numbers)
         if self._recording:
-            return _recorded_text(number, self._recording[number])
+            return self._recorded_text(number, self._recording[number])
         prompt, output = (self._lengths.randint(law[0], law[-1]) for law in (scenario.prompt_tokens, scenario.output_tokens))
         return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
+
+    def _recorded_text(self, number: int, recorded: RecordedRequest) -> Text:
+        prompt = recorded.prompt_ids
+        if prompt:
+            number = self._marks.setdefault(tuple(prompt), FIRST_MARK + len(self._marks))
+        text = Text(number, recorded.kind, recorded.prompt_tokens, recorded.output_tokens, recorded.guesses, prompt_ids=prompt)
+        text.tokens = [*recorded.output_ids]
+        text.hard = [False] * len(text.tokens)
+        return text
 
     def _send(self, text: Text) -> None:
         if self._stopped:
@@ -187,7 +242,11 @@ class Traffic:
     def _end(self, request: Request) -> None:
         request.over = True
         request.verifier.open_requests -= 1
-        if self._scenario.arrivals == "closed" and not self._stopped:
+        if self._stopped:
+            return
+        if request in self.requests[: self._warm_up]:
+            self._events.after(self._latency_s, self._warm)
+        elif self._scenario.arrivals == "closed":
             self._events.after(self._latency_s, self._next)
 
     def _cancel(self, request: Request) -> None:
@@ -199,10 +258,6 @@ class Traffic:
 
         # Behind its submission, which may be under way.
         self._events.after(self._latency_s, lambda: request.verifier.post(cancel))
-
-
-def _recorded_text(number: int, recorded: RecordedRequest) -> Text:
-    return Text(number, recorded.kind, recorded.prompt_tokens, recorded.output_tokens, recorded.guesses)
 
 
 def read_recording(path: Path) -> Iterator[RecordedRequest]:

@@ -11,10 +11,10 @@ from bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from bench.simulator.world import World
 from outrider.depth_policy import DepthPolicy
 from outrider.lm.pages import PagePool
-from verifier_svc.engine import Engine
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.outgoing import Delivery
-from verifier_svc.target import Limits
 
 _PAGE_SIZE = 16
 _TRIAL_CONTEXT = 128
@@ -32,7 +32,7 @@ class VerifierActor:
         self.open_requests = 0
         self.metrics = Metrics(name)
         self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
-        self.pool = PagePool(scenario.page_count, _PAGE_SIZE)
+        self.pool = PagePool(scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching)
         self.engine = Engine(
             self.target,
             self.pool,
@@ -45,6 +45,7 @@ class VerifierActor:
                 max_waiting=1_000_000,
             ),
             SimulatedVerifier(events, costs, world),
+            always_draft=scenario.always_draft,
             own_cores=OWN_CORES,
             clock=events.clock,
         )

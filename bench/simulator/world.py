@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 VOCAB = 256
+# Recorded prompts begin with a token from here on, which tells the text and is no model's.
+FIRST_MARK = 2**31
 # Recorded guesses: the true token, or none. All else is a wrong token.
 RIGHT, NO_GUESS = "+", "."
 _CHUNK = 128
@@ -30,10 +32,12 @@ class Text:
     """The text behind the prompt."""
     hard: list[bool] = field(default_factory=list)
     """Whether each of `tokens` lies in a hard stretch."""
+    prompt_ids: list[int] = field(default_factory=list)
+    """The prompt's tokens where they were recorded. The first one gives way to `number`."""
 
     @property
     def prompt(self) -> list[int]:
-        return [self.number] + [0] * (self.prompt_length - 1)
+        return [self.number, *(self.prompt_ids[1:] or [0] * (self.prompt_length - 1))]
 
 
 class World:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.followed_grammar import FollowedGrammar
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import KVSequence
 from outrider.messages import Rule, SparseDistribution
 
@@ -14,12 +14,14 @@ from outrider.messages import Rule, SparseDistribution
 class CachedDraft:
     """A sequence and its cache; or a branch, with a cache and tokens of its own.
 
-    `at` is None for the sequence itself; a branch hangs below so many of its guesses and begins with the first token of `run`.
-    `foreign`: the text has ids that the draft model does not know.
+    Ids from `vocab_size` on are unknown to the target. `at` is None for the sequence itself; a branch
+    hangs below so many of its guesses and begins with the first token of `run`. `foreign`: the text
+    has ids that the draft model does not know.
     """
 
     sequence: DraftSequence
     seed: int
+    vocab_size: int
     foreign: bool = False
     at: int | None = None
     run: list[int] = field(default_factory=list)
@@ -54,6 +56,11 @@ class CachedDraft:
     def length(self) -> int:
         """Tokens there are, committed and guessed."""
         return len(self.sequence.tokens) + self.guess_count
+
+    @property
+    def unread_count(self) -> int:
+        """Tokens that the cache lacks."""
+        return self.length - self.kv.length
 
     @property
     def begun(self) -> bool:

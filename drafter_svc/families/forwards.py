@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from drafter_svc.families.cached_draft import CachedDraft
+from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.followed_grammar import FollowedGrammar
 from outrider.errors import OutriderError
-from outrider.grammar import GrammarCompiler
-from outrider.lm.pages import PagePool
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.logits import Context, adjust
 from outrider.messages import Rule, SparseDistribution
-from outrider.sampling import Purpose, coupled_keys, coupled_sample, inverse_cdf, target_probs, uniforms
-from outrider.tensors import on
+from outrider.sampling.logits import Context, adjust
+from outrider.sampling.noise import Purpose, coupled_keys, uniforms
+from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
+from outrider.sampling.tensors import on
 
 log = logging.getLogger(__name__)
 
 # Other tokens that are remembered for each guessed one.
 _ALTERNATIVES = 3
+# What a sequence lacks that is past its prompt: the token that the verifier drew, and at most its own last guess besides.
+_FEW_TOKENS = 2
 
 DEVICE_LOST = torch.AcceleratorError
 """A device that failed does nothing more for this process."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Guess:
+class Guess:
     """A token, the likeliest ones at its place, and what it was sampled from (None if it was not)."""
 
     token: int
@@ -39,39 +41,39 @@ class _Guess:
 
 
 class Forwards:
-    """The loaded model with the pages of its cache; see ModelFamily for the other parameters."""
+    """The loaded model with the pages of its cache; see DraftModel for the parameters."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        pool: PagePool,
-        vocab_size: int,
+        pool: SharedPagePool,
         max_batch_tokens: int,
         max_entries: int,
         grammars: GrammarCompiler | None,
     ) -> None:
         self._runner = runner
         self._pool = pool
-        self._vocab_size = vocab_size
         self._max_batch_tokens = max_batch_tokens
         self._max_entries = max_entries
         self._grammars = grammars
 
-    def grow(self, drafts: list[CachedDraft], interrupted: Callable[[], bool]) -> None:
-        """Forwards until all that is wanted is guessed, or a message waits; prompts are taken in chunks.
-
-        What was guessed before a forward raised stands, and the forward that raised has changed nothing.
-        """
+    def begin(self, drafts: list[CachedDraft]) -> None:
+        """Set out for what is wanted of these drafts now."""
         for draft in drafts:
             draft.begin()
             self._begin_grammar(draft)
-        while active := [draft for draft in drafts if self._wants_more(draft)]:
-            if not self._guess_several(active, min(draft.goal - draft.guess_count for draft in active)):
-                self._forward(active)
-            if interrupted():
-                break
-            # One chunk of prompts a round: sequences that guess already are not held up by more.
-            drafts = [draft for draft in drafts if draft.begun] or drafts
+
+    def wanting(self, drafts: list[CachedDraft]) -> list[CachedDraft]:
+        """Those of these drafts that want more, and for which there are pages."""
+        return [draft for draft in drafts if self._wants_more(draft)]
+
+    def grow(self, drafts: list[CachedDraft]) -> None:
+        """One more token for each of these drafts that want more, or several if one call gives them; of prompts a chunk.
+
+        Prompts are taken in the order of the drafts. A forward that raises has changed nothing.
+        """
+        if not self._guess_several(drafts, min(draft.goal - draft.guess_count for draft in drafts)):
+            self._forward(drafts)
 
     def fits(self, draft: CachedDraft) -> bool:
         """Reserve pages for all the text there is; False if there are none, or at the end of the model's context."""
@@ -98,12 +100,14 @@ class Forwards:
             return False
         if not all(_is_plain(draft) and draft.kv.length + 1 == draft.length for draft in drafts):
             return False
+        vocab_size = drafts[0].vocab_size
+        if any(draft.vocab_size != vocab_size for draft in drafts):
+            return False
         if not all(draft.length + count <= self._runner.context_length for draft in drafts):
             return False
         if not all(self._pool.reserve(draft.kv, draft.length + count - 1) for draft in drafts):
             return False
-        slices = [Slice(draft.unread(1), draft.kv.length, draft.kv.pages, 1) for draft in drafts]
-        rows = self._runner.continue_greedily(slices, count, self._vocab_size)
+        rows = self._continue(drafts, count)
         if rows is None:
             return False
         for draft, tokens in zip(drafts, zip(*rows, strict=True), strict=True):
@@ -113,14 +117,19 @@ class Forwards:
             self._publish(draft)
         return True
 
+    def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
+        """`count` rows of the likeliest next token of each draft, whose targets know the same ids; None where one call cannot."""
+        slices = [Slice(draft.unread(1), draft.kv.length, draft.kv.pages, 1) for draft in drafts]
+        return self._runner.continue_greedily(slices, count, drafts[0].vocab_size)
+
     def _forward(self, drafts: list[CachedDraft]) -> None:
         """The next token of each, or a chunk of its prompt."""
         budget = self._max_batch_tokens
         slices: list[Slice] = []
         scored: list[CachedDraft] = []
         fed: list[CachedDraft] = []
-        # Those that lack one token go before prompts.
-        for draft in sorted(drafts, key=lambda d: d.length - d.kv.length):
+        # Those that lack little go before prompts.
+        for draft in sorted(drafts, key=lambda draft: draft.unread_count > _FEW_TOKENS):
             tokens = draft.unread(budget)
             if not tokens:
                 break
@@ -130,8 +139,7 @@ class Forwards:
             if complete:
                 scored.append(draft)
             budget -= len(tokens)
-        logits_RV = self._runner.forward(slices)[:, : self._vocab_size]
-        guesses = self._choose(scored, logits_RV) if scored else []
+        guesses = self._score(slices, scored)
         # From here on nothing should fail, since drafts are changed.
         for draft, part in zip(fed, slices, strict=True):
             draft.kv.length += len(part.token_ids)
@@ -145,24 +153,29 @@ class Forwards:
         for draft in fed:
             self._publish(draft)
 
+    def _score(self, slices: list[Slice], scored: list[CachedDraft]) -> list[Guess | None]:
+        """Run a forward; the next token of each draft of `scored`, whose slices have a row of logits."""
+        logits_RV = self._runner.forward(slices)
+        return self._choose(scored, _known_to_targets(scored, logits_RV)) if scored else []
+
     def _publish(self, draft: CachedDraft) -> None:
         self._pool.publish(draft.kv, draft.sequence.tokens, draft.sequence.opened.tenant)
 
-    def _choose(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[_Guess | None]:
+    def _choose(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[Guess | None]:
         """Each row's next token: the likeliest, or one that was drawn as its sequence asks for; None where nothing may follow."""
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
         top = logits_RV.topk(min(1 + _ALTERNATIVES, logits_RV.shape[-1]))
         # Grammar and bans together may leave nothing, and a model may overflow.
         possible = top.values[:, 0].isfinite().tolist()
-        guesses: list[_Guess | None] = [
-            _Guess(likeliest[0], likeliest) if possible[i] else None for i, likeliest in enumerate(top.indices.tolist())
+        guesses: list[Guess | None] = [
+            Guess(likeliest[0], likeliest) if possible[i] else None for i, likeliest in enumerate(top.indices.tolist())
         ]
         for rule, sample in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
             rows = [i for i, draft in enumerate(drafts) if draft.rule is rule and possible[i]]
             if rows:
                 drawn = sample([drafts[i] for i in rows], logits_RV[rows])
                 for i, (token, distribution) in zip(rows, drawn, strict=True):
-                    guesses[i] = _Guess(token, top.indices[i].tolist(), distribution)
+                    guesses[i] = Guess(token, top.indices[i].tolist(), distribution)
         return guesses
 
     def _sample_coupled(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[tuple[int, SparseDistribution | None]]:
@@ -184,6 +197,17 @@ class Forwards:
         ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
         kept = weights > 0
         return [(tokens[i], SparseDistribution(ids[i][kept[i]], weights[i][kept[i]])) for i in range(len(drafts))]
+
+
+def _known_to_targets(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:
+    """The logits of the ids that each draft's target knows; those of others are -inf or left out."""
+    logits_RV = logits_RV[:, : max(draft.vocab_size for draft in drafts)]
+    narrow = [i for i, draft in enumerate(drafts) if draft.vocab_size < logits_RV.shape[-1]]
+    if narrow:
+        logits_RV = logits_RV.clone()
+    for i in narrow:
+        logits_RV[i, drafts[i].vocab_size :] = float("-inf")
+    return logits_RV
 
 
 def _is_plain(draft: CachedDraft) -> bool:

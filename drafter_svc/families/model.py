@@ -9,26 +9,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from drafter_svc.branching import fan_out
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family, FamilySettings, Loaded
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
-from outrider import telemetry
-from outrider.config import Device, Dtype
-from outrider.extras import need_models
-from outrider.lm.pages import PagePool
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.messages import ModelInfo, Rule
+from outrider.process import telemetry
+from outrider.process.config import Device, Dtype
+from outrider.process.extras import need_models
 from outrider.tokenizer import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
-    from outrider.grammar import GrammarCompiler
+    from drafter_svc.families.draft_model import DraftModel
     from outrider.lm.runner import ModelRunner
 
 # On a GPU, drafts of up to so many sequences and branches at once are CUDA graphs.
@@ -69,73 +68,61 @@ class ModelSettings(FamilySettings):
 
 
 class ModelFamily(Family):
-    """`max_batch_tokens` bounds one forward, `max_entries` the sparse distribution that goes with a sampled token, `branch_count`
-    the branches that are prepared while a draft is verified.
-    """
+    """One verifier's part in the draft model: its sequences, and the guesses and branches that are made for them."""
 
     name = "model"
     settings = ModelSettings
     distributions = frozenset(Rule)
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        thread: ThreadPoolExecutor,
-        vocab_size: int,
-        *,
-        max_batch_tokens: int = 512,
-        max_entries: int = 32,
-        grammars: GrammarCompiler | None = None,
-        branch_count: int = 4,
-    ) -> None:
-        """`thread` is the one worker that `runner` was loaded on. Ids from `vocab_size` on, the target's, are never proposed.
+    def __init__(self, model: DraftModel, vocab_size: int, *, branch_count: int = 4) -> None:
+        """Ids from `vocab_size` on, the target's, are never proposed.
 
-        With `grammars`, what a request's grammar forbids is not proposed either.
+        `branch_count` is how many branches are prepared while a draft is verified.
         """
-        from drafter_svc.families.forwards import DEVICE_LOST, Forwards
-
-        self.fatal = (DEVICE_LOST,)
-        self.device = str(runner.device)
-        self._runner = runner
-        self._thread = thread
-        self._pool = PagePool(runner.page_count, runner.page_size)
-        self._forwards = Forwards(runner, self._pool, vocab_size, max_batch_tokens, max_entries, grammars)
+        self.fatal = model.fatal
+        self.device = str(model.runner.device)
+        self._model = model
+        self._pool = model.pool
+        self._vocab_size = vocab_size
         self._branch_count = branch_count
         self._drafts: dict[int, CachedDraft] = {}
+        self._round: Future[None] | None = None
+        self._is_closed = False
 
     @classmethod
     async def load(cls, settings: ModelSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
         need_models()
-        from outrider.grammar import GrammarCompiler
+        from drafter_svc.families.draft_model import DraftModel
+        from outrider.grammar.compiler import GrammarCompiler
 
-        # Loaded on the thread that will compute; see verifier_svc.engine_thread for why.
+        # Loaded on the thread that will compute; see verifier_svc.engine.engine_thread for why.
         thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
         runner = await asyncio.get_running_loop().run_in_executor(thread, _load_runner, settings, place)
         ends = runner.eos_token_ids
         grammars = GrammarCompiler(settings.model, runner.vocab_size, ends) if settings.mask_drafts else None
+        model = DraftModel(
+            runner,
+            thread,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_entries=settings.max_entries,
+            grammars=grammars,
+        )
 
         def make(info: ModelInfo) -> ModelFamily:
-            return cls(
-                runner,
-                thread,
-                info.vocab_size,
-                max_batch_tokens=settings.max_batch_tokens,
-                max_entries=settings.max_entries,
-                grammars=grammars,
-                branch_count=settings.branches,
-            )
+            return cls(model, info.vocab_size, branch_count=settings.branches)
 
         return Loaded(make, fingerprint(load_tokenizer(settings.model)))
 
     def opened(self, sequence: DraftSequence) -> None:
         opened = sequence.opened
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
-        draft = CachedDraft(sequence, seed, self._is_foreign(sequence.tokens), committed_count=len(sequence.tokens))
+        foreign, length = self._is_foreign(sequence.tokens), len(sequence.tokens)
+        draft = CachedDraft(sequence, seed, self._vocab_size, foreign, committed_count=length)
         self._pool.attach_prefix(draft.kv, sequence.tokens, opened.tenant)
         self._drafts[sequence.id] = draft
 
     def _is_foreign(self, token_ids: Sequence[int]) -> bool:
-        return max(token_ids) >= self._runner.vocab_size
+        return max(token_ids) >= self._model.runner.vocab_size
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
         draft = self._drafts[sequence.id]
@@ -173,19 +160,37 @@ class ModelFamily(Family):
         """The chains grow; and while the verifier is at work, so do branches, in the same forwards."""
         running_ahead = not any(sequence.urgent for sequence in sequences)
         drafts = [draft for draft in (self._drafts[sequence.id] for sequence in sequences) if not draft.foreign]
-        growing = [draft for draft in drafts if draft.sequence.goal > 0 and draft.length < self._runner.context_length]
+        growing = [draft for draft in drafts if draft.sequence.goal > 0 and draft.length < self._model.runner.context_length]
         branching = [draft for draft in drafts if running_ahead and self._begin_branches(draft)]
         branches = [branch for draft in branching for branch in draft.branches.values()]
         if growing or branches:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._thread, self._forwards.grow, [*growing, *branches], interrupted)
+            await self._grow([*growing, *branches], interrupted, urgent=not running_ahead)
         for draft in growing:
             if draft.stuck:
                 draft.sequence.give_up()
-            elif not draft.begun and self._forwards.fits(draft):
+            elif not draft.begun and self._model.fits(draft):
                 draft.sequence.postpone()
         for draft in branching:
             self._offer_branches(draft)
+
+    async def _grow(self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool) -> None:
+        """Raises what a forward raised."""
+
+        def ended() -> bool:
+            return self._is_closed or interrupted()
+
+        self._round = self._model.grow(drafts, urgent=urgent, interrupted=ended)
+        await asyncio.wrap_future(self._round)
+
+    async def aclose(self) -> None:
+        """Give back all pages, as soon as no forward writes to them."""
+        self._is_closed = True
+        if self._round is not None:
+            await asyncio.gather(asyncio.wrap_future(self._round), return_exceptions=True)
+        for draft in self._drafts.values():
+            self._drop_branches(draft)
+            self._pool.free(draft.kv)
+        self._drafts.clear()
 
     def _begin_branches(self, draft: CachedDraft) -> bool:
         """Branches for what may be committed beside the chain: the likeliest other tokens at each place, by `fan_out`.
@@ -206,7 +211,8 @@ class ModelFamily(Family):
             taken = sequence.guessed_at(at)
             for token in [token for token in draft.others[at] if token not in taken][:count]:
                 kv = pool.fork(draft.kv, len(sequence.tokens) + at)
-                branch = CachedDraft(sequence, draft.seed, at=at, run=[token], kv=kv, grammar=draft.grammar)
+                seed, grammar = draft.seed, draft.grammar
+                branch = CachedDraft(sequence, seed, self._vocab_size, at=at, run=[token], kv=kv, grammar=grammar)
                 draft.branches[at, token] = branch
         return True
 

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from drafter_svc.branching import fan_out
 from drafter_svc.config import RedisSettings
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family, Loaded
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
@@ -20,6 +19,7 @@ from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPool
 from drafter_svc.pools.redis_server import RedisServer
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.messages import MAX_DEPTH, ModelInfo
 
 # Branches that are prepared between two verdicts, one for each place where a draft can end; where the sequences are too many for
@@ -90,9 +90,16 @@ class NgramFamily(Family):
         options = NgramOptions(
             settings.max_draft_len, settings.max_matching_ngram_size, settings.is_keep_all, settings.is_use_oldest
         )
-        # Outlives the connection to a verifier, unlike the pools of single requests.
-        shared = MemoryPool(options, settings.pool_entries) if settings.is_public_pool else None
-        return Loaded(lambda info: cls(options, settings.pool_entries, shared, make_redis(info)))
+        # Outlive the connection to a verifier, unlike the pools of single requests. Ids mean the same with one tokenizer alone.
+        shared: dict[str, MemoryPool] = {}
+
+        def make(info: ModelInfo) -> NgramFamily:
+            pool = None
+            if settings.is_public_pool:
+                pool = shared.setdefault(info.tokenizer_fingerprint, MemoryPool(options, settings.pool_entries))
+            return cls(options, settings.pool_entries, pool, make_redis(info))
+
+        return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
         opened = sequence.opened

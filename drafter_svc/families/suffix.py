@@ -7,6 +7,7 @@ count(child) / count(parent), a guess ends where their product falls below `min_
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from typing import Any
 
 from pydantic import Field
 
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family, FamilySettings, Loaded
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
+from outrider.messages import ModelInfo, Opened
 
 # Each tenant's trees are its own; of more tenants than these the least recently seen are forgotten.
 _MAX_CORPORA = 64
@@ -46,21 +48,22 @@ class SuffixSettings(FamilySettings):
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """The trees that a sequence's text is in, and how much of it is."""
+    """The trees that a sequence's text is in, its number there, and how much of it is."""
 
     trees: Any
+    number: int
     length: int
 
 
-class SuffixFamily(Family):
-    """Raises OutriderError(INVALID_VALUE) when made without the package arctic-inference."""
+class Corpora:
+    """Each tenant's trees, of one tokenizer's ids. Connections share them.
 
-    name = "suffix"
-    settings = SuffixSettings
+    Raises OutriderError(INVALID_VALUE) when made without the package arctic-inference.
+    """
 
     def __init__(self, settings: SuffixSettings) -> None:
         self._settings = settings
-        self._texts: dict[int, _Text] = {}
+        self._numbers = itertools.count()
         self._corpora: OrderedDict[str, Any] = OrderedDict()
         try:
             self._make: Callable[..., Any] = import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
@@ -68,10 +71,13 @@ class SuffixFamily(Family):
             message = "family: suffix needs the package arctic-inference; in Outrider's sources, pip install '.[suffix]'"
             raise OutriderError(Reason.INVALID_VALUE, message, "family") from cause
 
-    @classmethod
-    async def load(cls, settings: SuffixSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
-        cls(settings)  # raises now, not when a verifier is found
-        return Loaded(lambda info: cls(settings))
+    def begin(self, opened: Opened) -> _Text:
+        """Take in the text of a sequence that begins."""
+        trees, number = self._trees(opened.tenant), next(self._numbers)
+        prompt = opened.token_ids[: opened.prompt_length] or opened.token_ids
+        trees.start_request(number, [*opened.prediction, *prompt])
+        trees.add_active_response(number, opened.token_ids[len(prompt) :])
+        return _Text(trees, number, len(opened.token_ids))
 
     def _trees(self, tenant: str) -> Any:
         key = "" if self._settings.is_public_pool else tenant
@@ -82,21 +88,45 @@ class SuffixFamily(Family):
             self._corpora.popitem(last=False)
         return self._corpora[key]
 
+
+class SuffixFamily(Family):
+    """One verifier's texts in the trees that connections share. Without `corpora` it has trees of its own; raises as they do."""
+
+    name = "suffix"
+    settings = SuffixSettings
+
+    def __init__(self, settings: SuffixSettings, corpora: Corpora | None = None) -> None:
+        self._settings = settings
+        self._corpora = corpora or Corpora(settings)
+        self._texts: dict[int, _Text] = {}
+
+    @classmethod
+    async def load(cls, settings: SuffixSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        Corpora(settings)  # raises now, not when a verifier is found
+        by_tokenizer: dict[str, Corpora] = {}
+
+        def make(info: ModelInfo) -> SuffixFamily:
+            return cls(settings, by_tokenizer.setdefault(info.tokenizer_fingerprint, Corpora(settings)))
+
+        return Loaded(make)
+
     def opened(self, sequence: DraftSequence) -> None:
-        opened = sequence.opened
-        text = self._texts[sequence.id] = _Text(self._trees(opened.tenant), len(sequence.tokens))
-        prompt = opened.token_ids[: opened.prompt_length] or opened.token_ids
-        text.trees.start_request(sequence.id, [*opened.prediction, *prompt])
-        text.trees.add_active_response(sequence.id, opened.token_ids[len(prompt) :])
+        self._texts[sequence.id] = self._corpora.begin(sequence.opened)
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
         text = self._texts[sequence.id]
-        text.trees.add_active_response(sequence.id, sequence.tokens[text.length :])
+        text.trees.add_active_response(text.number, sequence.tokens[text.length :])
         text.length = len(sequence.tokens)
 
     def closed(self, sequence: DraftSequence) -> None:
         if text := self._texts.pop(sequence.id, None):
-            text.trees.stop_request(sequence.id)
+            text.trees.stop_request(text.number)
+
+    async def aclose(self) -> None:
+        """The texts are over for the trees too, which others go on with."""
+        for text in self._texts.values():
+            text.trees.stop_request(text.number)
+        self._texts.clear()
 
     async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
         for sequence in sequences:
@@ -105,8 +135,9 @@ class SuffixFamily(Family):
 
     def _continuation(self, sequence: DraftSequence) -> list[int]:
         depth = self._settings.max_tree_depth
-        draft = self._texts[sequence.id].trees.speculate(
-            sequence.id,
+        text = self._texts[sequence.id]
+        draft = text.trees.speculate(
+            text.number,
             [*sequence.tokens[-depth:], *sequence.guesses][-depth:],
             max_spec_tokens=min(sequence.room, depth),
             max_spec_factor=self._settings.max_spec_factor,

@@ -20,7 +20,7 @@ from drafter_svc.pools.keys import BUCKETS, PoolKeys, TenantKeys
 from drafter_svc.pools.redis_client import RedisClient
 from drafter_svc.pools.redis_server import RedisServer
 from outrider.clock import Clock, monotonic
-from outrider.tasks import keep_running
+from outrider.process.tasks import keep_running
 
 log = logging.getLogger(__name__)
 

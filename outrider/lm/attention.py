@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from outrider.lm.cpu_attention import PagedAttention
+from outrider.lm.cpu.attention import PagedAttention
 from outrider.lm.layout import BatchLayout, Group, KernelArguments, StaticLayout
-from outrider.tensors import triton_works
+from outrider.sampling.tensors import triton_works
 
 NAME = "outrider_paged"
 # Beyond it the kernel's tiles do not fit a multiprocessor's memory.
@@ -129,7 +129,7 @@ class LayerCache:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        from outrider.lm import triton_attention  # here, since Triton is not there everywhere
+        from outrider.lm.gpu import triton_attention  # here, since Triton is not there everywhere
 
         return triton_attention.paged_attention(
             query_THD, store.keys, store.values, batch, most_keys=self._most_keys, scale=scaling, window=window, softcap=softcap

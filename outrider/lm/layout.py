@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from outrider.lm.cpu_attention import PagedBatch
+from outrider.lm.cpu.attention import PagedBatch
 
 # Slices up to this length (decoding and verification) share one padded attention call; longer ones (prefill) go one by one.
 SHORT_SLICE = 32
@@ -197,7 +197,7 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class KernelArguments:
-    """What `outrider.lm.triton_attention` is told of a batch of B slices with T tokens, once for all layers.
+    """What `outrider.lm.gpu.triton_attention` is told of a batch of B slices with T tokens, once for all layers.
 
     int32 but for the positions: where the slices end among the tokens, 0 before them, [B + 1]; how many keys each has with its own,
     [B]; the pages they are in, [B, P]; positions [T]. `longest` is no less than any slice's number of tokens.

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.lm import attention, support
-from outrider.lm.cpu_decoder import CpuDecoder
-from outrider.lm.graphs import Bounds, CacheShape, Graphs
+from outrider.lm.cpu.decoder import CpuDecoder
+from outrider.lm.cpu.weights import settle_on_cpu
+from outrider.lm.gpu.graphs import Bounds, CacheShape, Graphs
 from outrider.lm.layout import BatchLayout, Slice, StaticLayout
-from outrider.lm.weights import settle_on_cpu
 
 __all__ = ["Bounds", "ModelRunner", "Slice"]
 

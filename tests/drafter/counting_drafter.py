@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 from scripted_drafts import FINGERPRINT  # lies beside this file
 
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family
-from drafter_svc.metrics import Metrics
-from drafter_svc.stream import Callbacks, DraftStream
-from outrider.messages import Hello, ModelInfo, Opened, Rule, SamplingParams, Window
+from drafter_svc.metrics import Metrics, StreamMetrics
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.drafter.stream import DraftStream, Observer
+from outrider.messages import DraftBatch, Hello, ModelInfo, Opened, Rule, SamplingParams, Window
 
 WINDOW = Window(16, 4)
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
@@ -45,6 +45,25 @@ def opened(sequence_id: int = 1, tokens: tuple[int, ...] = (10, 11), traceparent
     return Opened(sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, WINDOW, 2, traceparent=traceparent)
 
 
+class _Told(Observer):
+    """Passes what the stream says on to a Drafter and its metrics."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    async def registered(self, address: str) -> None:
+        self._drafter.registered = True
+
+    async def lost(self) -> None:
+        self._drafter.registered = False
+
+    def drafted(self, batch: DraftBatch, seconds: float) -> None:
+        self._drafter.metrics.drafted(batch, seconds)
+
+    def following(self, sequence_count: int, abandoned_count: int) -> None:
+        self._drafter.stream_metrics.following(sequence_count, abandoned_count)
+
+
 class Drafter:
     """A stream with its families, and whether it is registered."""
 
@@ -54,20 +73,17 @@ class Drafter:
         self.families: list[Counting] = []
         self.registered = False
         self.metrics = Metrics("counting-1", "counting")
+        self.stream_metrics = StreamMetrics(self.metrics)
 
         def make_family(info: ModelInfo) -> Counting:
             self.families.append(make() if make is not None else Counting(slow_s))
             return self.families[-1]
 
-        async def set_registered(registered: bool) -> None:
-            self.registered = registered
-
         self.stream = DraftStream(
             lambda: f"127.0.0.1:{port}",
             make_family,
             lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_draft_tokens),
-            Callbacks(lambda address: set_registered(True), lambda: set_registered(False)),
-            self.metrics,
+            _Told(self),
             # Only how long waits and sessions last is read from it, so that drafts seem to take no time.
             lambda: 0.0,
         )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 
-from outrider import rpc, wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch
+from outrider.process import rpc
 from outrider.v1 import drafts_pb2, verifier_pb2
+from outrider.wire import drafts as wire_drafts
+from outrider.wire import model as wire_model
 
 FINGERPRINT = "f" * 64
 READY = ModelInfo("target", Stage.READY, "serving", FINGERPRINT, 4096, 2048, (0,), "float32", "cpu")
@@ -38,13 +41,16 @@ def _serialized(message: Any) -> bytes:
 
 
 class ScriptedVerifier:
-    """`info` is what it serves; `silent` accepts a stream but never welcomes it; `deaf` stops reading after the Hello."""
+    """`info` is what it serves; `silent` accepts a stream but never welcomes it; `deaf` stops reading after the Hello; `uds` is a
+    socket that it listens on as well.
+    """
 
-    def __init__(self, *, silent: bool = False, deaf: bool = False) -> None:
+    def __init__(self, *, silent: bool = False, deaf: bool = False, uds: Path | None = None) -> None:
         self.info = READY
         self.port = 0
         self.silent = silent
         self.deaf = deaf
+        self.uds = uds
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
         self.answers: list[bytes] = []
         """What GetModel answers first, in place of `info`."""
@@ -61,6 +67,8 @@ class ScriptedVerifier:
         handler = grpc.method_handlers_generic_handler("outrider.v1.VerifierService", handlers)
         self._server.add_generic_rpc_handlers((handler,))
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        if self.uds is not None:
+            self._server.add_insecure_port(f"unix:{self.uds}")
         await self._server.start()
 
     async def stop(self) -> None:
@@ -78,7 +86,7 @@ class ScriptedVerifier:
     @rpc.reports_errors
     async def StreamDrafts(self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any) -> None:
         requests = aiter(request_iterator)
-        stream = Stream(wire.hello_from_proto((await anext(requests)).hello))
+        stream = Stream(wire_drafts.hello_from_proto((await anext(requests)).hello))
         self.streams.put_nowait(stream)
         if self.silent:
             await asyncio.Event().wait()
@@ -101,7 +109,7 @@ class ScriptedVerifier:
     async def _listen(self, stream: Stream, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
         async for request in requests:
             if request.WhichOneof("message") == "drafts":
-                stream.heard.put_nowait(wire.drafts_from_proto(request.drafts, 4096))
+                stream.heard.put_nowait(wire_drafts.drafts_from_proto(request.drafts, 4096))
             else:
                 stream.heard.put_nowait(request.draining.reason)
         stream.heard.put_nowait(None)
@@ -116,4 +124,4 @@ class ScriptedVerifier:
             elif isinstance(message, str):
                 await context.write(verifier_pb2.StreamDraftsResponse(draining=drafts_pb2.Draining(reason=message)))
             else:
-                await context.write(verifier_pb2.StreamDraftsResponse(step=wire.step_to_proto(message)))
+                await context.write(verifier_pb2.StreamDraftsResponse(step=wire_drafts.step_to_proto(message)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_rig import Rig
 
+from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.messages import Opened, Proposal, Rule, SamplingParams, Window
@@ -34,7 +35,7 @@ def runner(thread: ThreadPoolExecutor) -> ModelRunner:
 
 @pytest.fixture
 def family(runner: ModelRunner, thread: ThreadPoolExecutor) -> ModelFamily:
-    return ModelFamily(runner, thread, runner.vocab_size)
+    return ModelFamily(DraftModel(runner, thread), runner.vocab_size)
 
 
 @pytest.fixture(scope="module")

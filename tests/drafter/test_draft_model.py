@@ -13,12 +13,13 @@ from family_rig import Rig
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
+from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, Skip, SparseDistribution, StepBatch, Verdict, Window
-from outrider.sampling import Purpose, uniforms
+from outrider.sampling.noise import Purpose, uniforms
 from outrider.tokenizer import load_tokenizer
-from outrider.wire import drafts_from_proto, drafts_to_proto
+from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,9 +51,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture
 def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
-    def make(**settings: int) -> Rig:
-        settings.setdefault("branch_count", 0)
-        return Rig(ModelFamily(runner, thread, settings.pop("vocab_size", runner.vocab_size), **settings))
+    def make(*, vocab_size: int = 0, branch_count: int = 0, **settings: int) -> Rig:
+        model = DraftModel(runner, thread, **settings)  # type: ignore[arg-type]  # none of them is a grammar
+        return Rig(ModelFamily(model, vocab_size or runner.vocab_size, branch_count=branch_count))
 
     return make
 
@@ -147,7 +148,7 @@ async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
         return at_once(slices, count, limit)
 
     monkeypatch.setattr(runner, "continue_greedily", counted)
-    rig = Rig(ModelFamily(runner, thread, runner.vocab_size, branch_count=0))
+    rig = Rig(ModelFamily(DraftModel(runner, thread), runner.vocab_size, branch_count=0))
     texts = [list(prompt) for prompt in prompts]
     for i, text in enumerate(texts):
         rig.open(opened(text, i, depth=4 + i % 2, window=4 + i % 2))
@@ -304,7 +305,7 @@ async def test_without_pages_a_sequence_is_skipped_until_others_end(
     thread: ThreadPoolExecutor, prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
 ) -> None:
     small = thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=3).result()
-    rig = Rig(ModelFamily(small, thread, small.vocab_size, branch_count=0))
+    rig = Rig(ModelFamily(DraftModel(small, thread), small.vocab_size, branch_count=0))
     text = prompts[3][:12]
     for i in range(3):
         rig.open(opened(text, i, depth=2, window=6))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.draft_sequence import DraftSequence
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, SparseDistribution, Verdict, Window
-from outrider.wire import drafts_from_proto, drafts_to_proto
+from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
 
 WINDOW = Window(token_count=12, depth=6)
 PROMPT = [7, 7, 7]

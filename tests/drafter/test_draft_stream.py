@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
 
-from drafter_svc import stream as stream_module
-from outrider import telemetry
+from outrider.drafter import stream as stream_module
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Closed, DraftBatch, Hello, Proposal, Skip, Stage, StepBatch, Verdict
+from outrider.process import telemetry
 
 
 async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_window(verifier: ScriptedVerifier) -> None:

@@ -18,8 +18,8 @@ import scripted_drafts
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier  # lies beside this file
 
-from outrider import rpc
 from outrider.messages import Closed, DraftBatch, Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, StepBatch, Window
+from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1 import drafts_pb2, verifier_pb2
 
@@ -170,8 +170,8 @@ async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerif
         ([], 2, "family: must be given"),
         (["--family", "eagle"], 2, "family must be ngram, suffix, model or package.module:Class, not 'eagle'"),
         (["--family", "drafter_svc.nowhere:X"], 2, "family drafter_svc.nowhere:X cannot be imported: No module named"),
-        (["--family", "drafter_svc.session:X"], 2, "family drafter_svc.session:X cannot be imported: module"),
-        (["--family", "drafter_svc.session:DraftSession"], 2, "DraftSession is no class derived from"),
+        (["--family", "outrider.drafter.session:X"], 2, "family outrider.drafter.session:X cannot be imported: module"),
+        (["--family", "outrider.drafter.session:DraftSession"], 2, "DraftSession is no class derived from"),
         (["--family", "ngram", "--branches", "2"], 2, "there is no setting --branches"),
         (["--family", "suffix", "--max-draft-len", "2"], 2, "there is no setting --max-draft-len"),
         (["--max-draft-len", "2"], 2, "family: must be given"),

@@ -12,11 +12,12 @@ import torch
 from family_rig import Rig
 
 from drafter_svc.families.base import Family
+from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from drafter_svc.pools.memory import NgramOptions
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.runner import ModelRunner, Slice
 from outrider.messages import Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, Window
 from outrider.tokenizer import load_tokenizer
@@ -51,7 +52,8 @@ def grammars(runner: ModelRunner) -> GrammarCompiler:
 
 @pytest.fixture
 def make_model(runner: ModelRunner, thread: ThreadPoolExecutor, grammars: GrammarCompiler) -> Callable[[], ModelFamily]:
-    return lambda: ModelFamily(runner, thread, runner.vocab_size, branch_count=0, grammars=grammars)
+    model = DraftModel(runner, thread, grammars=grammars)
+    return lambda: ModelFamily(model, runner.vocab_size, branch_count=0)
 
 
 @pytest.fixture(params=["model", "ngram", "suffix"])
@@ -68,7 +70,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int) -> None:
     """Let drafting the sequence fail, where the family does it."""
     if isinstance(family, ModelFamily):
-        runner, tokens = family._runner, set(family._drafts[sequence_id].sequence.tokens)
+        runner, tokens = family._model.runner, set(family._drafts[sequence_id].sequence.tokens)
 
         def breaking(work: Callable[..., Any]) -> Callable[..., Any]:
             def call(slices: Sequence[Slice], *more: Any) -> Any:

@@ -9,18 +9,18 @@ import pytest
 from counting_drafter import Counting, Drafter, opened, running, until  # lies beside this file
 from scripted_drafts import ScriptedVerifier
 
-from drafter_svc import stream as stream_module
-from drafter_svc.draft_sequence import DraftSequence
-from outrider import wire
+from outrider.drafter import stream as stream_module
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Closed, DraftBatch, Proposal, Skip, StepBatch, Verdict
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
+from outrider.wire import drafts as wire_drafts
 
 GARBAGE = b"\xff" * 30
 SENSELESS = {
     "what cannot be parsed": GARBAGE,
-    "a token that the target lacks": wire.step_to_proto(StepBatch(opened=[opened(tokens=(4096,))])),
-    "no tokens": wire.step_to_proto(StepBatch(opened=[opened(tokens=())])),
+    "a token that the target lacks": wire_drafts.step_to_proto(StepBatch(opened=[opened(tokens=(4096,))])),
+    "no tokens": wire_drafts.step_to_proto(StepBatch(opened=[opened(tokens=())])),
     "a window without room": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[1])]),
     "a negative number of draft tokens": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(draft_tokens=-1)]),
     "a committed token that the target lacks": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(new_token_ids=[2**32 - 1])]),
@@ -112,7 +112,7 @@ async def test_a_verifier_that_makes_no_sense_is_dialled_ever_more_rarely(
             error = OutriderError(Reason.OVERLOADED, "later", retry_after_s=retry_s)
             (await verifier.accepted()).say(error)
         await verifier.accepted()
-    assert delays[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0, 3.0]
+    assert delays[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
     assert delays[8:12] == [0.1, 0.2, 0.4, 60.0]
 
 

@@ -17,8 +17,8 @@ from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.registry import find_family, known_families
 from examples.repeat_drafter import RepeatFamily
 from outrider.errors import OutriderError
+from outrider.launch.stack import DrafterSpec
 from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, Window
-from outrider.stack import DrafterSpec
 
 ROOT = Path(__file__).parents[2]
 REPEAT = "examples.repeat_drafter:RepeatFamily"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from drafter_svc.draft_sequence import DraftSequence
 from drafter_svc.families.base import Family
-from drafter_svc.session import DraftSession
+from outrider.drafter.draft_sequence import DraftSequence
+from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Closed, DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, StepBatch, Verdict, Window
 

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 
-from outrider import rpc, wire, wire_model
 from outrider.messages import ModelInfo, Stage, TokenChunk, TokenRequest
+from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+from outrider.wire import model as wire_model
+from outrider.wire import requests as wire_requests
 
 ROOT = Path(__file__).parents[2]
 TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
@@ -33,8 +35,9 @@ def free_port() -> int:
 class Process:
     """One process of the stack with its output in a file."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        self.arguments = [sys.executable, "-m", module, *arguments]
+    def __init__(self, module: str, *arguments: str, command: Sequence[str] = ()) -> None:
+        """Of a module of this repository, or of `command` where it is no Python."""
+        self.arguments = [*(command or (sys.executable, "-m", module)), *arguments]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process object
         self.start()
 
@@ -113,21 +116,21 @@ class Client:
     """A gRPC client of one verifier; use as an async context manager."""
 
     def __init__(self, address: str) -> None:
-        self._channel = rpc.dial(address)
-        self.stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+        self.channel = rpc.dial(address)
+        self.stub = verifier_pb2_grpc.VerifierServiceStub(self.channel)
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
+        await self.channel.close()
 
     async def model(self) -> ModelInfo:
         return wire_model.model_from_proto(await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10))
 
     async def generate(self, request: TokenRequest) -> list[TokenChunk]:
-        call = self.stub.GenerateTokens(wire.request_to_proto(request), timeout=120)
-        return [wire.chunk_from_proto(response) async for response in call]
+        call = self.stub.GenerateTokens(wire_requests.request_to_proto(request), timeout=120)
+        return [wire_requests.chunk_from_proto(response) async for response in call]
 
     async def tokens(self, request: TokenRequest) -> list[int]:
         return [token for chunk in await self.generate(request) for token in chunk.token_ids]

@@ -12,8 +12,8 @@ import pytest
 from json_schemas import schemas
 from stack import TARGET, Client, Stack
 
-from outrider import rpc
 from outrider.messages import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.process import rpc
 from outrider.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(TARGET)

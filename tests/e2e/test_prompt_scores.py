@@ -17,7 +17,7 @@ from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.server import Gateway
 from gateway.server import running as gateway_running
-from outrider import rpc
+from outrider.process import rpc
 from outrider.tokenizer import load_tokenizer
 from outrider.v1 import common_pb2, generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, TokenPrompt

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.stack import free_port
+from outrider.launch.stack import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def serving(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         "0",
     ]
     with log.open("wb") as output:
-        command = [sys.executable, "-m", "outrider.cli", "serve", *flags]
+        command = [sys.executable, "-m", "outrider.launch.cli", "serve", *flags]
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
         until(lambda: b"Ready." in log.read_bytes() or process.poll() is not None, 120)

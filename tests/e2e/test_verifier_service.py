@@ -9,11 +9,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from raw_drafter import dialled  # lies beside this file
 from stack import Client, Process, Stack, free_port, running
 
-from outrider import rpc, wire
 from outrider.errors import Reason
+from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
 from outrider.messages import SamplingParams, SpeculationOptions, Stage, TokenRequest
+from outrider.process import rpc
+from outrider.wire import requests as wire_requests
 
 GREEDY = SamplingParams(temperature=0.0)
 GOOD = TokenRequest([5, 6, 7], 4, GREEDY)
@@ -65,7 +68,7 @@ async def test_bad_input_is_refused_with_the_field_and_the_limit(stack: Stack, k
 
 async def test_a_client_that_goes_away_frees_its_sequence_within_a_second(stack: Stack) -> None:
     async with Client(stack.address) as client:
-        call = client.stub.GenerateTokens(wire.request_to_proto(replace(GOOD, max_tokens=2000, ignore_eos=True)))
+        call = client.stub.GenerateTokens(wire_requests.request_to_proto(replace(GOOD, max_tokens=2000, ignore_eos=True)))
         await call.read()
         call.cancel()
         deadline = time.monotonic() + 1
@@ -108,9 +111,9 @@ async def test_a_verifier_that_loads_says_so_and_takes_nothing(tmp_path: Any) ->
 async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     long = replace(GOOD, max_tokens=2000, ignore_eos=True)  # for seconds, whatever the machine
     with running(Stack("--drain-seconds", "60")) as stack:
-        async with Client(stack.address) as client:
-            running_call = aiter(client.stub.GenerateTokens(wire.request_to_proto(long)))
-            chunks = [wire.chunk_from_proto(await anext(running_call))]
+        async with Client(stack.address) as client, dialled(client, "mute") as drafter:
+            running_call = aiter(client.stub.GenerateTokens(wire_requests.request_to_proto(long)))
+            chunks = [wire_requests.chunk_from_proto(await anext(running_call))]
             stack.verifier.popen.terminate()
             while (await client.model()).stage is not Stage.DRAINING:  # noqa: ASYNC110  # another process has no event to wait for
                 await asyncio.sleep(0.01)
@@ -118,8 +121,13 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
                 await client.generate(GOOD)
             assert rpc.error_of(caught.value).reason is Reason.DRAINING
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await anext(aiter(client.stub.StreamTokens(iter([]))))
+                await anext(aiter(TokenStreamServiceStub(client.channel).StreamTokens(iter([]))))
             assert rpc.error_of(caught.value).reason is Reason.DRAINING
-            chunks += [wire.chunk_from_proto(response) async for response in running_call]
+            while not (heard := await drafter.hear()).HasField("draining"):
+                pass
+            assert heard.draining.grace_time.seconds == 60
+            chunks += [wire_requests.chunk_from_proto(response) async for response in running_call]
+            ended = await drafter.error()
+            assert (ended.reason, ended.retry_after_s) == (Reason.DRAINING, 1.0)
         assert sum(len(chunk.token_ids) for chunk in chunks) == 2000
         assert await asyncio.to_thread(stack.verifier.popen.wait, 10) == 0

@@ -8,13 +8,12 @@ from dataclasses import fields
 import pytest
 import pytest_asyncio
 from gateway_rig import TARGET, Rig, echo, is_ready, running_rig, until
-from scripted_verifier import Script, ScriptedVerifier, ready
+from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
 from gateway import routing
 from gateway.config import GatewaySettings
 from gateway.prompts import Prompts
-from outrider import rpc
-from outrider.v1 import verifier_pb2_grpc
+from outrider.process import rpc
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +25,7 @@ def prompts() -> Prompts:
 async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
     script = Script(ready(prompts.fingerprint), echo)
     server = rpc.Server("outrider.v1.VerifierService")
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(ScriptedVerifier(script), server.grpc)
+    serve_verifier(ScriptedVerifier(script), server.grpc)
     [port] = await server.start("127.0.0.1:0")
     settings = GatewaySettings(
         verifier=[f"127.0.0.1:{port}"],

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import httpx
 from gateway_rig import TARGET, echo, is_ready, until
-from scripted_verifier import Script, ScriptedVerifier, ready
+from scripted_verifier import Script, ScriptedVerifier, ready, serve_verifier
 
 from gateway.prompts import Prompts
-from outrider import rpc
-from outrider.v1 import verifier_pb2_grpc
+from outrider.process import rpc
 
 
 @dataclass
@@ -44,7 +43,7 @@ async def gateway_process(prompts: Prompts, log: Path, *arguments: str, tokenize
     """One that is ready; its log is written to a file."""
     script = Script(ready(prompts.fingerprint), echo)
     server = rpc.Server("outrider.v1.VerifierService")
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(ScriptedVerifier(script), server.grpc)
+    serve_verifier(ScriptedVerifier(script), server.grpc)
     [port] = await server.start("127.0.0.1:0")
     command = [sys.executable, "-m", "gateway", "--verifier", f"127.0.0.1:{port}", "--tokenizer", tokenizer]
     command += ["--http-port", "0", "--grpc-listen", "127.0.0.1:0", *arguments]

@@ -18,8 +18,8 @@ from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import Gateway, running
-from outrider import rpc
 from outrider.messages import FinishReason, TokenRequest
+from outrider.process import rpc
 from outrider.v1 import generation_pb2_grpc
 
 TARGET = str(Path(__file__).parents[2] / "models/target")

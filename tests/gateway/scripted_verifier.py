@@ -9,11 +9,14 @@ from typing import Any
 
 import grpc
 
-from outrider import rpc, wire, wire_model
 from outrider.errors import OutriderError
+from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
 from outrider.messages import FinishReason, ModelInfo, SpeculationStats, Stage, TokenChunk, TokenRequest, TokenSource
+from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
-from verifier_svc.token_streams import TokenStream
+from outrider.wire import model as wire_model
+from outrider.wire import requests as wire_requests
+from verifier_svc.streams.token_streams import TokenStream
 
 Step = TokenChunk | OutriderError | float
 """A chunk to send, an error to end with, or seconds to wait."""
@@ -34,7 +37,13 @@ class Script:
     stream_count: int = 0
 
 
-class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+def serve_verifier(servicer: ScriptedVerifier, server: grpc.aio.Server) -> None:
+    """Add it under the names of both of a verifier's services."""
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
+    token_streams_pb2_grpc.add_TokenStreamServiceServicer_to_server(servicer, server)
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer):
     """Plays a script."""
 
     def __init__(self, script: Script) -> None:
@@ -48,7 +57,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     @rpc.reports_errors
     async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
-        self, request_iterator: AsyncIterator[verifier_pb2.StreamTokensRequest], context: Any
+        self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any
     ) -> None:
         self.script.stream_count += 1
         stream = TokenStream(self._generate, aiter(request_iterator), context)
@@ -70,7 +79,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
         script = self.script
         info = script.info
-        asked = wire.request_from_proto(request, vocab_size=info.vocab_size, context_length=info.context_length)
+        asked = wire_requests.request_from_proto(request, vocab_size=info.vocab_size, context_length=info.context_length)
         script.requests.append(asked)
         script.traceparents += [traceparent] if traceparent else []
         script.running += 1
@@ -81,7 +90,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 if isinstance(step, float):
                     await asyncio.sleep(step)
                 else:
-                    yield wire.chunk_to_proto(step)
+                    yield wire_requests.chunk_to_proto(step)
         except (asyncio.CancelledError, GeneratorExit):
             script.cancelled += 1
             raise

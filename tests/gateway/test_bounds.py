@@ -17,8 +17,8 @@ from gateway.json_body import MAX_STRINGS, MAX_VALUES, check_size
 from gateway.prompts import Prompts
 from gateway.schema import MAX_PROMPTS
 from gateway.system import MAX_TOKENIZED
-from outrider import rpc
 from outrider.errors import OutriderError, Reason
+from outrider.process import rpc
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

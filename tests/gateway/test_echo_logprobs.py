@@ -10,8 +10,8 @@ import pytest
 from gateway_rig import Rig
 from scripted_verifier import Step
 
-from outrider import rpc
 from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenRequest, TokenSource
+from outrider.process import rpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

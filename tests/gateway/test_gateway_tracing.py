@@ -19,9 +19,9 @@ from gateway.deltas import FinishInfo, TextDelta
 from gateway.schema import StreamOptions
 from gateway.shapes import CompletionShape
 from gateway.streaming import ChunkWriter, sse
-from outrider import telemetry
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenSource
+from outrider.process import telemetry
 from outrider.v1 import generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

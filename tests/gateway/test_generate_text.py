@@ -12,9 +12,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from scripted_verifier import last
 
-from outrider import rpc
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, SpeculationStats
+from outrider.process import rpc
 from outrider.v1 import common_pb2, generation_pb2
 from outrider.v1.generation_pb2 import Chat, ChatMessage, GenerateTextRequest, TokenPrompt
 
@@ -124,7 +124,7 @@ async def test_bad_input_names_its_field(rig: Rig, request_: GenerateTextRequest
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     assert details[0].Unpack(info)
     assert details[1].Unpack(bad)
-    assert info.domain == "outrider"
+    assert info.domain == "outrider.dev"
     assert bad.field_violations[0].field == field
 
 

@@ -26,8 +26,8 @@ from gateway_rig import until
 from scripted_verifier import last, plain
 
 from gateway.prompts import Prompts
-from outrider import rpc
 from outrider.messages import FinishReason
+from outrider.process import rpc
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]

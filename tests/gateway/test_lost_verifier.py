@@ -14,17 +14,19 @@ import pytest
 import pytest_asyncio
 from chaos_proxy import ChaosProxy, chaos_proxy
 from gateway_rig import TARGET, Rig, echo, until
-from scripted_verifier import Script, ScriptedVerifier, last, plain, ready
+from scripted_verifier import Script, ScriptedVerifier, last, plain, ready, serve_verifier
 
 from gateway import routing
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import Gateway, running
-from outrider import rpc, wire, wire_model
 from outrider.errors import Reason
 from outrider.messages import DrafterInfo, FinishReason, Placement, Stage, TokenChunk, TokenLogprob, TokenSource
-from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
+from outrider.process import rpc
+from outrider.v1 import common_pb2, verifier_pb2
+from outrider.wire import model as wire_model
+from outrider.wire import requests as wire_requests
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -97,7 +99,7 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         servers = [rpc.Server() for _ in range(2)]
         servers[0].grpc.add_generic_rpc_handlers((_Raw(made.liar),))
         for server, verifier in zip(servers, (made.liar, ScriptedVerifier(made.second)), strict=True):
-            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, _GenericOnly(server))  # type: ignore[arg-type]
+            serve_verifier(verifier, _GenericOnly(server))  # type: ignore[arg-type]
             await server.start("127.0.0.1:0")
             stack.push_async_callback(server.stop, 0)
         made.proxy = await stack.enter_async_context(chaos_proxy(servers[0].ports[0]))
@@ -264,7 +266,7 @@ async def test_an_enum_value_of_the_future_harms_no_other_sequence(rig: Rig, nam
     told = replace(rig.script.info)  # the replica stays as it was
     rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "chunk_to_proto", lambda _: _part(**ENUMS[name]))
+        patch.setattr(wire_requests, "chunk_to_proto", lambda _: _part(**ENUMS[name]))
         response = await rig.http.post("/v1/completions", json={"prompt": "x"})
     assert response.status_code == 200 or response.json()["error"]["code"] == "internal"
     assert (await other).status_code == 200

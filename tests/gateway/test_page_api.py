@@ -95,7 +95,7 @@ async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(rig: 
 
 
 async def test_the_page_and_its_files_come_from_the_gateway_and_allow_no_other_host(rig: Rig) -> None:
-    for path, kind in (("/", "text/html"), ("/web/main.js", "text/javascript"), ("/web/vendor/uplot.min.js", "text/javascript")):
+    for path, kind in (("/", "text/html"), ("/web/main.js", "text/javascript"), ("/web/vendor/uPlot.iife.js", "text/javascript")):
         answer = await rig.http.get(path)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(kind)

@@ -10,16 +10,15 @@ import httpx
 import pytest
 from gateway_rig import TARGET, Rig, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scripted_verifier import Script, ScriptedVerifier, last, plain, ready
+from scripted_verifier import Script, ScriptedVerifier, last, plain, ready, serve_verifier
 
 from gateway.config import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import running
-from outrider import rpc
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, FinishReason, Placement, Stage
-from outrider.v1 import verifier_pb2_grpc
+from outrider.process import rpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -121,7 +120,7 @@ async def test_metrics_count_what_happened(rig: Rig) -> None:
 async def test_shutting_down_lets_a_running_request_finish_and_refuses_new_ones(prompts: Prompts) -> None:
     script = Script(ready(prompts.fingerprint), lambda _: [plain([5]), 0.6, last([6], FinishReason.LENGTH)])
     server = rpc.Server("outrider.v1.VerifierService")
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(ScriptedVerifier(script), server.grpc)
+    serve_verifier(ScriptedVerifier(script), server.grpc)
     [port] = await server.start("127.0.0.1:0")
     settings = GatewaySettings(verifier=[f"127.0.0.1:{port}"], tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0")
     async with running(settings, Metrics()) as gateway, httpx.AsyncClient(base_url=gateway.http_url) as http:

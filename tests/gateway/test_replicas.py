@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from gateway_rig import TARGET, echo, until
-from scripted_verifier import Script, ScriptedVerifier, plain, ready
+from scripted_verifier import Script, ScriptedVerifier, plain, ready, serve_verifier
 
 from gateway import routing
 from gateway.config import GatewaySettings
@@ -20,9 +20,9 @@ from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.routing import Pick
 from gateway.server import Gateway, running
-from outrider import rpc
 from outrider.errors import OutriderError, Reason
-from outrider.v1 import generation_pb2_grpc, verifier_pb2_grpc
+from outrider.process import rpc
+from outrider.v1 import generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -50,7 +50,7 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         addresses = []
         for script in (made.first, made.second):
             server = rpc.Server("outrider.v1.VerifierService")
-            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(ScriptedVerifier(script), server.grpc)
+            serve_verifier(ScriptedVerifier(script), server.grpc)
             [port] = await server.start("127.0.0.1:0")
             stack.push_async_callback(server.stop, 0)
             made.servers.append(server)

@@ -17,9 +17,9 @@ from gateway_rig import until
 from scripted_verifier import last, plain
 
 from gateway.prompts import Prompts
-from outrider import rpc
 from outrider.errors import Reason
 from outrider.messages import FinishReason, TokenRequest
+from outrider.process import rpc
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 EACH = 8

@@ -10,10 +10,11 @@ import pytest
 from gateway_rig import Rig, until
 from scripted_verifier import last, plain
 
-from outrider import rpc, wire
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, TokenChunk, TokenRequest
+from outrider.process import rpc
 from outrider.v1 import verifier_pb2
+from outrider.wire import requests as wire_requests
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -68,14 +69,14 @@ async def test_one_sequence_that_fails_leaves_the_stream_to_the_others(rig: Rig)
 
 
 async def test_what_cannot_be_made_out_fails_its_own_sequence_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = wire.chunk_from_proto
+    read = wire_requests.chunk_from_proto
 
     def of_another_version(proto: verifier_pb2.GenerateTokensResponse) -> TokenChunk:
         if list(proto.token_ids) == [6]:
             raise ValueError("9 is not a valid TokenSource")
         return read(proto)
 
-    monkeypatch.setattr(wire, "chunk_from_proto", of_another_version)
+    monkeypatch.setattr(wire_requests, "chunk_from_proto", of_another_version)
     rig.script.answer = lambda request: [0.2, plain([len(request.prompt) + 3]), *([60.0] if len(request.prompt) == 3 else LASTLY)]
     good = asyncio.create_task(rig.client.completions.create(model="models/target", prompt=[5, 6], max_tokens=5))
     with pytest.raises(openai.InternalServerError, match="StreamTokens failed"):

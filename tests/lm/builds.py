@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import outrider.lm
-from outrider.lm import cpu_attention, cpu_decoder, weights
-from outrider.lm.cpu_library import load_build, runnable_builds
+from outrider.lm.cpu import attention as cpu_attention
+from outrider.lm.cpu import decoder as cpu_decoder
+from outrider.lm.cpu import weights
+from outrider.lm.cpu.library import load_build, runnable_builds
 
 # The quick suite has the build that this machine uses.
 BUILDS = [

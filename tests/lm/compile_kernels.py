@@ -10,8 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider import noise_kernel
-from outrider.lm import triton_attention
+from outrider.lm.gpu import triton_attention
+from outrider.sampling import noise_kernel
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -1,4 +1,4 @@
-"""What `outrider.lm.triton_attention.paged_attention` computes, written plainly, as one operator."""
+"""What `outrider.lm.gpu.triton_attention.paged_attention` computes, written plainly, as one operator."""
 
 from __future__ import annotations
 

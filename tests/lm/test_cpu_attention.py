@@ -6,7 +6,7 @@ import pytest
 import torch
 from builds import BUILDS, use_build
 
-from outrider.lm.cpu_attention import PagedAttention, PagedBatch
+from outrider.lm.cpu.attention import PagedAttention, PagedBatch
 
 PAGE_COUNT = 64
 SCALE = 0.2

@@ -21,11 +21,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.lm import weights
-from outrider.lm.cpu_decoder import CpuDecoder
-from outrider.lm.cpu_library import runnable_builds
+from outrider.lm.cpu import weights
+from outrider.lm.cpu.decoder import CpuDecoder
+from outrider.lm.cpu.library import runnable_builds
+from outrider.lm.cpu.weights import TiledLinear, settle_on_cpu
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.lm.weights import TiledLinear, settle_on_cpu
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

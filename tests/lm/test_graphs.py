@@ -18,7 +18,8 @@ from tiny_models import CONFIGS, VOCAB_SIZE, build
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outrider.lm import attention, graphs, triton_attention
+from outrider.lm import attention
+from outrider.lm.gpu import graphs, triton_attention
 from outrider.lm.runner import Bounds, ModelRunner, Slice
 
 PAGE_COUNT = 6

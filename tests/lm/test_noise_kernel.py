@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import noise_kernel
-from outrider.sampling import coupled_keys, coupled_sample
+from outrider.sampling import noise_kernel
+from outrider.sampling.noise import coupled_keys
+from outrider.sampling.sampler import coupled_sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

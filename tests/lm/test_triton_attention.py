@@ -13,10 +13,11 @@ import torch
 from reference_kernel import paged_attention as reference
 from tiny_models import CONFIGS, VOCAB_SIZE, build
 
-from outrider.lm import attention, triton_attention
+from outrider.lm import attention
+from outrider.lm.gpu import triton_attention
 from outrider.lm.layout import BatchLayout, Slice
 from outrider.lm.runner import ModelRunner
-from outrider.tensors import triton_works
+from outrider.sampling.tensors import triton_works
 
 
 def batch(lengths: list[tuple[int, int]], page_size: int, pages: int) -> BatchLayout:
@@ -160,7 +161,7 @@ def test_where_kernels_cannot_run_that_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("outrider.tensors.shutil.which", lambda name: compiler)
+    monkeypatch.setattr("outrider.sampling.tensors.shutil.which", lambda name: compiler)
     triton_works.cache_clear()
     assert triton_works(torch.device("cuda", 0)) == (lacking is None)
     triton_works.cache_clear()

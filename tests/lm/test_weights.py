@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.lm import weights
-from outrider.lm.weights import JointLinear, PackedLinear, TiledLinear, settle_on_cpu
+from outrider.lm.cpu import weights
+from outrider.lm.cpu.weights import JointLinear, PackedLinear, TiledLinear, settle_on_cpu
 
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor multiplies no bfloat16, so nothing is packed on it"

@@ -32,12 +32,13 @@ from outrider.messages import (
     TokenChunk,
     TokenRequest,
 )
-from outrider.sampling import coupled_exponentials, coupled_keys
-from verifier_svc.engine import Engine
+from outrider.sampling.noise import coupled_keys
+from outrider.sampling.sampler import coupled_exponentials
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.outgoing import Delivery
-from verifier_svc.target import Limits
-from verifier_svc.verification import DraftVerifier
+from verifier_svc.verification.batch import DraftVerifier
 
 CONCURRENT = 512
 MOST = 5

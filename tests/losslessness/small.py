@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drafter_svc.draft_sequence import DraftSequence
 from outrider.clock import Clock, monotonic
 from outrider.depth_policy import DepthPolicy
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
@@ -35,12 +35,13 @@ from outrider.messages import (
     TokenChunk,
     TokenRequest,
 )
-from outrider.sampling import coupled_exponentials, coupled_keys
-from verifier_svc.engine import Engine
+from outrider.sampling.noise import coupled_keys
+from outrider.sampling.sampler import coupled_exponentials
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.outgoing import Delivery
-from verifier_svc.target import Limits
-from verifier_svc.verification import DraftVerifier
+from verifier_svc.verification.batch import DraftVerifier
 
 VOCAB = 5
 LENGTH = 3

@@ -11,10 +11,10 @@ from chi_square import LEAST_P, Comparison, compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.logits import Context
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
-from outrider.sampling import Purpose, uniforms
-from verifier_svc.acceptance import Draft, accept
+from outrider.sampling.logits import Context
+from outrider.sampling.noise import Purpose, uniforms
+from verifier_svc.verification.acceptance import Draft, accept
 
 VOCAB = 5
 DRAWS = 12_000
@@ -128,7 +128,7 @@ def reused_uniform(
 
 
 def test_noise_shared_by_two_purposes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verifier_svc.acceptance.uniforms", reused_uniform)
+    monkeypatch.setattr("verifier_svc.verification.acceptance.uniforms", reused_uniform)
     assert against_enumeration(generate(TARGET, CLOSE, 2, sparse=True), TARGET).p < LEAST_P
 
 

@@ -19,11 +19,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from outrider.logits import Context
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
-from outrider.sampling import Purpose, inverse_cdf
-from verifier_svc import acceptance
-from verifier_svc.acceptance import Draft, accept
+from outrider.sampling.logits import Context
+from outrider.sampling.noise import Purpose
+from outrider.sampling.sampler import inverse_cdf
+from verifier_svc.verification import acceptance
+from verifier_svc.verification.acceptance import Draft, accept
 
 Text = tuple[int, ...]
 Law = npt.NDArray[np.float64]

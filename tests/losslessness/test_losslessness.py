@@ -28,8 +28,8 @@ from exact import (
 )
 
 from outrider.messages import AcceptanceRule, Rule, SamplingParams
-from outrider.sampling import Purpose, uniforms
-from verifier_svc import acceptance
+from outrider.sampling.noise import Purpose, uniforms
+from verifier_svc.verification import acceptance
 
 SETTINGS = {
     "plain": SamplingParams(),

@@ -17,13 +17,14 @@ from drafted import make_engine
 from exact import LENGTH, PROMPT, VOCAB, against_enumeration, tiny_model
 
 from drafter_svc.families import forwards
+from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from drafter_svc.session import DraftSession
 from outrider.depth_policy import DepthPolicy
+from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
 from outrider.messages import AcceptanceRule, Hello, Rule, SamplingParams, StepBatch, TokenChunk, TokenRequest
-from verifier_svc.target import Limits
+from verifier_svc.engine.target import Limits
 
 CONCURRENT = 256
 ENTRIES = 6
@@ -44,7 +45,8 @@ def near_target() -> torch.nn.Module:
 def family() -> Iterator[ModelFamily]:
     with ThreadPoolExecutor(1) as thread:
         runner = ModelRunner(near_target(), page_size=4, page_count=16 * CONCURRENT)
-        yield ModelFamily(runner, thread, VOCAB, max_batch_tokens=8 * CONCURRENT, max_entries=ENTRIES)
+        model = DraftModel(runner, thread, max_batch_tokens=8 * CONCURRENT, max_entries=ENTRIES)
+        yield ModelFamily(model, VOCAB)
 
 
 def generate(family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int) -> npt.NDArray[np.int64]:

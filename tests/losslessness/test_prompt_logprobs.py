@@ -10,8 +10,8 @@ from exact import VOCAB, equal_to_target, tiny_model
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import AcceptanceRule, FinishReason, Rule, SamplingParams, TokenChunk, TokenRequest
-from verifier_svc.engine import Engine
-from verifier_svc.target import Limits
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
 
 TOP = 5
 POLICY = DepthPolicy("fixed", 5)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-DRAFT_SEQUENCE, MODEL = "drafter_svc/draft_sequence.py", "drafter_svc/families/model.py"
+DRAFT_SEQUENCE, MODEL = "outrider/drafter/draft_sequence.py", "drafter_svc/families/model.py"
 FORWARDS, CACHED_DRAFT = "drafter_svc/families/forwards.py", "drafter_svc/families/cached_draft.py"
 DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
 DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
 REAL_MODEL = ("tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",)
 
-_UNSURE = """                self._forward(active)
-                for draft in active:
-                    guesses, unsent = draft.sequence.guesses, draft.sequence._unsent
-                    law = unsent[-1] if unsent else None
-                    if law is None or len(guesses) < 2 or law.probabilities[law.token_ids == guesses[-1]][0] >= 0.3:
-                        continue
-                    for gathered in (guesses, unsent, draft.others):
-                        gathered.pop()
-                    draft.goal = draft.guess_count
-                    self._pool.truncate(draft.kv, draft.length - 1)
+_UNSURE = """            self._forward(drafts)
+            for draft in drafts:
+                guesses, unsent = draft.sequence.guesses, draft.sequence._unsent
+                law = unsent[-1] if unsent else None
+                if law is None or len(guesses) < 2 or law.probabilities[law.token_ids == guesses[-1]][0] >= 0.3:
+                    continue
+                for gathered in (guesses, unsent, draft.others):
+                    gathered.pop()
+                draft.goal = draft.guess_count
+                self._pool.truncate(draft.kv, draft.length - 1)
 """
 
 DRAFTER_MUTANTS = (
@@ -84,7 +84,7 @@ DRAFTER_MUTANTS = (
         "D6",
         "the draft model drops tokens it is unsure of",
         FORWARDS,
-        "                self._forward(active)\n",
+        "            self._forward(drafts)\n",
         _UNSURE,
         REAL_MODEL,
     ),

@@ -5,15 +5,24 @@ from __future__ import annotations
 from tests.mutants.drafter_table import DRAFTER_MUTANTS
 from tests.mutants.mutant import Mutant
 
-ACCEPTANCE, BLOCK, TOKEN_WISE = "verifier_svc/acceptance.py", "verifier_svc/rules/block.py", "verifier_svc/rules/token_wise.py"
-VERIFICATION, RULE_CHOICE, GRAMMAR_MASKS = (
-    "verifier_svc/verification.py",
-    "verifier_svc/rule_choice.py",
-    "verifier_svc/grammar_masks.py",
+ACCEPTANCE, BLOCK, TOKEN_WISE = (
+    "verifier_svc/verification/acceptance.py",
+    "verifier_svc/verification/rules/block.py",
+    "verifier_svc/verification/rules/token_wise.py",
 )
-TRIE, COMMIT, DRAFTING = "verifier_svc/trie.py", "verifier_svc/commit.py", "verifier_svc/drafting.py"
-ADMISSION = "verifier_svc/admission.py"
-SAMPLING, LOGITS, PAGES = "outrider/sampling.py", "outrider/logits.py", "outrider/lm/pages.py"
+VERIFICATION, RULE_CHOICE, GRAMMAR_MASKS = (
+    "verifier_svc/verification/batch.py",
+    "verifier_svc/verification/rule_choice.py",
+    "verifier_svc/verification/grammar_masks.py",
+)
+TRIE, COMMIT, DRAFTING = "verifier_svc/state/trie.py", "verifier_svc/engine/commit.py", "verifier_svc/drafts/exchange.py"
+ADMISSION = "verifier_svc/engine/admission.py"
+SAMPLING, NOISE, LOGITS, PAGES = (
+    "outrider/sampling/sampler.py",
+    "outrider/sampling/noise.py",
+    "outrider/sampling/logits.py",
+    "outrider/lm/pages.py",
+)
 
 EXACT = ("tests/losslessness/test_exact_step.py",)
 COINS = ("tests/losslessness/test_acceptance.py::test_coins_that_were_looked_at_once_decide_nothing_again",)
@@ -187,7 +196,7 @@ MUTANTS = (
     Mutant(
         "S1",
         "random numbers do not depend on the step",
-        SAMPLING,
+        NOISE,
         "np.stack([position & _LOW, position >> _32, purposes, step])",
         "np.stack([position & _LOW, position >> _32, purposes, np.zeros_like(step)])",
         COINS,
@@ -195,7 +204,7 @@ MUTANTS = (
     Mutant(
         "S2",
         "two purposes share their random numbers",
-        SAMPLING,
+        NOISE,
         "np.full_like(position, int(purpose))",
         "np.full_like(position, 3)",
         ("tests/shared/test_sampling.py::test_two_purposes_share_no_noise",),
@@ -216,7 +225,7 @@ MUTANTS = (
         "(probs_RV[i : i + count].float() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1]).float()).argmax(-1)",
         COUPLING,
     ),
-    Mutant("S7", "keys of noise have 32 bits", SAMPLING, "(words[0] | words[1] << _32)", "words[0]", COUPLING),
+    Mutant("S7", "keys of noise have 32 bits", NOISE, "(words[0] | words[1] << _32)", "words[0]", COUPLING),
     Mutant(
         "S8",
         "the likeliest tokens are always candidates enough",

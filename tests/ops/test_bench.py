@@ -19,7 +19,7 @@ from bench.delay import Proxy
 from bench.raw_client import stream
 from bench.report import Cell, Results, plot, tables, write
 from bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
-from outrider.stack import free_port
+from outrider.launch.stack import free_port
 
 MODELS = Path(__file__).parents[2] / "models"
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.grow import Shape, grown_config
+from outrider.launch.grow import Shape, grown_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "bench" / "gpu.sh").read_text()

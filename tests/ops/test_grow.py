@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.grow import Shape, grow, grown_checkpoint
+from outrider.launch.grow import Shape, grow, grown_checkpoint
 
 MODELS = Path(__file__).parents[2] / "models"
 

@@ -22,9 +22,9 @@ for count in range(10**9):
 """
 SUPERVISES = """
 import asyncio, sys
-from outrider.serving import supervise
-from outrider.stack import ServeSettings, Stack
-from outrider.supervisor import Child
+from outrider.launch.serve import supervise
+from outrider.launch.stack import ServeSettings, Stack
+from outrider.launch.supervisor import Child
 stack = Stack([Child("talks", "talks", [])], "http://127.0.0.1:1", "", "")
 sys.exit(asyncio.run(supervise(stack, ServeSettings(target="t"))))
 """
@@ -136,15 +136,15 @@ def test_a_reader_that_leaves_ends_it_without_a_traceback(rig: Rig) -> None:
 def test_a_supervising_task_that_fails_ends_it_with_the_reason(tmp_path: Path) -> None:
     """Made to fail by a reader of pipes that has a bug."""
     broken = """
-import outrider.supervisor
+import outrider.launch.supervisor
 calls = []
-read = outrider.supervisor._line
+read = outrider.launch.supervisor._line
 async def line(output):
     calls.append(output)
     if len(calls) > 1000:
         raise RuntimeError("a bug")
     return await read(output)
-outrider.supervisor._line = line
+outrider.launch.supervisor._line = line
 """
     rig = Rig(tmp_path, broken + SUPERVISES)
     serving = rig.start(subprocess.DEVNULL)

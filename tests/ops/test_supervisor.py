@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.supervisor import Child, StartFailed, Supervisor
+from outrider.launch.supervisor import Child, StartFailed, Supervisor
 
 LIVES = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "raise SystemExit('no such model')"
@@ -25,7 +25,7 @@ time.sleep(60)
 """
 SUPERVISES = """
 import asyncio
-from outrider.supervisor import Child, Supervisor
+from outrider.launch.supervisor import Child, Supervisor
 async def main():
     Supervisor(lambda name, line: print(f"{name}: {line}", flush=True)).start(Child("waits", "waits", []))
     await asyncio.sleep(60)

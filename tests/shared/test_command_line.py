@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider import __version__, serving
-from outrider.cli import app
-from outrider.stack import ServeSettings
-from outrider.usage import invoke
+from outrider import __version__
+from outrider.launch import serve as serving
+from outrider.launch.cli import app
+from outrider.launch.stack import ServeSettings
+from outrider.process.usage import invoke
 
 ROOT = Path(__file__).parents[2]
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
@@ -116,6 +117,6 @@ def test_the_version_is_a_command_and_a_flag(arguments: str, capsys: pytest.Capt
 )
 def test_a_shell_completes_commands_flags_values_and_files(words: str, completed: str) -> None:
     asked = {"_OUTRIDER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    command = [sys.executable, "-m", "outrider.cli"]
+    command = [sys.executable, "-m", "outrider.launch.cli"]
     answer = subprocess.run(command, cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == completed

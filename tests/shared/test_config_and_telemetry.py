@@ -10,10 +10,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from drafter_svc.config import EraseSettings, settings_schema
 from gateway.config import GatewaySettings
-from outrider import telemetry
-from outrider.config import parse
 from outrider.errors import OutriderError
-from outrider.stack import DrafterSpec, ServeSettings, plan_stack
+from outrider.launch.stack import DrafterSpec, ServeSettings, plan_stack
+from outrider.process import telemetry
+from outrider.process.config import parse
 
 
 def test_flags_go_before_environment_and_that_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The coupled noise is what docs/coupling.md says, is noise, and couples."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 import torch
 from scipy import stats
 
-from outrider.logits import Context
 from outrider.messages import SamplingParams
-from outrider.sampling import coupled_exponentials, coupled_keys, coupled_sample
-from verifier_svc.acceptance import Draft, accept
+from outrider.sampling.logits import Context
+from outrider.sampling.noise import coupled_draw, coupled_keys
+from outrider.sampling.sampler import coupled_exponentials, coupled_sample
+from verifier_svc.verification.acceptance import Draft, accept
 
 DOCUMENT = Path(__file__).parents[2] / "docs/coupling.md"
 TEXT = DOCUMENT.read_text()
@@ -23,6 +25,7 @@ EDGES = [(int(k, 16), int(t), int(z, 16), float(e)) for k, t, z, e in EDGE.finda
 DRAW = re.compile(r"^\| (\d+) \| (\d+) \| (\d+) \| ([0-9.]+) \|", re.MULTILINE)
 DRAWS = [(int(s), int(p), int(t), float(score)) for s, p, t, score in DRAW.findall(TEXT)]
 PROBS = (0.5, 0.0, 0.125, 0.25, 0.125)
+FILE = json.loads((Path(__file__).parents[2] / "protos/coupled_noise.json").read_text())
 MASK64, MASK32 = 2**64 - 1, 2**32 - 1
 TWO_ULP = 2**-51
 
@@ -59,6 +62,28 @@ def test_the_documents_vectors_hold_for_the_code_and_for_its_own_text(
     assert int(keys[0]) % 2**64 == key
     assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(noise, rel=TWO_ULP)
     assert by_the_document(seed, position, token) == (key, pytest.approx(noise, rel=TWO_ULP))
+
+
+def test_the_file_for_other_languages_agrees_with_the_code() -> None:
+    for row in FILE["noise"]:
+        keys = coupled_keys([int(row["seed"])], [int(row["position"])])
+        assert int(keys[0]) % 2**64 == int(row["key"], 16)
+        number = coupled_exponentials(torch.from_numpy(keys), row["token"] + 1)[0, -1].item()
+        assert number == pytest.approx(row["exponential"], rel=TWO_ULP)
+    for row in FILE["noise"] + FILE["edges"]:
+        assert output(int(row["key"], 16), row["token"]) == int(row["z"], 16)
+    for row in FILE["draws"]:
+        seed, position = int(row["seed"]), int(row["position"])
+        drawn = coupled_sample(torch.tensor([row["probs"]]), torch.from_numpy(coupled_keys([seed], [position])))
+        assert drawn.item() == row["token"] == coupled_draw(row["probs"], seed, position)
+
+
+def test_the_file_has_the_documents_vectors_and_more() -> None:
+    edges = [(int(row["key"], 16), row["token"], int(row["z"], 16), row["exponential"]) for row in FILE["edges"]]
+    draws = [(int(row["seed"]), int(row["position"]), row["token"], row["score"]) for row in FILE["draws"]]
+    assert edges == EDGES
+    assert draws[:3] == DRAWS
+    assert any(int(row["position"]) > 2**32 and int(row["seed"]) == MASK64 for row in FILE["noise"])
 
 
 def test_the_document_has_vectors() -> None:
@@ -137,7 +162,7 @@ def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(monkeypatch:
     keys = torch.from_numpy(coupled_keys([1] * 20, range(20)))
     probs = torch.rand(20, 300, generator=torch.Generator().manual_seed(0))
     whole = coupled_sample(probs, keys)
-    monkeypatch.setattr("outrider.sampling._NOISE_BLOCK", 1000)
+    monkeypatch.setattr("outrider.sampling.sampler._NOISE_BLOCK", 1000)
     assert torch.equal(coupled_sample(probs, keys), whole)
 
 

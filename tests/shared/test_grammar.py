@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from json_schemas import schemas
 
-from outrider import grammar as grammar_module
 from outrider.errors import OutriderError, Reason
-from outrider.grammar import GrammarCompiler
-from outrider.grammar_backends import Backend, Compiled, Matcher
-from outrider.grammar_cache import GrammarCache
-from outrider.grammar_repetition import check_ebnf, check_pattern
+from outrider.grammar import compiler as grammar_module
+from outrider.grammar.backends import Backend, Compiled, Matcher
+from outrider.grammar.cache import GrammarCache
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.repetition import check_ebnf, check_pattern
 from outrider.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 

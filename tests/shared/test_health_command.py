@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from outrider import rpc
+from outrider.process import rpc
 
 ROOT = Path(__file__).parents[2]
 SERVICE = "outrider.v1.VerifierService"
@@ -15,7 +15,7 @@ SERVICE = "outrider.v1.VerifierService"
 
 async def ask(*arguments: str) -> tuple[int, str]:
     """Exit status and standard error of `outrider health`."""
-    command = (sys.executable, "-m", "outrider.cli", "health", *arguments)
+    command = (sys.executable, "-m", "outrider.launch.cli", "health", *arguments)
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=subprocess.PIPE)
     _, complaint = await asyncio.wait_for(process.communicate(), 20)
     return process.returncode or 0, complaint.decode()

@@ -62,7 +62,7 @@ def run(home: Path, endpoint: str, *command: str) -> subprocess.CompletedProcess
 
 def serve(home: Path, endpoint: str, target: str) -> subprocess.CompletedProcess[str]:
     ports = [word for name in ("http", "grpc", "verifier") for word in (f"--{name}-port", "0")]
-    return run(home, endpoint, "-m", "outrider.cli", "serve", target, *ports)
+    return run(home, endpoint, "-m", "outrider.launch.cli", "serve", target, *ports)
 
 
 def test_a_hub_id_is_read_from_the_hub_and_from_the_cache_once_the_hub_is_gone(hub: ThreadingHTTPServer, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from outrider.logits import Context, adjust
 from outrider.messages import SamplingParams
+from outrider.sampling.logits import Context, adjust
 
 VOCAB = 40
 END = 7

@@ -16,11 +16,11 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
-from outrider import metrics_export
-from outrider.config import ScrapedSettings
 from outrider.errors import OutriderError
-from outrider.metrics_export import MAX_SCRAPES, sending_metrics, serve_metrics
-from outrider.stack import free_port
+from outrider.launch.stack import free_port
+from outrider.process import metrics_export
+from outrider.process.config import ScrapedSettings
+from outrider.process.metrics_export import MAX_SCRAPES, sending_metrics, serve_metrics
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):

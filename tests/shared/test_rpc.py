@@ -10,9 +10,10 @@ import pytest
 from chaos_proxy import chaos_proxy  # lies in tests
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
-from outrider import rpc
 from outrider.errors import OutriderError, Reason
+from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 ERROR = OutriderError(Reason.OVERLOADED, "too much of depth", "speculation.draft_tokens", 2.5, {"limit": "4"})
@@ -209,3 +210,18 @@ def test_every_reason_has_a_status_of_grpc_and_of_http() -> None:
     for reason in Reason:
         assert hasattr(grpc.StatusCode, reason.kind.status)
         assert 400 <= reason.kind.http < 600
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_answers_under_both_of_its_names(version: str) -> None:
+    method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    async with serving() as (_, channel):
+        call = channel.stream_stream(
+            method,
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await call.done_writing()
+        listed = [service.name for service in (await call.read()).list_services_response.service]
+    assert {"outrider.v1.VerifierService", f"grpc.reflection.{version}.ServerReflection"} <= set(listed)

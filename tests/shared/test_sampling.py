@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from outrider.messages import SamplingParams
-from outrider.sampling import Purpose, inverse_cdf, philox4x32, target_probs, uniforms
+from outrider.sampling.noise import Purpose, philox4x32, uniforms
+from outrider.sampling.sampler import inverse_cdf, target_probs
 
 
 def test_philox_gives_the_known_answers_of_random123() -> None:
@@ -101,7 +102,7 @@ def test_candidates_keep_what_all_tokens_would_whatever_ties(sampling: SamplingP
     banned[:, 2000:2010] = 1.0
     logits = torch.cat([peaked, flat, coarse, equal, banned])
     few = target_probs(logits, [sampling] * len(logits))
-    monkeypatch.setattr("outrider.sampling._CANDIDATES", 3000)
+    monkeypatch.setattr("outrider.sampling.sampler._CANDIDATES", 3000)
     torch.testing.assert_close(few, target_probs(logits, [sampling] * len(logits)), atol=1e-9, rtol=1e-6)
 
 

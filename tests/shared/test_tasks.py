@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from outrider.tasks import keep_running, watch
+from outrider.process.tasks import keep_running, watch
 
 
 async def test_a_task_that_raises_is_logged_and_told_though_nobody_awaits_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,11 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from outrider import messages as m
-from outrider import wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.v1 import common_pb2, drafts_pb2, generation_pb2, verifier_pb2
+from outrider.wire import drafts as wire_drafts
+from outrider.wire import model as wire_model
+from outrider.wire import requests as wire_requests
 
 VOCAB = 1000
 OPENED = drafts_pb2.Opened(token_ids=[1], window=drafts_pb2.Window(token_count=1, depth=1))
@@ -24,14 +26,14 @@ HELLO = drafts_pb2.Hello(drafter_id="d", family="f", tokenizer_fingerprint="t", 
 READERS: list[tuple[Message, Callable[[Any], object]]] = [
     (
         verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1),
-        lambda proto: wire.request_from_proto(proto, vocab_size=VOCAB, context_length=100),
+        lambda proto: wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=100),
     ),
-    (verifier_pb2.GenerateTokensResponse(token_ids=[1]), wire.chunk_from_proto),
-    (HELLO, wire.hello_from_proto),
-    (drafts_pb2.DraftBatch(), lambda proto: wire.drafts_from_proto(proto, VOCAB)),
+    (verifier_pb2.GenerateTokensResponse(token_ids=[1]), wire_requests.chunk_from_proto),
+    (HELLO, wire_drafts.hello_from_proto),
+    (drafts_pb2.DraftBatch(), lambda proto: wire_drafts.drafts_from_proto(proto, VOCAB)),
     (
         drafts_pb2.StepBatch(opened=[OPENED], verdicts=[drafts_pb2.Verdict()], closed=[drafts_pb2.Closed()]),
-        lambda proto: wire.step_from_proto(proto, VOCAB),
+        lambda proto: wire_drafts.step_from_proto(proto, VOCAB),
     ),
     (verifier_pb2.GetModelResponse(stage=verifier_pb2.MODEL_STAGE_READY), wire_model.model_from_proto),
 ]
@@ -105,13 +107,13 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
         opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, distribution=value)],
         closed=[drafts_pb2.Closed(reason=value)],
     )
-    read = wire.step_from_proto(step, VOCAB)
+    read = wire_drafts.step_from_proto(step, VOCAB)
     assert (read.opened[0].rule, read.closed[0].reason) == (m.Rule.ONE_HOT, m.CloseReason.ENDED)
     assert wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value)).stage is m.Stage.LOADING
-    hello = drafts_pb2.Hello(distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], wants=[value])
+    hello = drafts_pb2.Hello(distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], capabilities=[value])
     hello.MergeFrom(HELLO)
-    assert wire.hello_from_proto(hello).distributions == {m.Rule.ONE_HOT, m.Rule.COUPLED}
-    assert not wire.hello_from_proto(hello).wants_features
+    assert wire_drafts.hello_from_proto(hello).distributions == {m.Rule.ONE_HOT, m.Rule.COUPLED}
+    assert not wire_drafts.hello_from_proto(hello).wants_features
     rules = [value, common_pb2.ACCEPTANCE_RULE_BLOCK]
     response = verifier_pb2.GenerateTokensResponse(
         token_ids=[1, 2],
@@ -119,7 +121,7 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
         finish_reason=value,
         stats=common_pb2.SpeculationStats(rules=rules),
     )
-    chunk = wire.chunk_from_proto(response)
+    chunk = wire_requests.chunk_from_proto(response)
     assert chunk.sources == [m.TokenSource.PLAIN, m.TokenSource.BONUS]
     assert chunk.finish_reason is (m.FinishReason.STOP if value else None)
     assert chunk.stats is not None
@@ -134,9 +136,9 @@ def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused_and_drafted_without(d
     with pytest.raises(
         OutriderError, match="grammar must have one of json_schema, json_object, regex, ebnf, choice, structural_tag;"
     ):
-        wire.request_from_proto(request, vocab_size=VOCAB, context_length=100)
+        wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=100)
     step = drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, grammar=grammar)])
-    assert wire.step_from_proto(step, VOCAB).opened[0].grammar is None
+    assert wire_drafts.step_from_proto(step, VOCAB).opened[0].grammar is None
 
 
 def test_limits_are_told_in_plain_words() -> None:
@@ -151,7 +153,7 @@ def test_limits_are_told_in_plain_words() -> None:
     ]
     for request, field in cases:
         with pytest.raises(OutriderError, match=f"{field} must be at least 0, not -1"):
-            wire.request_from_proto(request, vocab_size=VOCAB, context_length=100)
+            wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=100)
 
 
 @pytest.mark.parametrize(("length", "taken"), [(0, False), (1, True), (64, True), (65, False)])
@@ -160,7 +162,7 @@ def test_a_family_has_1_to_64_characters(length: int, taken: bool) -> None:
     hello.CopyFrom(HELLO)
     hello.family = "x" * length
     if taken:
-        assert wire.hello_from_proto(hello).family == "x" * length
+        assert wire_drafts.hello_from_proto(hello).family == "x" * length
         return
     with pytest.raises(OutriderError, match=r"hello\.family must be 1 to 64 printable characters"):
-        wire.hello_from_proto(hello)
+        wire_drafts.hello_from_proto(hello)

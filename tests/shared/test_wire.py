@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import messages as m
-from outrider import wire, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.v1 import drafts_pb2
+from outrider.wire import drafts as wire_drafts
+from outrider.wire import model as wire_model
+from outrider.wire import requests as wire_requests
 
 VOCAB = 1000
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
@@ -52,20 +54,20 @@ def test_a_request_comes_back_as_it_was(
 ) -> None:
     request = m.TokenRequest(prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk)
     request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens if likeliest is None else max_tokens - 1)
-    proto = wire.request_to_proto(request)
-    assert wire.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
+    proto = wire_requests.request_to_proto(request)
+    assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
 
 
 def test_no_more_tokens_are_gathered_than_a_message_holds() -> None:
-    proto = wire.request_to_proto(m.TokenRequest([1], 5, min_chunk_tokens=2**30))
-    assert wire.request_from_proto(proto, vocab_size=VOCAB, context_length=1000).min_chunk_tokens == 4096
+    proto = wire_requests.request_to_proto(m.TokenRequest([1], 5, min_chunk_tokens=2**30))
+    assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000).min_chunk_tokens == 4096
 
 
 def test_a_chunk_comes_back_as_it_was() -> None:
     likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
     sources = [m.TokenSource.PLAIN]
     chunk = m.TokenChunk([4], sources, "d", m.FinishReason.STOP, m.SpeculationStats(1), 7, 2, [likely], [likely, likely])
-    assert wire.chunk_from_proto(wire.chunk_to_proto(chunk)) == chunk
+    assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
 
 
 @given(
@@ -84,7 +86,7 @@ def test_a_step_comes_back_as_it_was(
         [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace")],
         [m.Closed(sequence_id, m.CloseReason.ENDED)],
     )
-    assert wire.step_from_proto(wire.step_to_proto(step), VOCAB) == step
+    assert wire_drafts.step_from_proto(wire_drafts.step_to_proto(step), VOCAB) == step
 
 
 @given(st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=32))
@@ -93,7 +95,7 @@ def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[
     drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
     sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
     batch = m.DraftBatch([m.Proposal(1, 5, [0], [], [sent])])
-    received = wire.drafts_from_proto(wire.drafts_to_proto(batch), VOCAB).proposals[0].distributions[0]
+    received = wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB).proposals[0].distributions[0]
     assert received is not None
     assert (received.probabilities == drawn_from / drawn_from.sum()).all()
 
@@ -101,7 +103,7 @@ def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[
 def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
     stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4)
     chunk = m.TokenChunk([1, 2], [m.TokenSource.ACCEPTED, m.TokenSource.BONUS], "d", m.FinishReason.LENGTH, stats, 16, 1)
-    assert wire.chunk_from_proto(wire.chunk_to_proto(chunk)) == chunk
+    assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
     place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
     drafter = m.DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
     info = m.ModelInfo("model", m.Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4)
@@ -111,10 +113,10 @@ def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
 PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 
 
-@pytest.mark.parametrize(("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire.MAX_DRAFT_SECONDS)])
+@pytest.mark.parametrize(("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire_drafts.MAX_DRAFT_SECONDS)])
 def test_a_drafters_own_clock_is_believed_within_bounds(told: int, believed: float) -> None:
     proto = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=told))])
-    [proposal] = wire.drafts_from_proto(proto, VOCAB).proposals
+    [proposal] = wire_drafts.drafts_from_proto(proto, VOCAB).proposals
     assert proposal.draft_seconds == believed
     info = m.ModelInfo("", m.Stage.READY, "", drafters=(m.DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),))
     assert wire_model.model_from_proto(wire_model.model_to_proto(info)).drafters[0].token_s == believed
@@ -148,7 +150,7 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
 def test_a_malformed_proposal_is_refused_with_the_limit(fields: dict[str, Any], message: str) -> None:
     batch = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)])
     with pytest.raises(OutriderError, match=message) as caught:
-        wire.drafts_from_proto(batch, VOCAB)
+        wire_drafts.drafts_from_proto(batch, VOCAB)
     assert caught.value.reason is Reason.PROTOCOL_VIOLATION
 
 
@@ -156,7 +158,7 @@ def refusal(data: bytes) -> OutriderError | None:
     batch = drafts_pb2.DraftBatch()
     try:
         batch.ParseFromString(data)
-        wire.drafts_from_proto(batch, VOCAB)
+        wire_drafts.drafts_from_proto(batch, VOCAB)
     except DecodeError:
         return None  # grpc ends such a call before wire sees it
     except OutriderError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
@@ -12,13 +13,24 @@ BATCHES = (1, 8, 32, 128)
 
 
 @cache
-def _plain(batch: int, seconds: float, waves: int | None) -> float:
-    scenario = Scenario(costs="assumed-gpu", seconds=seconds, sequences=[batch], waves=waves)
-    return simulate(scenario, batch, drafting=False).sample.tokens_per_s
+def _plain(given: str) -> float:
+    """tokens/s without drafters, with settings as JSON."""
+    scenario = Scenario.model_validate_json(given)
+    return simulate(scenario, scenario.sequences[0], drafting=False).sample.tokens_per_s
 
 
-def speed(drafters: list[dict[str, Any]], batch: int, seconds: float = 10.0, waves: int | None = None, **more: Any) -> float:
-    """tokens/s with these drafters over those of plain decoding, in virtual time."""
-    given = {"costs": "assumed-gpu", "seconds": seconds, "sequences": [batch], "waves": waves, "drafters": drafters, **more}
-    drafted = simulate(Scenario.model_validate(given), batch).sample.tokens_per_s
-    return drafted / _plain(batch, seconds, waves)
+def speed(
+    drafters: list[dict[str, Any]],
+    batch: int,
+    seconds: float = 10.0,
+    schedule: list[dict[str, Any]] | None = None,
+    **more: Any,
+) -> float:
+    """tokens/s with these drafters over those of plain decoding, in virtual time.
+
+    `more` are settings of the scenario, by which plain decoding is simulated as well.
+    """
+    given = {"costs": "assumed-gpu", "seconds": seconds, "sequences": [batch], **more}
+    scenario = Scenario.model_validate({**given, "drafters": drafters, "schedule": schedule or []})
+    drafted = simulate(scenario, batch).sample.tokens_per_s
+    return drafted / _plain(json.dumps(given))

@@ -15,7 +15,7 @@ from bench.simulator.events import Events
 from bench.simulator.links import Link
 from bench.simulator.scenario import Scenario
 from bench.simulator.simulation import Simulation, simulate
-from verifier_svc.engine import Engine
+from verifier_svc.engine.loop import Engine
 
 ROOT = Path(__file__).parents[2]
 DRAFTERS = [{"name": "good", "acceptance": 0.8, "jitter_ms": 1.0}, {"name": "poor", "acceptance": 0.3, "round_trip_ms": 20}]
@@ -188,7 +188,7 @@ def test_drafting_that_interferes_makes_forwards_longer() -> None:
     [
         ({"bogus": 1}, "bogus"),
         ({"drafters": [{"name": "d", "acceptance": 1.5}]}, "less than or equal to 1"),
-        ({"costs": "nothing"}, "costs must be assumed-gpu, epyc-2-cores or a file, not 'nothing'"),
+        ({"costs": "nothing"}, "costs must be assumed-gpu, edge, epyc-2-cores, .* or a file, not 'nothing'"),
         ({"schedule": [{"at": 1, "who": "x", "what": "join"}]}, "schedule.who must be one of good, poor, verifier-1, not 'x'"),
         ({"schedule": [{"at": 1, "who": "good", "what": "hang"}]}, "seconds must be given with hang"),
         ({"arrivals": "recorded"}, "recording must be given with recorded arrivals"),

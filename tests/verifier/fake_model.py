@@ -10,12 +10,12 @@ from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Slice
 from outrider.messages import DraftBatch, FinishReason, Hello, Proposal, Skip, StepBatch, TokenChunk
-from verifier_svc.drafters import Drafter
-from verifier_svc.engine import Engine
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.outgoing import Delivery
+from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
-from verifier_svc.outgoing import Delivery
-from verifier_svc.plan import Plan
-from verifier_svc.target import Limits
+from verifier_svc.policy.plan import Plan
+from verifier_svc.state.drafter import Drafter
 
 VOCAB = 8
 EOS = 7

@@ -4,7 +4,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.target import Limits
+from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(0.0)
 

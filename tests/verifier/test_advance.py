@@ -8,8 +8,8 @@ from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import SamplingParams, TokenRequest
-from verifier_svc.engine import Engine
-from verifier_svc.target import Limits
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 

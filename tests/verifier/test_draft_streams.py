@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from fake_model import Client, make_engine
 
-from outrider import wire, wire_model
 from outrider.messages import (
     Closed,
     CloseReason,
@@ -25,8 +24,10 @@ from outrider.messages import (
     Window,
 )
 from outrider.v1 import verifier_pb2
-from verifier_svc import draft_streams
-from verifier_svc.engine_thread import EngineThread
+from outrider.wire import drafts as wire_drafts
+from outrider.wire import model as wire_model
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.streams import draft_streams
 
 
 def opened(sequence_id: int, token_count: int) -> Opened:
@@ -39,16 +40,16 @@ def test_prompts_too_long_for_one_message_come_in_several_before_what_became_of_
         verdicts=[Verdict(3, 500_001, [5], 0, 4)],
         closed=[Closed(4, CloseReason.ENDED)],
     )
-    parts = list(draft_streams._messages(wire.step_to_proto(step)))
+    parts = list(draft_streams._messages(wire_drafts.step_to_proto(step)))
     assert all(part.ByteSize() <= draft_streams._MOST_BYTES + 100 for part in parts)
-    *before, last = [wire.step_from_proto(part, 200_000) for part in parts]
+    *before, last = [wire_drafts.step_from_proto(part, 200_000) for part in parts]
     assert [one.sequence_id for part in before for one in part.opened] == list(range(12))
     assert not any(part.verdicts or part.closed for part in before)
     assert (last.opened, last.verdicts, last.closed) == ([], step.verdicts, step.closed)
 
 
 def test_what_fits_is_one_message() -> None:
-    step = wire.step_to_proto(StepBatch(opened=[opened(1, 5)], closed=[Closed(2, CloseReason.ENDED)]))
+    step = wire_drafts.step_to_proto(StepBatch(opened=[opened(1, 5)], closed=[Closed(2, CloseReason.ENDED)]))
     assert list(draft_streams._messages(step)) == [step]
 
 
@@ -69,12 +70,12 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
 
     thread = EngineThread(lambda deliver: engine)
     await thread.built
-    message = verifier_pb2.StreamDraftsRequest(drafts=wire.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500)))
+    message = verifier_pb2.StreamDraftsRequest(drafts=wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500)))
     said = 0
 
     async def requests() -> AsyncIterator[verifier_pb2.StreamDraftsRequest]:
         nonlocal said
-        yield verifier_pb2.StreamDraftsRequest(hello=wire.hello_to_proto(Hello("loud", "loud", "f", 8)))
+        yield verifier_pb2.StreamDraftsRequest(hello=wire_drafts.hello_to_proto(Hello("loud", "loud", "f", 8)))
         await go.wait()
         for _ in range(200):
             said += 1

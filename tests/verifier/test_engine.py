@@ -12,8 +12,8 @@ from virtual_time import VirtualClock
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.messages import FinishReason, Proposal, Rule, SamplingParams, SpeculationOptions, TokenRequest, TokenSource
-from verifier_svc.engine import Engine
-from verifier_svc.target import Limits
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
 

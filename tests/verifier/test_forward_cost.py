@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.forward_cost import ForwardCost
-from verifier_svc.goodput import price_of_tokens
+from verifier_svc.policy.forward_cost import ForwardCost
+from verifier_svc.policy.goodput import price_of_tokens
 
 
 def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:

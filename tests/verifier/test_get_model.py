@@ -9,9 +9,9 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from outrider.errors import OutriderError
 from outrider.messages import ModelInfo, SamplingParams, Stage, TokenRequest
 from outrider.v1 import verifier_pb2
-from verifier_svc import servicer as servicer_module
-from verifier_svc.engine_thread import EngineThread
-from verifier_svc.servicer import VerifierServicer
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.streams import servicer as servicer_module
+from verifier_svc.streams.servicer import VerifierServicer
 
 
 async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(monkeypatch: pytest.MonkeyPatch) -> None:

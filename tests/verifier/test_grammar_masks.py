@@ -5,12 +5,12 @@ import pytest
 import torch
 from fake_model import Client, ScriptedDrafter, make_engine
 
-from outrider.grammar_backends import Mask
+from outrider.grammar.backends import Mask
 from outrider.messages import Rule, SamplingParams, SparseDistribution, TokenRequest
-from verifier_svc.grammar_masks import GrammarMasks
-from verifier_svc.scheduler import ScheduledSequence
-from verifier_svc.trie import Path
-from verifier_svc.verification import DraftVerifier, Verified
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.trie import Path
+from verifier_svc.verification.batch import DraftVerifier, Verified
+from verifier_svc.verification.grammar_masks import GrammarMasks
 
 
 class Heads:

@@ -11,7 +11,7 @@ from virtual_time import VirtualClock
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DraftBatch, Proposal, SamplingParams, Skip, SpeculationOptions, TokenRequest
-from verifier_svc.target import Limits
+from verifier_svc.engine.target import Limits
 
 
 def request(prompt: list[int], max_tokens: int) -> TokenRequest:

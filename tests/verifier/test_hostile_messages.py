@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import NgramOptions
-from drafter_svc.session import DraftSession
-from outrider import wire, wire_model
+from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     Closed,
@@ -37,6 +36,9 @@ from outrider.messages import (
     Window,
 )
 from outrider.v1 import verifier_pb2
+from outrider.wire import drafts as wire_drafts
+from outrider.wire import model as wire_model
+from outrider.wire import requests as wire_requests
 
 BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,9 +52,9 @@ def from_drafter(**fields: object) -> bytes:
     return verifier_pb2.StreamDraftsRequest(**fields).SerializeToString()  # type: ignore[arg-type]
 
 
-SAID_BY_DRAFTERS = [from_drafter(hello=wire.hello_to_proto(HELLO)), from_drafter(drafts=wire.drafts_to_proto(DRAFTS))]
+SAID_BY_DRAFTERS = [from_drafter(hello=wire_drafts.hello_to_proto(HELLO)), from_drafter(drafts=wire_drafts.drafts_to_proto(DRAFTS))]
 SAID_BY_VERIFIERS = [
-    verifier_pb2.StreamDraftsResponse(step=wire.step_to_proto(step)).SerializeToString()
+    verifier_pb2.StreamDraftsResponse(step=wire_drafts.step_to_proto(step)).SerializeToString()
     for step in (STEP, replace(STEP, verdicts=[]), replace(STEP, closed=[]))
 ]
 
@@ -67,8 +69,8 @@ def take(data: bytes) -> None:
     try:
         request = verifier_pb2.StreamDraftsRequest.FromString(data)
         if request.WhichOneof("message") == "hello":
-            wire.hello_from_proto(request.hello)
-        engine.drafting.take(drafter.handle, wire.drafts_from_proto(request.drafts, VOCAB))
+            wire_drafts.hello_from_proto(request.hello)
+        engine.drafting.take(drafter.handle, wire_drafts.drafts_from_proto(request.drafts, VOCAB))
     except (DecodeError, OutriderError):
         pass  # refused
     engine.drain_inbox()
@@ -102,9 +104,9 @@ async def draft(said: list[bytes]) -> None:
     for data in said:
         try:
             response = verifier_pb2.StreamDraftsResponse.FromString(data)
-            session.apply(wire.step_from_proto(response.step, VOCAB))
+            session.apply(wire_drafts.step_from_proto(response.step, VOCAB))
             batch = await session.round(lambda: False)
-            wire.drafts_from_proto(wire.drafts_to_proto(batch), VOCAB)
+            wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB)
         except (DecodeError, OutriderError):
             session = DraftSession(NgramFamily(NgramOptions(), 100))
         assert session.abandoned_count == 0
@@ -133,7 +135,7 @@ def test_whatever_a_verifier_tells_a_gateway_is_read_or_refused(
 ) -> None:
     with refused_by_field():
         wire_model.model_to_proto(wire_model.model_from_proto(model))
-    wire.chunk_from_proto(tokens)
+    wire_requests.chunk_from_proto(tokens)
 
 
 @BOUNDED
@@ -141,7 +143,7 @@ def test_whatever_a_verifier_tells_a_gateway_is_read_or_refused(
 def test_whatever_a_caller_asks_for_is_taken_or_refused_by_a_field(request: verifier_pb2.GenerateTokensRequest) -> None:
     request.prompt_token_ids.append(1)
     with refused_by_field():
-        wire.request_from_proto(request, vocab_size=VOCAB, context_length=64)
+        wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=64)
 
 
 @pytest.mark.parametrize("data", SAID_BY_DRAFTERS)

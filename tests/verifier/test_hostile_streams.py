@@ -14,14 +14,15 @@ import pytest
 from chaos_proxy import chaos_proxy  # lies in tests
 from fake_model import VOCAB, make_engine
 
-from outrider import rpc, wire_model
 from outrider.errors import OutriderError, Reason
 from outrider.messages import DrafterInfo, ModelInfo, Placement, Stage
+from outrider.process import rpc
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_svc.engine import Engine
-from verifier_svc.engine_thread import EngineThread
-from verifier_svc.servicer import VerifierServicer
-from verifier_svc.target import Limits
+from outrider.wire import model as wire_model
+from verifier_svc.engine.engine_thread import EngineThread
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.streams.servicer import VerifierServicer
 
 
 class Verifier:

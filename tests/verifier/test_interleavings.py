@@ -9,8 +9,8 @@ from fake_model import VOCAB, Client, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.draft_sequence import DraftSequence
 from outrider.depth_policy import DepthPolicy
+from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     DraftBatch,
@@ -25,9 +25,9 @@ from outrider.messages import (
     Verdict,
     Window,
 )
-from verifier_svc.engine import Engine
-from verifier_svc.target import Limits
-from verifier_svc.trie import Trie
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.state.trie import Trie
 
 
 @given(st.data())

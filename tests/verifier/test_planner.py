@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
-from verifier_svc.acceptance_rate import AcceptanceRate, Latency
-from verifier_svc.engine import Engine
-from verifier_svc.target import Limits
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 
 GREEDY = SamplingParams(temperature=0.0)
 

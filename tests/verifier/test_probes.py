@@ -8,9 +8,9 @@ from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
-from verifier_svc.engine import Engine
-from verifier_svc.sequence import Sequence
-from verifier_svc.target import Limits
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.state.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 POLICIES = [DepthPolicy(), DepthPolicy.parse("auto"), DepthPolicy("fixed", 4)]

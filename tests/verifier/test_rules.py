@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.logits import Context
 from outrider.messages import Acceptance, AcceptanceRule, Rule, SamplingParams, SparseDistribution, SpeculationOptions, TokenRequest
-from verifier_svc.acceptance import NO_TOKEN, NOT_FINITE, Draft, accept
-from verifier_svc.rule_choice import acceptance_rule, how_to_propose
-from verifier_svc.rules import block, lossy, token_wise
-from verifier_svc.rules.sparse import SparseDrafts
-from verifier_svc.verification import DraftVerifier
+from outrider.sampling.logits import Context
+from verifier_svc.verification.acceptance import NO_TOKEN, NOT_FINITE, Draft, accept
+from verifier_svc.verification.batch import DraftVerifier
+from verifier_svc.verification.rule_choice import acceptance_rule, how_to_propose
+from verifier_svc.verification.rules import block, lossy, token_wise
+from verifier_svc.verification.rules.sparse import SparseDrafts
 
 TARGET, DRAFTER = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from outrider.depth_policy import DepthPolicy
 from outrider.lm.runner import Slice
 from outrider.messages import SamplingParams, TokenRequest
-from verifier_svc.target import Limits
+from verifier_svc.engine.target import Limits
 
 PROMPTS = st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=30), min_size=1, max_size=5)
 # Whether each request wants its prompt scored, and its max_tokens; prompts repeat, so that the prefix cache has something to offer.

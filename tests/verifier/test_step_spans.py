@@ -10,12 +10,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider import telemetry
 from outrider.clock import monotonic
 from outrider.messages import SamplingParams, TokenRequest
-from verifier_svc.engine import Engine
+from outrider.process import telemetry
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.metrics import Metrics
-from verifier_svc.step_spans import StepSpans
 
 REQUEST = TokenRequest([1, 2, 3], 5, SamplingParams(temperature=0.0), ignore_eos=True)
 
@@ -99,3 +99,21 @@ def test_a_step_says_whose_draft_it_verified_and_how_much_stood(exporter: InMemo
     assert [attributes[f"outrider.{name}"] for name in told] == ["scripted", "scripted", "local", 2, 2, 3]
     assert attributes["outrider.base_length"] == 4
     assert attributes["outrider.wait_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_sum_over_spans_counts_the_phases_of_each_step_once(exporter: InMemorySpanExporter, sequences: int) -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    generate(engine, [True] * sequences)
+    phases = [f"outrider.{phase}_seconds" for phase in ("pack", "forward", "accept", "commit", "send")]
+    with_phases = [span for span in exporter.get_finished_spans() if phases[0] in (span.attributes or {})]
+    assert len(with_phases) == 5
+    for span in with_phases:
+        attributes = dict(span.attributes or {})
+        assert set(phases) <= set(attributes)
+        assert "outrider.wait_seconds" in attributes
+        assert span.end_time is not None
+        assert span.start_time is not None
+        forward_s = attributes["outrider.forward_seconds"]
+        assert isinstance(forward_s, float)
+        assert 0 < forward_s <= (span.end_time - span.start_time) / 1e9 + 0.001

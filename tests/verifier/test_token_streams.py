@@ -10,22 +10,23 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider import rpc
 from outrider.errors import OutriderError, Reason
-from outrider.v1 import common_pb2, verifier_pb2
-from outrider.v1.verifier_pb2_grpc import (
-    VerifierServiceServicer,
-    VerifierServiceStub,
-    add_VerifierServiceServicer_to_server,
+from outrider.internal.v1 import token_streams_pb2
+from outrider.internal.v1.token_streams_pb2_grpc import (
+    TokenStreamServiceServicer,
+    TokenStreamServiceStub,
+    add_TokenStreamServiceServicer_to_server,
 )
-from verifier_svc.token_streams import TokenStream
+from outrider.process import rpc
+from outrider.v1 import common_pb2, verifier_pb2
+from verifier_svc.streams.token_streams import TokenStream
 
-Request = verifier_pb2.StreamTokensRequest
+Request = token_streams_pb2.StreamTokensRequest
 Tokens = verifier_pb2.GenerateTokensResponse
 FOREVER = 60.0
 
 
-class Verifier(VerifierServiceServicer):
+class Verifier(TokenStreamServiceServicer):
     """Answers each request with what `steps` has for its first prompt token: ids to say, seconds to wait, or an error to raise."""
 
     def __init__(self, steps: Callable[[int], list[Any]]) -> None:
@@ -62,11 +63,11 @@ class Verifier(VerifierServiceServicer):
 async def calling(verifier: Verifier) -> AsyncIterator[Any]:
     """A call of StreamTokens over real gRPC."""
     server = rpc.Server()
-    add_VerifierServiceServicer_to_server(verifier, server.grpc)
+    add_TokenStreamServiceServicer_to_server(verifier, server.grpc)
     [port] = await server.start("127.0.0.1:0")
     try:
         async with asyncio.timeout(20.0), rpc.dial(f"127.0.0.1:{port}") as channel:
-            yield VerifierServiceStub(channel).StreamTokens()
+            yield TokenStreamServiceStub(channel).StreamTokens()
     finally:
         await server.stop(0.0)
 
@@ -76,7 +77,7 @@ def begin(number: int, prompt: int, traceparent: str = "") -> Request:
 
 
 def cancel(number: int) -> Request:
-    return Request(call_id=number, cancel=verifier_pb2.CancelTokens())
+    return Request(call_id=number, cancel=token_streams_pb2.CancelTokens())
 
 
 async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
@@ -195,7 +196,7 @@ async def test_a_verifier_that_ends_the_stream_sends_what_was_said_before() -> N
         await until(lambda: verifier.running == 1)
         await asyncio.sleep(0.05)
         assert verifier.stream is not None
-        verifier.stream._say(verifier_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
+        verifier.stream._say(token_streams_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
         verifier.stream.end()
         verifier.stream.end()
         parts = [part async for message in call for part in message.parts]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Proposal, Skip, SparseDistribution, Window
-from verifier_svc.trie import LookupResult, Trie
+from verifier_svc.state.trie import LookupResult, Trie
 
 PROMPT = [1, 2, 3]
 

@@ -7,10 +7,10 @@ from virtual_time import VirtualClock
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
 from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenChunk, TokenRequest
-from verifier_svc.engine import Engine
-from verifier_svc.goodput import goodput, patience_s
-from verifier_svc.sequence import Assignment, Sequence
-from verifier_svc.target import Limits
+from verifier_svc.engine.loop import Engine
+from verifier_svc.engine.target import Limits
+from verifier_svc.policy.goodput import goodput, patience_s
+from verifier_svc.state.sequence import Assignment, Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -224,6 +224,29 @@ def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for(clock: VirtualClo
     engine.step()
     assert not worth_waiting_for(engine)[0]
     assert drafter.handle.latency(4) == 0
+
+
+def test_where_drafts_are_always_waited_for_so_is_the_first(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, always_draft=True, clock=clock)
+    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
+    sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), client)
+    slow_forward(model, clock, 0.05)
+    engine.step()
+    assert worth_waiting_for(engine) == ((sequence.assignments["scripted"],), 1.0)
+    engine.drain_inbox()
+    drafter.propose(sequence.id, model.greedy(sequence.tokens, 4))
+    assert not worth_waiting_for(engine)[0]
+
+
+def test_a_first_draft_that_never_comes_costs_a_second_a_step_and_teaches_nothing(clock: VirtualClock) -> None:
+    engine, model = make_engine(eos_bias=-99, always_draft=True, clock=clock)
+    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
+    engine.submit(TokenRequest([1, 2], 4, GREEDY), client)
+    slow_forward(model, clock, 0.05)
+    began_s = clock()
+    clock.finish(engine)
+    assert [at - began_s for at in client.arrived_s] == pytest.approx([0.055, 1.105, 2.15, 2.2], abs=0.01)
+    assert drafter.handle.round_trip.value == 0.0
 
 
 def test_a_drafter_that_falls_silent_stops_being_waited_for(clock: VirtualClock) -> None:

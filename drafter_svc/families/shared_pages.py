@@ -1,0 +1,69 @@
+"""Pages of the KV cache that the event loop and the model's thread use at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import Lock
+
+from outrider.lm.pages import KVSequence, PagePool
+
+
+class SharedPagePool:
+    """A PagePool whose calls do not overlap.
+
+    That is enough: a sequence is used by one thread at a time, and what others do between two of
+    its calls touches none of the pages that it holds. It holds a pool and does not derive from it,
+    since a compiled class cannot be derived from.
+    """
+
+    def __init__(self, page_count: int, page_size: int) -> None:
+        self.page_count = page_count
+        self._pool = PagePool(page_count, page_size)
+        self._lock = Lock()
+
+    @property
+    def free_count(self) -> int:
+        """As PagePool.free_count."""
+        with self._lock:
+            return self._pool.free_count
+
+    @property
+    def used_count(self) -> int:
+        """As PagePool.used_count."""
+        with self._lock:
+            return self._pool.used_count
+
+    def reserve(self, sequence: KVSequence, length: int) -> bool:
+        """As PagePool.reserve."""
+        with self._lock:
+            return self._pool.reserve(sequence, length)
+
+    def fork(self, sequence: KVSequence, length: int) -> KVSequence:
+        """As PagePool.fork."""
+        with self._lock:
+            return self._pool.fork(sequence, length)
+
+    def truncate(self, sequence: KVSequence, length: int) -> None:
+        """As PagePool.truncate."""
+        with self._lock:
+            self._pool.truncate(sequence, length)
+
+    def free(self, sequence: KVSequence) -> None:
+        """As PagePool.free."""
+        with self._lock:
+            self._pool.free(sequence)
+
+    def attach_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> int:
+        """As PagePool.attach_prefix."""
+        with self._lock:
+            return self._pool.attach_prefix(sequence, token_ids, salt)
+
+    def publish(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
+        """As PagePool.publish."""
+        with self._lock:
+            self._pool.publish(sequence, token_ids, salt)
+
+    def check_integrity(self, sequences: Iterable[KVSequence] = ()) -> None:
+        """As PagePool.check_integrity."""
+        with self._lock:
+            self._pool.check_integrity(sequences)

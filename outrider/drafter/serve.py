@@ -1,0 +1,76 @@
+"""A whole drafter process around a strategy: what examples and drafters of one's own call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+from collections.abc import Sequence
+
+from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
+from outrider.drafter.stream import DraftStream, Observer
+from outrider.drafter.streams import DraftStreams
+from outrider.errors import OutriderError
+from outrider.messages import Hello, ModelInfo, Placement
+from outrider.process import telemetry
+
+
+def serve(
+    draft: Guess | type[Strategy],
+    *,
+    name: str,
+    verifier: str | Sequence[str] = "127.0.0.1:50051",
+    drafter_id: str | None = None,
+    tokenizer_fingerprint: str = "",
+) -> None:
+    """Draft until SIGTERM or SIGINT, through the verifier's restarts, or for several verifiers.
+
+    `draft` is a function (text, count) → tokens, or a Strategy, of which each connection gets a
+    fresh one. `name` is the family's: requests and metrics use it. The id is made of name, host
+    and process unless it is given. Without a fingerprint the drafter works on ids alone, whatever
+    they mean.
+
+    Ends the process with status 1 and a sentence when no verifier will ever have this drafter.
+    """
+    telemetry.setup_logging("info")
+    verifiers = [verifier] if isinstance(verifier, str) else list(verifier)
+    try:
+        asyncio.run(_serve(draft, name, verifiers, drafter_id, tokenizer_fingerprint))
+    except OutriderError as error:
+        raise SystemExit(f"drafter: {error}") from error
+
+
+async def _serve(
+    draft: Guess | type[Strategy],
+    name: str,
+    verifiers: list[str],
+    drafter_id: str | None,
+    fingerprint: str,
+) -> None:
+    identity = drafter_id or f"{name}-{platform.node()}-{os.getpid()}"
+
+    def hello(strategy: Strategy, info: ModelInfo) -> Hello:
+        return Hello(
+            drafter_id=identity,
+            family=name,
+            tokenizer_fingerprint=fingerprint or info.tokenizer_fingerprint,
+            max_draft_tokens=strategy.max_draft_tokens,
+            distributions=strategy.distributions,
+            placement=Placement("local", platform.node(), strategy.device, architecture=platform.machine()),
+        )
+
+    def stream(verifier: str) -> DraftStream:
+        return DraftStream(lambda: verifier, lambda info: _strategy(draft, name), hello, Observer())
+
+    streams = DraftStreams([(verifier, stream(verifier)) for verifier in verifiers])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, streams.stop)
+    await streams.run()
+
+
+def _strategy(draft: Guess | type[Strategy], name: str) -> Strategy:
+    if not isinstance(draft, type):
+        return GuessStrategy(draft, name)
+    strategy: Strategy = draft()
+    return strategy

@@ -1,0 +1,300 @@
+"""A drafter's end of the draft stream: dials, introduces itself, and carries messages to and from a DraftSession.
+
+Receiving and drafting are separate tasks, so neither end ever waits for the other to read. Knows no way of drafting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import grpc
+
+from outrider.clock import Clock, monotonic
+from outrider.drafter.session import DraftSession
+from outrider.drafter.strategy import Strategy
+from outrider.errors import OutriderError, Reason, Retry
+from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch, Welcome
+from outrider.process import rpc, telemetry
+from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
+from outrider.wire import drafts as wire_drafts
+from outrider.wire import model as wire_model
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_BACKOFF_S = (0.1, 2.0)
+# Only a stream that lasted so long shows that all is well again.
+_GOOD_S = 60.0
+# However long a verifier asks to be left alone.
+_LONGEST_RETRY_S = 60.0
+_POLL_LOADING_S = 0.25
+# A verifier that starts as well takes longer to answer, and then loads for a while.
+_WORTH_TELLING_S = 30.0
+_GOODBYE_S = 1.0
+# More than these wait in the verifier, which cuts off who does not read.
+_MAX_UNREAD_STEPS = 256
+# Proposals or skips in a message: of sampled runs of 8 tokens with 32 probabilities each, about 1 MB, of 16 that gRPC lets through.
+_MOST_ENTRIES = 512
+_END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
+
+
+class Observer:
+    """What a process may want to hear of its stream. Does nothing; override what is wanted."""
+
+    async def registered(self, address: str) -> None:
+        """A verifier took this drafter."""
+
+    async def lost(self) -> None:
+        """The stream is over, and its sequences with it."""
+
+    def drafted(self, batch: DraftBatch, seconds: float) -> None:
+        """A batch was made in so many seconds, and is about to be sent."""
+
+    def following(self, sequence_count: int, abandoned_count: int) -> None:
+        """So many sequences are open; so many of this stream were given up since drafting failed for them."""
+
+
+async def wait_until_ready(channel: grpc.aio.Channel, clock: Clock = monotonic) -> ModelInfo:
+    """The model, once the verifier serves it; polls for as long as it takes. Raises OutriderError for what has no meaning."""
+    stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+    told, worth_telling = "", clock() + _WORTH_TELLING_S
+    while True:
+        try:
+            response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
+            info = wire_model.model_from_proto(rpc.readable(response))
+            if info.stage is Stage.READY:
+                return info
+            state = f"{info.stage.name.lower()}: {info.stage_detail}"
+        except grpc.aio.AioRpcError as failure:
+            state = f"{failure.code().name}: {failure.details()}"
+        if state != told and clock() > worth_telling:
+            log.info("waiting for the verifier (%s)", state)
+            told = state
+        await asyncio.sleep(_POLL_LOADING_S)
+
+
+class DraftStream:
+    """Serves one verifier for ever, through its restarts; `stop` ends it."""
+
+    def __init__(
+        self,
+        address: Callable[[], str],
+        make_strategy: Callable[[ModelInfo], Strategy],
+        hello: Callable[[Strategy, ModelInfo], Hello],
+        observer: Observer,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`address` is asked for at each connection, as the verifier's socket may appear later than this drafter; `make_strategy`
+        makes fresh state for each, since a verifier announces everything anew.
+        """
+        self._address = address
+        self._make_strategy = make_strategy
+        self._hello = hello
+        self._observer = observer
+        self._clock = clock
+        self._stopping = asyncio.Event()
+        self._backoff_s = _BACKOFF_S[0]
+        self._fatal: tuple[type[Exception], ...] = ()
+
+    def stop(self) -> None:
+        """Say goodbye and end `run`."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Raises OutriderError when the verifier will never have this drafter."""
+        while not self._stopping.is_set():
+            try:
+                await self._connect()
+                error = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier ended it")
+            except grpc.aio.AioRpcError as failure:
+                error = rpc.error_of(failure)
+                if error.reason.kind.retry is Retry.NEVER:
+                    raise error from failure
+            except OutriderError as violation:
+                # What the verifier said makes no sense; a new stream begins with nothing that could be out of step.
+                error = violation
+            except Exception as fault:
+                if isinstance(fault, self._fatal):
+                    raise
+                log.exception("drafting failed; it begins anew")
+                error = OutriderError(Reason.INTERNAL, "drafting failed")
+            if not self._stopping.is_set():
+                log.warning("the stream to %s ended: %s", self._address(), error)
+                wanted_s = min(error.retry_after_s or 0.0, _LONGEST_RETRY_S)
+                await self._sleep(max(wanted_s, self._backoff_s * random.uniform(0.5, 1.0)))
+                self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _connect(self) -> None:
+        async with rpc.dial(self._address()) as channel:
+            info = await self._unless_stopped(wait_until_ready(channel, self._clock))
+        if info is None:
+            return
+        address = self._address()
+        async with rpc.dial(address) as channel:
+            strategy = self._make_strategy(info)
+            self._fatal = strategy.fatal
+            try:
+                connection = _Connection(channel, strategy, info, self._stopping, self._observer, self._clock)
+                welcome = await self._unless_stopped(connection.introduce(self._hello(strategy, info)))
+                if welcome is None:
+                    return
+                log.info("drafting for %s", welcome.model_id)
+                await self._observer.registered(address)
+                await self._serve(connection)
+            finally:
+                await self._observer.lost()
+                await strategy.aclose()
+
+    async def _serve(self, connection: _Connection) -> None:
+        began = self._clock()
+        try:
+            await connection.serve()
+        finally:
+            if self._clock() - began > _GOOD_S:
+                self._backoff_s = _BACKOFF_S[0]
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+        """The result of `work`; None when `stop` came first."""
+        task, stopped = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stopped.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+class _Connection:
+    """One connection, with its session."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        strategy: Strategy,
+        info: ModelInfo,
+        stopping: asyncio.Event,
+        observer: Observer,
+        clock: Clock,
+    ) -> None:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        self._call: Any = stub.StreamDrafts()
+        self._family_name = strategy.name
+        self._session = DraftSession(strategy, clock)
+        self._clock = clock
+        self._vocab_size = info.vocab_size
+        self._stopping = stopping
+        self._observer = observer
+        self._inbox: asyncio.Queue[StepBatch] = asyncio.Queue(_MAX_UNREAD_STEPS)
+        self._wake = asyncio.Event()
+
+    async def introduce(self, hello: Hello) -> Welcome:
+        """Raises grpc.aio.AioRpcError when the verifier refuses."""
+        try:
+            await self._call.write(verifier_pb2.StreamDraftsRequest(hello=wire_drafts.hello_to_proto(hello)))
+        except asyncio.InvalidStateError:
+            await self._raise_status()
+        first = await self._call.read()
+        if first is _END:
+            await self._raise_status()
+        if first is _END or rpc.readable(first).WhichOneof("message") != "welcome":
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, "the verifier's first message must be a Welcome")
+        return Welcome(first.welcome.model_id, first.welcome.vocab_size, first.welcome.context_length)
+
+    async def serve(self) -> None:
+        """Until the verifier ends the stream, or `stopping` is set and the goodbye is said."""
+        receiving, drafting = asyncio.create_task(self._receive()), asyncio.create_task(self._draft())
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([receiving, drafting, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if self._stopping.is_set():
+                self._wake.set()
+                # A verifier that no longer reads must not keep the process alive.
+                await asyncio.wait([receiving, drafting], timeout=_GOODBYE_S)
+            else:
+                await self._end(receiving, drafting)
+        finally:
+            for task in (receiving, drafting, stopped):
+                task.cancel()
+            await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
+
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+        """Raise why the stream ended: what we found wrong as it is, all else by the call's status, since a failed write says
+        nothing.
+        """
+        for task in tasks:
+            if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None):
+                task.result()
+        await self._raise_status()
+
+    async def _raise_status(self) -> None:
+        """Raise what the verifier ended the call with, if that was an error."""
+        code = await self._call.code()
+        if code is not grpc.StatusCode.OK:
+            initial, trailing = await self._call.initial_metadata(), await self._call.trailing_metadata()
+            raise grpc.aio.AioRpcError(code, initial, trailing, await self._call.details(), None)
+
+    async def _receive(self) -> None:
+        while (response := await self._call.read()) is not _END:
+            if rpc.readable(response).WhichOneof("message") == "step":
+                await self._inbox.put(wire_drafts.step_from_proto(response.step, self._vocab_size))
+                self._wake.set()
+            elif response.WhichOneof("message") == "draining":
+                log.info("the verifier is draining: %s", response.draining.reason)
+
+    async def _draft(self) -> None:
+        session = self._session
+        while not self._stopping.is_set():
+            self._wake.clear()
+            while not self._inbox.empty():
+                session.apply(self._inbox.get_nowait())
+            started = self._clock()
+            batch = await session.round(self._wake.is_set)
+            self._observer.following(len(session.sequences), session.abandoned_count)
+            if batch.proposals or batch.skips:
+                self._observer.drafted(batch, self._clock() - started)
+                self._trace(batch)
+                for part in _messages(batch):
+                    await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=wire_drafts.drafts_to_proto(part)))
+            else:
+                await self._wake.wait()
+        goodbye = drafts_pb2.Draining(reason="the drafter is stopping")
+        await self._call.write(verifier_pb2.StreamDraftsRequest(draining=goodbye))
+        await self._call.done_writing()
+
+    def _trace(self, batch: DraftBatch) -> None:
+        """A span for each proposal of a traced sequence, below the span of the round that it answers."""
+        if not telemetry.enabled():
+            return
+        for proposal in batch.proposals:
+            traceparent = self._session.sequences[proposal.sequence_id].traceparent
+            span = telemetry.start("propose", traceparent, seconds_ago=proposal.draft_seconds)
+            span.set(
+                outrider__family=self._family_name,
+                outrider__sequence_id=proposal.sequence_id,
+                outrider__base_length=proposal.base_length,
+                outrider__draft_tokens=len(proposal.token_ids),
+            )
+            span.end()
+
+
+def _messages(batch: DraftBatch) -> Iterator[DraftBatch]:
+    """The batch in as many messages as it needs: one if it may, whose longest run tells how long all was drafted for."""
+    if len(batch.proposals) + len(batch.skips) <= _MOST_ENTRIES:
+        yield batch
+        return
+    for first in range(0, len(batch.proposals), _MOST_ENTRIES):
+        yield DraftBatch(batch.proposals[first : first + _MOST_ENTRIES])
+    for first in range(0, len(batch.skips), _MOST_ENTRIES):
+        yield DraftBatch(skips=batch.skips[first : first + _MOST_ENTRIES])

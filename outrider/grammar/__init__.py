@@ -1,0 +1,1 @@
+"""Grammars: checked, compiled and followed by a backend."""

@@ -1,0 +1,217 @@
+"""`outrider demo`: plain decoding and each drafter on real prompts, as separate processes, with a table for each target.
+
+The bundled target in float32 shows that texts are identical. Its forward costs so little that drafting brings little, so the
+same function grown to 154 M parameters in bfloat16 shows the speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.errors import OutriderError
+from outrider.launch.client import Answer, complete, until_ready
+from outrider.launch.grow import Shape, grown_checkpoint
+from outrider.launch.prompts import DEMO_PROMPTS
+from outrider.launch.stack import ServeSettings, Stack, plan_stack
+from outrider.launch.supervisor import StartFailed, Supervisor
+
+_LOADING_S = 180.0
+# 154 M parameters.
+_SHAPE = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
+
+
+@dataclass
+class Row:
+    """What one way of decoding gave over all prompts."""
+
+    name: str
+    speculation: dict[str, Any]
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(a.token_count for a in self.answers) / sum(a.seconds for a in self.answers)
+
+    @property
+    def texts(self) -> list[str]:
+        return [answer.text for answer in self.answers]
+
+    def total(self, key: str) -> int:
+        return sum(a.speculative[key] for a in self.answers if a.speculative is not None)
+
+    @property
+    def histogram(self) -> Counter[int]:
+        """Accepted tokens of a verifying step, and how many steps accepted so many."""
+        counts: Counter[int] = Counter()
+        for answer in self.answers:
+            if answer.speculative is not None:
+                counts.update(dict(enumerate(answer.speculative["acceptance_histogram"])))
+        return counts
+
+    @property
+    def forward_count(self) -> int:
+        """Target forwards: each commits the tokens that it accepted and one of the target's own."""
+        return sum(a.token_count for a in self.answers) - self.total("num_accepted_draft_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A target that the demo decodes with. `is_exact`: texts are compared with plain decoding's."""
+
+    title: str
+    target: Path
+    dtype: str
+    max_tokens: int
+    is_exact: bool
+
+
+def run(models: Path, max_tokens: int) -> int:
+    """The exit status: 0 when every drafter's texts in float32 are those of plain decoding."""
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    for name in ("target", "draft"):
+        if not (models / name / "config.json").is_file():
+            console.print(
+                f"outrider demo: {models / name} is not a model; run it where the repository's models are, or say --models"
+            )
+            return 2
+    try:
+        statuses = [_run_part(part, models / "draft", console) for part in _parts(models, max_tokens, console)]
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("interrupted; everything is stopped")
+        return 130
+    except (OutriderError, StartFailed, TimeoutError, OSError, httpx.HTTPError) as error:
+        console.print(f"outrider demo: {error}", markup=False)
+        return 1
+    return max(statuses)
+
+
+def _parts(models: Path, max_tokens: int, console: Console) -> Iterator[Part]:
+    small = models / "target"
+    yield Part("1. Exactness: 12 M parameters, float32", small, "float32", max_tokens, True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    with console.status("growing the target to 154 M parameters"):
+        cache.mkdir(parents=True, exist_ok=True)
+        large = grown_checkpoint(small, cache, _SHAPE, "bfloat16")
+    yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", max(1, max_tokens // 2), False)
+
+
+def _run_part(part: Part, draft: Path, console: Console) -> int:
+    model = f"model={draft}"
+    settings = ServeSettings.model_validate(
+        {
+            "target": str(part.target),
+            "dtype": part.dtype,
+            "drafter": ["ngram", model, f"{model},id=model-pinned,placement=cpu,cores={max(os.sched_getaffinity(0))}"],
+            "http_port": 0,
+            "grpc_port": 0,
+            "verifier_port": 0,
+            "log_level": "warning",
+        }
+    )
+    with tempfile.TemporaryDirectory(prefix="outrider-demo-") as directory:
+        return asyncio.run(_demo(plan_stack(settings, Path(directory)), settings, part, console))
+
+
+async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Console) -> int:
+    main = asyncio.current_task()
+    if main is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    lines: list[str] = []
+    supervisor = Supervisor(lambda name, line: lines.append(f"{name}: {line}"))
+    rows = [Row("plain", {"enabled": False})]
+    rows += [Row(name, {"drafter": name, "metrics": True}) for name in ("ngram-1", "model-1", "model-pinned")]
+    try:
+        for child in stack.children:
+            supervisor.start(child)
+        with console.status(f"loading {settings.target} and {len(settings.drafter)} drafters"):
+            ready = until_ready(stack.http_url, lambda stage: None, len(settings.drafter))
+            await asyncio.wait_for(supervisor.settle(ready), _LOADING_S)
+        with _progress(console) as progress:
+            await _measure(stack.http_url, settings.target, rows, part.max_tokens, progress)
+    except (StartFailed, TimeoutError):
+        console.print("\n".join(lines[-20:]), markup=False)
+        raise
+    finally:
+        await supervisor.stop()
+    return _report(part, rows, console)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+async def _measure(url: str, model: str, rows: list[Row], max_tokens: int, progress: Progress) -> None:
+    """Every prompt in every way, one request at a time, so that the ways share what the machine does meanwhile."""
+    task = progress.add_task("prompts", total=len(DEMO_PROMPTS) * len(rows))
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        for row in rows:
+            await complete(client, model, "warm up", 16, row.speculation)
+        for kind, prompt in DEMO_PROMPTS:
+            for row in rows:
+                progress.update(task, description=f"{kind} with {row.name}")
+                row.answers.append(await complete(client, model, prompt, max_tokens, row.speculation))
+                progress.advance(task)
+
+
+def _report(part: Part, rows: list[Row], console: Console) -> int:
+    plain = rows[0]
+    table = Table(title=f"{part.title}; {len(plain.answers)} prompts, greedy", caption="measured on this machine, now")
+    table.add_column("decoding")
+    columns = ["tokens/s", "× plain", "tokens per\nforward", "mean accepted\nlength", "acceptance\nrate"]
+    for column in [*columns, *(["identical\nto plain"] if part.is_exact else [])]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(row.name, *_figures(row, plain), *([_identical(row, plain)] if part.is_exact else []))
+    console.print(table)
+    if not part.is_exact:
+        return 0
+    for row in rows[1:]:
+        _histogram(row, console)
+    same = all(row.texts == plain.texts for row in rows)
+    console.print("All texts are identical." if same else "[bold red]Some texts differ from plain decoding.[/]")
+    console.print()
+    return 0 if same else 1
+
+
+def _figures(row: Row, plain: Row) -> list[str]:
+    steps, drafted, accepted = (row.total(k) for k in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"))
+    tokens = sum(a.token_count for a in row.answers)
+    return [
+        f"{row.tokens_per_s:.1f}",
+        f"{row.tokens_per_s / plain.tokens_per_s:.2f}",
+        f"{tokens / row.forward_count:.2f}",
+        f"{1 + accepted / steps:.2f}" if steps else "–",
+        f"{accepted / drafted:.1%}" if drafted else "–",
+    ]
+
+
+def _identical(row: Row, plain: Row) -> str:
+    count = sum(ours == its for ours, its in zip(row.texts, plain.texts, strict=True))
+    return f"{count} of {len(plain.texts)}"
+
+
+def _histogram(row: Row, console: Console) -> None:
+    counts = row.histogram
+    total = sum(counts.values())
+    if total == 0:
+        console.print(f"\n{row.name}: no step verified a draft")
+        return
+    console.print(f"\n{row.name}: accepted draft tokens in {total} verifying steps")
+    for accepted in range(max(counts) + 1):
+        share = counts[accepted] / total
+        console.print(f"  {accepted:>2} │{'█' * round(40 * share):<40}│ {share:6.1%}", highlight=False)

@@ -1,0 +1,127 @@
+"""`outrider serve`: the stack's processes under a supervisor, from the first line they print until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.markup import escape
+
+from outrider.errors import OutriderError, Reason
+from outrider.launch.client import until_ready
+from outrider.launch.stack import DrafterSpec, ServeSettings, Stack, plan_stack
+from outrider.launch.supervisor import StartFailed, Supervisor
+from outrider.process.output import Output
+
+_LAST_WRITES_S = 1.0
+
+
+def run(settings: ServeSettings) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status."""
+    with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
+        try:
+            stack = plan_stack(settings, Path(directory))
+            _check_models(settings)
+        except OutriderError as error:
+            _complain(str(error))
+            return 2
+        return asyncio.run(supervise(stack, settings))
+
+
+def _check_models(settings: ServeSettings) -> None:
+    """Raises OutriderError(MODEL_NOT_FOUND) for the first model that no process would find."""
+    from outrider.tokenizer import model_file  # loads the hub's library
+
+    for model in _models(settings):
+        for name in ("config.json", "tokenizer.json"):
+            if model_file(model, name) is None:
+                raise OutriderError(Reason.MODEL_NOT_FOUND, f"{model} has no {name}", "target")
+
+
+def _models(settings: ServeSettings) -> list[str]:
+    """Target and draft models, each once."""
+    specs = map(DrafterSpec.parse, settings.drafter)
+    return list(dict.fromkeys([settings.target, *(spec.options["model"] for spec in specs if "model" in spec.options)]))
+
+
+async def supervise(stack: Stack, settings: ServeSettings) -> int:
+    """Run the stack's processes until a signal, until nobody reads the log any more, or until one cannot start; the exit status."""
+    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    output = Output(_stdout(), functools.partial(_stop_soon, stop))
+    console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
+    supervisor = Supervisor(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _stop, stop, 0)
+    for child in stack.children:
+        supervisor.start(child)
+    announcing = supervisor.watch(_announce(supervisor, stack, settings, console))
+    try:
+        await asyncio.wait((stop, supervisor.failed), return_when=asyncio.FIRST_COMPLETED)
+        console.print("stopping")
+    finally:
+        announcing.cancel()
+        await supervisor.stop()
+        output.finish(_LAST_WRITES_S)
+    if supervisor.failed.done():
+        _complain(_reason(supervisor.failed.exception()))
+        return 1
+    if stop.result() != 0:
+        _complain("stopped, since nobody reads its output any more")
+    return stop.result()
+
+
+def _stop(stop: asyncio.Future[int], status: int) -> None:
+    if not stop.done():
+        stop.set_result(status)
+
+
+def _stop_soon(stop: asyncio.Future[int]) -> None:
+    """Called from another thread when nobody reads the log any more, as after `outrider serve | head`."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        stop.get_loop().call_soon_threadsafe(_stop, stop, 1)
+
+
+def _stdout() -> int:
+    """The descriptor to write to; that of the null device when the process was started without standard output."""
+    return sys.stdout.fileno() if sys.stdout is not None else os.open(os.devnull, os.O_WRONLY)
+
+
+def _reason(error: BaseException | None) -> str:
+    if isinstance(error, StartFailed):
+        return f"{error}; its last lines above say why"
+    return "a task that supervises ended: " + "".join(traceback.format_exception(error)).rstrip()
+
+
+def _complain(text: str) -> None:
+    """Say on standard error why this ends, if that can be written."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"outrider serve: {text}\n".encode(errors="replace"))
+
+
+async def _announce(supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console) -> None:
+    """Print the URLs once requests are taken; raises StartFailed."""
+    console.print(f"loading {' and '.join(_models(settings))} ...", markup=False)
+    ready = until_ready(stack.http_url, lambda stage: console.print(f"[dim]{escape(stage)}[/]"), len(settings.drafter))
+    await supervisor.settle(ready)
+    console.print(
+        f"""
+Ready.
+  OpenAI API   {stack.http_url}/v1
+  gRPC         {stack.grpc_address} (outrider.v1.GenerationService)
+  health       {stack.http_url}/readyz
+  drafters     dial {stack.verifier_address}
+
+  curl {stack.http_url}/v1/completions -H 'content-type: application/json' \\
+    -d '{{"model": "{settings.target}", "prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
+""",
+        markup=False,
+    )

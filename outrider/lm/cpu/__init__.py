@@ -1,0 +1,1 @@
+"""Models on a CPU: attention and whole forwards in C."""

@@ -1,0 +1,1 @@
+"""Models on a GPU: CUDA graphs and Triton kernels."""

@@ -1,0 +1,1 @@
+"""A process's parts that know no model: settings, gRPC, telemetry, tasks."""

@@ -1,0 +1,223 @@
+"""One pydantic schema a process for flags, environment and YAML; unknown flags and keys are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
+
+import click
+from click.shell_completion import CompletionItem
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from yaml import YAMLError
+
+from outrider.process.usage import invoke, refuse, suggestion
+
+_Settings = TypeVar("_Settings", bound="Settings")
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _check_device(text: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, not {text!r}")
+    return text
+
+
+Device = Annotated[str, AfterValidator(_check_device)]
+
+
+# Names the argument that stands for a setting.
+_ARGUMENT = "argument"
+_METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH"}
+
+
+class Settings(BaseSettings):
+    """Base of each command's settings. Precedence: flags, environment, the YAML file of `--config`, defaults."""
+
+    model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, enable_decoding=False)
+
+    argument: ClassVar[str | None] = None
+    """The setting that may also be given without its flag."""
+
+    config: Path | None = None
+    """YAML file with any of these settings, named with underscores."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_list(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list, or each of its items, may be text: one item as it is, numbers with commas between them, or a list in JSON."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if get_origin(annotation) is not list or not isinstance(value, str | list | tuple):
+            return value
+        texts = [value] if isinstance(value, str) else value
+        return [item for text in texts for item in _items(text, is_text=get_args(annotation) == (str,))]
+
+
+class ServiceSettings(Settings):
+    """Of what runs until it is stopped."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
+
+    otlp_endpoint: str = ""
+    """OTLP gRPC endpoint that spans are sent to; empty turns tracing off."""
+
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the requests that are traced, unless the caller's traceparent decides."""
+
+    otlp_metrics_seconds: float = Field(0.0, ge=0)
+    """How often metrics are sent to the OTLP endpoint as well; 0 leaves them to be scraped."""
+
+
+class ScrapedSettings(ServiceSettings):
+    """Of processes that have no HTTP server but for their metrics."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address that Prometheus' /metrics listens on."""
+
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of Prometheus' /metrics; 0 is off."""
+
+
+def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Settings:
+    """Read the settings of a process; prints each problem with its setting's name and exits with status 2 on any."""
+    result = invoke(command(schema, program, lambda settings: settings), program, arguments)
+    if not isinstance(result, schema):
+        raise SystemExit(result)  # of --help
+    return result
+
+
+def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any]) -> click.Command:
+    """A command that takes the schema's settings as flags, reads what environment and file say besides, and calls `run`."""
+    # Its own first, then what it shares with others.
+    classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, BaseModel)]
+    parameters = [_option(name, schema.model_fields[name]) for names in classes for name in names if name in schema.model_fields]
+    if schema.argument is not None:
+        metavar = f"[{schema.argument.upper()}]"
+        parameters.append(click.Argument([_ARGUMENT], required=False, metavar=metavar, type=_Text(())))
+
+    def called(**values: Any) -> Any:
+        context = click.get_current_context()
+        commandline = click.core.ParameterSource.COMMANDLINE
+        given = {field: value for field, value in values.items() if context.get_parameter_source(field) is commandline}
+        if _ARGUMENT in given and schema.argument is not None:
+            if schema.argument in given:
+                raise click.UsageError(f"{schema.argument} is given twice")
+            given[schema.argument] = given.pop(_ARGUMENT)
+        try:
+            settings = load(schema, given)
+        except ValueError as error:
+            refuse(context.command_path, *str(error).splitlines())
+        return run(settings)
+
+    return click.Command(name, params=parameters, callback=called, help=schema.__doc__, context_settings={"max_content_width": 110})
+
+
+def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
+    """The settings that are given, and those of environment and file; raises ValueError with a line for each problem."""
+    named = os.environ.get(f"{schema.model_config.get('env_prefix')}CONFIG")
+    path = given.get("config", named and Path(named))
+    if path and not Path(path).is_file():
+        raise ValueError(f"config: {path} is not a file")
+
+    class WithFile(schema):  # type: ignore[misc, valid-type]  # the file's path is known only now
+        model_config = SettingsConfigDict(yaml_file=path)
+
+    WithFile.__name__ = schema.__name__
+    try:
+        return cast(_Settings, WithFile(**given))
+    except ValidationError as error:
+        raise ValueError("\n".join(_problem(schema, details) for details in error.errors())) from error
+    except YAMLError as error:
+        raise ValueError(f"config: {path}: {' '.join(str(error).split())}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config: {path} must have one setting and its value a line, as in draft_tokens: auto") from error
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
+
+
+class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on alone
+    """Any text, since the schema checks it. A shell completes it to what the schema names, else to a file."""
+
+    name = "text"
+
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self._choices = choices
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if not self._choices:
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(choice) for choice in self._choices if choice.startswith(incomplete)]
+
+
+def _option(field: str, info: FieldInfo) -> click.Parameter:
+    flag = _flag(field)
+    default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
+    shown = "" if default in (None, "", []) else f" [default: {_shown(default)}]"
+    text = f"{' '.join((info.description or '').split())}{shown}"
+    if info.annotation is bool:
+        return click.Option([f"--{flag}/--no-{flag}", field], default=None, help=text)
+    [kind, *_] = _kinds(info.annotation)
+    choices = tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+    metavar = "|".join(filter(None, choices)) or _METAVARS.get(kind, "TEXT")
+    is_list = get_origin(info.annotation) is list
+    return click.Option([f"--{flag}", field], type=_Text(choices), multiple=is_list, metavar=metavar, help=text)
+
+
+def _flag(field: str) -> str:
+    """A setting's flag without its dashes; an underscore at the end sets a name apart that Python keeps for itself."""
+    return field.rstrip("_").replace("_", "-")
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types that a value may have, without None; of a list its items'."""
+    if get_origin(annotation) in (Union, types.UnionType, list):
+        return [kind for kind in get_args(annotation) if kind is not types.NoneType]
+    return [annotation]
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return ",".join(map(str, default)) if isinstance(default, list) else str(default)
+
+
+def _items(text: Any, *, is_text: bool) -> Iterator[Any]:
+    if not isinstance(text, str):
+        yield text
+    elif text.lstrip().startswith("["):
+        yield from json.loads(text)
+    else:
+        yield from [text] if is_text else text.split(",")
+
+
+def _problem(schema: type[Settings], details: ErrorDetails) -> str:
+    """One line that says what is wrong with which setting."""
+    name = ".".join(map(str, details["loc"]))
+    if details["type"] == "extra_forbidden":
+        return f"there is no setting {name}{suggestion(name, schema.model_fields)}"
+    flag = f"{_flag(name)}: " if name else ""
+    if details["type"] == "missing":
+        return f"{flag}must be given"
+    if details["type"] == "value_error":
+        return f"{flag}{details['ctx']['error']}"
+    return f"{flag}{details['msg'].replace('Input should be', 'must be')}, not {str(details['input'])[:100]!r}"

@@ -1,0 +1,208 @@
+"""Sends a process's Prometheus metrics where they are wanted: over HTTP to whoever scrapes, and by OTLP to a collector.
+
+One registry is the source of both, so they cannot differ. In OTLP `outrider:name` is `outrider.name`, and metrics of
+OpenTelemetry's semantic conventions for generative AI have their own names.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from socketserver import ThreadingMixIn
+from typing import Any, cast
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from opentelemetry.sdk.metrics import export
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from outrider import __version__
+from outrider.errors import invalid
+from outrider.process.collector import collector_at
+from outrider.process.config import ScrapedSettings, ServiceSettings
+
+log = logging.getLogger(__name__)
+
+# A time series of its own for when each counter began is of no use here.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
+
+# What the conventions say with dots, Prometheus says with underscores and the unit at the end.
+SEMANTIC_NAMES = {
+    "gen_ai_server_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
+    "gen_ai_server_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
+    "gen_ai_server_request_duration_seconds": "gen_ai.server.request.duration",
+}
+SEMANTIC_LABELS = {
+    "gen_ai_operation_name": "gen_ai.operation.name",
+    "gen_ai_provider_name": "gen_ai.provider.name",
+    "gen_ai_request_model": "gen_ai.request.model",
+    "error_type": "error.type",
+}
+# Each scrape is a connection of its own.
+MAX_SCRAPES = 16
+_SCRAPE_S = 10.0
+_CUMULATIVE = export.AggregationTemporality.CUMULATIVE
+
+
+def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> None:
+    """Let Prometheus scrape the registry if the settings say so; raises OutriderError(INVALID_VALUE) when the port is taken."""
+    if not settings.metrics_port:
+        return
+    host, port = settings.metrics_host, settings.metrics_port
+
+    def answer(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        # Always Prometheus' own format: in OpenMetrics' the client library turns the colon of `outrider:name` into an underscore.
+        start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
+        return [generate_latest(registry)]
+
+    try:
+        server = make_server(host, port, answer, server_class=_ThreadingServer, handler_class=_QuietHandler)
+    except OSError as cause:
+        raise invalid("metrics-port", f"cannot be bound: {host}:{port}: {cause}") from cause
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    """Few connections at once, each with a thread and for a short time."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._open: dict[socket.socket, float] = {}
+        super().__init__(*args, **kwargs)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._open) < MAX_SCRAPES
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second. A thread whose connection is shut down reads the end of it, and ends."""
+        for request, began in list(self._open.items()):
+            if time.monotonic() - began > _SCRAPE_S:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody wants to read who scraped when."""
+
+
+@contextmanager
+def sending_metrics(registry: CollectorRegistry, service: str, settings: ServiceSettings) -> Iterator[None]:
+    """Send the registry by OTLP while the block runs, if the settings say so."""
+    if not settings.otlp_endpoint or not settings.otlp_metrics_seconds:
+        yield
+        return
+    sender = MetricsSender(registry, service, settings.otlp_endpoint, settings.otlp_metrics_seconds)
+    try:
+        yield
+    finally:
+        sender.stop()
+
+
+class MetricsSender:
+    """Sends all metrics of a registry every `interval_s` seconds until `stop`, which sends them once more."""
+
+    def __init__(self, registry: CollectorRegistry, service: str, endpoint: str, interval_s: float) -> None:
+        # Loaded only here: the exporter costs start-up time that a process without it should not pay.
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+        self._registry = registry
+        self._resource = Resource.create({"service.name": service, "service.version": __version__})
+        self._exporter = OTLPMetricExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+        self._collector = collector_at(endpoint)
+        self._interval_s = interval_s
+        self._started_ns = time.time_ns()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="otlp-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is left and hang up; a collector that does not answer is not waited for long."""
+        self._stopping.set()
+        with self._collector.ending(self._exporter.shutdown):
+            self._thread.join()
+        self._exporter.shutdown()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self._try_to_send()
+        self._try_to_send()
+
+    def _try_to_send(self) -> None:
+        try:
+            self._send()
+        except Exception:
+            # This thread is the only one that sends, and nobody would see it end.
+            log.exception("metrics could not be made ready for OTLP")
+
+    def _send(self) -> None:
+        metrics = [converted for family in self._registry.collect() if (converted := convert(family, self._started_ns))]
+        if not metrics:
+            return
+        scope = export.ScopeMetrics(InstrumentationScope("outrider", __version__), metrics, "")
+        data = export.MetricsData([export.ResourceMetrics(self._resource, [scope], "")])
+        taken = self._exporter.export(data) is export.MetricExportResult.SUCCESS
+        self._collector.heard("metrics", taken=taken)
+
+
+def convert(family: Metric, started_ns: int) -> export.Metric | None:
+    """A Prometheus metric in OpenTelemetry's terms; None for kinds that Outrider does not use, or without samples."""
+    samples = family.samples
+    unit = "s" if family.name.endswith("_seconds") else "1"
+    name = SEMANTIC_NAMES.get(family.name, family.name.replace(":", "."))
+    now_ns = time.time_ns()
+    data: export.Sum | export.Gauge | export.Histogram
+    if not samples:
+        return None
+    if family.type == "counter":
+        data = export.Sum(list(_numbers(samples, started_ns, now_ns)), _CUMULATIVE, is_monotonic=True)
+    elif family.type == "gauge":
+        data = export.Gauge(list(_numbers(samples, started_ns, now_ns)))
+    elif family.type == "histogram":
+        data = export.Histogram(list(_histograms(samples, started_ns, now_ns)), _CUMULATIVE)
+    else:
+        return None
+    return export.Metric(name, family.documentation, unit, data)
+
+
+def _attributes(labels: Mapping[str, str]) -> dict[str, str]:
+    return {SEMANTIC_LABELS.get(name, name): value for name, value in labels.items() if name != "le"}
+
+
+def _numbers(samples: Iterable[Sample], started_ns: int, now_ns: int) -> Iterator[export.NumberDataPoint]:
+    for sample in samples:
+        yield export.NumberDataPoint(_attributes(sample.labels), started_ns, now_ns, sample.value)
+
+
+def _histograms(samples: Iterable[Sample], started_ns: int, now_ns: int) -> Iterator[export.HistogramDataPoint]:
+    """One point for each set of labels, its cumulative buckets taken apart."""
+    groups: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
+    for sample in samples:
+        attributes = tuple(_attributes(sample.labels).items())
+        groups.setdefault(attributes, {})[sample.labels.get("le") or sample.name.rpartition("_")[2]] = sample.value
+    for attributes, values in groups.items():
+        total, count = values.pop("sum"), int(values.pop("count"))
+        cumulative = [0, *(int(value) for value in values.values())]
+        bounds = [float(bound) for bound in values if bound != "+Inf"]
+        counts = [high - low for low, high in pairwise(cumulative)]
+        # Prometheus keeps no extremes, and what is None is left out of the message.
+        unknown = cast(float, None)
+        yield export.HistogramDataPoint(dict(attributes), started_ns, now_ns, count, total, counts, bounds, unknown, unknown)

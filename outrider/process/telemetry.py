@@ -1,0 +1,218 @@
+"""Traces: OpenTelemetry spans that cross the draft stream, off by default and free when off; and logs that name their trace.
+
+A trace context travels as a W3C `traceparent` string: in gRPC metadata for calls of one request, in the messages of those
+that many sequences share. The empty string means "not sampled", and every span under it is the one no-op span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from types import TracebackType
+from typing import NoReturn
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from outrider import __version__
+from outrider.errors import OutriderError
+from outrider.process.collector import WatchedSpans, collector_at
+
+Attribute = str | int | float | bool | Sequence[str]
+Kind = trace.SpanKind
+_propagator = TraceContextTextMapPropagator()
+_tracer: trace.Tracer | None = None
+_provider: TracerProvider | None = None
+_ending: Callable[[], AbstractContextManager[None]] = nullcontext
+_logged: ContextVar[str] = ContextVar("traceparent", default="")
+
+
+class Span:
+    """A span, or nothing at all when tracing is off or the trace is not sampled.
+
+    As a context manager it ends with the block, and what the block logs carries its ids.
+    """
+
+    __slots__ = ("_before", "_span", "traceparent")
+
+    def __init__(self, span: trace.Span | None) -> None:
+        self._span = span
+        self._before = ""
+        self.traceparent = ""
+        if span is not None:
+            carrier: dict[str, str] = {}
+            _propagator.inject(carrier, trace.set_span_in_context(span))
+            self.traceparent = carrier.get("traceparent", "")
+
+    def set(self, **attributes: Attribute) -> None:
+        """Set attributes; a dot in a name is written as a double underscore: `outrider__epoch`."""
+        if self._span is not None:
+            for name, value in attributes.items():
+                self._span.set_attribute(name.replace("__", "."), value)
+
+    def ended_by(self, error: BaseException) -> None:
+        """Say what ended the work: `error.type` is an error's reason or an exception's class.
+
+        The status is ERROR for faults of the server's alone. As OpenTelemetry's conventions want it for servers, the status stays
+        unset where the caller is at fault (4xx). A caller that went away, which cancels the work, leaves no mark here.
+        """
+        if self._span is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+            return
+        if isinstance(error, OutriderError):
+            kind, message, fault = error.reason.name.lower(), error.message, error.reason.kind.http >= 500
+        else:
+            kind = type(error).__name__
+            message, fault = f"{kind}: {error}", True
+        self.set(error__type=kind)
+        if fault:
+            self._span.set_status(trace.StatusCode.ERROR, message)
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._span.end()
+
+    def __enter__(self) -> Span:
+        if self._span is not None:
+            self._before = _logged.get()
+            _logged.set(self.traceparent)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace_back: TracebackType | None) -> None:
+        if value is not None:
+            self.ended_by(value)
+        if self._span is not None:
+            _logged.set(self._before)
+        self.end()
+
+
+NO_SPAN = Span(None)
+
+
+def enabled() -> bool:
+    """Whether this process exports spans at all."""
+    return _tracer is not None
+
+
+def setup(service: str, processor: SpanProcessor | None = None, *, endpoint: str = "", sample_ratio: float = 1.0) -> None:
+    """Turn tracing on when there is somewhere to send spans: an OTLP gRPC `endpoint`, or a `processor` (for tests)."""
+    global _tracer, _provider, _ending
+    if processor is None and not endpoint:
+        return
+    if processor is None:
+        # Loaded only here: the exporter costs start-up time that a process without tracing should not pay.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+        processor = BatchSpanProcessor(WatchedSpans(exporter, collector_at(endpoint)))
+        _ending = functools.partial(collector_at(endpoint).ending, exporter.shutdown)
+    resource = Resource.create({"service.name": service, "service.version": __version__})
+    _provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
+    _provider.add_span_processor(processor)
+    _tracer = _provider.get_tracer("outrider")
+
+
+def shutdown() -> None:
+    """Send what is left and turn tracing off; a collector that does not answer is not waited for long."""
+    global _tracer, _provider, _ending
+    if _provider is not None:
+        with _ending():
+            _provider.shutdown()
+    _tracer = _provider = None
+    _ending = nullcontext
+
+
+def leave() -> NoReturn:
+    """Send what is left and end the process with status 0.
+
+    Without the interpreter's teardown, in which a library that torch loads lists what it leaked, a hundred lines of it.
+    """
+    shutdown()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -> Span:
+    """A server's span that may begin a trace, under the caller's `traceparent` header when it sent one."""
+    if _tracer is None:
+        return NO_SPAN
+    return _start(_tracer, name, {key.lower(): value for key, value in headers.items()}, attributes, kind=Kind.SERVER)
+
+
+def start(
+    name: str,
+    traceparent: str,
+    *,
+    seconds_ago: float = 0.0,
+    links: Iterable[str] = (),
+    kind: Kind = Kind.INTERNAL,
+    **attributes: Attribute,
+) -> Span:
+    """A child of `traceparent` that began `seconds_ago`; nothing when there is no parent or tracing is off.
+
+    `links` are the traceparents of spans that it has to do with and is no child of.
+    """
+    if _tracer is None or not traceparent:
+        return NO_SPAN
+    linked = [trace.Link(_context(other)) for other in links if other]
+    return _start(_tracer, name, {"traceparent": traceparent}, attributes, seconds_ago, linked, kind)
+
+
+def _context(traceparent: str) -> trace.SpanContext:
+    return trace.get_current_span(_propagator.extract({"traceparent": traceparent})).get_span_context()
+
+
+def _start(
+    tracer: trace.Tracer,
+    name: str,
+    carrier: Mapping[str, str],
+    attributes: Mapping[str, Attribute],
+    seconds_ago: float = 0.0,
+    links: Sequence[trace.Link] = (),
+    kind: Kind = Kind.INTERNAL,
+) -> Span:
+    began_ns = time.time_ns() - int(seconds_ago * 1e9)
+    span = tracer.start_span(name, context=_propagator.extract(carrier), kind=kind, links=links, start_time=began_ns)
+    if not span.is_recording():
+        return NO_SPAN
+    result = Span(span)
+    result.set(**attributes)
+    return result
+
+
+def setup_logging(level: str) -> None:
+    """One line a record on stderr; within a traced request it ends with the ids of its trace and span."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(TraceFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level == "info":
+        # Each start and stop of uvicorn is one of the process, which says so itself.
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+class TraceFormatter(logging.Formatter):
+    """Puts the ids of trace and span behind what a traced request logs.
+
+    `extra={"traceparent": ...}` names a trace where no span is entered, as on the engine's thread.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        traceparent: str = getattr(record, "traceparent", "") or _logged.get()
+        if not traceparent:
+            return line
+        first, *rest = line.split("\n", 1)
+        _, trace_id, span_id, _ = traceparent.split("-")
+        return "\n".join([f"{first} trace_id={trace_id} span_id={span_id}", *rest])

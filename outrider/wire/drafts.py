@@ -1,0 +1,247 @@
+"""Messages of the draft stream, proto and domain. Checks what comes in by raised errors that name field and limit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from outrider import messages as m
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.v1 import drafts_pb2
+from outrider.wire.model import placement_from_proto, placement_to_proto
+from outrider.wire.requests import check_ids
+from outrider.wire.settings import (
+    check_name,
+    grammar_from_proto,
+    grammar_to_proto,
+    known,
+    proto_enum,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+
+MAX_DISTRIBUTION_ENTRIES = 256
+MAX_BATCH_ENTRIES = 4096
+# No more is believed of a drafter's own clock.
+MAX_DRAFT_SECONDS = 60.0
+MAX_WINDOW_DEPTH = 128
+MAX_WINDOW_TOKENS = 4096
+MAX_PROPOSAL_TOKENS = 1024
+SUM_TOLERANCE = 1e-3
+
+
+def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
+    check_name("hello.drafter_id", proto.drafter_id)
+    check_name("hello.family", proto.family, longest=m.MAX_FAMILY_LENGTH)
+    check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
+    if not 1 <= proto.max_draft_tokens <= m.MAX_DEPTH:
+        message = f"must be in [1, {m.MAX_DEPTH}], not {proto.max_draft_tokens}"
+        raise invalid("hello.max_draft_tokens", message)
+    if proto.max_sequence_count < 0:
+        raise invalid("hello.max_sequence_count", f"must be at least 0, not {proto.max_sequence_count}")
+    distributions = {int(rule) for rule in m.Rule}.intersection(proto.distributions)
+    return m.Hello(
+        drafter_id=proto.drafter_id,
+        family=proto.family,
+        tokenizer_fingerprint=proto.tokenizer_fingerprint,
+        max_draft_tokens=proto.max_draft_tokens,
+        distributions=frozenset({m.Rule.ONE_HOT, *map(m.Rule, distributions)}),
+        placement=placement_from_proto(proto.placement),
+        max_sequence_count=proto.max_sequence_count,
+        wants_features=drafts_pb2.CAPABILITY_FEATURES in proto.capabilities,
+    )
+
+
+def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
+    return drafts_pb2.Hello(
+        drafter_id=hello.drafter_id,
+        family=hello.family,
+        tokenizer_fingerprint=hello.tokenizer_fingerprint,
+        max_draft_tokens=hello.max_draft_tokens,
+        distributions=[proto_enum(rule) for rule in sorted(hello.distributions)],
+        placement=placement_to_proto(hello.placement),
+        max_sequence_count=hello.max_sequence_count,
+        capabilities=[drafts_pb2.CAPABILITY_FEATURES] if hello.wants_features else [],
+    )
+
+
+def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> m.DraftBatch:
+    """Check and convert; raises OutriderError(PROTOCOL_VIOLATION).
+
+    The trie checks base lengths and windows, which depend on what was committed.
+    """
+    if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
+        raise _violation("drafts", f"must hold at most {MAX_BATCH_ENTRIES} proposals and skips")
+    return m.DraftBatch(
+        [_proposal_from_proto(proposal, vocab_size) for proposal in proto.proposals],
+        [m.Skip(skip.sequence_id, skip.base_length) for skip in proto.skips],
+    )
+
+
+def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Proposal:
+    ids = list(proto.token_ids)
+    count = len(ids)
+    if not 1 <= count <= MAX_PROPOSAL_TOKENS:
+        raise _violation("proposal.token_ids", f"must hold 1 to {MAX_PROPOSAL_TOKENS} tokens, not {count}")
+    if max(ids) >= vocab_size:
+        raise _violation("proposal.token_ids", f"must be in [0, {vocab_size}), not {max(ids)}")
+    for name in ("parents", "distributions", "confidences"):
+        given = len(getattr(proto, name))
+        if given not in (0, count):
+            raise _violation(f"proposal.{name}", f"must be empty or one for each of {count} tokens, not {given}")
+    parents = list(proto.parents)
+    for place, parent in enumerate(parents):
+        if parent > place:
+            raise _violation(
+                "proposal.parents", f"must name a token before its child: at most {place} at place {place}, not {parent}"
+            )
+    pairs = zip(proto.distributions, ids, strict=False)
+    distributions = [_distribution(given, token, vocab_size) if given.token_ids else None for given, token in pairs]
+    seconds = min(max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9), MAX_DRAFT_SECONDS)
+    return m.Proposal(proto.sequence_id, proto.base_length, ids, parents, distributions, seconds)
+
+
+def _distribution(proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int) -> m.SparseDistribution:
+    name = "proposal.distributions"
+    count, given = len(proto.token_ids), len(proto.probabilities)
+    if not 1 <= count <= MAX_DISTRIBUTION_ENTRIES or count != given:
+        raise _violation(name, f"must hold 1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities, not {count} and {given}")
+    ids = np.fromiter(proto.token_ids, np.int64, count)
+    weights = np.fromiter(proto.probabilities, np.float64, count)
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise _violation(name, "must be finite and not negative")
+    total = float(weights.sum())
+    if not math.isclose(total, 1.0, abs_tol=SUM_TOLERANCE):
+        raise _violation(name, f"must sum to 1 within {SUM_TOLERANCE}, not to {total:.6f}")
+    if ids.max() >= vocab_size or np.unique(ids).size != count:
+        raise _violation(name, f"must hold distinct ids in [0, {vocab_size})")
+    if not weights[ids == token].any():
+        raise _violation(name, f"must give the proposed token {token} a probability above 0")
+    return m.SparseDistribution(ids, weights / total)
+
+
+def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
+    proto = drafts_pb2.DraftBatch()
+    for proposal in batch.proposals:
+        out = proto.proposals.add(
+            sequence_id=proposal.sequence_id,
+            base_length=proposal.base_length,
+            token_ids=proposal.token_ids,
+            parents=proposal.parents,
+        )
+        for given in proposal.distributions:
+            if given is None:
+                out.distributions.add()
+            else:
+                out.distributions.add(token_ids=given.token_ids.tolist(), probabilities=given.probabilities.tolist())
+        if proposal.draft_seconds > 0:
+            out.draft_time.FromNanoseconds(int(proposal.draft_seconds * 1e9))
+    for skip in batch.skips:
+        proto.skips.add(sequence_id=skip.sequence_id, base_length=skip.base_length)
+    return proto
+
+
+def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
+    return drafts_pb2.StepBatch(
+        opened=[_opened_to_proto(opened) for opened in step.opened],
+        verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
+        closed=[drafts_pb2.Closed(sequence_id=c.sequence_id, reason=proto_enum(c.reason)) for c in step.closed],
+    )
+
+
+def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
+    return drafts_pb2.Opened(
+        sequence_id=opened.sequence_id,
+        token_ids=opened.token_ids,
+        sampling=sampling_to_proto(opened.sampling),
+        distribution=proto_enum(opened.rule),
+        window=_window_to_proto(opened.window),
+        draft_tokens=opened.draft_tokens,
+        tenant=opened.tenant,
+        traceparent=opened.traceparent,
+        grammar=grammar_to_proto(opened.grammar),
+        prediction_token_ids=opened.prediction,
+        prompt_token_count=opened.prompt_length,
+    )
+
+
+def _verdict_to_proto(verdict: m.Verdict) -> drafts_pb2.Verdict:
+    return drafts_pb2.Verdict(
+        sequence_id=verdict.sequence_id,
+        committed_length=verdict.committed_length,
+        new_token_ids=verdict.new_token_ids,
+        accepted_count=verdict.accepted_count,
+        draft_tokens=verdict.draft_tokens,
+        window=None if verdict.window is None else _window_to_proto(verdict.window),
+        traceparent=verdict.traceparent,
+    )
+
+
+def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
+    return drafts_pb2.Window(token_count=window.token_count, depth=window.depth)
+
+
+def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
+    """Check and convert; raises OutriderError that names the field.
+
+    What only a later verifier knows costs guesses at most: a distribution counts as ONE_HOT, a reason for closing as ENDED, and a
+    grammar of another kind is drafted without.
+    """
+    return m.StepBatch(
+        [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
+        [_verdict_from_proto(verdict, vocab_size) for verdict in proto.verdicts],
+        [m.Closed(closed.sequence_id, known(m.CloseReason, closed.reason, m.CloseReason.ENDED)) for closed in proto.closed],
+    )
+
+
+def _verdict_from_proto(proto: drafts_pb2.Verdict, vocab_size: int) -> m.Verdict:
+    check_ids("verdict.new_token_ids", proto.new_token_ids, vocab_size)
+    return m.Verdict(
+        proto.sequence_id,
+        proto.committed_length,
+        list(proto.new_token_ids),
+        proto.accepted_count,
+        _draft_tokens_from_proto(proto.draft_tokens),
+        _window_from_proto(proto.window) if proto.HasField("window") else None,
+        proto.traceparent,
+    )
+
+
+def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
+    if not proto.token_ids:
+        raise _violation("opened.token_ids", "must hold at least 1 token")
+    check_ids("opened.token_ids", proto.token_ids, vocab_size)
+    check_ids("opened.prediction_token_ids", proto.prediction_token_ids, vocab_size)
+    if not 0 <= proto.prompt_token_count <= len(proto.token_ids):
+        raise _violation("opened.prompt_token_count", f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}")
+    return m.Opened(
+        sequence_id=proto.sequence_id,
+        token_ids=list(proto.token_ids),
+        sampling=sampling_from_proto(proto.sampling, vocab_size, "opened.sampling"),
+        rule=known(m.Rule, proto.distribution, m.Rule.ONE_HOT),
+        window=_window_from_proto(proto.window),
+        draft_tokens=_draft_tokens_from_proto(proto.draft_tokens),
+        tenant=proto.tenant,
+        traceparent=proto.traceparent,
+        grammar=grammar_from_proto(proto.grammar if proto.grammar.WhichOneof("kind") else None),
+        prediction=list(proto.prediction_token_ids),
+        prompt_length=proto.prompt_token_count,
+    )
+
+
+def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
+    for name, most in (("token_count", MAX_WINDOW_TOKENS), ("depth", MAX_WINDOW_DEPTH)):
+        if not 1 <= (value := getattr(proto, name)) <= most:
+            raise _violation(f"window.{name}", f"must be in [1, {most}], not {value}")
+    return m.Window(proto.token_count, proto.depth)
+
+
+def _draft_tokens_from_proto(count: int) -> int:
+    if not 0 <= count <= MAX_WINDOW_DEPTH:
+        raise _violation("draft_tokens", f"must be in [0, {MAX_WINDOW_DEPTH}], not {count}")
+    return count
+
+
+def _violation(field: str, message: str) -> OutriderError:
+    return OutriderError(Reason.PROTOCOL_VIOLATION, f"{field} {message}", field)

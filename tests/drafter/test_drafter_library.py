@@ -1,0 +1,143 @@
+"""`outrider.drafter`, as somebody uses it who writes a drafter of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family_rig import Rig
+from scripted_drafts import READY, ScriptedVerifier, Stream  # lies beside this file
+
+from outrider.drafter import GuessStrategy, coupled_draw
+from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, StepBatch, Verdict, Window
+from outrider.sampling.noise import coupled_keys
+from outrider.sampling.sampler import coupled_sample
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/ngram_drafter.py"
+
+
+def opened(sequence_id: int, tokens: Sequence[int]) -> Opened:
+    return Opened(sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), draft_tokens=2)
+
+
+def count_on(text: Sequence[int], count: int) -> list[int]:
+    """One more than the token before; nothing behind 99."""
+    return [text[-1] + i for i in range(1, count + 1)] if text[-1] < 99 else []
+
+
+@asynccontextmanager
+async def example(verifier: ScriptedVerifier) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(EXAMPLE),
+        f"127.0.0.1:{verifier.port}",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def proposed(stream: Stream) -> tuple[int, list[int]]:
+    """Base length and guesses of the next message, which proposes for one sequence."""
+    batch = await stream.hear()
+    assert isinstance(batch, DraftBatch)
+    [proposal] = batch.proposals
+    return proposal.base_length, proposal.token_ids
+
+
+async def test_a_function_of_the_text_is_a_whole_strategy() -> None:
+    rig = Rig(GuessStrategy(count_on, "count"))
+    rig.open(opened(1, [10, 11]))
+    rig.open(opened(2, [99]))
+    said = await rig.drafts()
+    assert said.proposals == [Proposal(1, 2, [12, 13]), Proposal(1, 2, [12, 13, 14, 15])]
+    assert said.skips == [Skip(2, 1)]
+
+
+async def test_sequences_that_an_interruption_passed_over_are_asked_for_again() -> None:
+    calls = 0
+
+    def interrupted() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 1
+
+    rig = Rig(GuessStrategy(count_on, "count"))
+    rig.open(opened(1, [10]))
+    rig.open(opened(2, [20]))
+    assert [p.sequence_id for p in (await rig.draft(interrupted)).proposals] == [1]
+    assert 2 in [p.sequence_id for p in (await rig.draft()).proposals]
+
+
+async def test_the_example_drafts_and_leaves_politely(verifier: ScriptedVerifier) -> None:
+    async with example(verifier) as process:
+        stream = await asyncio.wait_for(verifier.streams.get(), 20)
+        assert stream.hello.family == "example-ngram"
+        stream.say(StepBatch(opened=[opened(1, [5, 6, 7, 8, 5, 6])]))
+        assert [await proposed(stream), await proposed(stream)] == [(6, [7, 8]), (6, [7, 8, 5, 6])]
+        stream.say(StepBatch(verdicts=[Verdict(1, 7, [9], 0, 2)]))
+        assert await stream.hear() == DraftBatch(skips=[Skip(1, 7)])
+        process.send_signal(signal.SIGTERM)
+        assert await stream.hear() == "the drafter is stopping"
+        assert await stream.hear() is None
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+
+
+async def test_a_refusal_for_good_ends_the_example_with_a_sentence(verifier: ScriptedVerifier) -> None:
+    verifier.info = replace(READY, tokenizer_fingerprint="0" * 64)
+    async with example(verifier) as process:
+        _, said = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 1
+        assert f"drafter: the drafter's tokenizer is {'0' * 64}" in said.decode()
+        assert "Traceback" not in said.decode()
+
+
+async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifier) -> None:
+    other = ScriptedVerifier()
+    await other.start()
+    addresses = [f"127.0.0.1:{each.port}" for each in (verifier, other)]
+    program = f"from outrider.drafter import serve; serve(lambda text, count: [9], name='nine', verifier={addresses})"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=ROOT, stderr=-1)
+    try:
+        for each in (verifier, other):
+            stream = await asyncio.wait_for(each.streams.get(), 20)
+            stream.say(StepBatch(opened=[opened(1, [5, 6])]))
+            assert await proposed(stream) == (2, [9])
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+        await other.stop()
+
+
+def test_the_example_is_shown_in_the_documentation_and_short() -> None:
+    source = EXAMPLE.read_text()
+    assert len(source.splitlines()) <= 40
+    assert source[source.index("import sys") :].strip() in (ROOT / "docs/drafters.md").read_text()
+
+
+@pytest.mark.parametrize("seed", [0, 42, 2**63 + 5, 2**64 - 1])
+def test_a_coupled_draw_is_the_one_that_the_verifier_makes(seed: int) -> None:
+    probs = np.random.default_rng(seed % 1000).dirichlet(np.full(500, 0.1), 20).astype(np.float32)
+    positions = [*range(19), 2**33 + 1]
+    keys = torch.from_numpy(coupled_keys([seed] * 20, positions))
+    expected = coupled_sample(torch.from_numpy(probs), keys).tolist()
+    drawn = [coupled_draw(row, seed, at) for row, at in zip(probs, positions, strict=True)]
+    assert drawn == expected

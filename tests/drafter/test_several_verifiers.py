@@ -1,0 +1,215 @@
+"""One drafter process for several verifiers: what happens to one is nothing to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_drafts import READY, ScriptedVerifier, Stream  # lies beside this file
+from test_drafter_process import NOT_SERVING, SERVING, drafter, free_port, health
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, StepBatch, Window
+
+STRANGE = replace(READY, tokenizer_fingerprint="0" * 64)
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[ScriptedVerifier]:
+    verifier = ScriptedVerifier()
+    await verifier.start()
+    yield verifier
+    await verifier.stop()
+
+
+def address(verifier: ScriptedVerifier) -> str:
+    return f"127.0.0.1:{verifier.port}"
+
+
+def flags(*verifiers: ScriptedVerifier) -> list[str]:
+    """Settings of an n-gram drafter of all of them."""
+    return ["--family", "ngram", "--id", "d1", *(word for each in verifiers for word in ("--verifier", address(each)))]
+
+
+async def drafted(stream: Stream, text: list[int], sequence_id: int = 1) -> list[int]:
+    """What the drafter guesses for a sequence that is opened now."""
+    stream.say(StepBatch(opened=[Opened(sequence_id, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+    batch = await stream.hear()
+    assert isinstance(batch, DraftBatch)
+    [proposal] = batch.proposals
+    assert proposal.sequence_id == sequence_id
+    return proposal.token_ids
+
+
+async def becomes(port: int, status: int) -> None:
+    deadline = time.monotonic() + 10
+    while await health(port) != status:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def gauges(port: int) -> dict[str, float]:
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {sample.name.removeprefix("outrider:drafter_"): sample.value for sample in samples}
+
+
+async def test_it_drafts_for_all_of_them_and_equal_sequence_ids_are_apart(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
+    async with drafter(*flags(verifier, other)):
+        one, two = await verifier.accepted(), await other.accepted()
+        assert one.hello.drafter_id == two.hello.drafter_id == "d1"
+        assert (await drafted(one, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
+        assert (await drafted(two, [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
+
+
+async def test_addresses_may_stand_in_one_setting_with_commas_between_them(
+    verifier: ScriptedVerifier, other: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_DRAFTER_VERIFIER", f"{address(verifier)}, {address(other)}")
+    async with drafter("--family", "ngram"):
+        await verifier.accepted()
+        await other.accepted()
+
+
+async def test_one_that_dies_and_comes_back_costs_the_other_nothing(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+    port = free_port()
+    async with drafter(*flags(verifier, other), "--listen", f"127.0.0.1:{port}"):
+        await verifier.accepted()
+        stays = await other.accepted()
+        await verifier.stop()
+        assert (await drafted(stays, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
+        assert await health(port) == SERVING
+        await verifier.start()
+        again = await verifier.accepted()
+        assert (await drafted(again, [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
+        assert other.streams.empty()
+
+
+async def test_it_serves_while_at_least_one_has_it(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+    port = free_port()
+    await verifier.stop()
+    async with drafter(*flags(verifier, other), "--listen", f"127.0.0.1:{port}"):
+        await other.accepted()
+        await becomes(port, SERVING)
+        await other.stop()
+        await becomes(port, NOT_SERVING)
+        await verifier.start()
+        await verifier.accepted()
+        await becomes(port, SERVING)
+
+
+@pytest.mark.parametrize("silence", ["deaf", "silent"])
+async def test_one_that_hangs_costs_the_other_nothing(silence: str, other: ScriptedVerifier) -> None:
+    hanging = ScriptedVerifier(deaf=silence == "deaf", silent=silence == "silent")
+    await hanging.start()
+    try:
+        async with drafter(*flags(hanging, other)) as process:
+            unread, stays = await hanging.accepted(), await other.accepted()
+            texts = [[i, i + 1, i + 2, i] for i in range(100, 400)]
+            sampling, window = SamplingParams(0.0), Window(16, 4)
+            unread.say(StepBatch(opened=[Opened(i, text, sampling, Rule.ONE_HOT, window, 2) for i, text in enumerate(texts)]))
+            for i in range(20):
+                assert (await drafted(stays, [5, 6, 7, 8, 5, 6], i))[:2] == [7, 8]
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+    finally:
+        await hanging.stop()
+
+
+async def test_one_that_refuses_is_left_alone_and_the_other_drafted_for(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
+    verifier.info = STRANGE
+    async with drafter(*flags(verifier, other)) as process:
+        refused = await verifier.accepted()
+        stays = await other.accepted()
+        await asyncio.sleep(1.0)
+        assert (await drafted(stays, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
+        assert refused.hello.tokenizer_fingerprint == STRANGE.tokenizer_fingerprint
+        assert verifier.streams.empty()
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 10)
+        assert process.returncode == 0
+        assert f"{address(verifier)} refuses this drafter and is left alone" in log.decode()
+
+
+async def test_it_ends_with_every_reason_once_all_refuse(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+    verifier.info = STRANGE
+    async with drafter(*flags(verifier, other)) as process:
+        await verifier.accepted()
+        last = await other.accepted()
+        assert await lives_on(process)
+        last.say(OutriderError(Reason.INVALID_VALUE, "hello.family must be another", "hello.family"))
+        _, error = await asyncio.wait_for(process.communicate(), 10)
+        assert process.returncode == 1
+        said = error.decode().splitlines()[-1]
+        assert said.startswith("drafter: every verifier refuses this drafter: ")
+        assert f"{address(verifier)}: the drafter's tokenizer is {STRANGE.tokenizer_fingerprint}" in said
+        assert f"{address(other)}: hello.family must be another" in said
+
+
+async def lives_on(process: asyncio.subprocess.Process) -> bool:
+    """Whether the process is still there a little later."""
+    await asyncio.sleep(0.5)
+    return process.returncode is None
+
+
+async def test_its_gauges_are_sums_over_the_verifiers(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+    port, health_port = free_port(), free_port()
+    listening = ["--metrics-port", str(port), "--listen", f"127.0.0.1:{health_port}"]
+    async with drafter(*flags(verifier, other), *listening):
+        one, two = await verifier.accepted(), await other.accepted()
+        for stream, count in ((one, 1), (two, 2)):
+            for i in range(count):
+                await drafted(stream, [5, 6, 7, 8, 5, 6], i)
+        said = await gauges(port)
+        assert (said["connected"], said["sequences"]) == (2, 3)
+        await other.stop()
+        deadline = time.monotonic() + 10
+        while (said := await gauges(port))["connected"] != 1:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert said["sequences"] == 1
+        await asyncio.sleep(0.1)
+        assert await health(health_port) == SERVING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--verifier", "a:1", "--verifier", "b:1", "--uds", "/tmp/a"], "uds: must name one socket for each verifier"),
+        (["--verifier", "a:1", "--uds", "/tmp/a", "--uds", "/tmp/b"], "in the same order, not 2 for 1"),
+        (["--verifier", "a:1,b:1", "--verifier", "a:1"], "verifier: names a:1 more than once"),
+        (["--verifier", "a:1,,b:1"], "verifier: must name host:port, and nothing empty between commas"),
+    ],
+)
+async def test_addresses_that_do_not_fit_are_refused(arguments: list[str], named: str) -> None:
+    async with drafter("--family", "ngram", *arguments) as process:
+        _, error = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 2
+        assert named in error.decode()
+
+
+async def test_each_verifiers_own_socket_is_dialled(tmp_path: Path) -> None:
+    """Nothing listens at the addresses."""
+    one, two = ScriptedVerifier(uds=tmp_path / "one"), ScriptedVerifier(uds=tmp_path / "two")
+    await one.start()
+    await two.start()
+    try:
+        sockets = [word for each in (one, two) for word in ("--uds", str(each.uds))]
+        async with drafter("--family", "ngram", "--verifier", "127.0.0.1:1,127.0.0.2:1", *sockets):
+            assert (await drafted(await one.accepted(), [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
+            assert (await drafted(await two.accepted(), [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
+    finally:
+        await one.stop()
+        await two.stop()

@@ -1,0 +1,276 @@
+"""One draft model for several verifiers: shared forwards and pages, and nobody pays for another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from family_rig import Rig
+
+from drafter_svc.families.draft_model import DraftModel
+from drafter_svc.families.model import ModelFamily
+from outrider.lm.runner import ModelRunner, Slice
+from outrider.messages import Opened, Rule, SamplingParams, Window
+from outrider.tokenizer import load_tokenizer
+
+MODEL = str(Path(__file__).parents[2] / "models/draft")
+TEXTS = ["def add(first, second):\n    return first", "for line in lines:\n    if not line"]
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def loaded(thread: ThreadPoolExecutor) -> ModelRunner:
+    return thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=256).result()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(MODEL)
+    return [tokenizer.encode(text).ids for text in TEXTS]
+
+
+class Watched:
+    """The runner's forwards: which texts were in each, and a gate that holds them up while it is shut."""
+
+    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runner = runner
+        self.forwards: list[list[list[int]]] = []
+        self.gate, self.at_gate = Event(), Event()
+        self.gate.set()
+        self.broken_token: int | None = None
+        self._forward, self._several = runner.forward, runner.continue_greedily
+        monkeypatch.setattr(runner, "forward", self.forward)
+        monkeypatch.setattr(runner, "continue_greedily", self.several)
+
+    def _watch(self, slices: Sequence[Slice]) -> None:
+        self.at_gate.set()
+        assert self.gate.wait(10)
+        self.forwards.append([list(part.token_ids) for part in slices])
+        if any(self.broken_token in part.token_ids for part in slices):
+            raise ZeroDivisionError("planted")
+
+    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+        self._watch(slices)
+        return self._forward(slices)
+
+    def several(self, slices: Sequence[Slice], count: int, limit: int) -> list[list[int]] | None:
+        self._watch(slices)
+        return self._several(slices, count, limit)
+
+    async def reached(self) -> None:
+        """Wait until the next forward stands before the gate."""
+        assert await asyncio.to_thread(self.at_gate.wait, 10)
+        self.at_gate.clear()
+
+    def open_gate(self) -> None:
+        self.gate.set()
+
+    def shut_gate(self) -> None:
+        self.gate.clear()
+        self.at_gate.clear()
+
+
+@pytest.fixture
+def watched(loaded: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    watched = Watched(loaded, monkeypatch)
+    yield watched
+    watched.open_gate()
+
+
+@pytest.fixture
+def model(watched: Watched, thread: ThreadPoolExecutor) -> DraftModel:
+    return DraftModel(watched.runner, thread, max_batch_tokens=64)
+
+
+def rig_of(model: DraftModel, vocab_size: int | None = None) -> Rig:
+    """One verifier's session."""
+    return Rig(ModelFamily(model, vocab_size or model.runner.vocab_size, branch_count=0))
+
+
+def opened(tokens: list[int], sequence_id: int = 1, *, depth: int = 4, window: int = 4) -> Opened:
+    return Opened(sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, Window(4 * window, window), depth)
+
+
+async def alone(model: DraftModel, tokens: list[int]) -> list[int]:
+    """What is guessed for a text with no other verifier about."""
+    rig = rig_of(model)
+    rig.open(opened(tokens))
+    await rig.drafts()
+    guesses = rig.guesses(1)
+    rig.close(1)
+    return guesses
+
+
+async def started(work: Callable[[], object], watched: Watched) -> None:
+    """Begin work while the gate is shut, and wait until its first forward stands there."""
+    watched.shut_gate()
+    work()
+    await watched.reached()
+
+
+async def test_verifiers_with_equal_sequence_ids_share_forwards_and_each_gets_its_own_guesses(
+    model: DraftModel, watched: Watched, prompts: list[list[int]]
+) -> None:
+    expected = [await alone(model, prompt) for prompt in prompts]
+    rigs = [rig_of(model), rig_of(model)]
+    for rig, prompt in zip(rigs, prompts, strict=True):
+        rig.open(opened(prompt))
+    watched.forwards.clear()
+    tasks: list[asyncio.Task[object]] = []
+    await started(lambda: tasks.append(asyncio.create_task(rigs[0].drafts())), watched)
+    tasks.append(asyncio.create_task(rigs[1].drafts()))
+    await asyncio.sleep(0)
+    watched.open_gate()
+    await asyncio.gather(*tasks)
+    assert [rig.guesses(1) for rig in rigs] == expected
+    assert any(len(slices) == 2 for slices in watched.forwards)
+    model.pool.check_integrity([draft.kv for rig in rigs for draft in family_of(rig)._drafts.values()])
+
+
+def family_of(rig: Rig) -> ModelFamily:
+    family = rig.session._strategy
+    assert isinstance(family, ModelFamily)
+    return family
+
+
+async def test_a_sequence_that_fails_costs_the_other_verifiers_nothing(
+    model: DraftModel, watched: Watched, prompts: list[list[int]]
+) -> None:
+    expected = await alone(model, prompts[0])
+    good, bad = rig_of(model), rig_of(model)
+    good.open(opened(prompts[0]))
+    bad.open(opened([7, 8, 3]))
+    watched.broken_token = 3
+    assert 3 not in prompts[0]
+    tasks: list[asyncio.Task[object]] = []
+    await started(lambda: tasks.append(asyncio.create_task(good.drafts())), watched)
+    tasks.append(asyncio.create_task(bad.drafts()))
+    await asyncio.sleep(0)
+    watched.open_gate()
+    await asyncio.gather(*tasks)
+    assert bad.abandoned == {1}
+    assert not good.abandoned
+    assert good.guesses(1) == expected
+
+
+async def test_a_busy_verifier_delays_another_by_no_more_than_a_few_forwards(
+    model: DraftModel, watched: Watched, prompts: list[list[int]]
+) -> None:
+    """Its prompt alone fills sixteen forwards."""
+    busy, other = rig_of(model), rig_of(model)
+    busy.open(opened([20 + i % 200 for i in range(1024)]))
+    other.open(opened(prompts[0]))
+    expected = await alone(model, prompts[0])
+    watched.forwards.clear()
+    tasks: list[asyncio.Task[object]] = []
+    await started(lambda: tasks.append(asyncio.create_task(busy.drafts())), watched)
+    wanted = asyncio.create_task(other.draft())
+    await asyncio.sleep(0)
+    watched.open_gate()
+    await wanted
+    # The model's thread goes on with the prompt while the loop hears of the draft.
+    shared = [number for number, slices in enumerate(watched.forwards) if len(slices) > 1]
+    assert shared
+    assert shared[-1] < 6
+    assert other.guesses(1) == expected
+    assert not tasks[0].done()
+    await tasks[0]
+
+
+async def test_a_verifier_that_may_be_waiting_goes_before_drafts_that_run_ahead(
+    model: DraftModel, watched: Watched, prompts: list[list[int]]
+) -> None:
+    ahead, waiting = rig_of(model), rig_of(model)
+    ahead.open(opened(prompts[0], depth=2, window=24))
+    await ahead.draft()
+    assert not ahead.session.sequences[1].urgent
+    waiting.open(opened(prompts[1]))
+    tasks: list[asyncio.Task[object]] = []
+    await started(lambda: tasks.append(asyncio.create_task(ahead.drafts())), watched)
+    watched.forwards.clear()
+    wanted = asyncio.create_task(waiting.draft())
+    await asyncio.sleep(0)
+    watched.open_gate()
+    await wanted
+    # The forward that was under way, and those of the urgent draft alone.
+    assert [len(slices) for slices in watched.forwards[1:3]] == [1, 1]
+    await tasks[0]
+
+
+async def test_a_message_ends_the_round_of_its_own_verifier_alone(
+    model: DraftModel, watched: Watched, prompts: list[list[int]]
+) -> None:
+    interrupted, going_on = rig_of(model), rig_of(model)
+    for rig, prompt in zip((interrupted, going_on), prompts, strict=True):
+        rig.open(opened(prompt, depth=8, window=16))
+    waits = Event()
+    tasks: list[asyncio.Task[object]] = []
+    await started(lambda: tasks.append(asyncio.create_task(interrupted.draft(waits.is_set))), watched)
+    tasks.append(asyncio.create_task(going_on.draft()))
+    await asyncio.sleep(0)
+    waits.set()
+    watched.open_gate()
+    await asyncio.gather(*tasks)
+    assert len(interrupted.guesses(1)) == 1
+    assert len(going_on.guesses(1)) == 8
+
+
+async def test_a_verifier_that_is_lost_gives_back_its_pages_once_no_forward_writes_to_them(
+    model: DraftModel, watched: Watched, prompts: list[list[int]]
+) -> None:
+    lost, stays = rig_of(model), rig_of(model)
+    for rig, prompt in zip((lost, stays), prompts, strict=True):
+        rig.open(opened(prompt, depth=8, window=16))
+    held = model.pool.used_count
+    tasks: list[asyncio.Task[object]] = []
+    await started(lambda: tasks.append(asyncio.create_task(lost.drafts())), watched)
+    tasks[0].cancel()
+    closing = asyncio.create_task(family_of(lost).aclose())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    assert model.pool.used_count > held
+    watched.open_gate()
+    await closing
+    assert [draft.kv for draft in family_of(lost)._drafts.values()] == []
+    assert len((await stays.drafts()).proposals) > 0
+    model.pool.check_integrity([draft.kv for draft in family_of(stays)._drafts.values()])
+
+
+async def test_each_verifier_gets_ids_of_its_own_vocabulary_alone(
+    model: DraftModel, watched: Watched, prompts: list[list[int]]
+) -> None:
+    expected = await alone(model, prompts[1])
+    narrow, wide = rig_of(model, 40), rig_of(model)
+    narrow.open(opened(prompts[0]))
+    wide.open(opened(prompts[1]))
+    tasks: list[asyncio.Task[object]] = []
+    await started(lambda: tasks.append(asyncio.create_task(narrow.drafts())), watched)
+    tasks.append(asyncio.create_task(wide.drafts()))
+    await asyncio.sleep(0)
+    watched.open_gate()
+    await asyncio.gather(*tasks)
+    assert max(narrow.guesses(1)) < 40
+    assert wide.guesses(1) == expected
+    assert max(expected) >= 40
+
+
+async def test_verifiers_share_the_pages_of_equal_beginnings(model: DraftModel, watched: Watched) -> None:
+    text = [50 + i % 30 for i in range(40)]
+    first, second = rig_of(model), rig_of(model)
+    first.open(opened(text))
+    await first.drafts()
+    watched.forwards.clear()
+    second.open(opened(text))
+    await second.drafts()
+    assert sum(map(len, watched.forwards[0])) < len(text) - model.runner.page_size
+    assert second.guesses(1) == first.guesses(1)

@@ -1,0 +1,96 @@
+"""The walk-throughs of docs/first-drafter.md and docs/placement.md, run as they stand there but for the ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from outrider.launch.stack import free_port
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/first-drafter.md").read_text()
+BLOCK = re.compile(r"```(sh|ruby)\n(.*?)```", re.DOTALL)
+
+
+def script() -> str:
+    """All of the page's commands; its Ruby is the file that the text above it names."""
+    parts = ["set -euo pipefail"]
+    for language, text in BLOCK.findall(PAGE):
+        if language == "sh":
+            parts.append(text)
+        else:
+            parts.append(f"cat > my-drafter/drafter.rb <<'END'\n{text}END\n")
+    return "\n".join(parts)
+
+
+def with_ports(text: str) -> str:
+    """As the page says it, on ports that are free."""
+    http, verifier = (str(free_port("127.0.0.1")) for _ in range(2))
+    ports = f"serve --grpc-port 0 --http-port {http} --verifier-port {verifier}"
+    return text.replace("outrider serve", f"outrider {ports}", 1).replace(":8000", f":{http}").replace(":50051", f":{verifier}")
+
+
+def run_commands(commands: str, tmp_path: Path, timeout_s: float) -> str:
+    """Run a page's commands in a directory that looks like the repository; returns what they printed."""
+    for name in ("protos", "models"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/outrider").write_text(
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m outrider.launch.cli "$@"\n'
+    )
+    (tmp_path / ".venv/bin/outrider").chmod(0o755)
+    with (tmp_path / "log").open("w") as log:
+        shell = subprocess.Popen(
+            ["bash", "-c", commands],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        try:
+            code = shell.wait(timeout_s)
+        finally:
+            # A page may leave its servers running; they are of the shell's session.
+            with suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGTERM)
+    said = (tmp_path / "log").read_text()
+    assert code == 0, said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="the page installs Debian packages")
+def test_the_walk_through_ends_with_accepted_guesses(tmp_path: Path) -> None:
+    said = run_commands(with_ports(script()), tmp_path, 180)
+    # What the servers log stands on the same line.
+    answer, _ = json.JSONDecoder().raw_decode(said[said.index('{"id":"cmpl') :])
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 20
+
+
+@pytest.mark.slow
+def test_one_command_says_whether_to_move_a_drafter_to_another_host(tmp_path: Path) -> None:
+    """Runs the walk-through of docs/placement.md. It measures a profile, which takes most of the time."""
+    page = (ROOT / "docs/placement.md").read_text()
+    _, _, section = page.partition("## Is it worth moving my drafter to another host 2 ms away?\n")
+    section, _, _ = section.partition("\n## ")
+    commands = "\n".join(["set -euo pipefail", *[text for _, text in BLOCK.findall(section)]])
+    said = run_commands(commands, tmp_path, 600)
+    answers = [line for line in said.splitlines() if "2 ms away brings" in line]
+    assert len(answers) == 1, said
+    assert re.fullmatch(
+        r"(Yes|No)[^:]*: a draft model 2 ms away brings \d\.\d\d × plain decoding at batch 1 \(\d\.\d\d × on this host\)\.",
+        answers[0],
+    ), said
+    assert "E = (1 − a^(k+1)) / (1 − a)" in said
+    assert "break-even round trip" in said

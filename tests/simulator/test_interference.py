@@ -1,0 +1,88 @@
+"""Drafters that slow down the target: speculation is no loss where they cost more than they bring.
+
+Texts differ in length. With equal lengths plain decoding keeps all sequences in step, so that their
+prompts share forwards, and any disturbance loses that advantage for good.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.simulator.policies import speed
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = [64, 192]
+FLOOR = 0.985
+
+
+def speed_on_gpu(drafter: dict[str, Any], batch: int, **more: Any) -> float:
+    """Beside forwards of 10 ms and more."""
+    return speed([{"name": "d", **drafter}], batch, 30.0, output_tokens=LENGTHS, **more)
+
+
+def speed_on_two_cores(drafter: dict[str, Any], batch: int, **more: Any) -> float:
+    """Beside forwards of 0.5 to 0.9 ms; drafts of the bundled draft model take 0.05 to 0.1 ms a token."""
+    return speed([{"name": "d", **drafter}], batch, 6.0, costs="epyc-2-cores", output_tokens=LENGTHS, **more)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("acceptance", [0.8, 0.5, 0.0])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_slow_drafter_on_the_targets_cores_is_no_loss(noise: float, acceptance: float, batch: int) -> None:
+    """Drafts take 6 ms a token. Without a budget this is 0.69 to 0.97 of plain decoding."""
+    drafter = {"acceptance": acceptance, "slowness": 4.0, "on_target_cores": True}
+    assert speed_on_gpu(drafter, batch, noise=noise) >= FLOOR
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("slowness", [1.0, 4.0])
+def test_a_drafter_that_takes_all_its_time_from_the_target_is_no_loss(slowness: float, batch: int) -> None:
+    """Its placement does not say so, so only the clock can tell."""
+    drafter = {"acceptance": 0.6, "slowness": slowness, "interference": 1.0}
+    assert speed_on_gpu(drafter, batch) >= FLOOR
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6])
+@pytest.mark.parametrize("round_trip_ms", [0.4, 20.0])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_bundled_pair_on_two_cores_is_no_loss(noise: float, round_trip_ms: float, acceptance: float, batch: int) -> None:
+    """The draft model was measured to take 0.44 of its time from the target; it accepts about 0.6."""
+    drafter = {"acceptance": acceptance, "interference": 0.44, "round_trip_ms": round_trip_ms}
+    assert speed_on_two_cores(drafter, batch, noise=noise) >= FLOOR
+
+
+@pytest.mark.parametrize(
+    ("batch", "interference", "unguarded"),
+    [(1, 0.44, 1.78), (8, 0.44, 1.30), (32, 0.44, 1.24)],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_disturbing_drafter_that_pays_is_used(noise: float, batch: int, interference: float, unguarded: float) -> None:
+    """`unguarded` was measured before there was a budget. Measuring quiet steps costs some of it."""
+    drafter = {"acceptance": 0.8, "interference": interference}
+    assert speed_on_gpu(drafter, batch, noise=noise) >= 0.96 * unguarded
+
+
+@pytest.mark.parametrize(("acceptance", "slowness", "interference", "unguarded"), [(0.8, 1, 0.44, 1.42), (0.9, 2, 1.0, 1.47)])
+def test_a_disturbing_drafter_that_pays_is_used_on_two_cores(
+    acceptance: float, slowness: float, interference: float, unguarded: float
+) -> None:
+    drafter = {"acceptance": acceptance, "slowness": slowness, "interference": interference}
+    assert speed_on_two_cores(drafter, 1) >= 0.97 * unguarded
+
+
+def test_a_harmless_drafter_is_used_beside_one_that_does_harm() -> None:
+    harmless = {"name": "lookup", "acceptance": [0.7, 0.6, 0.5], "cost": "ngram"}
+    harmful = {"name": "model", "acceptance": 0.8, "slowness": 4.0, "on_target_cores": True}
+    alone = speed([harmless], 8, 30.0, output_tokens=LENGTHS)
+    assert alone > 1.2
+    assert speed([harmless, harmful], 8, 30.0, output_tokens=LENGTHS) >= 0.97 * alone
+
+
+def test_a_drafter_that_comes_to_pay_is_used_again() -> None:
+    """At first its drafts are mostly wrong and it takes all its time from the target."""
+    drafter = {"name": "d", "acceptance": 0.3, "interference": 1.0}
+    better = [{"at": 10.0, "who": "d", "what": "accept", "acceptance": 0.95}]
+    before = speed([drafter], 1, 60.0, output_tokens=LENGTHS)
+    assert speed([drafter], 1, 60.0, output_tokens=LENGTHS, schedule=better) > before + 0.2

@@ -1,0 +1,1 @@
+"""The engine: scheduling, forwards, commits, and the thread that runs them."""

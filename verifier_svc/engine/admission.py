@@ -1,0 +1,119 @@
+"""Takes requests in: checks them, queues them as sequences, and hands admitted ones to drafters."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from outrider.clock import Clock
+from outrider.errors import OutriderError, Reason
+from outrider.grammar.backends import Compiled
+from outrider.lm.pages import KVSequence
+from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
+from outrider.process.telemetry import Span
+from verifier_svc.drafts.exchange import Drafting
+from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.engine.target import LanguageModel, Limits
+from verifier_svc.state.sequence import Sequence
+
+
+class Admission:
+    """For one engine, on its thread.
+
+    `sequences` are the engine's, by id; `has_thinking` says whether the model has a thinking phase.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        limits: Limits,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        sequences: dict[int, Sequence],
+        clock: Clock,
+        *,
+        has_thinking: bool,
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._sequences = sequences
+        self._clock = clock
+        self._has_thinking = has_thinking
+        self._last_id = 0
+
+    def submit(
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span,
+        grammar: Compiled | None,
+    ) -> Sequence:
+        """Queue a request, and admit what fits; raises OutriderError as `Engine.submit` says."""
+        self._check(request)
+        sequence = self._new_sequence(request, sink, span)
+        if grammar is not None:
+            sequence.matcher = grammar.matcher()
+            sequence.mask_width = -(-self._model.vocab_size // 32)
+        self._sequences[sequence.id] = sequence
+        self._scheduler.add(sequence)
+        self.admit()
+        return sequence
+
+    def admit(self) -> None:
+        """Move sequences from the queue into the batch while they fit, and assign drafters."""
+        for sequence in self._scheduler.admit():
+            self._drafting.hand_out(sequence)
+
+    def _check(self, request: TokenRequest) -> None:
+        needed = len(request.prompt) + request.max_tokens
+        pool = self._scheduler.pool
+        held = pool.page_count * pool.page_size
+        if needed > held:
+            message = f"prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
+            raise OutriderError(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                f"max_tokens: {message}",
+                "max_tokens",
+            )
+        if len(self._scheduler.waiting) >= self._limits.max_waiting:
+            message = f"{self._limits.max_waiting} requests are waiting already"
+            raise OutriderError(Reason.OVERLOADED, message)
+        if request.speculation.acceptance is Acceptance.RELAXED and not self._has_thinking:
+            field = "speculation.acceptance"
+            message = "relaxed is for the thinking phase, and the model has no tokens that mark one"
+            raise OutriderError(Reason.INVALID_VALUE, f"{field}: {message}", field)
+        if request.speculation.enabled:
+            self._drafting.roster.check_known(request.speculation.drafter)
+
+    def _new_sequence(
+        self,
+        request: TokenRequest,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        span: Span,
+    ) -> Sequence:
+        self._last_id += 1
+        depth = request.speculation.draft_tokens
+        if depth is None:
+            depth = self._limits.depth.depth
+        if not request.speculation.enabled or request.max_tokens <= 1:
+            depth = 0  # the last token is always the target's own, so a single one is never drafted
+        end_ids = request.stop_token_ids
+        if not request.ignore_eos:
+            end_ids |= frozenset(self._model.eos_token_ids)
+        return Sequence(
+            id=self._last_id,
+            request=request,
+            seed=secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed,
+            depth_limit=depth,
+            end_ids=end_ids,
+            kv=KVSequence(),
+            sink=sink,
+            tokens=list(request.prompt),
+            stats=SpeculationStats(max_draft_tokens=depth),
+            # Nothing precedes the first token that could tell how likely it is.
+            unscored=range(0) if request.prompt_logprobs is None else range(1, len(request.prompt)),
+            span=span,
+            submitted_at=self._clock(),
+        )

@@ -1,0 +1,134 @@
+"""Commits what a forward confirms of a sequence: tokens, pages, statistics, chunks and verdicts."""
+
+from __future__ import annotations
+
+from outrider.errors import OutriderError, Reason
+from outrider.lm.pages import PagePool
+from outrider.messages import FinishReason, TokenChunk
+from outrider.process.telemetry import Span
+from verifier_svc.drafts.exchange import Drafting
+from verifier_svc.engine.outgoing import Outgoing
+from verifier_svc.engine.outputs import chunk_of, cut_at_end
+from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.engine.step_spans import StepSpans
+from verifier_svc.metrics import Metrics
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.state.sequence import Sequence
+from verifier_svc.verification.acceptance import AcceptResult
+from verifier_svc.verification.batch import Verified
+
+
+class Committer:
+    """For one engine, on its thread; takes sequences that end out of `sequences`, the engine's."""
+
+    def __init__(
+        self,
+        sequences: dict[int, Sequence],
+        scheduler: Scheduler,
+        drafting: Drafting,
+        outgoing: Outgoing,
+        spans: StepSpans,
+        metrics: Metrics,
+    ) -> None:
+        self._sequences = sequences
+        self._scheduler = scheduler
+        self._pool: PagePool = scheduler.pool
+        self._drafting = drafting
+        self._outgoing = outgoing
+        self._spans = spans
+        self._metrics = metrics
+        self._token_count = 0
+
+    def commit(
+        self,
+        scheduled: ScheduledSequence,
+        verified: Verified | OutriderError,
+        span: Span,
+    ) -> None:
+        """Take over what a forward says of one sequence; an error ends it. `span` is the step's."""
+        if isinstance(verified, OutriderError):
+            self.fail(scheduled.sequence, verified)
+            return
+        sequence = scheduled.sequence
+        sequence.kv.length = scheduled.start + len(scheduled.token_ids)
+        if verified.prompt_logprobs:
+            sequence.unscored = sequence.unscored[len(verified.prompt_logprobs) :]
+        if verified.result is not None:
+            self._commit_tokens(scheduled, verified, verified.result, span)
+            return
+        self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+        if verified.prompt_logprobs:
+            chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
+            self._outgoing.add(sequence.sink, chunk)
+
+    def take_token_count(self) -> int:
+        """Tokens committed since the last call."""
+        count, self._token_count = self._token_count, 0
+        self._metrics.generated(count)
+        return count
+
+    def fail(self, sequence: Sequence, error: OutriderError) -> None:
+        """End a sequence with an error."""
+        self._outgoing.add(sequence.sink, error)
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget a sequence, free its pages, and tell its drafters that it is over."""
+        del self._sequences[sequence.id]
+        self._scheduler.remove(sequence)
+        self._drafting.close(sequence)
+
+    def _commit_tokens(
+        self,
+        scheduled: ScheduledSequence,
+        verified: Verified,
+        result: AcceptResult,
+        span: Span,
+    ) -> None:
+        sequence, drafted = scheduled.sequence, scheduled.path.token_ids
+        new = [*drafted[: result.accepted_count], result.next_token]
+        finish_reason = cut_at_end(sequence, new)
+        accepted = min(result.accepted_count, len(new))
+        if sequence.matcher is not None:
+            if not all(sequence.matcher.accept(token) for token in new):
+                message = "a token was sampled that the grammar's mask forbids"
+                self.fail(sequence, OutriderError(Reason.INTERNAL, message))
+                return
+            # Behind the end of a grammar there is nothing, whatever ignore_eos says.
+            finish_reason = FinishReason.STOP if sequence.matcher.ended else finish_reason
+        sequence.tokens += new
+        sequence.stats.record(len(drafted), accepted, verified.rule)
+        self._keep_pages(sequence, len(drafted), accepted)
+        if sequence.stats.forward_count == 1:
+            self._spans.prefilled(sequence)
+        self._token_count += len(new)
+        if span.traceparent:
+            span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
+        if scheduled.assignment is not None:
+            self._drafting.judge(scheduled.assignment, len(drafted), result.accepted_count)
+        self._emit(sequence, chunk_of(scheduled, new, accepted, verified, finish_reason))
+        if finish_reason is not None:
+            self.close(sequence)
+        else:
+            self._drafting.acknowledge(sequence, new, scheduled.assignment, span)
+
+    def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Keep the cache of accepted tokens.
+
+        The target's own token was sampled, not fed, so it comes with the next forward.
+        """
+        sequence.kv.length += accepted
+        if accepted < drafted:
+            self._pool.truncate(sequence.kv, sequence.kv.length)
+        self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+
+    def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
+        """Deliver what was committed, unless the request wants more tokens at once."""
+        if sequence.unsent is not None:
+            chunk = sequence.unsent.joined(chunk)
+        enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens
+        if enough or chunk.finish_reason is not None or sequence.stats.forward_count == 1:
+            self._outgoing.add(sequence.sink, chunk)
+            sequence.unsent = None
+        else:
+            sequence.unsent = chunk

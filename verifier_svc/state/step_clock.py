@@ -1,0 +1,61 @@
+"""Measures how long each phase of an engine step takes, for the cost model and the metrics."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.clock import Clock
+
+
+class StepClock:
+    """One object serves all steps of an engine. All times are in seconds.
+
+    A clock that was set back makes a phase take no time, since neither a counter nor the cost model
+    may see a negative time.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.wait_s = 0.0
+        """How long the engine waited for drafts before the step."""
+        self.phases_s: dict[str, float] = {}
+        """The phases of the step so far, by name, without the wait."""
+        self._clock = clock
+        self._next_wait_s = 0.0
+        self._phase_began = 0.0
+        # When the last two steps ended; -infinity before an idle period.
+        self._ended = (-math.inf, -math.inf)
+
+    def waited(self, seconds: float) -> None:
+        """Note how long the engine waited for drafts before the coming step."""
+        self._next_wait_s = seconds
+
+    def begin(self) -> None:
+        """Begin a step and its first phase."""
+        self.wait_s, self._next_wait_s = self._next_wait_s, 0.0
+        self.phases_s = {}
+        self._phase_began = self._clock()
+
+    def end(self, phase: str) -> None:
+        """End a phase and begin the next one; a phase that a step enters twice adds up."""
+        now = self._clock()
+        seconds = max(now - self._phase_began, 0.0)
+        self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
+        self._phase_began = now
+
+    def end_step(self) -> float:
+        """End the step; returns the time since the one before it ended, infinity if the engine was idle between."""
+        before, self._ended = self._ended[1], (self._ended[1], self._clock())
+        return max(self._ended[1] - before, 0.0)
+
+    def idle(self) -> None:
+        """Note that the engine has nothing to do."""
+        self._ended = (-math.inf, -math.inf)
+
+    def undisturbed_since(self, busy_until: float) -> bool:
+        """Whether drafters that computed until then were done before the last step began."""
+        return busy_until <= self._ended[0]
+
+    @property
+    def step_s(self) -> float:
+        """Duration of the step so far, without the wait before it."""
+        return sum(self.phases_s.values())

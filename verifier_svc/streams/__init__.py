@@ -1,0 +1,1 @@
+"""The verifier's ends of its streams: drafters' and gateways'."""

@@ -1,0 +1,1 @@
+"""Which draft tokens stand: acceptance rules, grammar masks, log probabilities."""

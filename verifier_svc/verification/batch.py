@@ -1,0 +1,182 @@
+"""From a batch's logits to what can be committed: each draft gets its context, rule and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from math import isnan
+from typing import Protocol
+
+import torch
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import AcceptanceRule, Rule, TokenLogprob
+from outrider.sampling.logits import Context
+from verifier_svc.state.scheduled_sequence import ScheduledSequence
+from verifier_svc.verification.acceptance import NO_TOKEN, NOT_FINITE, AcceptResult, Draft, accept
+from verifier_svc.verification.logprobs import logprobs, split_scored
+from verifier_svc.verification.rule_choice import acceptance_rule
+
+_NOT_FINITE = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
+_NO_TOKEN = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a forward says of one scheduled sequence.
+
+    `result` came by `rule`; it is None behind a chunk of a prompt that is not its last. `logprobs`
+    are those of the accepted tokens and the next one, where the request wants them;
+    `prompt_logprobs` are those of the tokens that were scheduled to be scored.
+    """
+
+    result: AcceptResult | None = None
+    rule: AcceptanceRule = AcceptanceRule.COUPLED
+    logprobs: SequenceOf[TokenLogprob] = ()
+    prompt_logprobs: SequenceOf[TokenLogprob] = ()
+
+
+class Verification(Protocol):
+    """Verifies drafts for the engine. `DraftVerifier` does so by logits, the simulator by its own texts."""
+
+    @property
+    def thinking_ids(self) -> tuple[int, int] | None:
+        """The tokens that begin and end the thinking phase, if the model has one."""
+
+    def verify(
+        self,
+        logits_RV: torch.Tensor,
+        batch: SequenceOf[ScheduledSequence],
+    ) -> list[Verified | OutriderError]:
+        """For each sequence what is to be committed, or why it cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVerifier:
+    """Decides which draft tokens of a batch stand.
+
+    `sampled_rule` is for drafts that a trusted drafter sampled; `thinking_ids` begin and end the
+    thinking phase, None when the model has none; with a `synthetic_rate` drafts stand at that rate
+    whatever the target says.
+    """
+
+    sampled_rule: AcceptanceRule = AcceptanceRule.BLOCK
+    thinking_ids: tuple[int, int] | None = None
+    synthetic_rate: float | None = None
+
+    def verify(
+        self,
+        logits_RV: torch.Tensor,
+        batch: SequenceOf[ScheduledSequence],
+    ) -> list[Verified | OutriderError]:
+        """For each sequence what is to be committed, or why it cannot go on.
+
+        `logits_RV` has `logit_count` rows of each sequence, one after the other.
+        """
+        logits_RV, scores = split_scored(logits_RV, batch)
+        sampling = [scheduled for scheduled in batch if scheduled.samples]
+        accepted = self._accept(logits_RV, sampling)
+        verified = accepted
+        if len(sampling) < len(batch):
+            rest = iter(accepted)
+            verified = [next(rest) if scheduled.samples else Verified() for scheduled in batch]
+        for i, prompt_logprobs in scores.items():
+            verified[i].prompt_logprobs = prompt_logprobs
+        return [_why_impossible(each) or each for each in verified]
+
+    def _accept(
+        self,
+        logits_RV: torch.Tensor,
+        sampling: SequenceOf[ScheduledSequence],
+    ) -> list[Verified]:
+        """For the sequences that a token is drawn for; `logits_RV` has their rows alone."""
+        drafts = [self._draft(scheduled) for scheduled in sampling]
+        results = accept(logits_RV, drafts, self.synthetic_rate)
+        pairs = zip(results, drafts, strict=True)
+        verified = [Verified(result, draft.rule) for result, draft in pairs]
+        for i, found in _logprobs(logits_RV, sampling, results).items():
+            verified[i].logprobs = found
+        return verified
+
+    def _draft(self, scheduled: ScheduledSequence) -> Draft:
+        sequence = scheduled.sequence
+        request, path = sequence.request, scheduled.path
+        # A distribution counts only from whom it was asked; else it could force a token.
+        asked = scheduled.assignment is not None and scheduled.assignment.rule is Rule.SPARSE
+        sampled = self.sampled_rule if asked and path.distributions else None
+        rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
+        thinking: SequenceOf[bool] = ()
+        if rule is AcceptanceRule.RELAXED:
+            thinking = self._thinking(sequence.tokens, path.token_ids)
+        return Draft(
+            Context(
+                request.sampling,
+                sequence.tokens,
+                len(request.prompt),
+                path.token_ids,
+                sequence.end_ids,
+                scheduled.mask,
+            ),
+            sequence.seed,
+            rule,
+            path.distributions if rule is sampled else (),
+            request.speculation,
+            thinking,
+            sequence.stats.forward_count,
+        )
+
+    def _thinking(self, text: SequenceOf[int], drafted: SequenceOf[int]) -> list[bool]:
+        """For each draft token behind a text, whether it is in the thinking phase.
+
+        A phase that the prompt opened counts.
+        """
+        if self.thinking_ids is None:
+            return [False] * len(drafted)
+        begin, end = self.thinking_ids
+        inside = next((token == begin for token in reversed(text) if token in (begin, end)), False)
+        states = []
+        for token in drafted:
+            # The end itself is verified exactly: when thinking stops is the target's decision.
+            inside = (inside and token != end) or token == begin
+            states.append(inside and token != begin)
+        return states
+
+
+def _logprobs(
+    logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence], results: SequenceOf[AcceptResult]
+) -> dict[int, list[TokenLogprob]]:
+    """Those of the sequences that want them, by their place in the batch."""
+    wanting = [each for each in batch if each.sequence.request.top_logprobs is not None]
+    if not wanting:
+        return {}
+    rows: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    spans: dict[int, range] = {}
+    first = 0
+    for i, (scheduled, result) in enumerate(zip(batch, results, strict=True)):
+        count = scheduled.sequence.request.top_logprobs
+        if count is not None:
+            committed = [
+                *scheduled.path.token_ids[: result.accepted_count],
+                max(0, result.next_token),
+            ]
+            spans[i] = range(len(rows), len(rows) + len(committed))
+            rows += range(first, first + len(committed))
+            tokens += committed
+            counts += [count] * len(committed)
+        first += len(scheduled.path.token_ids) + 1
+    found = logprobs(logits_RV, rows, tokens, counts)
+    return {i: found[span.start : span.stop] for i, span in spans.items()}
+
+
+def _why_impossible(verified: Verified) -> OutriderError | None:
+    """Why a sequence cannot go on: no token is allowed, or a logit is not finite; or None."""
+    next_token = 0 if verified.result is None else verified.result.next_token
+    if next_token >= 0 and not verified.prompt_logprobs:
+        return None
+    if next_token == NOT_FINITE or any(isnan(token.logprob) for token in verified.prompt_logprobs):
+        return OutriderError(Reason.LOGITS_NOT_FINITE, _NOT_FINITE)
+    if next_token == NO_TOKEN:
+        return OutriderError(Reason.INVALID_VALUE, _NO_TOKEN, "banned_token_ids")
+    return None

@@ -1,0 +1,144 @@
+"""The acceptance rules for one sequence, in numpy: each in its simplest form, and the oracle of the batched code's tests.
+
+Notation of all rules: a draft of K tokens is judged by K + 1 rows of the target. Row i of `target_probs` [K + 1, V] is the target's
+distribution after the first i draft tokens; row i of `draft_probs` [K, V] is the distribution that draft token i was drawn from.
+A rule accepts the first n draft tokens and adds one token of its own: a *recovered* token if it rejected one (n < K), the *bonus*
+token otherwise (n = K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.sampling.noise import Purpose, coupled_draw, uniforms
+
+Probs = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The first `count` draft tokens stand, and `next_token` follows them."""
+
+    count: int
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coins:
+    """The random numbers of a step: functions of the sequence's seed, the token's position and the verified draft's number.
+
+    `position` is that of the first draft token, counted from the prompt's first token.
+    """
+
+    seed: int
+    position: int
+    step: int = 0
+
+    def accept(self, i: int) -> float:
+        """Uniform in [0, 1): decides about draft token i."""
+        return float(uniforms([self.seed], [self.position + i], Purpose.ACCEPT, [self.step])[0])
+
+    def draw(self, probs: Probs, i: int) -> int:
+        """The target's own token at place i, with the coupled noise of its position."""
+        return coupled_draw(probs, self.seed, self.position + i)
+
+    def recover(self, weights: Probs, i: int) -> int:
+        """A token at place i with probability proportional to its weight."""
+        number = uniforms([self.seed], [self.position + i], Purpose.RECOVER, [self.step])[0]
+        cumulative = weights.cumsum()
+        return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+
+
+def greedy(target_logits: Probs, draft: Sequence[int]) -> Accepted:
+    """Accept draft tokens as long as each is the target's likeliest token."""
+    own = target_logits.argmax(-1)
+    for i, token in enumerate(draft):
+        if token != own[i]:
+            return Accepted(i, int(own[i]))
+    return Accepted(len(draft), int(own[-1]))
+
+
+def coupled(target_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
+    """Accept draft tokens as long as each is the token that the target draws there (arXiv 2408.07978).
+
+    Nothing of the draft enters the output: the same seed gives the same text with any drafter.
+    """
+    for i, token in enumerate(draft):
+        own = coins.draw(target_probs[i], i)
+        if token != own:
+            return Accepted(i, own)
+    return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
+
+
+def token_wise(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
+    """Rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318).
+
+    Accept token x with probability min(1, target(x) / draft(x)); at the first rejection draw from max(0, target - draft).
+    """
+    for i, token in enumerate(draft):
+        if coins.accept(i) * draft_probs[i, token] >= target_probs[i, token]:
+            return Accepted(i, coins.recover(_residual(target_probs[i], draft_probs[i], 1.0), i))
+    return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
+
+
+def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
+    """Block verification (Sun et al., arXiv 2403.10444, algorithm 2).
+
+    The weight of a prefix is w_i = min(1, w_(i-1) * target(x_i) / draft(x_i)). Prefix i is accepted with probability
+    s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft) over the next token; the whole draft with w_K. The
+    longest accepted prefix stands. The next token is drawn from max(0, w_n * target - draft).
+    """
+    count, scale, weight = 0, 1.0, 1.0
+    for i, token in enumerate(draft, start=1):
+        weight = min(1.0, weight * target_probs[i - 1, token] / draft_probs[i - 1, token])
+        chance = weight
+        if i < len(draft):
+            excess = np.maximum(0.0, weight * target_probs[i] - draft_probs[i]).sum()
+            total = excess + 1.0 - weight
+            # Both are 0 only if target and draft agree and no mass was lost before: then the block goes on.
+            chance = excess / total if total > 0 else 1.0
+        if coins.accept(i - 1) < chance:
+            count, scale = i, weight
+    if count == len(draft):
+        return Accepted(count, coins.draw(target_probs[-1], count))
+    return Accepted(count, coins.recover(_residual(target_probs[count], draft_probs[count], scale), count))
+
+
+def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
+    """max(0, scale * target - draft), or the target itself where that is 0 throughout, which only rounding can bring about."""
+    left = np.maximum(0.0, scale * target - draft)
+    return left if left.sum() > 0 else target
+
+
+def typical(target_probs: Probs, draft: Sequence[int], coins: Coins, epsilon: float) -> Accepted:
+    """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 3.3.1). Lossy.
+
+    Accept token x if target(x) > min(epsilon, sqrt(epsilon) * exp(-entropy)), or if the coupled rule accepts it.
+    """
+    for i, token in enumerate(draft):
+        probs = target_probs[i]
+        entropy = -np.sum(probs[probs > 0] * np.log(probs[probs > 0]))
+        likely = probs[token] > min(epsilon, np.sqrt(epsilon) * np.exp(-entropy))
+        own = coins.draw(probs, i)
+        if not likely and token != own:
+            return Accepted(i, own)
+    return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
+
+
+def relaxed(target_probs: Probs, draft: Sequence[int], coins: Coins, topk: int, delta: float) -> Accepted:
+    """TensorRT-LLM's relaxed acceptance for thinking tokens. Lossy.
+
+    Accept token x if fewer than `topk` tokens are likelier and target(x) >= max(target) - delta > 0, or if the coupled rule
+    accepts it.
+    """
+    for i, token in enumerate(draft):
+        probs = target_probs[i]
+        is_near = (probs > probs[token]).sum() < topk and probs[token] >= probs.max() - delta and probs[token] > 0
+        own = coins.draw(probs, i)
+        if not is_near and token != own:
+            return Accepted(i, own)
+    return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
