@@ -29,7 +29,10 @@ def _kernels() -> list[Extension]:
     return [
         Extension(
             f"outrider.lm.cpu.{name}",
-            [str(_KERNELS / source) for source in [*sources, *(["tile_attention.c"] if name == "_cpu_amx" else [])]],
+            [
+                str(_KERNELS / source)
+                for source in [*sources, *(["tile_attention.c"] if name == "_cpu_amx" else [])]
+            ],
             depends=[str(path) for path in sorted(_KERNELS.glob("*.[ch]"))],
             extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", *flags],
             extra_link_args=["-fopenmp", "-lm"],
@@ -108,7 +111,11 @@ class _AllOrNothing(build_ext):
 def _fetch_plotting_library() -> None:
     """Put the page's plotting library beside the page: files of a package that is installed to build this one."""
     package = find_spec("uplot")
-    if package is None or package.origin is None or not {"bdist_wheel", "editable_wheel"} & set(sys.argv):
+    if (
+        package is None
+        or package.origin is None
+        or not {"bdist_wheel", "editable_wheel"} & set(sys.argv)
+    ):
         return
     for name, digest in _PLOTTING_LIBRARY.items():
         source = Path(package.origin).parent / "static" / name

@@ -57,7 +57,18 @@ class BenchSettings(Settings):
     models: Path = Path("models")
     """Directory of the bundled pair, target and draft."""
 
-    only: Literal["bundled", "grown", "acceptance", "adversary", "delay", "judging", "limits", "seeds", "tracing", ""] = ""
+    only: Literal[
+        "bundled",
+        "grown",
+        "acceptance",
+        "adversary",
+        "delay",
+        "judging",
+        "limits",
+        "seeds",
+        "tracing",
+        "",
+    ] = ""
     """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
     much is accepted, what a drafter that is always wrong, delay on the draft stream and tracing cost, how long judging
     takes alone, what host, gateway and n-gram pools can do at most, how often a seed's text depends on its batch."""
@@ -103,7 +114,11 @@ class BenchSettings(Settings):
     @property
     def policies(self) -> list[str]:
         """The policies of depth that `ways` names."""
-        return [policy for policy in adversary.POLICIES if any(fnmatch.fnmatch(policy, pattern) for pattern in self.ways)]
+        return [
+            policy
+            for policy in adversary.POLICIES
+            if any(fnmatch.fnmatch(policy, pattern) for pattern in self.ways)
+        ]
 
     @model_validator(mode="after")
     def _names_a_policy(self) -> Self:
@@ -116,11 +131,19 @@ def main(arguments: list[str]) -> int:
     """The exit status."""
     settings = parse(BenchSettings, "outrider bench", arguments)
     if settings.only in _PLOTTED and find_spec("matplotlib") is None:
-        print("outrider bench: plots need matplotlib, which `make bench` installs, or pip install '.[bench]'", file=sys.stderr)
+        print(
+            "outrider bench: plots need matplotlib, which `make bench` installs, or pip install '.[bench]'",
+            file=sys.stderr,
+        )
         return 2
     console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
     stem = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    record: dict[str, Any] = {"machine": _machine(), "arguments": arguments, "started": stem, "pairs": {}}
+    record: dict[str, Any] = {
+        "machine": _machine(),
+        "arguments": arguments,
+        "started": stem,
+        "pairs": {},
+    }
     images: dict[str, bytes] = {}
     console.print(f"machine: {record['machine']}; arguments: {' '.join(arguments)}", markup=False)
     if settings.only == "acceptance":
@@ -135,14 +158,20 @@ def main(arguments: list[str]) -> int:
         record["limits"] = uvloop.run(limits.measure(settings.models, settings.out, console))
     elif settings.only == "tracing":
         [bundled] = _pairs(settings, console)
-        record["tracing"] = asyncio.run(tracing.measure(bundled, settings.rounds, settings.tokens, console))
+        record["tracing"] = asyncio.run(
+            tracing.measure(bundled, settings.rounds, settings.tokens, console)
+        )
     elif settings.only == "adversary":
         [grown] = _pairs(settings, console)
-        measured = adversary.measure(grown, settings.policies, settings.rounds, settings.tokens, console)
+        measured = adversary.measure(
+            grown, settings.policies, settings.rounds, settings.tokens, console
+        )
         record["adversary"] = asyncio.run(measured)
     elif settings.only == "delay":
         [grown] = _pairs(settings, console)
-        record["delay"], images["delay"] = asyncio.run(delay.measure(grown, settings.rounds, settings.tokens, console))
+        record["delay"], images["delay"] = asyncio.run(
+            delay.measure(grown, settings.rounds, settings.tokens, console)
+        )
     else:
         for pair in _pairs(settings, console):
             results = asyncio.run(_measure_pair(pair, settings, console))
@@ -160,14 +189,27 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     cores = len(os.sched_getaffinity(0))
     pairs = []
     if settings.only in ("", "bundled", "tracing"):
-        pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", settings.draft_tokens or 4, max(1, cores - 1)))
+        pairs.append(
+            Pair(
+                "bundled, 12 M, float32",
+                target,
+                draft,
+                "float32",
+                settings.draft_tokens or 4,
+                max(1, cores - 1),
+            )
+        )
     if settings.only in ("", "grown", "adversary", "delay"):
         console.print("growing the target, unless that was done before")
-        grown = grown_checkpoint(target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype)
+        grown = grown_checkpoint(
+            target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype
+        )
         # A forward of the large target outlasts the draft model's many times over, so it may have all cores.
         size = _parameter_count(grown)
         name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
-        pairs.append(Pair(name, grown, draft, settings.grown_dtype, settings.draft_tokens or 6, cores))
+        pairs.append(
+            Pair(name, grown, draft, settings.grown_dtype, settings.draft_tokens or 6, cores)
+        )
     return pairs
 
 
@@ -187,17 +229,25 @@ def _parameter_count(checkpoint: Path) -> int:
 
 def _machine() -> str:
     """Its processor and GPU, and what ran there."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     name = models[0].partition(":")[2].strip() if models else platform.processor()
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return ", ".join([f"{os.cpu_count()} cores of {name}", *gpu, versions, f"commit {_commit() or 'unknown'}"])
+    return ", ".join(
+        [f"{os.cpu_count()} cores of {name}", *gpu, versions, f"commit {_commit() or 'unknown'}"]
+    )
 
 
 def _commit() -> str:
     """Empty where there is no git, or no repository."""
     with suppress(FileNotFoundError):
-        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
     return ""
 
 
@@ -205,8 +255,15 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
     """Every way in every cell, a sample a round, after one short round that is not kept."""
     tokenizer = load_tokenizer(str(pair.target))
     kinds = {"mixed": DEMO_PROMPTS, **KINDS}
-    prompts = {kind: [tokenizer.encode(prompt).ids for _, prompt in kinds[kind]] for kind in settings.kinds}
-    cells = [Cell(kind, t, batch) for kind in settings.kinds for t in settings.temperatures for batch in settings.batches]
+    prompts = {
+        kind: [tokenizer.encode(prompt).ids for _, prompt in kinds[kind]] for kind in settings.kinds
+    }
+    cells = [
+        Cell(kind, t, batch)
+        for kind in settings.kinds
+        for t in settings.temperatures
+        for batch in settings.batches
+    ]
     results = Results(pair.name)
     async with AsyncExitStack() as stack:
         ways = await _ways(stack, pair, settings, console)
@@ -217,10 +274,17 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                 order = list(ways.items())[:: -1 if round_number % 2 == 0 else 1]
                 for cell in cells:
                     for name, measure in order:
-                        progress.update(bar, description=f"{pair.name}: {name}, batch {cell.batch}", advance=1)
+                        progress.update(
+                            bar, description=f"{pair.name}: {name}, batch {cell.batch}", advance=1
+                        )
                         if name in _ALONE and cell.batch > 1:
                             continue
-                        task = _task(prompts[cell.kind], cell, settings.waves, settings.tokens if round_number else 8)
+                        task = _task(
+                            prompts[cell.kind],
+                            cell,
+                            settings.waves,
+                            settings.tokens if round_number else 8,
+                        )
                         sample = await measure(task)
                         if round_number:
                             results.add(cell, name, sample)
@@ -230,12 +294,16 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
 def _task(prompts: list[list[int]], cell: Cell, waves: int, tokens: int) -> Task:
     """Prompts of every kind there is, in the same order for everyone."""
     count = max(4, waves * cell.batch)
-    spread = [prompts[i * len(prompts) // count] for i in range(count)] if count < len(prompts) else []
+    spread = (
+        [prompts[i * len(prompts) // count] for i in range(count)] if count < len(prompts) else []
+    )
     picked = spread or [prompts[i % len(prompts)] for i in range(count)]
     return Task(picked, cell.batch, tokens, cell.temperature, varied=waves > 2)
 
 
-async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, console: Console) -> dict[str, Measure]:
+async def _ways(
+    stack: AsyncExitStack, pair: Pair, settings: BenchSettings, console: Console
+) -> dict[str, Measure]:
     """The ways that are wanted, loaded."""
 
     def wanted(*names: str) -> bool:
@@ -245,13 +313,19 @@ async def _ways(stack: AsyncExitStack, pair: Pair, settings: BenchSettings, cons
     if wanted("transformers", *_ALONE):
         ways |= await stack.enter_async_context(transformers_ways(pair))
     if wanted(*_OURS):
-        texts = ["ngram", "suffix"] if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console) else ["ngram"]
+        texts = (
+            ["ngram", "suffix"]
+            if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console)
+            else ["ngram"]
+        )
         ways |= await _our_ways(stack, pair, texts)
     if settings.vllm is not None:
         for name, speculative in _vllm_methods(pair).items():
             if wanted(name):
                 sizes = max(settings.batches)
-                ways[name] = await stack.enter_async_context(vllm_way(pair, settings.vllm, sizes, speculative))
+                ways[name] = await stack.enter_async_context(
+                    vllm_way(pair, settings.vllm, sizes, speculative)
+                )
     console.print(f"{pair.name}: {', '.join(ways)}")
     return {name: way for name, way in ways.items() if wanted(name)}
 
@@ -268,7 +342,9 @@ def _has_suffix_trees(console: Console) -> bool:
 async def _our_ways(stack: AsyncExitStack, pair: Pair, texts: list[str]) -> dict[str, Measure]:
     """Outrider with the draft model and `texts`, the drafters that need none."""
     cores = len(os.sched_getaffinity(0))
-    shared = await stack.enter_async_context(outrider_stack(pair, [*texts, f"model={pair.draft}"], pair.shared_threads))
+    shared = await stack.enter_async_context(
+        outrider_stack(pair, [*texts, f"model={pair.draft}"], pair.shared_threads)
+    )
     wide = shared
     if pair.shared_threads != cores:
         # Without a draft model on the same cores the target may have them all.

@@ -59,7 +59,9 @@ async def _measure(models: Path, tokens: int) -> list[Table]:
     masks = _table("temperature 0.7, under a JSON schema", "drafter")
     model = f"model={draft},threads=1"
     for rule in ("token-wise", "block"):
-        async with _stack(target, [model], trust_draft_distributions=True, sampled_rule=rule) as stack:
+        async with _stack(
+            target, [model], trust_draft_distributions=True, sampled_rule=rule
+        ) as stack:
             rules.add_row(f"{rule}, model, sampled and trusted", *await stack(free, "model"))
     async with _stack(target, [model, "ngram"]) as stack:
         rules.add_row("coupled, model", *await stack(free, "model"))
@@ -73,7 +75,12 @@ async def _measure(models: Path, tokens: int) -> list[Table]:
 
 def _table(title: str, first: str) -> Table:
     table = Table(title=f"{title}, depth {_DEPTH}")
-    for name in (first, "mean accepted length", "accepted / drafted", "draft bytes / accepted token"):
+    for name in (
+        first,
+        "mean accepted length",
+        "accepted / drafted",
+        "draft bytes / accepted token",
+    ):
         table.add_column(name, justify="left" if name == first else "right")
     return table
 
@@ -90,20 +97,30 @@ async def _stack(target: Path, drafters: list[str], **settings: Any) -> AsyncIte
         yield measure
 
 
-async def _row(client: httpx.AsyncClient, metrics_port: int, request: dict[str, Any], drafter: str) -> list[str]:
+async def _row(
+    client: httpx.AsyncClient, metrics_port: int, request: dict[str, Any], drafter: str
+) -> list[str]:
     before = (await counters(metrics_port)).get("draft_bytes", 0.0)
     steps = drafted = accepted = 0
     for _ in range(_ROUNDS):
         speculation = {"drafter": drafter, "metrics": True}
-        bodies = [{**request, "prompt": prompt, "speculation": speculation} for _, prompt in DEMO_PROMPTS]
-        for response in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)):
+        bodies = [
+            {**request, "prompt": prompt, "speculation": speculation} for _, prompt in DEMO_PROMPTS
+        ]
+        for response in await asyncio.gather(
+            *(client.post("/v1/completions", json=body) for body in bodies)
+        ):
             response.raise_for_status()
             metrics = response.json()["metrics"]["speculative_decoding"]
             steps += metrics["num_spec_steps"]
             drafted += metrics["num_draft_tokens"]
             accepted += metrics["num_accepted_draft_tokens"]
     size = ((await counters(metrics_port)).get("draft_bytes", 0.0) - before) / max(accepted, 1)
-    return [f"{1 + accepted / max(steps, 1):.3f} ({steps} steps)", f"{accepted / max(drafted, 1):.3f}", f"{size:.0f}"]
+    return [
+        f"{1 + accepted / max(steps, 1):.3f} ({steps} steps)",
+        f"{accepted / max(drafted, 1):.3f}",
+        f"{size:.0f}",
+    ]
 
 
 def _same_drafts(models: Path) -> Table:
@@ -111,21 +128,39 @@ def _same_drafts(models: Path) -> Table:
     tokenizer = load_tokenizer(str(models / "target"))
     texts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     contexts = [ids[: len(ids) * part // 8] for ids in texts for part in range(2, 9)]
-    target, draft = (ModelRunner.load(str(models / name), dtype="float32", page_count=4096) for name in ("target", "draft"))
+    target, draft = (
+        ModelRunner.load(str(models / name), dtype="float32", page_count=4096)
+        for name in ("target", "draft")
+    )
     accepted = dict.fromkeys((AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK), 0)
     judged = 0
     for round_number in range(_PAIRED_ROUNDS):
         drafts = _sampled_drafts(draft, contexts, torch.Generator().manual_seed(round_number))
-        logits = target.forward(_slices([[*c, *d[0]] for c, d in zip(contexts, drafts, strict=True)], target.page_size, _DEPTH + 1))
+        logits = target.forward(
+            _slices(
+                [[*c, *d[0]] for c, d in zip(contexts, drafts, strict=True)],
+                target.page_size,
+                _DEPTH + 1,
+            )
+        )
         for seed in range(_PAIRED_SEEDS):
             for rule in accepted:
                 batch = [
-                    Draft(Context(SamplingParams(), context, len(context), tokens), seed * 10_000 + i, rule, laws)
-                    for i, (context, (tokens, laws)) in enumerate(zip(contexts, drafts, strict=True))
+                    Draft(
+                        Context(SamplingParams(), context, len(context), tokens),
+                        seed * 10_000 + i,
+                        rule,
+                        laws,
+                    )
+                    for i, (context, (tokens, laws)) in enumerate(
+                        zip(contexts, drafts, strict=True)
+                    )
                 ]
                 accepted[rule] += sum(outcome.accepted_count for outcome in accept(logits, batch))
             judged += len(contexts)
-    table = Table(title=f"temperature 1, depth {_DEPTH}: both rules on the same {_PAIRED_ROUNDS * len(contexts)} drafts")
+    table = Table(
+        title=f"temperature 1, depth {_DEPTH}: both rules on the same {_PAIRED_ROUNDS * len(contexts)} drafts"
+    )
     table.add_column("rule")
     table.add_column("mean accepted length", justify="right")
     for rule, count in accepted.items():
@@ -144,7 +179,9 @@ def _sampled_drafts(
         weights = (top.values / top.values.sum(-1, keepdim=True)).double()
         picks = torch.multinomial(weights, 1, generator=generator)
         chosen = top.indices.gather(-1, picks).squeeze(-1).tolist()
-        for (tokens, laws), token, ids, law in zip(drafts, chosen, top.indices, weights, strict=True):
+        for (tokens, laws), token, ids, law in zip(
+            drafts, chosen, top.indices, weights, strict=True
+        ):
             tokens.append(token)
             laws.append(SparseDistribution(ids.numpy(), law.numpy() / law.sum().item()))
     return drafts
@@ -162,8 +199,14 @@ def _slices(texts: list[list[int]], page_size: int, logit_count: int) -> list[Sl
 def judging() -> Table:
     """Time to judge 64 sequences of 8 rows at a vocabulary of 128k, on this machine's GPU or else its processor."""
     batch, rows, vocab = 64, 8, 131_072
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} threads"
-    table = Table(title=f"judging {batch} sequences × {rows} positions at a vocabulary of {vocab}, {where}")
+    where = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{torch.get_num_threads()} threads"
+    )
+    table = Table(
+        title=f"judging {batch} sequences × {rows} positions at a vocabulary of {vocab}, {where}"
+    )
     table.add_column("settings")
     table.add_column("milliseconds, median of 3", justify="right")
     logits = torch.randn(batch * rows, vocab, device="cuda" if torch.cuda.is_available() else "cpu")

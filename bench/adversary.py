@@ -23,7 +23,15 @@ from outrider.tokenizer import load_tokenizer
 
 POLICIES = ("goodput", "auto", "fixed:4")
 BATCHES = (1, 8, 32)
-_ARGUMENTS = ("-m", "drafter_svc", "--family", "bench.adversary:RandomFamily", "--id", "adversary", "--verifier")
+_ARGUMENTS = (
+    "-m",
+    "drafter_svc",
+    "--family",
+    "bench.adversary:RandomFamily",
+    "--id",
+    "adversary",
+    "--verifier",
+)
 
 
 class RandomFamily(Family):
@@ -38,17 +46,23 @@ class RandomFamily(Family):
     async def load(cls, settings: Any, place: PlacementPlan, metrics: Metrics) -> Loaded:
         return Loaded(lambda info: cls(info.vocab_size))
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         for sequence in sequences:
             sequence.extend([random.randrange(self._vocab_size)] * sequence.room)
 
 
-async def measure(pair: Pair, policies: list[str], rounds: int, tokens: int, console: Console) -> dict[str, Any]:
+async def measure(
+    pair: Pair, policies: list[str], rounds: int, tokens: int, console: Console
+) -> dict[str, Any]:
     """tokens/s with and without the drafter in turn, by policy and batch."""
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     record: dict[str, Any] = {}
-    table = Table(title=f"{pair.name}: a drafter that is always wrong, × plain decoding, median of {rounds} rounds (range)")
+    table = Table(
+        title=f"{pair.name}: a drafter that is always wrong, × plain decoding, median of {rounds} rounds (range)"
+    )
     for name in ("depth", *(f"batch {batch}" for batch in BATCHES)):
         table.add_column(name, justify="left" if name == "depth" else "right")
     for policy in policies:
@@ -58,17 +72,28 @@ async def measure(pair: Pair, policies: list[str], rounds: int, tokens: int, con
     return record
 
 
-async def _ratios(pair: Pair, policy: str, prompts: list[list[int]], rounds: int, tokens: int) -> dict[int, list[float]]:
+async def _ratios(
+    pair: Pair, policy: str, prompts: list[list[int]], rounds: int, tokens: int
+) -> dict[int, list[float]]:
     verifier = free_port("127.0.0.1")
     ratios: dict[int, list[float]] = {}
-    async with outrider_stack(pair, [], pair.shared_threads, verifier_port=verifier, depth=policy) as way:
-        process = await asyncio.create_subprocess_exec(sys.executable, *_ARGUMENTS, f"127.0.0.1:{verifier}", stdout=-1)
+    async with outrider_stack(
+        pair, [], pair.shared_threads, verifier_port=verifier, depth=policy
+    ) as way:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *_ARGUMENTS, f"127.0.0.1:{verifier}", stdout=-1
+        )
         try:
             if process.stdout is None or not await process.stdout.readline():
                 raise RuntimeError("the adversary could not register")
             for round_number in range(1 + rounds):
                 for batch in BATCHES:
-                    task = Task([prompts[i % len(prompts)] for i in range(max(4, batch))], batch, tokens, 0.0)
+                    task = Task(
+                        [prompts[i % len(prompts)] for i in range(max(4, batch))],
+                        batch,
+                        tokens,
+                        0.0,
+                    )
                     ratio = await _ratio(way, task)
                     if round_number:
                         ratios.setdefault(batch, []).append(ratio)
@@ -82,5 +107,7 @@ async def _ratio(way: MakeWay, task: Task) -> float:
     """Tokens/s with the drafter over those without: without, with, with, without, so that drift of the machine meets both alike."""
     seconds = dict.fromkeys(("plain", "wrong"), 0.0)
     for name in ("plain", "wrong", "wrong", "plain"):
-        seconds[name] += (await way({"enabled": False} if name == "plain" else {"drafter": "adversary"})(task)).seconds
+        seconds[name] += (
+            await way({"enabled": False} if name == "plain" else {"drafter": "adversary"})(task)
+        ).seconds
     return seconds["plain"] / seconds["wrong"]

@@ -78,7 +78,9 @@ class Proxy:
         try:
             while data := await source.read(_CHUNK):
                 self.byte_count += len(data)
-                free_at = max(free_at, loop.time()) + (len(data) / self.bytes_per_s if self.bytes_per_s else 0.0)
+                free_at = max(free_at, loop.time()) + (
+                    len(data) / self.bytes_per_s if self.bytes_per_s else 0.0
+                )
                 due.put_nowait((free_at + self.delay_s / 2, data))
         except (ConnectionError, OSError):
             sink.close()
@@ -87,7 +89,9 @@ class Proxy:
             sink.close()
 
 
-async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> tuple[dict[str, Any], bytes]:
+async def measure(
+    pair: Pair, rounds: int, tokens: int, console: Console
+) -> tuple[dict[str, Any], bytes]:
     """tokens/s by drafter and delay, printed and plotted: at batch 1, over prompts that rewrite a text, which drafts well."""
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in KINDS["rewriting"]]
@@ -109,7 +113,9 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> tup
                     await run(short)
                     sample = await run(task)
                     if round_number:
-                        rates.setdefault(name, {}).setdefault(delay_ms, []).append(sample.tokens_per_s)
+                        rates.setdefault(name, {}).setdefault(delay_ms, []).append(
+                            sample.tokens_per_s
+                        )
                         if lookups := _lookups(sample):
                             accepted.setdefault(f"{name} at {delay_ms} ms", []).append(lookups)
     console.print(_table(pair, rates, accepted, rounds))
@@ -136,18 +142,32 @@ async def delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, Proxy]]:
     proxy = Proxy(verifier)
     dial = f"verifier=127.0.0.1:{front},uds=/nonexistent"
     drafters = [f"ngram,{dial}", f"model={pair.draft},{dial}"]
-    async with proxy.listen(front), outrider_stack(pair, drafters, pair.shared_threads, verifier_port=verifier) as way:
+    async with (
+        proxy.listen(front),
+        outrider_stack(pair, drafters, pair.shared_threads, verifier_port=verifier) as way,
+    ):
         yield way, proxy
 
 
 def _table(
-    pair: Pair, rates: dict[str, dict[int, list[float]]], accepted: dict[str, list[tuple[float, float]]], rounds: int
+    pair: Pair,
+    rates: dict[str, dict[int, list[float]]],
+    accepted: dict[str, list[tuple[float, float]]],
+    rounds: int,
 ) -> Table:
     table = Table(
         title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, batch 1, median of {rounds} rounds (range); "
         "ratios are of the same round"
     )
-    for name in ("drafter", "delay, ms", "tokens/s", "× no delay", "× plain", "acceptance", "next draft there"):
+    for name in (
+        "drafter",
+        "delay, ms",
+        "tokens/s",
+        "× no delay",
+        "× plain",
+        "acceptance",
+        "next draft there",
+    ):
         table.add_column(name, justify="left" if name == "drafter" else "right")
     for name, by_delay in rates.items():
         for delay_ms in DELAYS_MS:
@@ -159,7 +179,11 @@ def _table(
                 spread(values, 1),
                 spread([ours / its for ours, its in zip(values, by_delay[0], strict=True)], 2),
                 spread([ours / its for ours, its in zip(values, plain, strict=True)], 2),
-                *([f"{median(column):.2f}" for column in zip(*share, strict=True)] if share else ("–", "–")),
+                *(
+                    [f"{median(column):.2f}" for column in zip(*share, strict=True)]
+                    if share
+                    else ("–", "–")
+                ),
             )
     return table
 
@@ -172,7 +196,12 @@ def _plot(pair: Pair, rates: dict[str, dict[int, list[float]]]) -> bytes:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, by_delay in rates.items():
-        axes.plot(DELAYS_MS, [median(by_delay[delay_ms]) for delay_ms in DELAYS_MS], marker="o", label=name)
+        axes.plot(
+            DELAYS_MS,
+            [median(by_delay[delay_ms]) for delay_ms in DELAYS_MS],
+            marker="o",
+            label=name,
+        )
     axes.set(title=pair.name, xlabel="delay of a round trip, ms", ylabel="tokens/s")
     axes.set_ylim(bottom=0)
     axes.legend()

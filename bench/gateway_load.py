@@ -81,7 +81,9 @@ async def measure(models: Path) -> dict[str, float]:
     ):
         tokens = TokenStream(TokenStreamServiceStub(channel), lambda error: error)
         before, started = _cpu_seconds(pid), time.perf_counter()
-        arrivals = await asyncio.gather(*(_through_gateway(port, _TOKENS) for _ in range(_CONNECTIONS)))
+        arrivals = await asyncio.gather(
+            *(_through_gateway(port, _TOKENS) for _ in range(_CONNECTIONS))
+        )
         count = _CONNECTIONS * _TOKENS
         found["tokens_per_s"] = count / (time.perf_counter() - started)
         found["chunks"] = sum(map(len, arrivals))
@@ -90,8 +92,16 @@ async def measure(models: Path) -> dict[str, float]:
             model.interval_s = connections / pace
             through, direct = [], []
             for _ in range(_TURNS):
-                direct.append(await _latency_s(model, connections, lambda: _from_verifier(tokens, _TOKENS // 4)))
-                through.append(await _latency_s(model, connections, lambda: _through_gateway(port, _TOKENS // 4)))
+                direct.append(
+                    await _latency_s(
+                        model, connections, lambda: _from_verifier(tokens, _TOKENS // 4)
+                    )
+                )
+                through.append(
+                    await _latency_s(
+                        model, connections, lambda: _through_gateway(port, _TOKENS // 4)
+                    )
+                )
             found[f"latency_ms_{connections}"] = 1000 * median(through)
             found[f"added_ms_{connections}"] = 1000 * (median(through) - median(direct))
         await tokens.close()
@@ -142,7 +152,9 @@ async def _gateway(verifier: str, models: Path) -> AsyncIterator[tuple[int, int]
         async with httpx.AsyncClient() as client:
             for _ in range(200):
                 try:
-                    if (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code == httpx.codes.OK:
+                    if (
+                        await client.get(f"http://127.0.0.1:{port}/readyz")
+                    ).status_code == httpx.codes.OK:
                         break
                 except httpx.TransportError:
                     pass
@@ -154,7 +166,9 @@ async def _gateway(verifier: str, models: Path) -> AsyncIterator[tuple[int, int]
         await process.wait()
 
 
-async def _latency_s(model: _PacedModel, connections: int, stream: Callable[[], Coroutine[Any, Any, list[float]]]) -> float:
+async def _latency_s(
+    model: _PacedModel, connections: int, stream: Callable[[], Coroutine[Any, Any, list[float]]]
+) -> float:
     """Median seconds from the end of a forward to its chunks' arrival, over all connections."""
     arrivals = await asyncio.gather(*(stream() for _ in range(connections)))
     # The first tenth is while requests still come in.
@@ -165,15 +179,25 @@ async def _latency_s(model: _PacedModel, connections: int, stream: Callable[[], 
 async def _from_verifier(stream: TokenStream, tokens: int) -> list[float]:
     """When each chunk of one sequence came from the verifier itself."""
     speculation = SpeculationOptions(enabled=False)
-    request = TokenRequest(_PROMPT, tokens, SamplingParams(0.0), ignore_eos=True, speculation=speculation)
+    request = TokenRequest(
+        _PROMPT, tokens, SamplingParams(0.0), ignore_eos=True, speculation=speculation
+    )
     return [time.perf_counter() async for _ in stream.generate(request)]
 
 
 async def _through_gateway(port: int, tokens: int) -> list[float]:
     """When each event of one streamed completion came."""
-    limits = {"max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, "speculation": {"enabled": False}}
+    limits = {
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "speculation": {"enabled": False},
+    }
     request = asks({"model": "null", "prompt": _PROMPT, **limits}, {})
-    _, arrivals = await asyncio.get_running_loop().create_connection(lambda: _Arrivals(request), "127.0.0.1", port)
+    _, arrivals = await asyncio.get_running_loop().create_connection(
+        lambda: _Arrivals(request), "127.0.0.1", port
+    )
     return await arrivals.times
 
 
@@ -197,7 +221,9 @@ class _Arrivals(asyncio.Protocol):
         if b"[DONE]" in self._end:
             self.times.set_result(self._found)
         else:
-            self.times.set_exception(RuntimeError(f"the gateway hung up: {self._end.decode(errors='replace')}"))
+            self.times.set_exception(
+                RuntimeError(f"the gateway hung up: {self._end.decode(errors='replace')}")
+            )
 
 
 def _cpu_seconds(pid: int) -> float:

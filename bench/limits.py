@@ -57,7 +57,9 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
     host = {batch: _host_seconds(batch, drafts=False) for batch in _BATCHES}
     drafted = {batch: _host_seconds(batch, drafts=True) for batch in _BATCHES}
     how = "compiled" if _COMPILED else "not compiled"
-    table = Table(title=f"the engine's host time a step, with a model that costs nothing, µs (median of 60 steps); {how}")
+    table = Table(
+        title=f"the engine's host time a step, with a model that costs nothing, µs (median of 60 steps); {how}"
+    )
     for name in ("sequences", "plain", "each", "3 drafted tokens each", "each"):
         table.add_column(name, justify="right")
     for batch in _BATCHES:
@@ -80,11 +82,19 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
         table.add_column(name, justify="right")
     for size in (3, 4):
         count, held, seconds = await _redis_memory(size)
-        table.add_row(str(size), f"{count:,}", f"{held / 1e6:.0f}", f"{held / count:.0f}", f"{count / seconds:,.0f}")
+        table.add_row(
+            str(size),
+            f"{count:,}",
+            f"{held / 1e6:.0f}",
+            f"{held / count:.0f}",
+            f"{count / seconds:,.0f}",
+        )
         record[f"redis_memory_{size}"] = {"ngrams": count, "bytes": held, "seconds": seconds}
     console.print(table)
     record["gateway"] = gateway = await gateway_load.measure(models)
-    table = Table(title="a gateway on one core: 64 connections as fast as it goes; latency at 50 tokens/s (1) and 5,000 (64)")
+    table = Table(
+        title="a gateway on one core: 64 connections as fast as it goes; latency at 50 tokens/s (1) and 5,000 (64)"
+    )
     for name in gateway:
         table.add_column(name, justify="right")
     table.add_row(*(f"{value:.2f}" for value in gateway.values()))
@@ -200,7 +210,10 @@ async def _redis_lookups() -> tuple[str, list[float], str]:
             await asyncio.sleep(0.05)
         times = []
         for _ in range(1_000):
-            queries = [Query(tenant, [ngram[-size:] for size in (3, 2, 1)]) for ngram in generator.sample(ngrams, 32)]
+            queries = [
+                Query(tenant, [ngram[-size:] for size in (3, 2, 1)])
+                for ngram in generator.sample(ngrams, 32)
+            ]
             started = time.perf_counter()
             found = await pool.lookup(queries)
             times.append(time.perf_counter() - started)
@@ -216,7 +229,9 @@ async def _redis_memory(size: int) -> tuple[int, int, float]:
     tokens = [generator.randrange(50_000) for _ in range(_MEMORY_TOKENS)]
     with _redis() as port, Redis(port=port) as client:
         server, keys = RedisServer.parse(f"redis://127.0.0.1:{port}/0"), PoolKeys(b"secret")
-        pool = RedisPool(server, keys, "fingerprint", 50_000, RedisOptions(max_entries=10 * _MEMORY_TOKENS))
+        pool = RedisPool(
+            server, keys, "fingerprint", 50_000, RedisOptions(max_entries=10 * _MEMORY_TOKENS)
+        )
         before, started = client.info("memory")["used_memory"], time.monotonic()
         tenant, counters, offered = pool.tenant("tenant"), pool.counters, 0
         for end in range(size, _MEMORY_TOKENS - 8):

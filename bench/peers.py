@@ -38,7 +38,11 @@ def main() -> None:
         task = json.loads(line)
         started = time.perf_counter()
         prompts, batch = task["prompts"], task["batch"]
-        limits = {"max_new_tokens": task["max_tokens"], "min_new_tokens": task["max_tokens"], **_sampling(task["temperature"])}
+        limits = {
+            "max_new_tokens": task["max_tokens"],
+            "min_new_tokens": task["max_tokens"],
+            **_sampling(task["temperature"]),
+        }
         how = {**limits, **ways[task["way"]]}
         waves = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         tokens = sum(_generate(target, wave, how, alone=task["way"] != "plain") for wave in waves)
@@ -48,7 +52,11 @@ def main() -> None:
 
 
 def _sampling(temperature: float) -> dict[str, Any]:
-    return {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    return (
+        {"do_sample": True, "temperature": temperature, "top_k": 0}
+        if temperature
+        else {"do_sample": False}
+    )
 
 
 def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alone: bool) -> int:
@@ -57,8 +65,13 @@ def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alo
     count = 0
     for batch in batches:
         longest = max(map(len, batch))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch], device=target.device)
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch], device=target.device)
+        ids = torch.tensor(
+            [[0] * (longest - len(prompt)) + prompt for prompt in batch], device=target.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch],
+            device=target.device,
+        )
         with torch.inference_mode():
             out = target.generate(ids, attention_mask=mask, **how)
         count += (out.shape[1] - longest) * len(batch)

@@ -12,12 +12,22 @@ def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
     """`POST /v1/completions`, as it is sent."""
     content = json.dumps(body).encode()
     # The connection is closed after an error as well, so that it does not look like a slow answer.
-    fields = {"Host": "localhost", "Connection": "close", "Content-Type": "application/json", **headers}
+    fields = {
+        "Host": "localhost",
+        "Connection": "close",
+        "Content-Type": "application/json",
+        **headers,
+    }
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"POST /v1/completions HTTP/1.1\r\n{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    return (
+        f"POST /v1/completions HTTP/1.1\r\n{head}Content-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
 
 
-async def stream(port: int, body: Mapping[str, Any], headers: Mapping[str, str], host: str = "127.0.0.1") -> AsyncIterator[bytes]:
+async def stream(
+    port: int, body: Mapping[str, Any], headers: Mapping[str, str], host: str = "127.0.0.1"
+) -> AsyncIterator[bytes]:
     """What `POST /v1/completions` answers, as it comes; raises RuntimeError unless the stream comes to its end."""
     reader, writer = await asyncio.open_connection(host, port)
     try:

@@ -41,13 +41,24 @@ class Results:
 
     def groups(self) -> Iterator[tuple[str, list[Cell]]]:
         """The cells of each table, with its title."""
-        for kind, temperature in dict.fromkeys((cell.kind, cell.temperature) for cell in self.samples):
-            cells = [cell for cell in self.samples if (cell.kind, cell.temperature) == (kind, temperature)]
+        for kind, temperature in dict.fromkeys(
+            (cell.kind, cell.temperature) for cell in self.samples
+        ):
+            cells = [
+                cell
+                for cell in self.samples
+                if (cell.kind, cell.temperature) == (kind, temperature)
+            ]
             yield f"{self.pair}; prompts: {kind}; temperature {temperature:g}", cells
 
     def base(self, names: Sequence[str], rate: Callable[[Sample], float | None]) -> str:
         """The first of these ways that has such a rate, for the others to be compared with."""
-        measured = {way for ways in self.samples.values() for way, samples in ways.items() if any(map(rate, samples))}
+        measured = {
+            way
+            for ways in self.samples.values()
+            for way, samples in ways.items()
+            if any(map(rate, samples))
+        }
         return next((name for name in names if name in measured), names[0])
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -73,7 +84,9 @@ def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
     for title, cells in results.groups():
         yield _rates(f"{title}\ntokens/s", cells, results, bases, _overall)
         full = "the same until nothing waits any more: batches are full, and the end of a run, with few requests, does not count"
-        yield _rates(f"{title}\n{full}", cells, results, bases, lambda sample: sample.full_tokens_per_s)
+        yield _rates(
+            f"{title}\n{full}", cells, results, bases, lambda sample: sample.full_tokens_per_s
+        )
         yield _latencies(title, cells, results)
         yield _steps(title, cells, results)
 
@@ -86,7 +99,13 @@ def _overall(sample: Sample) -> float:
     return sample.tokens_per_s
 
 
-def _rates(title: str, cells: list[Cell], results: Results, bases: Sequence[str], rate: Callable[[Sample], float | None]) -> Table:
+def _rates(
+    title: str,
+    cells: list[Cell],
+    results: Results,
+    bases: Sequence[str],
+    rate: Callable[[Sample], float | None],
+) -> Table:
     base = results.base(bases, rate)
 
     table = Table(title=f"{title}; median of the rounds (range), and × {base} of the same round")
@@ -98,7 +117,9 @@ def _rates(title: str, cells: list[Cell], results: Results, bases: Sequence[str]
         row = []
         for cell in cells:
             samples = results.samples[cell]
-            rates = [value for sample in samples.get(way, []) if (value := rate(sample)) is not None]
+            rates = [
+                value for sample in samples.get(way, []) if (value := rate(sample)) is not None
+            ]
             row.append(spread(rates, 1) if rates else "–")
             found = _ratios(samples, way, base, rate)
             row.append(f"{median(found):.2f}" if found else "–")
@@ -116,7 +137,11 @@ def _latencies(title: str, cells: list[Cell], results: Results) -> Table:
             samples = results.samples[cell].get(way, [])
             times = [[v for s in samples for v in getattr(s, name)] for name in ("ttft", "tpot")]
             if all(times):
-                numbers = [f"{1000 * value:.1f}" for values in times for value in (median(values), p99(values))]
+                numbers = [
+                    f"{1000 * value:.1f}"
+                    for values in times
+                    for value in (median(values), p99(values))
+                ]
                 table.add_row(way, str(cell.batch), *numbers)
     return table
 
@@ -131,7 +156,17 @@ def _steps(title: str, cells: list[Cell], results: Results) -> Table:
         title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens a sequence's step commits; the limit is what these "
         "tokens would take in forwards alone, on an idle machine; then what commits found of the next draft"
     )
-    columns = ("way", "batch", *PHASES, "tokens / step", "limit, tokens/s", "of limit", "wasted / token", *LOOKUPS, "bytes / token")
+    columns = (
+        "way",
+        "batch",
+        *PHASES,
+        "tokens / step",
+        "limit, tokens/s",
+        "of limit",
+        "wasted / token",
+        *LOOKUPS,
+        "bytes / token",
+    )
     for name in columns:
         table.add_column(name, justify="left" if name == "way" else "right")
     for way in _ways(cells, results):
@@ -150,7 +185,9 @@ def _step_figures(samples: list[Sample]) -> list[str]:
     steps = max(total["step_seconds_count"], 1)
     tokens = total["generation_tokens"]
     plain_steps = tokens - total.get("spec_decode_num_accepted_tokens", 0.0)
-    efficiency = total.get("decode_isolated_forward_seconds", 0.0) / max(total.get("decode_seconds", 0.0), 1e-9)
+    efficiency = total.get("decode_isolated_forward_seconds", 0.0) / max(
+        total.get("decode_seconds", 0.0), 1e-9
+    )
     rate = sum(sample.tokens for sample in samples) / sum(sample.seconds for sample in samples)
     lookups = [total.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS]
     return [
@@ -176,9 +213,18 @@ def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
     for title, cells in results.groups():
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         for way in _ways(cells, results):
-            points = [(c.batch, median(found)) for c in cells if (found := _ratios(results.samples[c], way, base, _overall))]
+            points = [
+                (c.batch, median(found))
+                for c in cells
+                if (found := _ratios(results.samples[c], way, base, _overall))
+            ]
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=way, linestyle="-" if "outrider" in way else "--")
+                axes.plot(
+                    *zip(*points, strict=True),
+                    marker="o",
+                    label=way,
+                    linestyle="-" if "outrider" in way else "--",
+                )
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.set(title=title, xlabel="batch", ylabel=f"tokens/s, × {base}", xscale="log")
         axes.set_xticks([cell.batch for cell in cells], [str(cell.batch) for cell in cells])
@@ -191,9 +237,14 @@ def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
     return images
 
 
-def _ratios(samples: dict[str, list[Sample]], way: str, base: str, rate: Callable[[Sample], float | None]) -> list[float]:
+def _ratios(
+    samples: dict[str, list[Sample]], way: str, base: str, rate: Callable[[Sample], float | None]
+) -> list[float]:
     """By round, since the machine is faster in some than in others; rounds in which one of both has no rate are left out."""
-    pairs = [(rate(ours), rate(its)) for ours, its in zip(samples.get(way, []), samples.get(base, []), strict=False)]
+    pairs = [
+        (rate(ours), rate(its))
+        for ours, its in zip(samples.get(way, []), samples.get(base, []), strict=False)
+    ]
     return [ours / its for ours, its in pairs if ours is not None and its is not None]
 
 
@@ -202,7 +253,9 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def write(directory: Path, stem: str, record: dict[str, Any], printed: Console, images: dict[str, bytes]) -> list[Path]:
+def write(
+    directory: Path, stem: str, record: dict[str, Any], printed: Console, images: dict[str, bytes]
+) -> list[Path]:
     """Write everything; `printed` recorded what the HTML page repeats."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{stem}.json", directory / f"{stem}.html"]

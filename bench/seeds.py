@@ -74,17 +74,26 @@ class Count(NamedTuple):
     cached: int
 
 
-def measure(models: Path, tokens: int, dtypes: Sequence[str] = ("float32", "bfloat16")) -> tuple[Table, dict[str, Any]]:
+def measure(
+    models: Path, tokens: int, dtypes: Sequence[str] = ("float32", "bfloat16")
+) -> tuple[Table, dict[str, Any]]:
     """A table to print and the same as data: for each case, path of the forward and dtype the texts that differ."""
     prompts = _prompts(models / "target")
     columns = list(_columns(models / "target", dtypes))
-    table = Table(title=f"texts of {tokens} tokens that differ from the same request's alone; draws until one differs")
+    table = Table(
+        title=f"texts of {tokens} tokens that differ from the same request's alone; draws until one differs"
+    )
     table.add_column("case")
     found: dict[str, Any] = {}
     for name, runner in columns:
         table.add_column(name)
-        reference = {answer.number: answer.tokens for answer in _run(runner, _ALONE, prompts, tokens, {})}
-        found[name] = {case.name: _compare(runner, case, prompts, tokens, reference)._asdict() for case in _CASES}
+        reference = {
+            answer.number: answer.tokens for answer in _run(runner, _ALONE, prompts, tokens, {})
+        }
+        found[name] = {
+            case.name: _compare(runner, case, prompts, tokens, reference)._asdict()
+            for case in _CASES
+        }
     for case in _CASES:
         counts = [Count(**found[name][case.name]) for name, _ in columns]
         table.add_row(case.name, *(f"{c.differing} of {c.texts}, {_rate(c)}" for c in counts))
@@ -115,19 +124,37 @@ def _columns(target: Path, dtypes: Sequence[str]) -> Iterator[tuple[str, ModelRu
         yield f"{'torch' if runner.device.type == 'cpu' else runner.device.type}, {dtype}", runner
 
 
-def _compare(runner: ModelRunner, case: Case, prompts: list[list[int]], tokens: int, reference: dict[int, list[int]]) -> Count:
+def _compare(
+    runner: ModelRunner,
+    case: Case,
+    prompts: list[list[int]],
+    tokens: int,
+    reference: dict[int, list[int]],
+) -> Count:
     differing = draws = 0
     answers = _run(runner, case, prompts, tokens, reference)
     for answer in answers:
         text, expected = answer.tokens, reference[answer.number]
-        same = next((i for i, pair in enumerate(zip(text, expected, strict=True)) if pair[0] != pair[1]), None)
+        same = next(
+            (i for i, pair in enumerate(zip(text, expected, strict=True)) if pair[0] != pair[1]),
+            None,
+        )
         differing += same is not None
         draws += tokens if same is None else same + 1
-    accepted, cached = sum(answer.accepted for answer in answers), sum(answer.cached for answer in answers)
+    accepted, cached = (
+        sum(answer.accepted for answer in answers),
+        sum(answer.cached for answer in answers),
+    )
     return Count(differing, len(answers), draws, accepted, cached)
 
 
-def _run(runner: ModelRunner, case: Case, prompts: list[list[int]], tokens: int, reference: dict[int, list[int]]) -> list[_Answer]:
+def _run(
+    runner: ModelRunner,
+    case: Case,
+    prompts: list[list[int]],
+    tokens: int,
+    reference: dict[int, list[int]],
+) -> list[_Answer]:
     """What each request was answered, in the order in which they ended."""
     engine = _engine(runner, case)
     if case.depth:
@@ -160,7 +187,10 @@ class _Answer:
             raise message
         self.tokens += message.token_ids
         if message.stats is not None:
-            self.accepted, self.cached = message.stats.accepted_token_count, message.cached_token_count
+            self.accepted, self.cached = (
+                message.stats.accepted_token_count,
+                message.cached_token_count,
+            )
 
 
 def _request(number: int, prompts: list[list[int]], tokens: int) -> TokenRequest:
@@ -188,8 +218,15 @@ def _engine(runner: ModelRunner, case: Case) -> Engine:
 class _Guesser:
     """A drafter in this process that knows the reference text and gets a token wrong in every other guess."""
 
-    def __init__(self, engine: Engine, prompts: list[list[int]], reference: dict[int, list[int]], depth: int) -> None:
-        self._engine, self._prompts, self._reference, self._depth = engine, prompts, reference, depth
+    def __init__(
+        self, engine: Engine, prompts: list[list[int]], reference: dict[int, list[int]], depth: int
+    ) -> None:
+        self._engine, self._prompts, self._reference, self._depth = (
+            engine,
+            prompts,
+            reference,
+            depth,
+        )
         self._random = random.Random(0)
         self._numbers: dict[int, int] = {}
         self._drafter = engine.drafting.join(Hello("seeds", "seeds", "", 16), self._told)

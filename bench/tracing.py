@@ -49,7 +49,9 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dic
                 sample = await ways[name](task)
                 if round_number:
                     found[name].append(sample.tokens_per_s)
-    console.print(f"{pair.name}, batch {_BATCH}, {rounds} rounds; {servicer.spans} spans were received")
+    console.print(
+        f"{pair.name}, batch {_BATCH}, {rounds} rounds; {servicer.spans} spans were received"
+    )
     table = Table(title="throughput with tracing")
     for title in ("traced", "tokens/s, median", "compared with", "ratio, paired", "95 % interval"):
         table.add_column(title, justify="left" if title in ("traced", "compared with") else "right")
@@ -58,28 +60,45 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dic
         base = _COMPARED[name]
         ratios = [rate / other for rate, other in zip(rates, found[base], strict=True)]
         low, high = _interval(ratios)
-        table.add_row(name, f"{median(rates):.1f}", base, f"{median(ratios):.4f}", f"{low:.4f} to {high:.4f}")
-        record[name] = {"tokens_per_s": rates, "compared_with": base, "ratio": median(ratios), "interval": [low, high]}
+        table.add_row(
+            name, f"{median(rates):.1f}", base, f"{median(ratios):.4f}", f"{low:.4f} to {high:.4f}"
+        )
+        record[name] = {
+            "tokens_per_s": rates,
+            "compared_with": base,
+            "ratio": median(ratios),
+            "interval": [low, high],
+        }
     console.print(table)
     return record
 
 
-async def _ways(stack: AsyncExitStack, pair: Pair, endpoint: str, generator: random.Random) -> dict[str, Measure]:
+async def _ways(
+    stack: AsyncExitStack, pair: Pair, endpoint: str, generator: random.Random
+) -> dict[str, Measure]:
     """What is compared. The depth is fixed, since what is learned on the way would differ from stack to stack."""
 
     async def start(**tracing: str) -> MakeWay:
-        return await stack.enter_async_context(outrider_stack(pair, ["ngram"], pair.shared_threads, depth="fixed:4", **tracing))
+        return await stack.enter_async_context(
+            outrider_stack(pair, ["ngram"], pair.shared_threads, depth="fixed:4", **tracing)
+        )
 
     def sampled(share: float) -> Callable[[], dict[str, str]]:
         def headers() -> dict[str, str]:
             flag = "01" if generator.random() < share else "00"
-            return {"traceparent": f"00-{generator.getrandbits(128):032x}-{generator.getrandbits(64):016x}-{flag}"}
+            return {
+                "traceparent": f"00-{generator.getrandbits(128):032x}-{generator.getrandbits(64):016x}-{flag}"
+            }
 
         return headers
 
     off, again, on = await start(), await start(), await start(otlp_endpoint=endpoint)
     shares = {_NOTHING: 0.0, "on, 1 % of the requests": 0.01, "on, every request": 1.0}
-    return {_OFF: off({}), "off, another stack": again({}), **{name: on({}, sampled(share)) for name, share in shares.items()}}
+    return {
+        _OFF: off({}),
+        "off, another stack": again({}),
+        **{name: on({}, sampled(share)) for name, share in shares.items()},
+    }
 
 
 def _interval(values: list[float]) -> tuple[float, float]:
@@ -94,7 +113,11 @@ class _Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.spans = 0
 
     async def Export(self, request: Any, context: Any) -> Any:
-        self.spans += sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
+        self.spans += sum(
+            len(scope.spans)
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+        )
         return trace_service_pb2.ExportTraceServiceResponse()
 
 

@@ -25,7 +25,11 @@ def main() -> None:
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     vllm: Any = importlib.import_module("vllm")
     engine = vllm.LLM(
         arguments.target,
@@ -68,7 +72,14 @@ def _run(vllm: Any, engine: Any, task: dict[str, Any]) -> dict[str, Any]:
                 full_s = full_s or (0.0 if len(waiting) >= places else now - started)
                 del begun[output.request_id]
     seconds = time.perf_counter() - started
-    return {"tokens": tokens, "seconds": seconds, "ttft": ttft, "tpot": tpot, "requests": requests, "full_s": full_s}
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "ttft": ttft,
+        "tpot": tpot,
+        "requests": requests,
+        "full_s": full_s,
+    }
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ class Task:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each prompt, spread evenly by the golden ratio."""
-        spread = [0.5 + (i * 0.618034) % 1.0 if self.varied else 1.0 for i in range(len(self.prompts))]
+        spread = [
+            0.5 + (i * 0.618034) % 1.0 if self.varied else 1.0 for i in range(len(self.prompts))
+        ]
         return [round(self.max_tokens * share) for share in spread]
 
 
@@ -110,7 +112,9 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
             answer = await receive.readline()
             if not answer:
                 errors.seek(0)
-                raise RuntimeError(f"{' '.join(command[:3])} died: {errors.read()[-2000:].decode(errors='replace')}")
+                raise RuntimeError(
+                    f"{' '.join(command[:3])} died: {errors.read()[-2000:].decode(errors='replace')}"
+                )
             return Sample(**json.loads(answer))
 
         try:
@@ -125,7 +129,14 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
 @asynccontextmanager
 async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
     """`generate` with all cores. Speculation takes one sequence at a time there."""
-    arguments = [str(pair.target), str(pair.draft), "--dtype", pair.dtype, "--draft-tokens", str(pair.depth)]
+    arguments = [
+        str(pair.target),
+        str(pair.draft),
+        "--dtype",
+        pair.dtype,
+        "--draft-tokens",
+        str(pair.depth),
+    ]
     async with line_peer(sys.executable, "-m", "bench.peers", *arguments) as ask:
 
         def way(name: str) -> Measure:
@@ -139,11 +150,15 @@ async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
 
 
 @asynccontextmanager
-async def vllm_way(pair: Pair, python: Path, max_sequences: int, speculative: dict[str, Any] | None) -> AsyncIterator[Measure]:
+async def vllm_way(
+    pair: Pair, python: Path, max_sequences: int, speculative: dict[str, Any] | None
+) -> AsyncIterator[Measure]:
     """vLLM in the virtual environment that `python` belongs to."""
     arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
     arguments += ["--speculative", json.dumps(speculative)] if speculative else []
-    async with line_peer(str(python), str(Path(__file__).with_name("vllm_peer.py")), *arguments) as ask:
+    async with line_peer(
+        str(python), str(Path(__file__).with_name("vllm_peer.py")), *arguments
+    ) as ask:
         yield lambda task: ask(_fields(task))
 
 
@@ -158,14 +173,24 @@ def _fields(task: Task) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(target: Path, drafters: list[str], **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+async def serving(
+    target: Path, drafters: list[str], **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """A whole stack with settings of `outrider serve`: a client of its gateway, and the port of its verifier's metrics.
 
     Raises RuntimeError with its processes' last words when it does not start.
     """
     metrics_port = free_port("127.0.0.1")
-    wanted = {"target": str(target), "drafter": drafters, "metrics_port": metrics_port, "verifier_port": 0, **settings}
-    serve = ServeSettings.model_validate({**wanted, "http_port": 0, "grpc_port": 0, "log_level": "warning"})
+    wanted = {
+        "target": str(target),
+        "drafter": drafters,
+        "metrics_port": metrics_port,
+        "verifier_port": 0,
+        **settings,
+    }
+    serve = ServeSettings.model_validate(
+        {**wanted, "http_port": 0, "grpc_port": 0, "log_level": "warning"}
+    )
     words: deque[str] = deque(maxlen=50)
     supervisor = Supervisor(lambda name, line: words.append(f"{name}: {line}"))
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as directory:
@@ -177,7 +202,9 @@ async def serving(target: Path, drafters: list[str], **settings: Any) -> AsyncIt
             try:
                 await asyncio.wait_for(supervisor.settle(ready), 300)
             except (StartFailed, TimeoutError) as cause:
-                raise RuntimeError("\n".join([str(cause) or "not ready after 300 s", *words])) from cause
+                raise RuntimeError(
+                    "\n".join([str(cause) or "not ready after 300 s", *words])
+                ) from cause
             async with httpx.AsyncClient(base_url=stack.http_url, timeout=600) as client:
                 yield client, metrics_port
         finally:
@@ -185,13 +212,17 @@ async def serving(target: Path, drafters: list[str], **settings: Any) -> AsyncIt
 
 
 @asynccontextmanager
-async def outrider_stack(pair: Pair, drafters: list[str], threads: int, **settings: Any) -> AsyncIterator[MakeWay]:
+async def outrider_stack(
+    pair: Pair, drafters: list[str], threads: int, **settings: Any
+) -> AsyncIterator[MakeWay]:
     """A whole stack; call the result with a request's `speculation`, and what gives its headers, for a way of decoding."""
     # Every round repeats the prompts, and the peers compute them anew each time.
     settings |= {"dtype": pair.dtype, "threads": threads, "prefix_caching": False}
     async with serving(pair.target, drafters, **settings) as (client, metrics_port):
 
-        def way(speculation: dict[str, Any], headers: Callable[[], dict[str, str]] = dict) -> Measure:
+        def way(
+            speculation: dict[str, Any], headers: Callable[[], dict[str, str]] = dict
+        ) -> Measure:
             stem = {"model": str(pair.target), "speculation": speculation}
             return lambda task: _over_http(client, metrics_port, stem, headers, task)
 
@@ -199,7 +230,11 @@ async def outrider_stack(pair: Pair, drafters: list[str], threads: int, **settin
 
 
 async def _over_http(
-    client: httpx.AsyncClient, metrics_port: int, stem: dict[str, Any], headers: Callable[[], dict[str, str]], task: Task
+    client: httpx.AsyncClient,
+    metrics_port: int,
+    stem: dict[str, Any],
+    headers: Callable[[], dict[str, str]],
+    task: Task,
 ) -> Sample:
     """As many requests under way as the batch is large, a new one for each that ends."""
     sample = Sample(0, 0.0)
@@ -223,7 +258,9 @@ async def _over_http(
     return sample
 
 
-async def _stream(port: int, body: dict[str, Any], headers: dict[str, str], sample: Sample) -> tuple[float, float, int]:
+async def _stream(
+    port: int, body: dict[str, Any], headers: dict[str, str], sample: Sample
+) -> tuple[float, float, int]:
     """One streamed completion, its times counted in tokens, of which a chunk can hold several: when the first and the last came,
     and how many.
     """

@@ -50,11 +50,19 @@ class Load:
         await asyncio.gather(*map(self._stream, range(_STREAMS)))
 
     async def _stream(self, index: int) -> None:
-        body = {"model": self._model, "prompt": _PROMPTS[index], "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": self._model,
+            "prompt": _PROMPTS[index],
+            "max_tokens": _TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body |= {"stream": True, "speculation": self._speculation}
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             if response.is_error:
-                raise Wrong(f"request {index}: {response.status_code} {(await response.aread()).decode()}")
+                raise Wrong(
+                    f"request {index}: {response.status_code} {(await response.aread()).decode()}"
+                )
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     self._take(index, json.loads(line.removeprefix("data: ")))
@@ -68,7 +76,9 @@ class Load:
         # A token has two characters and more.
         if all(self.texts) and sum(map(len, self.texts)) >= _STREAMS * _TOKENS:
             self.halfway.set()
-        self.accepted += ((chunk.get("metrics") or {}).get("speculative_decoding") or {}).get("num_accepted_draft_tokens", 0)
+        self.accepted += ((chunk.get("metrics") or {}).get("speculative_decoding") or {}).get(
+            "num_accepted_draft_tokens", 0
+        )
 
 
 async def requests(client: httpx.AsyncClient, model: str) -> str:
@@ -78,11 +88,22 @@ async def requests(client: httpx.AsyncClient, model: str) -> str:
         raise Wrong(f"the gateway is {state['status']}: {state['detail']}")
     plain = await complete(client, model, _PROMPTS[0], _TOKENS, _PLAIN)
     for family in ("ngram", "model"):
-        answer = await complete(client, model, _PROMPTS[0], _TOKENS, {"drafter": family, "metrics": True})
+        answer = await complete(
+            client, model, _PROMPTS[0], _TOKENS, {"drafter": family, "metrics": True}
+        )
         if answer.text != plain.text:
             raise Wrong(f"with {family} the text is {answer.text!r}, not {plain.text!r}")
-    ask = {"model": model, "messages": [{"role": "user", "content": "List the items as JSON: Order: 3 x lamp at 12.5."}]}
-    chat = (await client.post("/v1/chat/completions", json=ask | {"max_tokens": 64})).raise_for_status().json()
+    ask = {
+        "model": model,
+        "messages": [
+            {"role": "user", "content": "List the items as JSON: Order: 3 x lamp at 12.5."}
+        ],
+    }
+    chat = (
+        (await client.post("/v1/chat/completions", json=ask | {"max_tokens": 64}))
+        .raise_for_status()
+        .json()
+    )
     if not chat["choices"][0]["message"]["content"]:
         raise Wrong(f"the chat is empty: {chat}")
     metrics = (await client.get("/metrics")).raise_for_status().text
@@ -100,11 +121,15 @@ async def plain(client: httpx.AsyncClient, model: str, keep: Callable[[str], obj
     return f"{_STREAMS} streams at once, {_STREAMS * _TOKENS / (time.monotonic() - began):.0f} tokens/s"
 
 
-async def crash(client: httpx.AsyncClient, model: str, expected: list[str], family: str, container: str) -> str:
+async def crash(
+    client: httpx.AsyncClient, model: str, expected: list[str], family: str, container: str
+) -> str:
     """Kill a container while all requests stream; they must complete with plain decoding's texts, and all drafters come back."""
     load = Load(client, model, {"drafter": family, "metrics": True})
     running = asyncio.create_task(load.run())
-    await asyncio.wait((running, asyncio.create_task(load.halfway.wait())), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        (running, asyncio.create_task(load.halfway.wait())), return_when=asyncio.FIRST_COMPLETED
+    )
     under_way = load.reasons.count("")
     _docker("kill", container)
     killed = time.monotonic()
@@ -113,7 +138,9 @@ async def crash(client: httpx.AsyncClient, model: str, expected: list[str], fami
     await running
     same = sum(a == b for a, b in zip(load.texts, expected, strict=True))
     if same != _STREAMS or load.reasons.count("length") != _STREAMS:
-        raise Wrong(f"{same} of {_STREAMS} texts are plain decoding's; they ended with {set(load.reasons)}")
+        raise Wrong(
+            f"{same} of {_STREAMS} texts are plain decoding's; they ended with {set(load.reasons)}"
+        )
     by = await _restarted(container)
     await asyncio.wait_for(until_ready(str(client.base_url), print, _DRAFTERS), _BACK_S)
     back = time.monotonic() - killed
@@ -134,14 +161,20 @@ def experiment(folder: Path) -> str:
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*/*/cells/*/*.json"))]
     errors = [error for measurement in found for error in measurement["errors"]]
     texts = {measurement["texts_sha256"] for measurement in found}
-    carried = sum(link["up_bytes"] for measurement in found for link in measurement["links"].values())
+    carried = sum(
+        link["up_bytes"] for measurement in found for link in measurement["links"].values()
+    )
     if errors or len(texts) != 1 or carried == 0:
-        raise Wrong(f"{len(found)} measurements, {len(texts)} different texts, {carried} bytes over links; errors: {errors[:3]}")
+        raise Wrong(
+            f"{len(found)} measurements, {len(texts)} different texts, {carried} bytes over links; errors: {errors[:3]}"
+        )
     return f"{len(found)} measurements with equal texts, {carried} bytes over the link"
 
 
 def _docker(*arguments: str) -> str:
-    return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["docker", *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _read(file: str) -> list[str]:
@@ -153,7 +186,9 @@ async def main(command: str, *arguments: str) -> str:
     """Run one command; what it noted."""
     if command == "experiment":
         return experiment(Path(arguments[0]))
-    async with httpx.AsyncClient(base_url=os.environ["OUTRIDER_URL"], timeout=180, limits=httpx.Limits()) as client:
+    async with httpx.AsyncClient(
+        base_url=os.environ["OUTRIDER_URL"], timeout=180, limits=httpx.Limits()
+    ) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         if command == "requests":
             return await requests(client, model)

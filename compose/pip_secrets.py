@@ -28,12 +28,20 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 def configuration() -> dict[str, str]:
     """pip's settings by name, as this user's environment and files give them."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
     pairs = (line.partition("=")[::2] for line in listed.splitlines())
     settings = {
-        key.rpartition(".")[2]: str(ast.literal_eval(value)) for key, value in pairs if key.startswith(("global.", ":env:"))
+        key.rpartition(".")[2]: str(ast.literal_eval(value))
+        for key, value in pairs
+        if key.startswith(("global.", ":env:"))
     }
-    return {key: value for key, value in settings.items() if key in (*_LOCATIONS, "cert", "default-timeout")}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key in (*_LOCATIONS, "cert", "default-timeout")
+    }
 
 
 def served(location: str, key: str, root: Path, url: str) -> str:
@@ -59,10 +67,17 @@ def main() -> None:
         for key in _LOCATIONS:
             places = settings.get(key, "").split()
             if places:
-                settings[key] = " ".join(served(place, key, Path(directory), url) for place in places)
-        shutil.copyfile(settings.get("cert") or ssl.get_default_verify_paths().cafile or "/dev/null", target / "ca")
+                settings[key] = " ".join(
+                    served(place, key, Path(directory), url) for place in places
+                )
+        shutil.copyfile(
+            settings.get("cert") or ssl.get_default_verify_paths().cafile or "/dev/null",
+            target / "ca",
+        )
         settings["cert"] = "/run/secrets/ca"
-        (target / "pip").write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
+        (target / "pip").write_text(
+            "[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items())
+        )
         server.serve_forever()
 
 

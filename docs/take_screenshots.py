@@ -12,16 +12,24 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).with_name("images")
-SHOTS = {"playground": (1280, 1000, "light"), "dark": (1280, 1000, "dark"), "phone": (390, 844, "light")}
+SHOTS = {
+    "playground": (1280, 1000, "light"),
+    "dark": (1280, 1000, "dark"),
+    "phone": (390, 844, "light"),
+}
 
 
 def main(url: str) -> None:
     """Every picture, of the same prompt."""
     IMAGES.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         for name, (width, height, scheme) in SHOTS.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme=scheme
+            )
             page.goto(url)
             page.locator(".process").nth(3).wait_for()
             run(page, beside_plain=name != "phone")

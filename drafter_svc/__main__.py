@@ -80,7 +80,9 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
         telemetry.shutdown()
 
 
-async def _streams(settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics) -> DraftStreams:
+async def _streams(
+    settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics
+) -> DraftStreams:
     """Load what drafts and make a stream to each verifier; they set the server's health."""
     loaded = await find_family(settings.family).load(settings, place, metrics)
     name = metrics.drafter_id
@@ -114,14 +116,21 @@ def _settings(arguments: list[str]) -> DrafterSettings:
     flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in FamilyChoice.model_fields:
         flags.add_argument(f"--{name}", nargs="?")
-    given = {name: value for name, value in vars(flags.parse_known_args(arguments)[0]).items() if value is not None}
+    given = {
+        name: value
+        for name, value in vars(flags.parse_known_args(arguments)[0]).items()
+        if value is not None
+    }
     try:
         family = load(FamilyChoice, given).family
         schema = settings_schema(family) if family else DrafterSettings
     except (ValueError, OutriderError) as error:
         refuse(_PROGRAM, *str(error).splitlines())
     if not family and "--help" not in arguments:
-        refuse(_PROGRAM, f"family: must be given: {', '.join(known_families())} or package.module:Class")
+        refuse(
+            _PROGRAM,
+            f"family: must be given: {', '.join(known_families())} or package.module:Class",
+        )
     return parse(schema, _PROGRAM, arguments)
 
 
@@ -135,7 +144,9 @@ def main() -> None:
     settings = _settings(sys.argv[1:])
     family = find_family(settings.family).name
     telemetry.setup_logging(settings.log_level)
-    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
+    telemetry.setup(
+        _SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
+    )
     metrics = Metrics(settings.id or f"{family}-{platform.node()}-{os.getpid()}", family)
     try:
         # Before torch is imported: it sizes its thread pools by the cores it sees, and memory stays where it was first touched.

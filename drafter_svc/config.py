@@ -94,7 +94,9 @@ class DrafterSettings(ScrapedSettings):
     def _socket_for_each(self) -> Self:
         if self.uds and len(self.uds) != len(self.verifier):
             counts = f"not {len(self.uds)} for {len(self.verifier)}"
-            raise ValueError(f"uds: must name one socket for each verifier, in the same order, {counts}")
+            raise ValueError(
+                f"uds: must name one socket for each verifier, in the same order, {counts}"
+            )
         return self
 
 
@@ -113,11 +115,19 @@ def settings_schema(family: str) -> type[DrafterSettings]:
     Raises OutriderError(INVALID_VALUE) for a family that cannot be had.
     """
     chosen = find_family(family)
-    schema = create_model("DrafterSettings", __base__=(chosen.settings, DrafterSettings), __doc__=chosen.settings.__doc__)
+    schema = create_model(
+        "DrafterSettings",
+        __base__=(chosen.settings, DrafterSettings),
+        __doc__=chosen.settings.__doc__,
+    )
     return cast(type[DrafterSettings], schema)
 
 
 def required_setting(schema: type[DrafterSettings]) -> str | None:
     """The one setting that must be given besides the family, if there is one."""
-    required = [name for name, info in schema.model_fields.items() if info.is_required() and name != "family"]
+    required = [
+        name
+        for name, info in schema.model_fields.items()
+        if info.is_required() and name != "family"
+    ]
     return required[0] if required else None

@@ -44,5 +44,7 @@ def main(arguments: list[str]) -> None:
     except OutriderError as error:
         raise SystemExit(f"drafter erase: {error}") from error
     except FAILURES as error:
-        raise SystemExit(f"drafter erase: Redis failed, so some may be left; run it again: {error}") from error
+        raise SystemExit(
+            f"drafter erase: Redis failed, so some may be left; run it again: {error}"
+        ) from error
     print(f"{count} n-grams erased")

@@ -26,7 +26,9 @@ class FollowedGrammar:
 
     def _go_to(self, output: list[int]) -> bool:
         pairs = enumerate(zip(self._seen, output, strict=False))
-        common = next((i for i, (one, other) in pairs if one != other), min(len(self._seen), len(output)))
+        common = next(
+            (i for i, (one, other) in pairs if one != other), min(len(self._seen), len(output))
+        )
         if self._matcher is None:
             return False
         self._matcher.rollback(len(self._seen) - common)

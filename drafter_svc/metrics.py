@@ -26,19 +26,32 @@ class Metrics:
         labels = {"drafter": drafter_id, "family": family}
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"outrider:{name}", text, list(labels), registry=self.registry).labels(**labels)
+            return Counter(f"outrider:{name}", text, list(labels), registry=self.registry).labels(
+                **labels
+            )
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"outrider:{name}", text, list(labels), registry=self.registry).labels(**labels)
+            return Gauge(f"outrider:{name}", text, list(labels), registry=self.registry).labels(
+                **labels
+            )
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"outrider:{name}", text, list(labels), buckets=_SECONDS, registry=self.registry).labels(**labels)
+            return Histogram(
+                f"outrider:{name}", text, list(labels), buckets=_SECONDS, registry=self.registry
+            ).labels(**labels)
 
-        self._draft_seconds = histogram("drafter_draft_seconds", "Drafting for all sequences that have room, once.")
+        self._draft_seconds = histogram(
+            "drafter_draft_seconds", "Drafting for all sequences that have room, once."
+        )
         self._tokens = counter("drafter_proposed_tokens", "Tokens proposed.")
         self._skips = counter("drafter_skips", "Sequences for which there was nothing to propose.")
-        self.failed = counter("drafter_failed_sequences", "Sequences that are not drafted for since that failed; the log has why.")
-        self.redis_lookup_seconds = histogram("redis_lookup_seconds", "A lookup's command, until Redis answered.")
+        self.failed = counter(
+            "drafter_failed_sequences",
+            "Sequences that are not drafted for since that failed; the log has why.",
+        )
+        self.redis_lookup_seconds = histogram(
+            "redis_lookup_seconds", "A lookup's command, until Redis answered."
+        )
         self._redis_labels = labels
         self.sequences = gauge("drafter_sequences", "Sequences it drafts for.")
         self.connected = gauge("drafter_connected", "Verifiers that it is registered with.")
@@ -91,7 +104,13 @@ class _RedisCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         counters = self._counters
-        yield self._family("redis_queries", "Sequences looked up.", "outcome", found=counters.found, missed=counters.missed)
+        yield self._family(
+            "redis_queries",
+            "Sequences looked up.",
+            "outcome",
+            found=counters.found,
+            missed=counters.missed,
+        )
         yield self._family(
             "redis_lookups",
             "Commands for batches of them: sent, of those late (after 5 ms), failed or malformed; and skipped while Redis is down.",
@@ -102,7 +121,13 @@ class _RedisCollector(Collector):
             malformed=counters.malformed,
             skipped=counters.skipped,
         )
-        yield self._family("redis_writes", "N-grams offered.", "outcome", written=counters.written, dropped=counters.dropped)
+        yield self._family(
+            "redis_writes",
+            "N-grams offered.",
+            "outcome",
+            written=counters.written,
+            dropped=counters.dropped,
+        )
 
     def _family(self, name: str, text: str, label: str, **counts: int) -> CounterMetricFamily:
         family = CounterMetricFamily(f"outrider:{name}", text, labels=[*self._labels, label])

@@ -37,7 +37,9 @@ class Topology:
         system = sys_root / "devices/system"
         online = _read(system / "cpu/online")
         if not online:
-            raise invalid("placement", f"needs the list of cores in {system / 'cpu/online'}, which is missing")
+            raise invalid(
+                "placement", f"needs the list of cores in {system / 'cpu/online'}, which is missing"
+            )
         nodes = {
             int(path.name.removeprefix("node")): parse_cores(_read(path / "cpulist"))
             for path in sorted(system.glob("node/node[0-9]*"))
@@ -60,7 +62,10 @@ def _not_grace(sys_root: Path) -> str | None:
     midr = int(register, 16)
     if (midr >> 24 & 0xFF, midr >> 4 & 0xFFF) != _NEOVERSE_V2:
         return f"the processor's id {register} is not that of a Neoverse V2"
-    names = " ".join(_read(sys_root / "class/dmi/id" / name) for name in ("sys_vendor", "board_vendor", "product_name"))
+    names = " ".join(
+        _read(sys_root / "class/dmi/id" / name)
+        for name in ("sys_vendor", "board_vendor", "product_name")
+    )
     if not any(word in names.upper() for word in ("NVIDIA", "GRACE", "GB200", "GH200")):
         return f"the Neoverse V2 cores are in a machine that calls itself {names.strip() or 'nothing'}, not NVIDIA's"
     return None
@@ -81,9 +86,7 @@ class PlacementPlan:
             try:
                 os.sched_setaffinity(0, self.cores)
             except OSError as cause:
-                message = (
-                    f"cannot be {format_cores(list(self.cores))}: the system refuses ({cause.strerror}); is it a container's limit?"
-                )
+                message = f"cannot be {format_cores(list(self.cores))}: the system refuses ({cause.strerror}); is it a container's limit?"
                 raise invalid("cores", message) from cause
         if self.numa_node is not None:
             _bind_memory(self.numa_node)
@@ -92,7 +95,9 @@ class PlacementPlan:
 
     def describe(self, device: str) -> Placement:
         """As the drafter's Hello says it."""
-        return Placement(self.kind, platform.node(), device, self.cores, self.numa_node, platform.machine())
+        return Placement(
+            self.kind, platform.node(), device, self.cores, self.numa_node, platform.machine()
+        )
 
 
 def _bind_memory(node: int) -> None:
@@ -105,10 +110,19 @@ def _bind_memory(node: int) -> None:
     words[node // 64] = 1 << node % 64
     if libc.syscall(number, _MPOL_BIND, words, ctypes.c_ulong(len(words) * 64 + 1)) != 0:
         reason = os.strerror(ctypes.get_errno())
-        raise invalid("numa_node", f"cannot be {node}: set_mempolicy says {reason}; a container needs CAP_SYS_NICE for it")
+        raise invalid(
+            "numa_node",
+            f"cannot be {node}: set_mempolicy says {reason}; a container needs CAP_SYS_NICE for it",
+        )
 
 
-def plan(kind: str, cores: str | None, numa_node: int | None, threads: int | None, sys_root: Path = Path("/sys")) -> PlacementPlan:
+def plan(
+    kind: str,
+    cores: str | None,
+    numa_node: int | None,
+    threads: int | None,
+    sys_root: Path = Path("/sys"),
+) -> PlacementPlan:
     """Check a request against the topology; raises OutriderError(INVALID_VALUE) that names the field and what there is.
 
     `local` leaves the process where the system puts it, `cpu` takes what is asked for (all cores of the node, or all there are,
@@ -140,12 +154,16 @@ def _available(topology: Topology, numa_node: int | None) -> list[int]:
     if numa_node is None:
         return topology.online
     if numa_node not in topology.nodes:
-        raise invalid("numa_node", f"must be one of {', '.join(map(str, topology.nodes)) or '(none)'}, not {numa_node}")
+        raise invalid(
+            "numa_node",
+            f"must be one of {', '.join(map(str, topology.nodes)) or '(none)'}, not {numa_node}",
+        )
     cores = [core for core in topology.nodes[numa_node] if core in topology.online]
     if not cores:
         with_cores = [str(node) for node, its_cores in topology.nodes.items() if its_cores]
         raise invalid(
-            "numa_node", f"{numa_node} has no cores, as a GPU's memory has none; nodes with cores: {', '.join(with_cores)}"
+            "numa_node",
+            f"{numa_node} has no cores, as a GPU's memory has none; nodes with cores: {', '.join(with_cores)}",
         )
     return cores
 

@@ -37,9 +37,13 @@ class RepeatFamily(Family):
     async def load(cls, settings: RepeatSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
         return Loaded(lambda model: cls(settings.match_tokens))
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         for sequence in sequences:
-            sequence.extend(self._continuation([*sequence.tokens, *sequence.guesses], sequence.goal))
+            sequence.extend(
+                self._continuation([*sequence.tokens, *sequence.guesses], sequence.goal)
+            )
 
     def _continuation(self, text: list[int], length: int) -> list[int]:
         """Up to `length` tokens that followed the last earlier occurrence of the text's end; none if there is none."""

@@ -41,7 +41,9 @@ class Access:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
         if len(hosts) > 1 or len(origins) > 1:
-            return OutriderError(Reason.MALFORMED_REQUEST, "the request has several Host or Origin headers")
+            return OutriderError(
+                Reason.MALFORMED_REQUEST, "the request has several Host or Origin headers"
+            )
         host = hosts[0].lower() if hosts else ""
         if host and not host_allowed(host, self._hosts):
             message = f"Host {host[:_SHOWN_CHARACTERS]!r} is not a name of this gateway; --allowed-hosts lists its names"
@@ -78,7 +80,9 @@ def origin_pattern(origins: Sequence[str]) -> str:
     """A regular expression for these origins; in each a * stands for letters, digits, dots and hyphens."""
     if "*" in origins:
         return ".*"
-    each = [re.escape(origin.lower().rstrip("/")).replace(r"\*", r"[a-z0-9.-]+") for origin in origins]
+    each = [
+        re.escape(origin.lower().rstrip("/")).replace(r"\*", r"[a-z0-9.-]+") for origin in origins
+    ]
     return "|".join(f"(?:{one})" for one in each) or r"(?!)"
 
 

@@ -13,7 +13,9 @@ from outrider.messages import TokenChunk, TokenSource
 class Activity:
     """Sums since the gateway started; whoever wants rates takes differences. Times are in seconds."""
 
-    tokens: dict[str, int] = field(default_factory=lambda: {source.name.lower(): 0 for source in TokenSource})
+    tokens: dict[str, int] = field(
+        default_factory=lambda: {source.name.lower(): 0 for source in TokenSource}
+    )
     draft_tokens: int = 0
     """Draft tokens verified."""
     accepted_counts: list[int] = field(default_factory=list)

@@ -19,14 +19,25 @@ from outrider.errors import OutriderError, Reason
 log = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 60
-_BY_STATUS = {404: Reason.ROUTE_NOT_FOUND, 405: Reason.METHOD_NOT_ALLOWED, 413: Reason.REQUEST_TOO_LARGE}
+_BY_STATUS = {
+    404: Reason.ROUTE_NOT_FOUND,
+    405: Reason.METHOD_NOT_ALLOWED,
+    413: Reason.REQUEST_TOO_LARGE,
+}
 
 
 def error_body(error: OutriderError) -> dict[str, object]:
     """`{"error": {message, type, param, code}}`."""
     kind = error.reason.kind
     code = error.reason.name.lower()
-    return {"error": {"message": error.message, "type": kind.openai_type, "param": error.field, "code": code}}
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind.openai_type,
+            "param": error.field,
+            "code": code,
+        }
+    }
 
 
 class _AsciiResponse(JSONResponse):
@@ -38,7 +49,11 @@ class _AsciiResponse(JSONResponse):
 
 def error_response(error: OutriderError) -> Response:
     """The error with its HTTP status."""
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
+    headers = (
+        {"Retry-After": str(max(1, round(error.retry_after_s)))}
+        if error.retry_after_s is not None
+        else None
+    )
     return _AsciiResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)
 
 
@@ -88,7 +103,11 @@ async def _fault(_request: Request, _error: Exception) -> Response:
 
 def _instead(path: str) -> str:
     """Names the endpoints that generate text, for callers of others of OpenAI's, such as /v1/responses."""
-    return "; POST /v1/chat/completions and POST /v1/completions generate text" if path.startswith("/v1/") else ""
+    return (
+        "; POST /v1/chat/completions and POST /v1/completions generate text"
+        if path.startswith("/v1/")
+        else ""
+    )
 
 
 def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> OutriderError:
@@ -102,20 +121,29 @@ def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> Outrid
         return OutriderError(Reason.MALFORMED_REQUEST, f"the body is not JSON: {message} ({cause})")
     path = field_path(detail["loc"])
     if not path:
-        return OutriderError(Reason.MALFORMED_REQUEST, "the body must be a JSON object, sent with Content-Type: application/json")
+        return OutriderError(
+            Reason.MALFORMED_REQUEST,
+            "the body must be a JSON object, sent with Content-Type: application/json",
+        )
     if kind == "extra_forbidden":
-        return OutriderError(Reason.UNKNOWN_PARAMETER, f"{path} is not a parameter of this request", path)
+        return OutriderError(
+            Reason.UNKNOWN_PARAMETER, f"{path} is not a parameter of this request", path
+        )
     if kind == UNSUPPORTED:
         return OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{path} {message}", path)
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
-    return OutriderError(Reason.INVALID_VALUE, f"{path}: {message}, not {_shown(detail.get('input'))}", path)
+    return OutriderError(
+        Reason.INVALID_VALUE, f"{path}: {message}, not {_shown(detail.get('input'))}", path
+    )
 
 
 def _shown(value: object) -> str:
     """The beginning of a value as JSON, written no further than it is shown."""
     shown = ""
-    for part in json.JSONEncoder(default=str).iterencode(_cut(value) if isinstance(value, str) else value):
+    for part in json.JSONEncoder(default=str).iterencode(
+        _cut(value) if isinstance(value, str) else value
+    ):
         shown += part
         if len(shown) > _SHOWN_CHARACTERS:
             break

@@ -21,7 +21,9 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.routes(generation, settings.max_sequences))
     app.include_router(system.routes(generation, metrics))
-    app.router.routes.append(connect.route(GenerationServicer(generation), settings.max_body_bytes // 2))
+    app.router.routes.append(
+        connect.route(GenerationServicer(generation), settings.max_body_bytes // 2)
+    )
     page.install(app, generation.router, metrics)
     api_errors.install(app)
     document.install(app)
@@ -50,7 +52,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
+        announced = next(
+            (int(value) for name, value in scope["headers"] if name == b"content-length"), 0
+        )
         taken = 0
 
         async def bounded() -> Message:

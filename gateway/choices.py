@@ -20,7 +20,9 @@ _Queue = asyncio.Queue[Event | BaseException | None]
 async def merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[Event, None]:
     """The deltas of all streams as they come. The first failure ends all; closing the iterator closes all."""
     queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
-    tasks = [asyncio.create_task(_forward(index, stream, queue)) for index, stream in enumerate(streams)]
+    tasks = [
+        asyncio.create_task(_forward(index, stream, queue)) for index, stream in enumerate(streams)
+    ]
     try:
         running = len(tasks)
         while running:
@@ -67,7 +69,9 @@ class UsageTotals:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(finish.cached_token_count for finish in firsts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(finish.cached_token_count for finish in firsts)
+            },
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
@@ -76,7 +80,9 @@ class UsageTotals:
 
     def speculation(self) -> dict[str, Any]:
         """Which rules judged drafts, and whether they leave the output as the target's own; nothing when there was no draft."""
-        rules = sorted({rule for finish in self.finishes if finish is not None for rule in finish.stats.rules})
+        rules = sorted(
+            {rule for finish in self.finishes if finish is not None for rule in finish.stats.rules}
+        )
         if not rules:
             return {}
         names = [rule.name.lower().replace("_", "-") for rule in rules]
@@ -91,8 +97,10 @@ class UsageTotals:
         histogram = stats.histogram + [0] * (stats.max_draft_tokens + 1 - len(stats.histogram))
         return {
             "speculative_decoding": {
-                "mean_acceptance_length": 1 + stats.accepted_token_count / max(stats.draft_count, 1),
-                "draft_acceptance_rate": stats.accepted_token_count / max(stats.draft_token_count, 1),
+                "mean_acceptance_length": 1
+                + stats.accepted_token_count / max(stats.draft_count, 1),
+                "draft_acceptance_rate": stats.accepted_token_count
+                / max(stats.draft_token_count, 1),
                 "acceptance_histogram": histogram,
                 "num_spec_steps": stats.draft_count,
                 "num_accepted_draft_tokens": stats.accepted_token_count,

@@ -31,7 +31,12 @@ ERROR_HEADERS = ("Grpc-Status", "Grpc-Message", "Grpc-Status-Details-Bin")
 """Where gRPC-Web says how a call ended that never began."""
 MAX_JSON_VALUES = 65_536
 """Most values of a request in JSON, since making a message of them takes longer than parsing them."""
-_CONTENT_TYPES = ("application/connect+json", "application/connect+proto", "application/grpc-web", "application/grpc-web+proto")
+_CONTENT_TYPES = (
+    "application/connect+json",
+    "application/connect+proto",
+    "application/grpc-web",
+    "application/grpc-web+proto",
+)
 _METHOD = MethodInfo(
     name="GenerateText",
     service_name=SERVICE,
@@ -45,7 +50,9 @@ _Context = RequestContext[GenerateTextRequest, GenerateTextResponse]
 
 def route(servicer: GenerationServicer, max_request_bytes: int) -> Route:
     """The route under which browsers call GenerateText."""
-    return _Route(PATH, _Application(servicer, max_request_bytes), methods=["POST"], include_in_schema=False)
+    return _Route(
+        PATH, _Application(servicer, max_request_bytes), methods=["POST"], include_in_schema=False
+    )
 
 
 class _Route(Route):
@@ -62,9 +69,18 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
     path = f"/{SERVICE}"
 
     def __init__(self, servicer: GenerationServicer, max_request_bytes: int) -> None:
-        codecs = [_Reporting(google_protobuf_binary_codec()), _Reporting(google_protobuf_json_codec(ignore_unknown_fields=False))]
+        codecs = [
+            _Reporting(google_protobuf_binary_codec()),
+            _Reporting(google_protobuf_json_codec(ignore_unknown_fields=False)),
+        ]
         # Each message is a few bytes, and compressed ones would have to be bounded twice.
-        super().__init__(service=servicer, endpoints=_endpoints, read_max_bytes=max_request_bytes, compressions=(), codecs=codecs)
+        super().__init__(
+            service=servicer,
+            endpoints=_endpoints,
+            read_max_bytes=max_request_bytes,
+            compressions=(),
+            codecs=codecs,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -77,7 +93,9 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
             try:
                 return await receive()
             except HTTPException as refusal:
-                raise _connect_error(OutriderError(Reason.REQUEST_TOO_LARGE, refusal.detail)) from refusal
+                raise _connect_error(
+                    OutriderError(Reason.REQUEST_TOO_LARGE, refusal.detail)
+                ) from refusal
 
         # The library reads headers as UTF-8, which HTTP does not promise.
         readable = [(name, value.decode("latin-1").encode()) for name, value in scope["headers"]]
@@ -85,9 +103,13 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
 
 
 def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
-    async def generate_text(request: GenerateTextRequest, context: _Context) -> AsyncGenerator[GenerateTextResponse, None]:
+    async def generate_text(
+        request: GenerateTextRequest, context: _Context
+    ) -> AsyncGenerator[GenerateTextResponse, None]:
         try:
-            async with aclosing(servicer.answer(request, dict(context.request_headers))) as responses:
+            async with aclosing(
+                servicer.answer(request, dict(context.request_headers))
+            ) as responses:
                 async for response in responses:
                     yield response
         except OutriderError as error:
@@ -100,7 +122,10 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
 
 def _connect_error(error: OutriderError) -> ConnectError:
     """The error with the status and the details that it has over gRPC."""
-    details = [PackedDetail(type_url=packed.type_url, value=packed.value) for packed in rpc.status_of(error).details]
+    details = [
+        PackedDetail(type_url=packed.type_url, value=packed.value)
+        for packed in rpc.status_of(error).details
+    ]
     code = Code[error.reason.kind.status.replace("CANCELLED", "CANCELED")]
     return ConnectError(code, error.message, [ErrorDetail(detail) for detail in details])
 

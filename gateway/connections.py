@@ -80,7 +80,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}"))
+        self._refuse(
+            self._refusal or OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}")
+        )
 
     def _expect(self, seconds: float | None) -> None:
         """End the connection unless what is due comes within so long; None for nothing."""
@@ -94,15 +96,22 @@ class BoundedProtocol(HttpToolsProtocol):
             # Nothing was asked.
             self.transport.close()
         else:
-            self._refuse(OutriderError(Reason.REQUEST_TIMEOUT, "the request did not arrive in time"))
+            self._refuse(
+                OutriderError(Reason.REQUEST_TIMEOUT, "the request did not arrive in time")
+            )
 
     def _refuse(self, error: OutriderError) -> None:
         """Answer with the error unless an answer has begun, and hang up."""
         running = self.cycle is not None and not self.cycle.response_complete
         if not (running and self.cycle.response_started):
             content = json.dumps(error_body(error)).encode()
-            head = [STATUS_LINE[error.reason.kind.http], b"content-type: application/json\r\nconnection: close\r\n"]
-            self.transport.write(b"".join([*head, b"content-length: %d\r\n\r\n" % len(content), content]))
+            head = [
+                STATUS_LINE[error.reason.kind.http],
+                b"content-type: application/json\r\nconnection: close\r\n",
+            ]
+            self.transport.write(
+                b"".join([*head, b"content-length: %d\r\n\r\n" % len(content), content])
+            )
         if running:
             # So that the application writes nothing more.
             self.cycle.disconnected = True

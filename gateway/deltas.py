@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from gateway.request import TextRequest
 from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
-from outrider.messages import FinishReason, ModelInfo, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
+from outrider.messages import (
+    FinishReason,
+    ModelInfo,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenSource,
+)
 
 # OpenAI's number for a token that cannot come, since JSON has no infinity.
 _LEAST_LOGPROB = -9999.0
@@ -78,7 +85,9 @@ class DeltaBuilder:
     def __init__(self, request: TextRequest, info: ModelInfo, table: TokenTable) -> None:
         tokens = request.tokens
         self._request = request
-        self._end_ids = tokens.stop_token_ids | frozenset(() if tokens.ignore_eos else info.eos_token_ids)
+        self._end_ids = tokens.stop_token_ids | frozenset(
+            () if tokens.ignore_eos else info.eos_token_ids
+        )
         self._text = TextStream(table, request.stop)
         self._table = table
         # Decodes token by token, where each one's author is wanted.
@@ -88,13 +97,19 @@ class DeltaBuilder:
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
         self._offsets = TokenOffsets(table, at=len(self._echo))
         # Kept for the case that a stop string ends the sequence, since then the verifier's own statistics never come.
-        depth = info.max_draft_tokens if tokens.speculation.draft_tokens is None else tokens.speculation.draft_tokens
+        depth = (
+            info.max_draft_tokens
+            if tokens.speculation.draft_tokens is None
+            else tokens.speculation.draft_tokens
+        )
         self._stats = SpeculationStats(max_draft_tokens=depth if tokens.speculation.enabled else 0)
 
     def add(self, chunk: TokenChunk) -> TextDelta:
         """The delta for the next chunk."""
         ids = chunk.token_ids
-        ended_by_token = chunk.finish_reason is FinishReason.STOP and bool(ids) and ids[-1] in self._end_ids
+        ended_by_token = (
+            chunk.finish_reason is FinishReason.STOP and bool(ids) and ids[-1] in self._end_ids
+        )
         before = self._text.token_count
         text = self._text.push(ids[:-1] if ended_by_token else ids)
         if chunk.finish_reason is not None and not self._text.stopped:
@@ -107,12 +122,23 @@ class DeltaBuilder:
         seen = used - 1 if ended_by_token and used == len(ids) else used
         # Evaluations that score a text by its echo count tokens from its end, whichever the last one is.
         listed = seen if self._request.echo is None else used
-        shown = [self._show(*pair, self._offsets) for pair in zip(ids[:listed], logprobs, strict=False)]
+        shown = [
+            self._show(*pair, self._offsets) for pair in zip(ids[:listed], logprobs, strict=False)
+        ]
         finish = self._finish(chunk, ended_by_token)
         attributed = self._attribute(chunk, ids[:seen], last=finish is not None)
         prompt, text, self._echo = self._show_prompt(chunk), self._echo + text, ""
         return TextDelta(
-            text, ids[:used], sources, chunk.drafter_id, finish, logprobs, shown, attributed, prompt, chunk.prompt_logprobs
+            text,
+            ids[:used],
+            sources,
+            chunk.drafter_id,
+            finish,
+            logprobs,
+            shown,
+            attributed,
+            prompt,
+            chunk.prompt_logprobs,
         )
 
     def _show_prompt(self, chunk: TokenChunk) -> list[LogprobToken]:
@@ -125,24 +151,35 @@ class DeltaBuilder:
         ids = self._request.tokens.prompt[begin : self._prompt_shown]
         return [self._show(*pair, self._prompt_offsets) for pair in zip(ids, known, strict=False)]
 
-    def _attribute(self, chunk: TokenChunk, ids: Sequence[int], *, last: bool) -> list[AttributedToken]:
+    def _attribute(
+        self, chunk: TokenChunk, ids: Sequence[int], *, last: bool
+    ) -> list[AttributedToken]:
         """Who wrote which part of the text; what is held back of a character goes to the token that completes it."""
         if self._authors is None:
             return []
         texts = [self._authors.push([token_id]) for token_id in ids]
         if last and texts:
             texts[-1] += self._authors.finish()
-        return [AttributedToken(text, source, chunk.drafter_id) for text, source in zip(texts, chunk.sources, strict=False)]
+        return [
+            AttributedToken(text, source, chunk.drafter_id)
+            for text, source in zip(texts, chunk.sources, strict=False)
+        ]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> LogprobToken:
         text_and_bytes, offset = self._table.piece_and_bytes(token), offsets.push(token)
         if known is None:
             return LogprobToken(token, *text_and_bytes, None, offset=offset)
         top = [
-            LogprobToken(other, *self._table.piece_and_bytes(other), max(logprob, _LEAST_LOGPROB), rank)
-            for rank, (other, logprob) in enumerate(zip(known.top_token_ids, known.top_logprobs, strict=True), 1)
+            LogprobToken(
+                other, *self._table.piece_and_bytes(other), max(logprob, _LEAST_LOGPROB), rank
+            )
+            for rank, (other, logprob) in enumerate(
+                zip(known.top_token_ids, known.top_logprobs, strict=True), 1
+            )
         ]
-        return LogprobToken(token, *text_and_bytes, max(known.logprob, _LEAST_LOGPROB), known.rank, offset, top)
+        return LogprobToken(
+            token, *text_and_bytes, max(known.logprob, _LEAST_LOGPROB), known.rank, offset, top
+        )
 
     def _finish(self, chunk: TokenChunk, ended_by_token: bool) -> FinishInfo | None:
         stopped = self._text.stopped
@@ -151,4 +188,6 @@ class DeltaBuilder:
             return None
         stats = self._stats if stopped or chunk.stats is None else chunk.stats
         count = self._text.token_count + (ended_by_token and not stopped)
-        return FinishInfo(reason, len(self._request.tokens.prompt), count, chunk.cached_token_count, stats)
+        return FinishInfo(
+            reason, len(self._request.tokens.prompt), count, chunk.cached_token_count, stats
+        )

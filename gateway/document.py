@@ -46,7 +46,10 @@ STREAMED: Json = {"text/event-stream": {"schema": {"type": "string"}}}
 def denied(*errors: int) -> dict[int | str, Json]:
     """FastAPI's `responses` of a route: these errors, and those of every route."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": _ERRORS[status], "content": content} for status in (*errors, 403, 431)}
+    return {
+        status: {"description": _ERRORS[status], "content": content}
+        for status in (*errors, 403, 431)
+    }
 
 
 def answers(*errors: int, also: Json | None = None) -> dict[int | str, Json]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import MAX_LISTED_TOKENS
@@ -25,12 +33,17 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         if len(values) > MAX_KEYS:
-            raise OutriderError(Reason.INVALID_VALUE, f"an object of the body has {len(values)} keys, more than {MAX_KEYS}")
+            raise OutriderError(
+                Reason.INVALID_VALUE,
+                f"an object of the body has {len(values)} keys, more than {MAX_KEYS}",
+            )
         for key in values:
             try:
                 check_unicode(key)
             except ValueError as problem:
-                raise OutriderError(Reason.INVALID_VALUE, f"the key {ascii(key)[:60]} {problem}") from problem
+                raise OutriderError(
+                    Reason.INVALID_VALUE, f"the key {ascii(key)[:60]} {problem}"
+                ) from problem
         return values
 
 

@@ -37,7 +37,9 @@ class Generation:
         check_ids("prompt", prompt, info)
         return self.table.decode(prompt)
 
-    async def generate(self, model: str, operation: str, build: Build) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, model: str, operation: str, build: Build
+    ) -> AsyncGenerator[Event, None]:
         """The deltas of a request's sequences as they come. Closing the iterator cancels them all.
 
         The request is built for the model of one replica and runs there. A sequence that it loses
@@ -135,7 +137,13 @@ def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> 
 
     Raises OutriderError(INTERNAL) for what no verifier of this model can say.
     """
-    ids, listed = chunk.token_ids, [chunk.token_ids, *(known.top_token_ids for known in (*chunk.logprobs, *chunk.prompt_logprobs))]
+    ids, listed = (
+        chunk.token_ids,
+        [
+            chunk.token_ids,
+            *(known.top_token_ids for known in (*chunk.logprobs, *chunk.prompt_logprobs)),
+        ],
+    )
     problem = ""
     if any(of_one and max(of_one) >= info.vocab_size for of_one in listed):
         problem = f"a token id that is not in [0, {info.vocab_size})"

@@ -57,11 +57,15 @@ def check_size(body: bytes, max_values: int = MAX_VALUES) -> None:
         # Afterwards every quotation mark begins or ends a string.
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if body.count(b'"') > 2 * MAX_STRINGS:
-        raise OutriderError(Reason.REQUEST_TOO_LARGE, f"the body holds more than {MAX_STRINGS} strings")
+        raise OutriderError(
+            Reason.REQUEST_TOO_LARGE, f"the body holds more than {MAX_STRINGS} strings"
+        )
     around_strings = b"".join(body.split(b'"')[::2])
     # Each value but the first is after one of these.
     value_count = 1
     for mark in (b",", b"[", b"{"):
         value_count += around_strings.count(mark)
         if value_count > max_values:
-            raise OutriderError(Reason.REQUEST_TOO_LARGE, f"the body holds more than {max_values} values")
+            raise OutriderError(
+                Reason.REQUEST_TOO_LARGE, f"the body holds more than {max_values} values"
+            )

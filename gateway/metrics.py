@@ -17,11 +17,69 @@ from outrider.messages import FinishReason, TokenChunk, TokenSource
 _LABELS = ["model_name"]
 _SEMANTIC_LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
 PROVIDER = "outrider"
-_FIRST_TOKEN_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0]
+_FIRST_TOKEN_S = [
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+]
 # The conventions' bounds begin at 10 ms; speculation is about what lies below.
-_TOKEN_S = [0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075]
+_TOKEN_S = [
+    0.0005,
+    0.001,
+    0.0015,
+    0.002,
+    0.003,
+    0.004,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+]
 _TOKEN_S += [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0]
-_REQUEST_S = [0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0]
+_REQUEST_S = [
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+]
 
 _LAG_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
 _LAG_EVERY_S = 0.02
@@ -43,45 +101,84 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens given out.")
-        self.finished = self._counter("request_success", "Sequences that ended by themselves.", "finished_reason")
-        self.failed = self._counter("request_failure", "Sequences that ended in an error.", "reason")
-        self.cancelled = self._counter("request_cancelled", "Sequences whose client went away.")
-        self.running = Gauge("outrider:num_requests_running", "Sequences in progress.", _LABELS, registry=self.registry)
-        self.first_token_s = self._histogram("time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_S)
-        self.chunk_s = self._histogram("inter_token_latency_seconds", "Between two outputs of the model.", _TOKEN_S)
-        self.token_s = self._histogram(
-            "request_time_per_output_token_seconds", "From first to last token, over the tokens after the first.", _TOKEN_S
+        self.finished = self._counter(
+            "request_success", "Sequences that ended by themselves.", "finished_reason"
         )
-        self.request_s = self._histogram("e2e_request_latency_seconds", "From the request to its end.", _REQUEST_S)
-        self.semantic_first_token_s = self._semantic("time_to_first_token", "Time to generate the first token.", _FIRST_TOKEN_S)
-        self.semantic_token_s = self._semantic("time_per_output_token", "Time per output token after the first.", _TOKEN_S)
-        self.semantic_request_s = self._semantic("request_duration", "Time of a request.", _REQUEST_S, "error_type")
+        self.failed = self._counter(
+            "request_failure", "Sequences that ended in an error.", "reason"
+        )
+        self.cancelled = self._counter("request_cancelled", "Sequences whose client went away.")
+        self.running = Gauge(
+            "outrider:num_requests_running",
+            "Sequences in progress.",
+            _LABELS,
+            registry=self.registry,
+        )
+        self.first_token_s = self._histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_S
+        )
+        self.chunk_s = self._histogram(
+            "inter_token_latency_seconds", "Between two outputs of the model.", _TOKEN_S
+        )
+        self.token_s = self._histogram(
+            "request_time_per_output_token_seconds",
+            "From first to last token, over the tokens after the first.",
+            _TOKEN_S,
+        )
+        self.request_s = self._histogram(
+            "e2e_request_latency_seconds", "From the request to its end.", _REQUEST_S
+        )
+        self.semantic_first_token_s = self._semantic(
+            "time_to_first_token", "Time to generate the first token.", _FIRST_TOKEN_S
+        )
+        self.semantic_token_s = self._semantic(
+            "time_per_output_token", "Time per output token after the first.", _TOKEN_S
+        )
+        self.semantic_request_s = self._semantic(
+            "request_duration", "Time of a request.", _REQUEST_S, "error_type"
+        )
         self.drafts = self._vllm("num_drafts", "Steps of a sequence that verified a draft.")
         self.draft_tokens = self._vllm("num_draft_tokens", "Draft tokens verified.")
         self.accepted_tokens = self._vllm("num_accepted_tokens", "Draft tokens accepted.")
         self.accepted_per_position = self._vllm(
-            "num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", "position"
+            "num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft.",
+            "position",
         )
         self.activity = Activity()
         self.loop_lag_s = Histogram(
-            "outrider:event_loop_lag_seconds", "How late the event loop is.", buckets=_LAG_S, registry=self.registry
+            "outrider:event_loop_lag_seconds",
+            "How late the event loop is.",
+            buckets=_LAG_S,
+            registry=self.registry,
         )
-        self.http_responses = Counter("outrider:http_responses", "HTTP responses.", ["route", "status"], registry=self.registry)
+        self.http_responses = Counter(
+            "outrider:http_responses",
+            "HTTP responses.",
+            ["route", "status"],
+            registry=self.registry,
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"outrider:{name}", text, [*_LABELS, *labels], registry=self.registry)
 
     def _vllm(self, name: str, text: str, *labels: str) -> Counter:
         """A counter of vLLM's on speculative decoding, under its own name."""
-        return Counter(f"vllm:spec_decode_{name}", text, [*_LABELS, *labels], registry=self.registry)
+        return Counter(
+            f"vllm:spec_decode_{name}", text, [*_LABELS, *labels], registry=self.registry
+        )
 
     def drafted(self, model: str, draft_token_count: int, accepted_counts: Sequence[int]) -> None:
         """A sequence is over: `accepted_counts[i]` of its steps verified a draft and accepted i of its tokens."""
         self.drafts.labels(model).inc(sum(accepted_counts))
         self.draft_tokens.labels(model).inc(draft_token_count)
-        self.accepted_tokens.labels(model).inc(sum(i * count for i, count in enumerate(accepted_counts)))
+        self.accepted_tokens.labels(model).inc(
+            sum(i * count for i, count in enumerate(accepted_counts))
+        )
         for position in range(len(accepted_counts) - 1):
-            self.accepted_per_position.labels(model, str(position)).inc(sum(accepted_counts[position + 1 :]))
+            self.accepted_per_position.labels(model, str(position)).inc(
+                sum(accepted_counts[position + 1 :])
+            )
 
     def _semantic(self, name: str, text: str, buckets: list[float], *labels: str) -> Histogram:
         """A metric of OpenTelemetry's semantic conventions for generative AI."""
@@ -95,7 +192,9 @@ class Metrics:
 class SequenceClock:
     """Observes one sequence from its start to its end."""
 
-    def __init__(self, metrics: Metrics, model: str, operation: str, prompt_token_count: int) -> None:
+    def __init__(
+        self, metrics: Metrics, model: str, operation: str, prompt_token_count: int
+    ) -> None:
         self._metrics = metrics
         self._model = model
         self._start = self._first = self._last = time.perf_counter()
@@ -151,7 +250,9 @@ class SequenceClock:
         """The sequence ended in an error."""
         self._ended = True
         self._metrics.failed.labels(self._model, reason.lower()).inc()
-        self._metrics.semantic_request_s.labels(*self._semantic, reason.lower()).observe(time.perf_counter() - self._start)
+        self._metrics.semantic_request_s.labels(*self._semantic, reason.lower()).observe(
+            time.perf_counter() - self._start
+        )
 
     def close(self) -> None:
         """The sequence is over; unless it finished or failed, its client went away."""
@@ -160,4 +261,8 @@ class SequenceClock:
         self._metrics.running.labels(self._model).dec()
         self._metrics.generation_tokens.labels(self._model).inc(self._token_count)
         # Of a sequence that was cancelled before it told of its steps the draft tokens are not counted either.
-        self._metrics.drafted(self._model, self._draft_token_count if self._accepted_counts else 0, self._accepted_counts)
+        self._metrics.drafted(
+            self._model,
+            self._draft_token_count if self._accepted_counts else 0,
+            self._accepted_counts,
+        )

@@ -49,8 +49,12 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, 1, max_sequences)
         messages = [message.for_template() for message in body.messages]
-        text = await generation.prompts.rendered(messages, "messages", info.context_length, **body.rendering())
-        ids = await generation.prompts.encode(text, "messages", info.context_length, add_special_tokens=False)
+        text = await generation.prompts.rendered(
+            messages, "messages", info.context_length, **body.rendering()
+        )
+        ids = await generation.prompts.encode(
+            text, "messages", info.context_length, add_special_tokens=False
+        )
         prompt = Prompt(ids, "messages", prediction=await _prediction(generation, body, info))
         return await _answer(generation, request, body, [prompt], n, ChatShape(model))
 
@@ -70,7 +74,10 @@ def _choice_count(body: GenerationBody, prompt_count: int, max_sequences: int) -
         raise invalid("n", f"must be in [1, {max_sequences}], not {n}")
     if prompt_count * n > max_sequences:
         name = "prompt" if prompt_count > max_sequences else "n"
-        raise invalid(name, f"asks for {prompt_count} prompts times n={n}; at most {max_sequences} sequences go in one request")
+        raise invalid(
+            name,
+            f"asks for {prompt_count} prompts times n={n}; at most {max_sequences} sequences go in one request",
+        )
     return n
 
 
@@ -98,7 +105,9 @@ async def _answer(
         with span, responding(span):
             choices = await until_gone(request, collect(events, totals))
             describe(span, shape.id, totals, shape.model)
-            return JSONResponse(_whole(body, shape, totals, choices), headers={"X-Request-Id": shape.id})
+            return JSONResponse(
+                _whole(body, shape, totals, choices), headers={"X-Request-Id": shape.id}
+            )
     try:
         with responding(span):
             # The first delta is awaited before the status line goes out, so that what is refused is refused with its own status.
@@ -107,12 +116,17 @@ async def _answer(
         span.ended_by(error)
         span.end()
         raise
-    options, lengths = body.stream_options or StreamOptions(), [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
+    options, lengths = (
+        body.stream_options or StreamOptions(),
+        [len(prompt.token_ids) for prompt in prompts for _ in range(n)],
+    )
     writer = ChunkWriter(shape, totals, options, lengths, metrics=body.speculation.metrics)
     return EventStream(sse(first, events, writer, span), events, {"X-Request-Id": shape.id})
 
 
-def _whole(body: GenerationBody, shape: ResponseShape, totals: UsageTotals, choices: list[WholeChoice]) -> dict[str, Any]:
+def _whole(
+    body: GenerationBody, shape: ResponseShape, totals: UsageTotals, choices: list[WholeChoice]
+) -> dict[str, Any]:
     metrics = {"metrics": totals.metrics()} if body.speculation.metrics else {}
     echoed = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
     shown = [[*choice.prompt, *choice.shown] if echoed else choice.shown for choice in choices]

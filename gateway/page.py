@@ -50,7 +50,9 @@ def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
     async def events() -> Response:
         """Processes and sums, twice a second, until the reader leaves or the gateway is about to."""
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(router, metrics), media_type="text/event-stream", headers=unbuffered)
+        return StreamingResponse(
+            _events(router, metrics), media_type="text/event-stream", headers=unbuffered
+        )
 
     app.include_router(routes)
     app.mount("/web", _Files(directory=_WEB))

@@ -26,7 +26,11 @@ _COMPLETION_MAX_TOKENS = 16
 
 
 def text_requests(
-    body: CompletionBody | ChatBody, prompts: Sequence[Prompt], n: int, caller: Caller, info: m.ModelInfo
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[Prompt],
+    n: int,
+    caller: Caller,
+    info: m.ModelInfo,
 ) -> list[TextRequest]:
     """The request's sequences, n for each prompt, checked against a model.
 
@@ -36,9 +40,16 @@ def text_requests(
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for stream: true")
     if body.speculation.tokens and body.stop:
-        raise invalid("speculation.tokens", "does not go with stop, since tokens may hold a part of what is cut off")
+        raise invalid(
+            "speculation.tokens",
+            "does not go with stop, since tokens may hold a part of what is cut off",
+        )
     grammar, grammar_field = _grammar(body)
-    sampling, stop, speculation = _sampling(body, info.vocab_size), check_stop(body.stop), _speculation(body.speculation)
+    sampling, stop, speculation = (
+        _sampling(body, info.vocab_size),
+        check_stop(body.stop),
+        _speculation(body.speculation),
+    )
     stop_token_ids = _stop_token_ids(body.stop_token_ids or [], info.vocab_size)
     top_logprobs, prompt_logprobs = _top_logprobs(body), _prompt_logprobs(body)
     scores_prompt = prompt_logprobs is not None
@@ -50,7 +61,9 @@ def text_requests(
         tokens = m.TokenRequest(
             prompt=prompt.token_ids,
             max_tokens=max_tokens,
-            sampling=sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + choice) % 2**64),
+            sampling=sampling
+            if sampling.seed is None
+            else replace(sampling, seed=(sampling.seed + choice) % 2**64),
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(body.ignore_eos),
             speculation=speculation,
@@ -64,10 +77,20 @@ def text_requests(
             # A verifier generates nothing only for a prompt that it scores.
             prompt_logprobs=0 if max_tokens == 0 and not scores_prompt else prompt_logprobs,
         )
-        return TextRequest(tokens, limit.asked, stop, prompt.echo, scores_prompt, body.speculation.tokens, grammar_field)
+        return TextRequest(
+            tokens,
+            limit.asked,
+            stop,
+            prompt.echo,
+            scores_prompt,
+            body.speculation.tokens,
+            grammar_field,
+        )
 
     fitted = [(prompt, limit.resolve(prompt, sampling.min_tokens, info)) for prompt in prompts]
-    return [build(prompt, max_tokens, choice) for prompt, max_tokens in fitted for choice in range(n)]
+    return [
+        build(prompt, max_tokens, choice) for prompt, max_tokens in fitted for choice in range(n)
+    ]
 
 
 def _answer_limit(body: CompletionBody | ChatBody, scores_prompt: bool) -> AnswerLimit:
@@ -76,15 +99,22 @@ def _answer_limit(body: CompletionBody | ChatBody, scores_prompt: bool) -> Answe
         return AnswerLimit(asked, field_name, _COMPLETION_MAX_TOKENS, scores_prompt)
     if body.max_completion_tokens is not None:
         if asked is not None:
-            raise invalid("max_tokens", "is the old name of max_completion_tokens; send one of them")
+            raise invalid(
+                "max_tokens", "is the old name of max_completion_tokens; send one of them"
+            )
         asked, field_name = body.max_completion_tokens, "max_completion_tokens"
     return AnswerLimit(asked, field_name, None, scores_prompt)
 
 
 def _sampling(body: GenerationBody, vocab_size: int) -> m.SamplingParams:
-    named = [(field.name, getattr(body, field.name)) for field in fields(m.SamplingParams) if field.init]
+    named = [
+        (field.name, getattr(body, field.name)) for field in fields(m.SamplingParams) if field.init
+    ]
     given = {name: value for name, value in named if value is not None}
-    given |= {"logit_bias": _logit_bias(body.logit_bias or {}), "banned_token_ids": tuple(body.banned_token_ids or ())}
+    given |= {
+        "logit_bias": _logit_bias(body.logit_bias or {}),
+        "banned_token_ids": tuple(body.banned_token_ids or ()),
+    }
     if body.top_k == -1:
         given["top_k"] = 0
     sampling = m.SamplingParams(**given)
@@ -114,10 +144,14 @@ def _speculation(body: SpeculationBody) -> m.SpeculationOptions:
 
 def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
     if len(ids) > m.MAX_STOP_TOKENS:
-        raise invalid("stop_token_ids", f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(ids)}")
+        raise invalid(
+            "stop_token_ids", f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(ids)}"
+        )
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
-            raise invalid(f"stop_token_ids[{index}]", f"must be in [0, {vocab_size}), not {token_id}")
+            raise invalid(
+                f"stop_token_ids[{index}]", f"must be in [0, {vocab_size}), not {token_id}"
+            )
     return frozenset(ids)
 
 
@@ -138,7 +172,10 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
     """The same for the prompt's tokens, which an echo shows as it shows the others unless told otherwise."""
     wire_requests.check_logprobs("prompt_logprobs", body.prompt_logprobs)
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "is not for stream: true; a completion's echo and logprobs stream a prompt's")
+        raise invalid(
+            "prompt_logprobs",
+            "is not for stream: true; a completion's echo and logprobs stream a prompt's",
+        )
     if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:
         return body.logprobs
     return body.prompt_logprobs
@@ -151,7 +188,9 @@ def _grammar(body: GenerationBody) -> tuple[m.Grammar | None, str]:
         return None, ""
     (field, grammar), *more = found.items()
     if more:
-        raise invalid(more[0][0], f"contradicts {field}: only one of them can say what the answer must be")
+        raise invalid(
+            more[0][0], f"contradicts {field}: only one of them can say what the answer must be"
+        )
     wire_settings.check_grammar(grammar, field)
     return grammar, field
 
@@ -169,7 +208,10 @@ def _grammars(body: GenerationBody) -> dict[str, m.Grammar]:
         "guided_json": (m.GrammarKind.JSON_SCHEMA, _json(body.guided_json)),
         "structured_outputs.json": (m.GrammarKind.JSON_SCHEMA, _json(structured.json_)),
         "structural_tag": (m.GrammarKind.STRUCTURAL_TAG, _json(body.structural_tag)),
-        "structured_outputs.structural_tag": (m.GrammarKind.STRUCTURAL_TAG, _json(structured.structural_tag)),
+        "structured_outputs.structural_tag": (
+            m.GrammarKind.STRUCTURAL_TAG,
+            _json(structured.structural_tag),
+        ),
     }
     choices = {
         "choice": body.choice,
@@ -178,8 +220,14 @@ def _grammars(body: GenerationBody) -> dict[str, m.Grammar]:
     }
     formatted = _response_format(body)
     found = {} if formatted is None else {"response_format": formatted}
-    found |= {field: m.Grammar(kind, text) for field, (kind, text) in texts.items() if text is not None}
-    found |= {field: m.Grammar(m.GrammarKind.CHOICE, choices=tuple(given)) for field, given in choices.items() if given is not None}
+    found |= {
+        field: m.Grammar(kind, text) for field, (kind, text) in texts.items() if text is not None
+    }
+    found |= {
+        field: m.Grammar(m.GrammarKind.CHOICE, choices=tuple(given))
+        for field, given in choices.items()
+        if given is not None
+    }
     if structured.json_object:
         found["structured_outputs.json_object"] = m.Grammar(m.GrammarKind.JSON_OBJECT)
     return found

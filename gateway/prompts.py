@@ -51,12 +51,16 @@ class Prompts:
         self._special_tokens = _special_tokens(config)
         self._template = _template(model, config)
         # Names of byte tokens are longer than their text, never shorter.
-        self._longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._longest_token = max(
+            map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1
+        )
         self._turns = asyncio.Semaphore(_AT_ONCE_TEXTS)
         # So that a long text neither waits for many short ones, nor they for it, and leaves a processor to the event loop.
         self._long_turns = asyncio.Semaphore(1)
 
-    async def encode(self, text: str, field: str, most_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, field: str, most_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """The text's ids; a long text does not hold up the event loop.
 
         A text that cannot have as few as `most_tokens` tokens is refused before it is tokenised: raises
@@ -65,12 +69,17 @@ class Prompts:
         if len(text) > most_tokens * self._longest_token:
             raise _too_long(field, f"{len(text)} characters", most_tokens)
         is_unusual = len(text) > max(most_tokens * _USUAL_CHARACTERS, _SLICE_CHARACTERS)
-        if is_unusual and len(await self._first_tokens(text, _SLICED * most_tokens)) > _SLICED * most_tokens:
+        if (
+            is_unusual
+            and len(await self._first_tokens(text, _SLICED * most_tokens)) > _SLICED * most_tokens
+        ):
             raise _too_long(field, f"{len(text)} characters", most_tokens)
         encoding = await self._encode(text, add_special_tokens)
         # To make a list of millions of ids takes long as well.
         if (count := len(encoding)) > most_tokens:
-            raise context_overflow(most_tokens, f"{field} has {count} tokens, and the answer needs room too", field)
+            raise context_overflow(
+                most_tokens, f"{field} has {count} tokens, and the answer needs room too", field
+            )
         ids: list[int] = encoding.ids
         return ids
 
@@ -85,7 +94,11 @@ class Prompts:
         """Tokens of the text's slices, to the slice with which there are more than `wanted`."""
         found: list[int] = []
         for begin in range(0, len(text), _SLICE_CHARACTERS):
-            found += (await self._encode(text[begin : begin + _SLICE_CHARACTERS], add_special_tokens=False)).ids
+            found += (
+                await self._encode(
+                    text[begin : begin + _SLICE_CHARACTERS], add_special_tokens=False
+                )
+            ).ids
             if len(found) > wanted:
                 break
         return found
@@ -97,7 +110,9 @@ class Prompts:
         turns = self._turns if len(text) <= _SLICE_CHARACTERS else self._long_turns
         await turns.acquire()
         # "Fast" leaves out where in the text tokens begin, which nobody asks for here and takes long to free.
-        work = asyncio.ensure_future(self.tokenizer.async_encode_batch_fast([text], add_special_tokens=add_special_tokens))
+        work = asyncio.ensure_future(
+            self.tokenizer.async_encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        )
         # A caller that is cancelled does not end the work.
         work.add_done_callback(lambda _: turns.release())
         encodings: list[Encoding] = await asyncio.shield(work)
@@ -105,14 +120,18 @@ class Prompts:
 
     async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
         """The tokenizer's own names of the tokens."""
-        return await asyncio.to_thread(lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids])
+        return await asyncio.to_thread(
+            lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids]
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The ids' text, special tokens included."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
-    async def rendered(self, messages: Sequence[Mapping[str, str]], field: str, most_tokens: int, **how: Any) -> str:
+    async def rendered(
+        self, messages: Sequence[Mapping[str, str]], field: str, most_tokens: int, **how: Any
+    ) -> str:
         """`render`, where a long conversation does not hold up the event loop; much too long ones are refused as by `encode`."""
         length = sum(len(message["content"]) for message in messages)
         if length > most_tokens * self._longest_token:
@@ -135,7 +154,9 @@ class Prompts:
         enable_thinking.
         """
         if self._template is None:
-            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "messages: the model has no chat template", "messages")
+            raise OutriderError(
+                Reason.UNSUPPORTED_PARAMETER, "messages: the model has no chat template", "messages"
+            )
         shown = [dict(message) for message in messages]
         if continue_final_message:
             shown[-1]["content"] += _FINAL
@@ -148,7 +169,9 @@ class Prompts:
                 **{**(variables or {}), **self._special_tokens},
             )
         except Exception as error:  # a template is a program, and may fail in any way
-            raise invalid("messages", f"were refused by the model's chat template: {error}") from error
+            raise invalid(
+                "messages", f"were refused by the model's chat template: {error}"
+            ) from error
         return _left_open(text) if continue_final_message else text
 
 
@@ -156,12 +179,17 @@ def _left_open(text: str) -> str:
     """The text up to the mark behind the last message's content, without the space that a template trims there."""
     before, found, after = text.rpartition(_FINAL.strip())
     if not found:
-        raise invalid("continue_final_message", "cannot be: the model's chat template does not show the last message as it is")
+        raise invalid(
+            "continue_final_message",
+            "cannot be: the model's chat template does not show the last message as it is",
+        )
     return before if after.startswith(" ") else before.rstrip()
 
 
 def _too_long(field: str, length: str, context_length: int) -> OutriderError:
-    return context_overflow(context_length, f"{field} has {length}, more than the context can hold", field)
+    return context_overflow(
+        context_length, f"{field} has {length}, more than the context can hold", field
+    )
 
 
 def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
@@ -235,4 +263,6 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is; jinja2's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -107,5 +107,8 @@ def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
         raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
     for index, text in enumerate(stop):
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise invalid(f"stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(text)}")
+            raise invalid(
+                f"stop[{index}]",
+                f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(text)}",
+            )
     return tuple(stop)

@@ -21,7 +21,9 @@ log = logging.getLogger("gateway.requests")
 _DEFAULTS = SamplingParams()
 
 
-def begin(headers: Mapping[str, str], model: str, operation: str, choice_count: int, *, stream: bool) -> Span:
+def begin(
+    headers: Mapping[str, str], model: str, operation: str, choice_count: int, *, stream: bool
+) -> Span:
     """The span of a request, under the caller's span when `headers` name one."""
     span = telemetry.start_root(f"{operation} {model}", headers)
     span.set(
@@ -78,8 +80,16 @@ def responding(span: Span) -> Iterator[None]:
 def describe(span: Span, request_id: str, totals: UsageTotals, model: str) -> None:
     """Put what came out of the model on a request's span and into the log."""
     usage = totals.usage()
-    reasons = ["stop" if finish.reason is FinishReason.STOP else "length" for finish in totals.finishes if finish is not None]
-    prompt, completion, details = usage["prompt_tokens"], usage["completion_tokens"], usage["completion_tokens_details"]
+    reasons = [
+        "stop" if finish.reason is FinishReason.STOP else "length"
+        for finish in totals.finishes
+        if finish is not None
+    ]
+    prompt, completion, details = (
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+        usage["completion_tokens_details"],
+    )
     span.set(
         gen_ai__response__id=request_id,
         gen_ai__response__model=model,

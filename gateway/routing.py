@@ -40,7 +40,9 @@ class Replica:
     def __init__(self, address: str) -> None:
         self.address = address
         self.info: ModelInfo | None = None
-        self.problem: OutriderError | None = OutriderError(Reason.NOT_READY, f"verifier {address} has not answered yet")
+        self.problem: OutriderError | None = OutriderError(
+            Reason.NOT_READY, f"verifier {address} has not answered yet"
+        )
         self.sequences: set[object] = set()  # those that run there
         self.round_trip_s: float | None = None
         """Of the last question how the verifier is."""
@@ -53,12 +55,16 @@ class Replica:
         # The end of an earlier connection says nothing of the verifier.
         self.tokens = TokenStream(
             token_streams_pb2_grpc.TokenStreamServiceStub(channel),
-            lambda error: self.lost(error) if channel is self._channel else _lost(self.address, error),
+            lambda error: (
+                self.lost(error) if channel is self._channel else _lost(self.address, error)
+            ),
         )
 
     def redial(self) -> None:
         """Make a new connection, since the old one may be half open. Sequences on the old one may go on there to their end."""
-        retired = watch(_retire(self._channel, self.tokens), f"an earlier connection to {self.address}")
+        retired = watch(
+            _retire(self._channel, self.tokens), f"an earlier connection to {self.address}"
+        )
         self._earlier[retired] = self.tokens
         retired.add_done_callback(self._earlier.pop)
         self._dial()
@@ -72,7 +78,9 @@ class Replica:
         """Ask how far the verifier is."""
         asked = time.perf_counter()
         try:
-            response = await self._stub.GetModel(verifier_pb2.GetModelRequest(), timeout=_POLL_TIMEOUT_S)
+            response = await self._stub.GetModel(
+                verifier_pb2.GetModelRequest(), timeout=_POLL_TIMEOUT_S
+            )
             info = wire_model.model_from_proto(response)
             _check(info)
         except grpc.aio.AioRpcError as failure:
@@ -122,7 +130,9 @@ def _lost(address: str, error: OutriderError) -> OutriderError:
 
 def _check(info: ModelInfo) -> None:
     """Raises ValueError for a model that there cannot be."""
-    possible = info.vocab_size > 0 and info.context_length > 0 and 0 <= info.max_draft_tokens <= MAX_DEPTH
+    possible = (
+        info.vocab_size > 0 and info.context_length > 0 and 0 <= info.max_draft_tokens <= MAX_DEPTH
+    )
     if info.stage is Stage.READY and not possible:
         sizes = f"{info.vocab_size}, {info.context_length} and {info.max_draft_tokens}"
         raise ValueError(f"vocab_size, context_length and max_draft_tokens are {sizes}")
@@ -137,7 +147,9 @@ def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError |
     if info.stage is Stage.DRAINING:
         return OutriderError(Reason.DRAINING, f"verifier {address} is draining")
     if info.stage is not Stage.READY:
-        message = f"verifier {address} is not ready ({info.stage.name.lower()}): {info.stage_detail}"
+        message = (
+            f"verifier {address} is not ready ({info.stage.name.lower()}): {info.stage_detail}"
+        )
         return OutriderError(Reason.NOT_READY, message)
     if info.tokenizer_fingerprint != fingerprint:
         message = (
@@ -173,7 +185,10 @@ class Router:
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Begin to poll; `on_ready` hears each change of whether requests can be taken."""
         self._tasks = [
-            keep_running(partial(self._poll, replica, on_ready), f"polling verifier {replica.address}") for replica in self.replicas
+            keep_running(
+                partial(self._poll, replica, on_ready), f"polling verifier {replica.address}"
+            )
+            for replica in self.replicas
         ]
 
     async def drain(self, seconds: float) -> None:
@@ -213,8 +228,15 @@ class Router:
         """Let what waits at a lost replica for its first tokens go to another one of the same model, if there is one."""
         if problem.reason is not Reason.VERIFIER_UNAVAILABLE or replica.info is None:
             return
-        others = (r for r in self.replicas if r is not replica and r.problem is None and r.info is not None)
-        if any(other.info is not None and self._name(other.info) == self._name(replica.info) for other in others):
+        others = (
+            r
+            for r in self.replicas
+            if r is not replica and r.problem is None and r.info is not None
+        )
+        if any(
+            other.info is not None and self._name(other.info) == self._name(replica.info)
+            for other in others
+        ):
             replica.give_up(problem, waiting_only=True)
 
     @property
@@ -225,7 +247,11 @@ class Router:
     @property
     def models(self) -> dict[str, ModelInfo]:
         """The served models by the name that requests use."""
-        return {self._name(replica.info): replica.info for replica in self.replicas if replica.info is not None}
+        return {
+            self._name(replica.info): replica.info
+            for replica in self.replicas
+            if replica.info is not None
+        }
 
     def _name(self, info: ModelInfo) -> str:
         return self._model_name or info.model_id
@@ -237,7 +263,10 @@ class Router:
         """
         picks = self._picks(model)
         name = min(picks, key=Pick.load).model
-        return name, max((pick.info for pick in picks if pick.model == name), key=lambda info: info.context_length)
+        return name, max(
+            (pick.info for pick in picks if pick.model == name),
+            key=lambda info: info.context_length,
+        )
 
     def pick(self, model: str | None) -> Pick:
         """The least busy replica that serves the model; None or "" is whichever model there is.
@@ -261,13 +290,23 @@ class Router:
         """The ready replicas that serve the model, at least one."""
         if self.draining:
             raise _shutting_down()
-        ready = [Pick(self._name(r.info), r.info, r) for r in self.replicas if r.problem is None and r.info is not None]
+        ready = [
+            Pick(self._name(r.info), r.info, r)
+            for r in self.replicas
+            if r.problem is None and r.info is not None
+        ]
         if not ready:
-            raise self.replicas[0].problem or OutriderError(Reason.NOT_READY, "no verifier is ready")
+            raise self.replicas[0].problem or OutriderError(
+                Reason.NOT_READY, "no verifier is ready"
+            )
         serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:
             names = ", ".join(sorted({pick.model for pick in ready}))
-            raise OutriderError(Reason.MODEL_NOT_FOUND, f"model {str(model)[:100]!r} is not served here; there is {names}", "model")
+            raise OutriderError(
+                Reason.MODEL_NOT_FOUND,
+                f"model {str(model)[:100]!r} is not served here; there is {names}",
+                "model",
+            )
         return serving
 
 

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from gateway.conversation import MAX_MESSAGES, Content, Message, TemplateOptions, joined
-from gateway.fields import Body, Choice, Entries, Filled, Listed, Text, TokenId, check_unicode, limited
+from gateway.fields import (
+    Body,
+    Choice,
+    Entries,
+    Filled,
+    Listed,
+    Text,
+    TokenId,
+    check_unicode,
+    limited,
+)
 from gateway.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.unsupported import drop_neutral, tell_neutral
 from outrider.errors import invalid
@@ -26,7 +36,12 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_PROMPTS = 1024
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
-_PromptForms = Filled | _Ids | Annotated[list[Filled], Field(min_length=1)] | Annotated[list[_Ids], Field(min_length=1)]
+_PromptForms = (
+    Filled
+    | _Ids
+    | Annotated[list[Filled], Field(min_length=1)]
+    | Annotated[list[_Ids], Field(min_length=1)]
+)
 
 
 class SpeculationBody(Body):
@@ -40,8 +55,12 @@ class SpeculationBody(Body):
     drafter: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
     draft_tokens: int | None = limited(minimum=0, maximum=MAX_DEPTH)
     acceptance: Literal["exact", "typical", "relaxed"] = "exact"
-    typical_epsilon: float = Field(default=0.09, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
-    relaxed_topk: int = Field(default=10, json_schema_extra={"minimum": 1, "maximum": MAX_RELAXED_TOPK})
+    typical_epsilon: float = Field(
+        default=0.09, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}
+    )
+    relaxed_topk: int = Field(
+        default=10, json_schema_extra={"minimum": 1, "maximum": MAX_RELAXED_TOPK}
+    )
     relaxed_delta: float = Field(default=0.6, json_schema_extra={"minimum": 0, "maximum": 1})
     metrics: bool = False
     tokens: bool = False
@@ -52,7 +71,8 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool | None = Field(
-        default=None, description="vLLM's extension; with include_usage, each chunk has the usage of its choice so far."
+        default=None,
+        description="vLLM's extension; with include_usage, each chunk has the usage of its choice so far.",
     )
     include_obfuscation: Literal[False] | None = None
 
@@ -109,40 +129,79 @@ class GenerationBody(Body):
     top_p: float | None = limited(exclusiveMinimum=0, maximum=1)
     top_k: int | None = limited("vLLM's extension; 0 or -1 keeps all tokens.", minimum=-1)
     seed: int | None = limited(minimum=SEED_MIN, exclusiveMaximum=SEED_MAX + 1)
-    n: int | None = limited("At most --max-sequences, with several prompts all together.", minimum=1)
+    n: int | None = limited(
+        "At most --max-sequences, with several prompts all together.", minimum=1
+    )
     stop: Annotated[
         Listed[Text],
-        BeforeValidator(_stops, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None),
+        BeforeValidator(
+            _stops,
+            json_schema_input_type=_Stop
+            | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)]
+            | None,
+        ),
     ] = Field(default=[])
     max_tokens: int | None = limited("0 is for echo or prompt_logprobs.", minimum=0)
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(default=None, description="With stream: true only.")
+    stream_options: StreamOptions | None = Field(
+        default=None, description="With stream: true only."
+    )
     speculation: SpeculationBody = SpeculationBody()
-    ignore_eos: bool | None = Field(default=None, description="vLLM's extension; go on after an end-of-sequence token.")
-    stop_token_ids: Listed[TokenId] | None = limited("vLLM's extension; ids that end the text.", maxItems=MAX_STOP_TOKENS)
+    ignore_eos: bool | None = Field(
+        default=None, description="vLLM's extension; go on after an end-of-sequence token."
+    )
+    stop_token_ids: Listed[TokenId] | None = limited(
+        "vLLM's extension; ids that end the text.", maxItems=MAX_STOP_TOKENS
+    )
     presence_penalty: float | None = limited(minimum=-2, maximum=2)
     frequency_penalty: float | None = limited(minimum=-2, maximum=2)
-    logit_bias: Entries[float] | None = limited("By token id, in [-100, 100].", maxProperties=MAX_LISTED_TOKENS)
-    min_p: float | None = limited("vLLM's extension; drop tokens this much less likely than the likeliest.", minimum=0, maximum=1)
-    typical_p: float | None = limited("Locally typical sampling, up to this mass.", exclusiveMinimum=0, maximum=1)
-    repetition_penalty: float | None = limited("vLLM's extension; over prompt and output.", minimum=0.01, maximum=10)
-    min_tokens: int | None = limited("vLLM's extension; no end of text before so many tokens.", minimum=0)
-    banned_token_ids: Listed[TokenId] | None = limited("Ids that are never sampled.", maxItems=MAX_LISTED_TOKENS)
+    logit_bias: Entries[float] | None = limited(
+        "By token id, in [-100, 100].", maxProperties=MAX_LISTED_TOKENS
+    )
+    min_p: float | None = limited(
+        "vLLM's extension; drop tokens this much less likely than the likeliest.",
+        minimum=0,
+        maximum=1,
+    )
+    typical_p: float | None = limited(
+        "Locally typical sampling, up to this mass.", exclusiveMinimum=0, maximum=1
+    )
+    repetition_penalty: float | None = limited(
+        "vLLM's extension; over prompt and output.", minimum=0.01, maximum=10
+    )
+    min_tokens: int | None = limited(
+        "vLLM's extension; no end of text before so many tokens.", minimum=0
+    )
+    banned_token_ids: Listed[TokenId] | None = limited(
+        "Ids that are never sampled.", maxItems=MAX_LISTED_TOKENS
+    )
     response_format: ResponseFormat | None = None
     regex: Text | None = limited("What the answer must match.", **_GRAMMAR)
     grammar: Text | None = limited("What the answer must be, in GBNF.", **_GRAMMAR)
-    choice: Listed[Choice] | None = limited("Texts of which the answer must be one.", minItems=1, maxItems=MAX_CHOICES)
-    structural_tag: dict[str, Any] | None = Field(default=None, description="XGrammar's structural tag.")
-    structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's extension.")
-    guided_json: JsonValue | None = Field(default=None, description="vLLM's older name of structured_outputs.json.")
+    choice: Listed[Choice] | None = limited(
+        "Texts of which the answer must be one.", minItems=1, maxItems=MAX_CHOICES
+    )
+    structural_tag: dict[str, Any] | None = Field(
+        default=None, description="XGrammar's structural tag."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="vLLM's extension."
+    )
+    guided_json: JsonValue | None = Field(
+        default=None, description="vLLM's older name of structured_outputs.json."
+    )
     guided_regex: Text | None = limited(
-        "vLLM's older name of structured_outputs.regex.", minLength=1, maxLength=MAX_GRAMMAR_CHARACTERS
+        "vLLM's older name of structured_outputs.regex.",
+        minLength=1,
+        maxLength=MAX_GRAMMAR_CHARACTERS,
     )
     guided_choice: Listed[Choice] | None = limited(
         "vLLM's older name of structured_outputs.choice.", minItems=1, maxItems=MAX_CHOICES
     )
     guided_grammar: Text | None = limited(
-        "vLLM's older name of structured_outputs.grammar.", minLength=1, maxLength=MAX_GRAMMAR_CHARACTERS
+        "vLLM's older name of structured_outputs.grammar.",
+        minLength=1,
+        maxLength=MAX_GRAMMAR_CHARACTERS,
     )
     prediction: Prediction | None = None
     reasoning_effort: Literal["none"] | None = None
@@ -177,7 +236,10 @@ def _prompts(value: object) -> list[Prompt]:
         return [check_unicode(prompt) for prompt in prompts]
     if isinstance(prompts, list) and prompts and all(map(_is_ids, prompts)):
         return prompts
-    raise invalid("prompt", "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none empty")
+    raise invalid(
+        "prompt",
+        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none empty",
+    )
 
 
 def _is_ids(value: object) -> bool:
@@ -192,7 +254,11 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, BeforeValidator(_prompts, json_schema_input_type=_PromptForms)]
     echo: bool | None = None
-    logprobs: int | None = limited("How many of the likeliest tokens to tell with each token.", minimum=0, maximum=MAX_TOP_LOGPROBS)
+    logprobs: int | None = limited(
+        "How many of the likeliest tokens to tell with each token.",
+        minimum=0,
+        maximum=MAX_TOP_LOGPROBS,
+    )
 
 
 class ChatBody(GenerationBody, TemplateOptions):
@@ -203,7 +269,9 @@ class ChatBody(GenerationBody, TemplateOptions):
     messages: Listed[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = limited("In place of max_tokens.", minimum=0)
     logprobs: bool | None = None
-    top_logprobs: int | None = limited("With logprobs: true only.", minimum=0, maximum=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = limited(
+        "With logprobs: true only.", minimum=0, maximum=MAX_TOP_LOGPROBS
+    )
     parallel_tool_calls: bool | None = None
 
     def rendering(self) -> dict[str, Any]:
@@ -220,7 +288,9 @@ class TokenizeBody(TemplateOptions):
     model: str | None = None
     prompt: Text | None = None
     messages: Listed[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = Field(default=None, description="Default: true for a prompt, false for messages.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Default: true for a prompt, false for messages."
+    )
     return_token_strs: bool = False
 
 

@@ -64,7 +64,9 @@ class Gateway:
         )
         self._http = _HttpServer(config)
         self._grpc = rpc.Server(SERVICE, max_request_bytes=settings.max_body_bytes // 2)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation), self._grpc.grpc)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationServicer(generation), self._grpc.grpc
+        )
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = asyncio.Event()
@@ -82,8 +84,15 @@ class Gateway:
             self.grpc_address = f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
         host = f"[{settings.http_host}]" if ":" in settings.http_host else settings.http_host
         self.http_url = f"http://{host}:{listener.getsockname()[1]}"
-        serving = watch(self._http.serve(sockets=[listener]), "the HTTP server", lambda _: self.broken.set())
-        self._tasks = [serving, keep_running(lambda: observe_lag(self._metrics.loop_lag_s), "measuring the event loop's lag")]
+        serving = watch(
+            self._http.serve(sockets=[listener]), "the HTTP server", lambda _: self.broken.set()
+        )
+        self._tasks = [
+            serving,
+            keep_running(
+                lambda: observe_lag(self._metrics.loop_lag_s), "measuring the event loop's lag"
+            ),
+        ]
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
@@ -108,7 +117,9 @@ class Gateway:
 
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Its protocol is named because asyncio turns Nagle's algorithm off for sockets that name TCP alone."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -139,7 +150,15 @@ async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
         # What starting left behind lives as long as the process; a collection that looks at it again stalls every stream.
         gc.collect()
         gc.freeze()
-        print(f"gateway listening on {gateway.http_url} (OpenAI API) and {gateway.grpc_address} (gRPC)", flush=True)
-        await asyncio.wait([asyncio.ensure_future(event.wait()) for event in (ended, gateway.broken)], return_when=FIRST_COMPLETED)
+        print(
+            f"gateway listening on {gateway.http_url} (OpenAI API) and {gateway.grpc_address} (gRPC)",
+            flush=True,
+        )
+        await asyncio.wait(
+            [asyncio.ensure_future(event.wait()) for event in (ended, gateway.broken)],
+            return_when=FIRST_COMPLETED,
+        )
         if gateway.broken.is_set():
-            raise OutriderError(Reason.INTERNAL, "the HTTP server has ended; the log has the reason")
+            raise OutriderError(
+                Reason.INTERNAL, "the HTTP server has ended; the log has the reason"
+            )

@@ -39,10 +39,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     @rpc.reports_errors
     async def GenerateText(
-        self, request: generation_pb2.GenerateTextRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        request: generation_pb2.GenerateTextRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request."""
-        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        headers = {
+            key: value
+            for key, value in context.invocation_metadata() or ()
+            if isinstance(value, str)
+        }
         async with aclosing(self.answer(request, headers)) as responses:
             async for response in responses:
                 yield response
@@ -53,7 +59,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The same for any protocol; `traceparent` in the caller's headers is the span's parent. Raises OutriderError."""
         model, info = self._generation.router.lookup(request.model)
         ids, field_name = await self._prompt(request, info.context_length)
-        prediction = await self._generation.prompts.encode_start(request.prediction, info.context_length)
+        prediction = await self._generation.prompts.encode_start(
+            request.prediction, info.context_length
+        )
         prompt = Prompt(ids, field_name, prediction=prediction)
         operation = "chat" if request.HasField("chat") else "text_completion"
         totals = UsageTotals(1, 1)
@@ -72,7 +80,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         describe(span, caller.request_id, totals, model)
                     yield _response(delta)
 
-    async def _prompt(self, request: generation_pb2.GenerateTextRequest, context_length: int) -> tuple[list[int], str]:
+    async def _prompt(
+        self, request: generation_pb2.GenerateTextRequest, context_length: int
+    ) -> tuple[list[int], str]:
         """The prompt's ids, and the field it came in."""
         prompts = self._generation.prompts
         kind = request.WhichOneof("input")
@@ -80,20 +90,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             return await prompts.encode(request.prompt, "prompt", context_length), "prompt"
         if kind == "tokens":
             if (count := len(request.tokens.token_ids)) > MAX_VALUES:
-                raise invalid("tokens.token_ids", f"must hold at most {MAX_VALUES} ids, not {count}")
+                raise invalid(
+                    "tokens.token_ids", f"must hold at most {MAX_VALUES} ids, not {count}"
+                )
             return list(request.tokens.token_ids), "tokens.token_ids"
         if kind is None:
             raise invalid("input", "must be one of prompt, chat and tokens")
         if not request.chat.messages:
             raise invalid("chat.messages", "must hold at least 1 message")
         if (count := len(request.chat.messages)) > MAX_MESSAGES:
-            raise invalid("chat.messages", f"must hold at most {MAX_MESSAGES} messages, not {count}")
+            raise invalid(
+                "chat.messages", f"must hold at most {MAX_MESSAGES} messages, not {count}"
+            )
         for index, message in enumerate(request.chat.messages):
             if message.role not in _ROLES:
-                raise invalid(f"chat.messages[{index}].role", f"must be one of {', '.join(_ROLES)}, not {message.role[:40]!r}")
-        messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+                raise invalid(
+                    f"chat.messages[{index}].role",
+                    f"must be one of {', '.join(_ROLES)}, not {message.role[:40]!r}",
+                )
+        messages = [
+            {"role": message.role, "content": message.content} for message in request.chat.messages
+        ]
         text = await prompts.rendered(messages, "chat.messages", context_length)
-        return await prompts.encode(text, "chat.messages", context_length, add_special_tokens=False), "chat.messages"
+        return await prompts.encode(
+            text, "chat.messages", context_length, add_special_tokens=False
+        ), "chat.messages"
 
 
 @contextmanager
@@ -116,14 +137,21 @@ def _responding(span: Span) -> Iterator[None]:
         span.set(rpc__response__status_code=status)
 
 
-def _text_request(request: generation_pb2.GenerateTextRequest, prompt: Prompt, caller: Caller, info: ModelInfo) -> TextRequest:
+def _text_request(
+    request: generation_pb2.GenerateTextRequest, prompt: Prompt, caller: Caller, info: ModelInfo
+) -> TextRequest:
     """The request, checked against a model; raises OutriderError that names the field and the limit."""
     top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
     wire_requests.check_logprobs("top_logprob_count", top_logprobs)
-    prompt_logprobs = request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
+    prompt_logprobs = (
+        request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
+    )
     wire_requests.check_logprobs("prompt_logprob_count", prompt_logprobs)
     sampling = wire_settings.sampling_from_proto(request.sampling, info.vocab_size)
-    limit = AnswerLimit(request.max_tokens if request.HasField("max_tokens") else None, scores_prompt=prompt_logprobs is not None)
+    limit = AnswerLimit(
+        request.max_tokens if request.HasField("max_tokens") else None,
+        scores_prompt=prompt_logprobs is not None,
+    )
     stop = check_stop(request.stop)
     tokens = TokenRequest(
         prompt=prompt.token_ids,
@@ -134,11 +162,15 @@ def _text_request(request: generation_pb2.GenerateTextRequest, prompt: Prompt, c
         request_id=caller.request_id,
         traceparent=caller.traceparent,
         top_logprobs=top_logprobs,
-        grammar=wire_settings.grammar_from_proto(request.grammar if request.HasField("grammar") else None),
+        grammar=wire_settings.grammar_from_proto(
+            request.grammar if request.HasField("grammar") else None
+        ),
         prediction=prompt.prediction[: info.context_length],
         prompt_logprobs=prompt_logprobs,
     )
-    return TextRequest(tokens, limit.asked, stop, grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}")
+    return TextRequest(
+        tokens, limit.asked, stop, grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}"
+    )
 
 
 def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:

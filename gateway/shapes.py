@@ -28,13 +28,20 @@ def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
         return None
     found: dict[str, float | None] = {}
     for likely in (*token.top, token):
-        found.setdefault(likely.text, likely.logprob)  # of several tokens with one text, such as parts of characters, the likeliest
+        found.setdefault(
+            likely.text, likely.logprob
+        )  # of several tokens with one text, such as parts of characters, the likeliest
     return found
 
 
 def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> list[Json | None]:
     """vLLM's list: for each token of the prompt, itself and the likeliest ones by id; None for the first."""
-    return [None if token.logprob is None else {str(t.token_id): _ranked(t) for t in (token, *token.top)} for token in prompt]
+    return [
+        None
+        if token.logprob is None
+        else {str(t.token_id): _ranked(t) for t in (token, *token.top)}
+        for token in prompt
+    ]
 
 
 def _ranked(token: LogprobToken) -> Json:
@@ -45,7 +52,10 @@ def attribution(tokens: Sequence[AttributedToken]) -> Json:
     """What a choice says of who wrote it; nothing when nobody asked."""
     if not tokens:
         return {}
-    listed = [{"text": t.text, "source": t.source.name.lower(), "drafter": t.drafter_id or None} for t in tokens]
+    listed = [
+        {"text": t.text, "source": t.source.name.lower(), "drafter": t.drafter_id or None}
+        for t in tokens
+    ]
     return {"speculation": {"tokens": listed}}
 
 
@@ -77,15 +87,32 @@ class ResponseShape(ABC):
             "choices": choices,
         }
 
-    def whole(self, texts: list[str], totals: UsageTotals, shown: Sequence[Sequence[LogprobToken]]) -> Json:
+    def whole(
+        self, texts: list[str], totals: UsageTotals, shown: Sequence[Sequence[LogprobToken]]
+    ) -> Json:
         """The answer to a request that does not stream: a text, how it finished and the tokens shown, for each choice."""
         choices = []
-        for index, (text, finish, tokens) in enumerate(zip(texts, totals.finishes, shown, strict=True)):
+        for index, (text, finish, tokens) in enumerate(
+            zip(texts, totals.finishes, shown, strict=True)
+        ):
             reason = None if finish is None else _FINISH[finish.reason]
-            choices.append({"index": index, **self._whole_choice(text), "logprobs": self.logprobs(tokens), "finish_reason": reason})
+            choices.append(
+                {
+                    "index": index,
+                    **self._whole_choice(text),
+                    "logprobs": self.logprobs(tokens),
+                    "finish_reason": reason,
+                }
+            )
         return self._answer(self.whole_object, choices) | {"usage": totals.usage()}
 
-    def chunk(self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None) -> Json:
+    def chunk(
+        self,
+        index: int,
+        content: Json,
+        reason: FinishReason | None = None,
+        logprobs: Json | None = None,
+    ) -> Json:
         """A chunk with one choice."""
         finish = _FINISH[reason] if reason is not None else None
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
@@ -145,7 +172,9 @@ class ChatShape(ResponseShape):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    opening: ClassVar[Json | None] = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    opening: ClassVar[Json | None] = {
+        "delta": {"role": "assistant", "content": "", "refusal": None}
+    }
     closing: ClassVar[Json] = {"delta": {}}
 
     def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
@@ -155,7 +184,10 @@ class ChatShape(ResponseShape):
     def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
         if not shown:
             return None
-        content = [{**_named(token), "top_logprobs": [_named(likely) for likely in token.top]} for token in shown]
+        content = [
+            {**_named(token), "top_logprobs": [_named(likely) for likely in token.top]}
+            for token in shown
+        ]
         return {"content": content, "refusal": None}
 
     def _whole_choice(self, text: str) -> Json:

@@ -60,7 +60,12 @@ def event(data: Json) -> bytes:
 class EventStream(StreamingResponse):
     """Streams events, and closes their source when the client is gone, even in the middle of a write."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Event, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[Event, None],
+        headers: dict[str, str],
+    ) -> None:
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers | unbuffered)
         self._open = (events, source)
@@ -80,7 +85,13 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, shape: ResponseShape, totals: UsageTotals, options: StreamOptions, prompt_lengths: Sequence[int], *, metrics: bool
+        self,
+        shape: ResponseShape,
+        totals: UsageTotals,
+        options: StreamOptions,
+        prompt_lengths: Sequence[int],
+        *,
+        metrics: bool,
     ) -> None:
         self.shape = shape
         self.totals = totals
@@ -119,7 +130,13 @@ class ChunkWriter:
         if not self._options.continuous_usage_stats:
             return {"usage": None}
         prompt, completion = self._prompt_lengths[index], self._token_counts[index]
-        return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            }
+        }
 
     def _close(self, index: int, finish: FinishInfo) -> bytes:
         """The events for the end of a choice, and after the last one for the end of all."""
@@ -128,13 +145,17 @@ class ChunkWriter:
         self._open_count -= 1
         if self._open_count:
             return event(closing)
-        metrics = self.totals.speculation() | ({"metrics": self.totals.metrics()} if self._include_metrics else {})
+        metrics = self.totals.speculation() | (
+            {"metrics": self.totals.metrics()} if self._include_metrics else {}
+        )
         if not self._options.include_usage:
             return event(closing | metrics) + DONE
         return event(closing) + event(self.shape.usage_chunk(self.totals.usage()) | metrics) + DONE
 
 
-async def sse(first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, span: Span) -> AsyncGenerator[bytes, None]:
+async def sse(
+    first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, span: Span
+) -> AsyncGenerator[bytes, None]:
     """All events of a stream; a failure is its last event, in the shape of every other error."""
     with span:
         try:

@@ -42,7 +42,9 @@ def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     async def model(name: str) -> Response:
         info = generation.router.models.get(name)
         if info is None:
-            raise OutriderError(Reason.MODEL_NOT_FOUND, f"model {name[:100]!r} is not served here", "model")
+            raise OutriderError(
+                Reason.MODEL_NOT_FOUND, f"model {name[:100]!r} is not served here", "model"
+            )
         return JSONResponse(_model(name, info, started))
 
     @router.get("/livez", responses=answers())
@@ -50,13 +52,21 @@ def routes(generation: Generation, metrics: Metrics) -> APIRouter:
         """200 while the process runs."""
         return JSONResponse({"status": "alive"})
 
-    @router.get("/readyz", responses={**answers(), 503: {"description": "As above.", "content": JSON}})
+    @router.get(
+        "/readyz", responses={**answers(), 503: {"description": "As above.", "content": JSON}}
+    )
     async def readyz() -> Response:
         """200 when requests are taken, with status "degraded" when something that was there is lost; else 503 with the reason."""
         body = readiness(generation.router)
-        return JSONResponse(body, status_code=200 if body["status"] in ("ready", "degraded") else 503)
+        return JSONResponse(
+            body, status_code=200 if body["status"] in ("ready", "degraded") else 503
+        )
 
-    @router.get("/health", response_class=Response, responses={**denied(), 503: {"description": "No requests are taken."}})
+    @router.get(
+        "/health",
+        response_class=Response,
+        responses={**denied(), 503: {"description": "No requests are taken."}},
+    )
     async def health() -> Response:
         """As vLLM's: 200 without a body when requests are taken, else 503."""
         return Response(status_code=200 if generation.router.ready else 503)
@@ -78,7 +88,9 @@ def _answer_head(router: APIRouter) -> None:
     """Let HEAD be answered as GET is, without the body, which uvicorn leaves out."""
     for route in list(router.routes):
         if isinstance(route, APIRoute):
-            router.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+            router.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False
+            )
 
 
 def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
@@ -93,14 +105,23 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         if body.messages is not None:
             field, messages = "messages", [message.for_template() for message in body.messages]
             text = await prompts.rendered(messages, field, most, **body.rendering())
-        special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+        special = (
+            body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+        )
         try:
             ids = await prompts.encode(text, field, most, add_special_tokens=special)
         except OutriderError as error:
             # Here the limit may be another than the model's context.
             raise invalid(field, f"must have at most {most} tokens") from error
         strings = await prompts.token_names(ids) if body.return_token_strs else None
-        return JSONResponse({"count": len(ids), "max_model_len": info.context_length, "tokens": ids, "token_strs": strings})
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": info.context_length,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
 
     @router.post("/detokenize", responses=answers(400, 404, 408, 413, 500, 503))
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -110,32 +131,67 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
         if len(body.tokens) > most:
             raise invalid("tokens", f"must hold at most {most} ids, not {len(body.tokens)}")
         outside = next(
-            (i for i in (min(body.tokens, default=0), max(body.tokens, default=0)) if not 0 <= i < info.vocab_size), None
+            (
+                i
+                for i in (min(body.tokens, default=0), max(body.tokens, default=0))
+                if not 0 <= i < info.vocab_size
+            ),
+            None,
         )
         if outside is not None:
-            raise invalid(f"tokens[{body.tokens.index(outside)}]", f"must be in [0, {info.vocab_size}), not {outside}")
+            raise invalid(
+                f"tokens[{body.tokens.index(outside)}]",
+                f"must be in [0, {info.vocab_size}), not {outside}",
+            )
         return JSONResponse({"prompt": generation.prompts.decode(body.tokens)})
 
 
 def _model(name: str, info: ModelInfo, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "outrider", "max_model_len": info.context_length}
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "outrider",
+        "max_model_len": info.context_length,
+    }
 
 
 def readiness(router: Router) -> dict[str, Any]:
     """What `/readyz` says: status ready, degraded, loading, failed, unavailable or draining, and each verifier's state."""
     verifiers = [_verifier(replica) for replica in router.replicas]
     if router.draining:
-        return {"status": "draining", "detail": "the gateway is shutting down", "verifiers": verifiers}
+        return {
+            "status": "draining",
+            "detail": "the gateway is shutting down",
+            "verifiers": verifiers,
+        }
     problems = [str(replica.problem) for replica in router.replicas if replica.problem is not None]
     if not router.ready:
-        return {"status": _not_ready(router.replicas[0]), "detail": "; ".join(problems), "verifiers": verifiers}
-    drafters = [drafter for replica in router.replicas if replica.info is not None for drafter in replica.info.drafters]
-    problems += [f"drafter {drafter.drafter_id} is lost" for drafter in drafters if not drafter.connected]
-    return {"status": "degraded" if problems else "ready", "detail": "; ".join(problems), "verifiers": verifiers}
+        return {
+            "status": _not_ready(router.replicas[0]),
+            "detail": "; ".join(problems),
+            "verifiers": verifiers,
+        }
+    drafters = [
+        drafter
+        for replica in router.replicas
+        if replica.info is not None
+        for drafter in replica.info.drafters
+    ]
+    problems += [
+        f"drafter {drafter.drafter_id} is lost" for drafter in drafters if not drafter.connected
+    ]
+    return {
+        "status": "degraded" if problems else "ready",
+        "detail": "; ".join(problems),
+        "verifiers": verifiers,
+    }
 
 
 def _not_ready(replica: Replica) -> str:
-    if replica.info is None or (replica.problem is not None and replica.problem.reason is Reason.VERIFIER_UNAVAILABLE):
+    if replica.info is None or (
+        replica.problem is not None and replica.problem.reason is Reason.VERIFIER_UNAVAILABLE
+    ):
         return "unavailable"
     stages = {Stage.LOADING: "loading", Stage.WARMING_UP: "loading", Stage.DRAINING: "draining"}
     return stages.get(replica.info.stage, "failed")
@@ -153,8 +209,16 @@ def _verifier(replica: Replica) -> dict[str, Any]:
             "device": info.device,
             "drafters": [_drafter(drafter) for drafter in info.drafters],
         }
-    problem, running = None if replica.problem is None else replica.problem.message, len(replica.sequences)
-    here = {"ready": problem is None, "problem": problem, "running": running, "round_trip_seconds": replica.round_trip_s}
+    problem, running = (
+        None if replica.problem is None else replica.problem.message,
+        len(replica.sequences),
+    )
+    here = {
+        "ready": problem is None,
+        "problem": problem,
+        "running": running,
+        "round_trip_seconds": replica.round_trip_s,
+    }
     return {"address": replica.address, **here, **known}
 
 

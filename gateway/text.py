@@ -17,9 +17,15 @@ _BORDER_SEARCH = 8
 # How tokenizers write a byte that is no text: with a token of its own (sentencepiece's byte fallback), or, in byte-level ones, each
 # byte as a letter. The letters are GPT-2's: a byte that prints stands for itself, the others for the letters from 256 on.
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-_PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_PRINTED = [
+    *range(ord("!"), ord("~") + 1),
+    *range(ord("¡"), ord("¬") + 1),
+    *range(ord("®"), ord("ÿ") + 1),
+]
 _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
-_BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)}
+_BYTE_OF_LETTER |= {
+    chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)
+}
 
 
 class TokenTable:
@@ -27,7 +33,9 @@ class TokenTable:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._special = frozenset(
+            index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
 
     def text_ids(self, token_ids: Sequence[int]) -> list[int]:
         """The ids that stand for text."""
@@ -152,7 +160,14 @@ class StopScanner:
         if hits:
             self.stopped, self._held = True, ""
             return text[: min(hits)[1]]
-        held = next((n for n in range(min(self._longest_start, len(text)), 0, -1) if text[-n:] in self._starts), 0)
+        held = next(
+            (
+                n
+                for n in range(min(self._longest_start, len(text)), 0, -1)
+                if text[-n:] in self._starts
+            ),
+            0,
+        )
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 

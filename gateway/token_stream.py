@@ -18,7 +18,9 @@ from outrider.process.tasks import watch
 from outrider.wire import requests as wire_requests
 
 if TYPE_CHECKING:
-    from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceAsyncStub  # which only the type stubs have
+    from outrider.internal.v1.token_streams_pb2_grpc import (
+        TokenStreamServiceAsyncStub,
+    )  # which only the type stubs have
 
 # So that no request can end the stream for the others.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
@@ -96,10 +98,13 @@ class _Link:
         """Ask for a sequence: its number, and where what is said of it comes; None when the verifier has hung up."""
         self._last += 1
         generate = wire_requests.request_to_proto(request)
-        begin = token_streams_pb2.StreamTokensRequest(call_id=self._last, generate=generate, traceparent=request.traceparent)
+        begin = token_streams_pb2.StreamTokensRequest(
+            call_id=self._last, generate=generate, traceparent=request.traceparent
+        )
         if (size := begin.ByteSize()) > _MOST_BYTES:
             raise OutriderError(
-                Reason.REQUEST_TOO_LARGE, f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
+                Reason.REQUEST_TOO_LARGE,
+                f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}",
             )
         self._unsent.put_nowait(begin)
         said = self._going_on[self._last] = _Said()
@@ -109,7 +114,11 @@ class _Link:
     def end(self, number: int) -> None:
         """Forget a sequence, and free it if it goes on."""
         if self._forget(number) is not None:
-            self._unsent.put_nowait(token_streams_pb2.StreamTokensRequest(call_id=number, cancel=token_streams_pb2.CancelTokens()))
+            self._unsent.put_nowait(
+                token_streams_pb2.StreamTokensRequest(
+                    call_id=number, cancel=token_streams_pb2.CancelTokens()
+                )
+            )
 
     def _forget(self, number: int) -> _Said | None:
         self._waiting.discard(number)
@@ -167,7 +176,10 @@ class _Link:
         elif isinstance(chunk, OutriderError):
             self.end(part.call_id)
         elif said.qsize() >= MOST_UNREAD_CHUNKS:
-            chunk = OutriderError(Reason.SLOW_READER, f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here")
+            chunk = OutriderError(
+                Reason.SLOW_READER,
+                f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here",
+            )
             self.end(part.call_id)
         said.put_nowait(chunk)
 
@@ -184,6 +196,10 @@ class _Link:
 def _meaning(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
     """What a part says; that it cannot be made out is its own sequence's failure, and not the stream's."""
     try:
-        return rpc.error_in(part.status) if part.HasField("status") else wire_requests.chunk_from_proto(part.tokens)
+        return (
+            rpc.error_in(part.status)
+            if part.HasField("status")
+            else wire_requests.chunk_from_proto(part.tokens)
+        )
     except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
         return rpc.unexpected("StreamTokens")

@@ -37,15 +37,27 @@ def drop_neutral(values: Any) -> Any:
     """Take out what asks for nothing; raises OutriderError(UNSUPPORTED_PARAMETER) that names what asks for something."""
     if not isinstance(values, dict):
         return values
-    unused = {name for name, choice in (("tools", "tool_choice"), ("functions", "function_call")) if values.get(choice) == "none"}
+    unused = {
+        name
+        for name, choice in (("tools", "tool_choice"), ("functions", "function_call"))
+        if values.get(choice) == "none"
+    }
     kept = {}
     for name, value in values.items():
         if name not in _NEUTRAL:
             kept[name] = value
-        elif value is not None and name not in unused and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+        elif (
+            value is not None
+            and name not in unused
+            and not any(_same(value, neutral) for neutral in _NEUTRAL[name])
+        ):
             allowed = "".join(f" or send {json.dumps(neutral)}" for neutral in _NEUTRAL[name])
             hint = _HINTS.get(name, "")
-            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{name} is not supported; leave it out{allowed}{hint}", name)
+            raise OutriderError(
+                Reason.UNSUPPORTED_PARAMETER,
+                f"{name} is not supported; leave it out{allowed}{hint}",
+                name,
+            )
         elif name == "reasoning_effort":
             kept[name] = value  # which a chat's template is told
     return kept
@@ -59,4 +71,6 @@ def _same(value: object, neutral: object) -> bool:
 def tell_neutral(schema: dict[str, Any]) -> None:
     """Put parameters into the document that are taken with values that ask for nothing."""
     for name, values in _NEUTRAL.items():
-        schema["properties"].setdefault(name, {"enum": [None, *values], "description": "Not supported."})
+        schema["properties"].setdefault(
+            name, {"enum": [None, *values], "description": "Not supported."}
+        )

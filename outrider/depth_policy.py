@@ -37,13 +37,22 @@ class DepthPolicy:
             return cls()
         if kind in ("goodput", "fixed") and number.isdecimal() and int(number) <= MAX_DEPTH:
             return cls("fixed" if kind == "fixed" else "goodput", int(number))
-        raise invalid("draft_tokens", f"must be goodput, goodput:MAX, auto or fixed:K, with at most {MAX_DEPTH}, not {text!r}")
+        raise invalid(
+            "draft_tokens",
+            f"must be goodput, goodput:MAX, auto or fixed:K, with at most {MAX_DEPTH}, not {text!r}",
+        )
 
     def limit(self, batch: int) -> int:
         """Most draft tokens of a sequence when `batch` of them decode; prompts do not count, since they come and go."""
         if self.kind != "auto":
             return self.depth
-        return 0 if batch > _AUTO_LARGEST_BATCH else _AUTO_DEEP if batch <= _AUTO_SMALL_BATCH else _AUTO_SHALLOW
+        return (
+            0
+            if batch > _AUTO_LARGEST_BATCH
+            else _AUTO_DEEP
+            if batch <= _AUTO_SMALL_BATCH
+            else _AUTO_SHALLOW
+        )
 
 
 def _checked(text: object) -> str:

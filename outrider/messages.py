@@ -145,7 +145,11 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether a token's chance depends on the tokens before it."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,17 @@ def model_file(model: str, name: str) -> Path | None:
         _look_for_hub()
         return Path(hf_hub_download(model, name))
     except LocalEntryNotFoundError as cause:
-        raise _not_found(f"there is no directory {model}, and the hub cannot be reached to look for it there") from cause
+        raise _not_found(
+            f"there is no directory {model}, and the hub cannot be reached to look for it there"
+        ) from cause
     except EntryNotFoundError:
         return None
     except HFValidationError as cause:
         raise _not_found(f"there is no directory {model}") from cause
     except GatedRepoError as cause:
-        raise _not_found(f"{model} is gated on the hub; ask there for access, and set HF_TOKEN") from cause
+        raise _not_found(
+            f"{model} is gated on the hub; ask there for access, and set HF_TOKEN"
+        ) from cause
     except (HfHubHTTPError, OSError) as cause:
         raise _not_found(f"{model} is neither a directory nor a model of the hub") from cause
 
@@ -71,11 +75,19 @@ def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id; raises OutriderError(MODEL_NOT_FOUND) when it has no tokenizer.json."""
     path = model_file(model, "tokenizer.json")
     if path is None:
-        raise OutriderError(Reason.MODEL_NOT_FOUND, f"{model} has no tokenizer.json; save it with a fast tokenizer", "model")
+        raise OutriderError(
+            Reason.MODEL_NOT_FOUND,
+            f"{model} has no tokenizer.json; save it with a fast tokenizer",
+            "model",
+        )
     return Tokenizer.from_file(str(path))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """SHA-256 (hex) over the id-to-token table, added tokens included: equal exactly when ids mean the same."""
-    table = sorted((index, token) for token, index in tokenizer.get_vocab(with_added_tokens=True).items())
-    return hashlib.sha256(json.dumps(table, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
+    table = sorted(
+        (index, token) for token, index in tokenizer.get_vocab(with_added_tokens=True).items()
+    )
+    return hashlib.sha256(
+        json.dumps(table, ensure_ascii=True, separators=(",", ":")).encode()
+    ).hexdigest()

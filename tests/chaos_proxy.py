@@ -60,7 +60,9 @@ class ChaosProxy:
             self._tasks.discard(task)
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event) -> None:
+async def _pass_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event
+) -> None:
     """As it comes; in a hole not even the end of a connection comes through."""
     try:
         while data := await reader.read(65_536):

@@ -26,7 +26,11 @@ class Rig:
         """A verdict of these tokens; as many draft tokens are wanted as before."""
         sequence = self.session.sequences[sequence_id]
         length = len(sequence.tokens) + len(new)
-        self.session.apply(StepBatch(verdicts=[Verdict(sequence_id, length, list(new), 0, sequence.draft_tokens, window)]))
+        self.session.apply(
+            StepBatch(
+                verdicts=[Verdict(sequence_id, length, list(new), 0, sequence.draft_tokens, window)]
+            )
+        )
 
     def close(self, sequence_id: int) -> None:
         self.session.apply(StepBatch(closed=[Closed(sequence_id)]))

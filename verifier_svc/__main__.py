@@ -21,7 +21,9 @@ def main() -> None:
     """Entry point; exits with status 1 and a sentence when the target cannot be served."""
     settings = parse(VerifierSettings, "verifier", sys.argv[1:])
     telemetry.setup_logging(settings.log_level)
-    telemetry.setup(_SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio)
+    telemetry.setup(
+        _SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
+    )
     # The engine's thread and the event loop share the interpreter; at the default of 5 ms the loop could hold up a whole step.
     sys.setswitchinterval(0.0005)
     metrics = Metrics(settings.served_name)

@@ -43,8 +43,12 @@ class Metrics:
         self._by_drafter += [counter] if "drafter" in labels else []
         return counter
 
-    def _histogram(self, name: str, text: str, buckets: list[float], labels: list[str]) -> Histogram:
-        histogram = Histogram(f"outrider:{name}", text, labels, buckets=buckets, registry=self.registry)
+    def _histogram(
+        self, name: str, text: str, buckets: list[float], labels: list[str]
+    ) -> Histogram:
+        histogram = Histogram(
+            f"outrider:{name}", text, labels, buckets=buckets, registry=self.registry
+        )
         self._by_drafter += [histogram] if "drafter" in labels else []
         return histogram
 
@@ -54,11 +58,19 @@ class Metrics:
     def _register_drafts(self) -> None:
         """What becomes of each drafter's drafts."""
         counter = self._counter
-        self._drafts = counter("spec_decode_num_drafts", "Steps of a sequence that verified a draft.", _LABELS)
-        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.", _LABELS)
-        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", _LABELS)
+        self._drafts = counter(
+            "spec_decode_num_drafts", "Steps of a sequence that verified a draft.", _LABELS
+        )
+        self._draft_tokens = counter(
+            "spec_decode_num_draft_tokens", "Draft tokens verified.", _LABELS
+        )
+        self._accepted_tokens = counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", _LABELS
+        )
         self._accepted_per_pos = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", [*_LABELS, "position"]
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft.",
+            [*_LABELS, "position"],
         )
         self._proposed_tokens = counter("proposed_tokens", "Draft tokens received.", _LABELS)
         self._received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
@@ -67,50 +79,81 @@ class Metrics:
             "Draft tokens that the commit contradicted before they came, or whose sequence was over.",
             _LABELS,
         )
-        self._cut_tokens = counter("cut_tokens", "Draft tokens received that the window had no room for.", _LABELS)
-        self._ignored = counter("ignored_messages", "Messages received of a kind that this version does not know.", _LABELS)
+        self._cut_tokens = counter(
+            "cut_tokens", "Draft tokens received that the window had no room for.", _LABELS
+        )
+        self._ignored = counter(
+            "ignored_messages",
+            "Messages received of a kind that this version does not know.",
+            _LABELS,
+        )
         self._hits = counter(
             "draft_lookups",
             "Commits by what they found: the next draft on the chain or in a side branch, nothing yet (late), or a miss.",
             [*_LABELS, "result"],
         )
-        self._wasted_tokens = counter("wasted_tokens", "Draft tokens that were dropped without being committed.", _LABELS)
+        self._wasted_tokens = counter(
+            "wasted_tokens", "Draft tokens that were dropped without being committed.", _LABELS
+        )
         self._draft_seconds = self._histogram(
-            "draft_latency_seconds", "From a verdict to the first draft that answers it.", _doubling(0.000125, 16), _LABELS
+            "draft_latency_seconds",
+            "From a verdict to the first draft that answers it.",
+            _doubling(0.000125, 16),
+            _LABELS,
         )
 
     def _register_steps(self) -> None:
         """What steps take."""
-        self._decode_seconds = self._counter("decode_seconds", "Time of steps without prompts, waits included.", _MODEL)
+        self._decode_seconds = self._counter(
+            "decode_seconds", "Time of steps without prompts, waits included.", _MODEL
+        )
         self._isolated_seconds = self._counter(
-            "decode_isolated_forward_seconds", "What their forwards took before any request.", _MODEL
+            "decode_isolated_forward_seconds",
+            "What their forwards took before any request.",
+            _MODEL,
         )
         self._phase_seconds = self._counter(
             "step_phase_seconds",
             "Time of engine steps by phase: wait (for drafts), pack, forward, accept, commit, send.",
             [*_MODEL, "phase"],
         )
-        self._step_seconds = self._histogram("step_seconds", "Time of one engine step.", _doubling(0.001, 14), _MODEL)
-        self._batch = self._histogram("step_sequences", "Sequences in one step.", _doubling(1.0, 11), _MODEL)
+        self._step_seconds = self._histogram(
+            "step_seconds", "Time of one engine step.", _doubling(0.001, 14), _MODEL
+        )
+        self._batch = self._histogram(
+            "step_sequences", "Sequences in one step.", _doubling(1.0, 11), _MODEL
+        )
 
     def _register_requests(self) -> None:
         """What requests hold, wait for and get."""
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         self._generated = counter("generation_tokens", "Tokens committed.", _MODEL)
-        self._preemptions = counter("num_preemptions", "Sequences whose pages were taken and recomputed later.", _MODEL)
+        self._preemptions = counter(
+            "num_preemptions", "Sequences whose pages were taken and recomputed later.", _MODEL
+        )
         self._prefix_queries = counter("prefix_cache_queries", "Tokens of admitted texts.", _MODEL)
-        self._prefix_hits = counter("prefix_cache_hits", "Those of them that the prefix cache held.", _MODEL)
+        self._prefix_hits = counter(
+            "prefix_cache_hits", "Those of them that the prefix cache held.", _MODEL
+        )
         self._integrity_failures = counter(
-            "integrity_failures", "Checks of the page pool that failed when the engine went idle.", _MODEL
+            "integrity_failures",
+            "Checks of the page pool that failed when the engine went idle.",
+            _MODEL,
         )
         self._running = gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
         self._pages = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
         self._queue_seconds = histogram(
-            "request_queue_time_seconds", "From arrival to the first step.", _doubling(0.0005, 18), _MODEL
+            "request_queue_time_seconds",
+            "From arrival to the first step.",
+            _doubling(0.0005, 18),
+            _MODEL,
         )
         self._prefill_seconds = histogram(
-            "request_prefill_time_seconds", "From the first step to the first token.", _doubling(0.001, 16), _MODEL
+            "request_prefill_time_seconds",
+            "From the first step to the first token.",
+            _doubling(0.001, 16),
+            _MODEL,
         )
 
     def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
@@ -168,7 +211,9 @@ class Metrics:
         """A drafter's first answers to verdicts came after so many seconds each."""
         self._answers.setdefault(drafter, []).extend(seconds)
 
-    def proposed(self, drafter: Drafter, token_count: int, stale_count: int, cut_count: int) -> None:
+    def proposed(
+        self, drafter: Drafter, token_count: int, stale_count: int, cut_count: int
+    ) -> None:
         """Proposals arrived with so many tokens, some of which were stale, and some cut."""
         labels = self._labels(drafter)
         self._add(self._proposed_tokens, labels, token_count)

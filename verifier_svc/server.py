@@ -45,7 +45,9 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     server = rpc.Server("outrider.v1.VerifierService", "outrider.internal.v1.TokenStreamService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
-    ports = await server.start(settings.listen, *([f"unix:{settings.uds}"] if settings.uds is not None else []))
+    ports = await server.start(
+        settings.listen, *([f"unix:{settings.uds}"] if settings.uds is not None else [])
+    )
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings)
     loader = Loader(settings, servicer, metrics)
@@ -60,7 +62,10 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
         await built
         servicer.serve(thread, loader.info, loader.grammars)
         await server.set_serving(True)
-        print(f"verifier ready: {loader.info.model_id} in {loader.info.dtype} on {loader.info.device}", flush=True)
+        print(
+            f"verifier ready: {loader.info.model_id} in {loader.info.dtype} on {loader.info.device}",
+            flush=True,
+        )
         await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
         if ended.done():
@@ -76,7 +81,9 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
 class Loader:
     """Loads and warms up the target on the engine's thread, and reports how far it is to the event loop's."""
 
-    def __init__(self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics
+    ) -> None:
         self._settings = settings
         self._servicer = servicer
         self._metrics = metrics
@@ -116,10 +123,18 @@ class Loader:
             device=str(runner.device),
             max_draft_tokens=policy.depth,
         )
-        rule = AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
+        rule = (
+            AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
+        )
         thinking_ids = _thinking_ids(tokenizer, settings.thinking_tokens)
         draft_verifier = DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
-        limits = Limits(policy, settings.max_batch_tokens, settings.max_sequences, settings.max_waiting, settings.max_drafters)
+        limits = Limits(
+            policy,
+            settings.max_batch_tokens,
+            settings.max_sequences,
+            settings.max_waiting,
+            settings.max_drafters,
+        )
         engine = Engine(
             runner,
             pool,

@@ -21,7 +21,9 @@ def acceptances(target: Path, draft: Path, dtype: str) -> dict[str, float]:
     knows earlier requests guesses more.
     """
     task = task_of(target, 1)
-    asked = [("", prompt, length) for prompt, length in zip(task.prompts, task.lengths, strict=True)]
+    asked = [
+        ("", prompt, length) for prompt, length in zip(task.prompts, task.lengths, strict=True)
+    ]
     requests = Recorder(target, dtype, {"model": draft}).record(asked)
     return {
         "model": share_of_right([each.guesses["model"][: each.output_tokens] for each in requests]),
@@ -53,7 +55,9 @@ def lookups(prompt: Sequence[int], output: Sequence[int]) -> str:
     pool.index(text, 0)
     run: list[int] = []
     for token in output:
-        run = run or pool.continuation(text[-options.max_matching_ngram_size :], options.max_draft_len)
+        run = run or pool.continuation(
+            text[-options.max_matching_ngram_size :], options.max_draft_len
+        )
         right = run[:1] == [token]
         if not run:
             found += NO_GUESS

@@ -94,7 +94,9 @@ async def serve(settings: AgentSettings) -> None:
         await server.set_serving(True)
         host, _ = split_address("listen", settings.listen)
         protection = "mutual TLS" if tls is not None else "no TLS"
-        print(f"agent listens on {host}:{port} with {protection} and runs commit {code}", flush=True)
+        print(
+            f"agent listens on {host}:{port} with {protection} and runs commit {code}", flush=True
+        )
         await stopped.wait()
     finally:
         await server.stop(0.0)

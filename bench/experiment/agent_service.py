@@ -37,11 +37,15 @@ class Lease:
     async def start(self, launch: Launch) -> str:
         """The id of the new process; raises OutriderError when it cannot be run."""
         if len(self.handles) >= MAX_PROCESSES:
-            raise invalid("name", f"{launch.name} would be more than {MAX_PROCESSES} processes of one lease")
+            raise invalid(
+                "name", f"{launch.name} would be more than {MAX_PROCESSES} processes of one lease"
+            )
         try:
             handle = await self._host.start(launch)
         except OSError as error:
-            raise invalid("program", f"of {launch.name} cannot be run: {error.strerror or error}") from error
+            raise invalid(
+                "program", f"of {launch.name} cannot be run: {error.strerror or error}"
+            ) from error
         if self._has_ended:
             await handle.kill()
             raise OutriderError(Reason.CLIENT_GONE, "the lease ended while the process started")
@@ -81,7 +85,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self, request: agent_pb2.HoldMachineRequest, context: _Context
     ) -> AsyncIterator[agent_pb2.HoldMachineResponse]:
         if self._lease is not None:
-            raise OutriderError(Reason.OVERLOADED, "another experiment holds this machine, and an agent serves one at a time")
+            raise OutriderError(
+                Reason.OVERLOADED,
+                "another experiment holds this machine, and an agent serves one at a time",
+            )
         lease = self._lease = Lease()
         # Called however the call ends, also when the connection is lost.
         context.add_done_callback(lambda _: self._end_lease())
@@ -106,17 +113,25 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 
     def _held(self, lease_id: str) -> Lease:
         lease = self._lease
-        if lease is None or self._ending is not None or not secrets.compare_digest(lease.lease_id.encode(), lease_id.encode()):
+        if (
+            lease is None
+            or self._ending is not None
+            or not secrets.compare_digest(lease.lease_id.encode(), lease_id.encode())
+        ):
             raise invalid("lease_id", "is not that of the lease that holds this machine")
         return lease
 
     @reports_errors
-    async def FindFreePort(self, request: agent_pb2.FindFreePortRequest, context: _Context) -> agent_pb2.FindFreePortResponse:
+    async def FindFreePort(
+        self, request: agent_pb2.FindFreePortRequest, context: _Context
+    ) -> agent_pb2.FindFreePortResponse:
         self._held(request.lease_id)
         return agent_pb2.FindFreePortResponse(port=free_port(request.address))
 
     @reports_errors
-    async def StartProcess(self, request: agent_pb2.StartProcessRequest, context: _Context) -> agent_pb2.StartProcessResponse:
+    async def StartProcess(
+        self, request: agent_pb2.StartProcessRequest, context: _Context
+    ) -> agent_pb2.StartProcessResponse:
         lease = self._held(request.lease_id)
         launch = Launch(
             request.name,
@@ -131,7 +146,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         return agent_pb2.StartProcessResponse(process_id=await lease.start(launch))
 
     @reports_errors
-    async def SignalProcess(self, request: agent_pb2.SignalProcessRequest, context: _Context) -> agent_pb2.SignalProcessResponse:
+    async def SignalProcess(
+        self, request: agent_pb2.SignalProcessRequest, context: _Context
+    ) -> agent_pb2.SignalProcessResponse:
         handle = self._held(request.lease_id).process(request.process_id)
         actions = {
             agent_pb2.PROCESS_SIGNAL_STOP: handle.stop,
@@ -146,11 +163,15 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         return agent_pb2.SignalProcessResponse()
 
     @reports_errors
-    async def GetProcess(self, request: agent_pb2.GetProcessRequest, context: _Context) -> agent_pb2.GetProcessResponse:
+    async def GetProcess(
+        self, request: agent_pb2.GetProcessRequest, context: _Context
+    ) -> agent_pb2.GetProcessResponse:
         handle = self._held(request.lease_id).process(request.process_id)
         cpu_time = Duration()
         cpu_time.FromNanoseconds(round(await handle.cpu_s() * 1e9))
-        return agent_pb2.GetProcessResponse(is_alive=await handle.alive(), cpu_time=cpu_time, tail=await handle.tail())
+        return agent_pb2.GetProcessResponse(
+            is_alive=await handle.alive(), cpu_time=cpu_time, tail=await handle.tail()
+        )
 
 
 def peer_address(peer: str) -> str:

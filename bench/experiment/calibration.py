@@ -106,35 +106,49 @@ async def _serve(pair: Pair) -> list[Served]:
                     if number:
                         samples.setdefault((name, batch), []).append(sample)
                         speeds.setdefault((name, batch), []).append(await _speed(name, verifier))
-    return [_served(name, batch, found, speeds[name, batch]) for (name, batch), found in samples.items()]
+    return [
+        _served(name, batch, found, speeds[name, batch]) for (name, batch), found in samples.items()
+    ]
 
 
 async def _speed(family: str, port: int) -> tuple[float, float]:
     """What the verifier measured of a drafter of this family: round trip and seconds of a token; zeros for no drafter."""
     async with rpc.dial(f"127.0.0.1:{port}") as channel:
         info = await wait_until_ready(channel)
-    found = [(drafter.round_trip_s or 0.0, drafter.token_s or 0.0) for drafter in info.drafters if drafter.family == family]
+    found = [
+        (drafter.round_trip_s or 0.0, drafter.token_s or 0.0)
+        for drafter in info.drafters
+        if drafter.family == family
+    ]
     return found[0] if found else (0.0, 0.0)
 
 
 def task_of(target: Path, batch: int) -> Task:
     """The load at a batch size."""
-    workload = Workload.model_validate({"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4})
+    workload = Workload.model_validate(
+        {"batch": batch, "output_tokens": _TOKENS, "waves": 8 if batch == 1 else 4}
+    )
     requests = requests_of(workload, load_tokenizer(str(target)))
     return Task([request.prompt for request in requests], batch, _TOKENS, 0.0, varied=True)
 
 
-def _served(way: str, batch: int, samples: list[Sample], speeds: list[tuple[float, float]]) -> Served:
+def _served(
+    way: str, batch: int, samples: list[Sample], speeds: list[tuple[float, float]]
+) -> Served:
     round_trips, token_times = zip(*speeds, strict=True)
     step = step_of(samples)
-    within_s = sum([_mean_s(samples, f"request_{name}_time_seconds") for name in ("queue", "prefill")])
+    within_s = sum(
+        [_mean_s(samples, f"request_{name}_time_seconds") for name in ("queue", "prefill")]
+    )
     first_s = median([ttft for sample in samples for ttft in sample.ttft])
     tokens = sum([sample.counters["generation_tokens"] for sample in samples])
     steps = sum([sample.counters["step_sequences_sum"] for sample in samples])
     return Served(
         way=way,
         batch=batch,
-        tokens_per_s=median([sample.full_tokens_per_s or sample.tokens_per_s for sample in samples]),
+        tokens_per_s=median(
+            [sample.full_tokens_per_s or sample.tokens_per_s for sample in samples]
+        ),
         tokens_per_sequence_step=tokens / steps,
         first_token_s=first_s,
         client_s=max(0.0, first_s - within_s) / 2,
@@ -148,7 +162,13 @@ def step_of(samples: list[Sample]) -> Step:
     """Means of a step over all samples."""
 
     def each(*names: str) -> float:
-        return mean([sum([s.counters.get(name, 0.0) for name in names]) / s.counters["step_seconds_count"] for s in samples])
+        return mean(
+            [
+                sum([s.counters.get(name, 0.0) for name in names])
+                / s.counters["step_seconds_count"]
+                for s in samples
+            ]
+        )
 
     answers = each("draft_latency_seconds_count")
     phases = {name: each(f"step_phase_seconds.{name}") for name in PHASES}

@@ -50,9 +50,17 @@ def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
     """What the clients ask for. Requests of verifiers that serve together take turns, as the simulator hands them out."""
     workload = experiment.workload
     together = experiment.target.count if workload.verifiers == "together" else 1
-    warm_up = [(0.0, r.kind, r.prompt, r.output_tokens) for r in warm_up_of(workload, tokenizer) for _ in range(together)]
+    warm_up = [
+        (0.0, r.kind, r.prompt, r.output_tokens)
+        for r in warm_up_of(workload, tokenizer)
+        for _ in range(together)
+    ]
     by_verifier = [requests_of(workload, tokenizer, place) for place in range(together)]
-    measured = [(r.at, r.kind, r.prompt, r.output_tokens) for each in zip(*by_verifier, strict=True) for r in each]
+    measured = [
+        (r.at, r.kind, r.prompt, r.output_tokens)
+        for each in zip(*by_verifier, strict=True)
+        for r in each
+    ]
     return Load(warm_up, sorted(measured, key=lambda asked: asked[0]))
 
 
@@ -65,9 +73,13 @@ def check(experiment: Experiment, profile: Profile) -> None:
     if target.dtype != profile.dtype:
         raise ValueError(f"target.dtype: the profile is of {profile.dtype}, not of {target.dtype}")
     if threads_of(target, cores) != profile.threads:
-        raise ValueError(f"target.threads: the profile has {profile.threads}, the cell {threads_of(target, cores)}")
+        raise ValueError(
+            f"target.threads: the profile has {profile.threads}, the cell {threads_of(target, cores)}"
+        )
     if experiment.workload.temperature > 0.0:
-        raise ValueError("workload.temperature: only 0 can be predicted, since guesses are recorded for greedy texts")
+        raise ValueError(
+            "workload.temperature: only 0 can be predicted, since guesses are recorded for greedy texts"
+        )
     for name, drafter in drafters_of(experiment):
         if drafter.family not in _PREDICTED:
             raise ValueError(
@@ -77,8 +89,12 @@ def check(experiment: Experiment, profile: Profile) -> None:
         if cost not in profile.costs.drafting:
             if drafter.cost is not None:
                 known = ", ".join(sorted(profile.costs.drafting))
-                raise ValueError(f"drafters.{name}.cost: must be one of {known} of the cost table, not {cost!r}")
-            raise ValueError(f"drafters.{name}.threads: the profile has no {cost}; make it with --draft-threads")
+                raise ValueError(
+                    f"drafters.{name}.cost: must be one of {known} of the cost table, not {cost!r}"
+                )
+            raise ValueError(
+                f"drafters.{name}.threads: the profile has no {cost}; make it with --draft-threads"
+            )
 
 
 def threads_of(target: Target, cores: list[int]) -> int:
@@ -100,7 +116,9 @@ def _cores(text: str | None, all_cores: list[int]) -> list[int]:
     return all_cores if text is None else parse_cores(text)
 
 
-def scenario_of(experiment: Experiment, way: str, profile: Profile, load: Load, directory: Path) -> Scenario:
+def scenario_of(
+    experiment: Experiment, way: str, profile: Profile, load: Load, directory: Path
+) -> Scenario:
     """The scenario; its cost table is written to `directory`, where `requests.jsonl` is the recording of the load."""
     target, workload = experiment.target, experiment.workload
     drafters = [] if way == PLAIN else list(drafters_of(experiment))
@@ -110,7 +128,9 @@ def scenario_of(experiment: Experiment, way: str, profile: Profile, load: Load, 
     table = directory / f"{way}.costs.json"
     table.write_text(_costs(experiment, profile, served).model_dump_json())
     verifiers = target.count if workload.verifiers == "together" else 1
-    settings = {name: target.settings[name] for name in _VERIFIER_SETTINGS if name in target.settings}
+    settings = {
+        name: target.settings[name] for name in _VERIFIER_SETTINGS if name in target.settings
+    }
     given: dict[str, Any] = {
         "name": experiment.name,
         "costs": str(table),
@@ -125,8 +145,16 @@ def scenario_of(experiment: Experiment, way: str, profile: Profile, load: Load, 
         "max_sequences": 64,
         "prefix_caching": False,
         **settings,
-        "drafters": [spec for name, drafter in drafters for spec in _specs(experiment, name, drafter, profile, verifiers)],
-        "schedule": [event for each in experiment.events for event in _events(experiment, each, verifiers)] if drafters else [],
+        "drafters": [
+            spec
+            for name, drafter in drafters
+            for spec in _specs(experiment, name, drafter, profile, verifiers)
+        ],
+        "schedule": [
+            event for each in experiment.events for event in _events(experiment, each, verifiers)
+        ]
+        if drafters
+        else [],
     }
     return Scenario.model_validate(given)
 
@@ -136,7 +164,10 @@ def at_batch(servings: list[Serving], batch: int) -> Serving:
     low, high = servings[0], servings[-1]
     share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
     names = ("client_s", "round_trip_s", "jitter_s", "slowness", "message_s", "interference")
-    between = {name: getattr(low, name) + share * (getattr(high, name) - getattr(low, name)) for name in names}
+    between = {
+        name: getattr(low, name) + share * (getattr(high, name) - getattr(low, name))
+        for name in names
+    }
     return low.model_copy(update=between)
 
 
@@ -144,7 +175,10 @@ def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     """The profile's table while it serves in this way, with verifiers that share the cores slowed down."""
     plains, own = profile.at("plain"), profile.at(served)
     pairs = zip(plains, own, strict=True)
-    low, high = (plain.model_copy(update={"before_s": s.before_s, "after_s": s.after_s}) for plain, s in pairs)
+    low, high = (
+        plain.model_copy(update={"before_s": s.before_s, "after_s": s.after_s})
+        for plain, s in pairs
+    )
     batch = experiment.workload.batch if experiment.workload.arrivals == "closed" else 1
     message_s = at_batch(own, batch).message_s
     costs = busy(profile.costs, low, high)
@@ -154,7 +188,9 @@ def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
     return with_messages(costs.slower(slower), message_s)
 
 
-def _specs(experiment: Experiment, name: str, drafter: Drafter, profile: Profile, verifiers: int) -> Iterator[dict[str, Any]]:
+def _specs(
+    experiment: Experiment, name: str, drafter: Drafter, profile: Profile, verifiers: int
+) -> Iterator[dict[str, Any]]:
     """A simulated drafter for each connection of each process."""
     link = experiment.links[drafter.link] if drafter.link is not None else None
     common = {
@@ -179,7 +215,9 @@ def _specs(experiment: Experiment, name: str, drafter: Drafter, profile: Profile
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
     """What the place of a drafter does to its own speed and to the target's."""
     workload = experiment.workload
-    serving = at_batch(profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1)
+    serving = at_batch(
+        profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
+    )
     if drafter.host != experiment.target.host:
         return {"interference": 0.0, "slowness": 1.0}
     if drafter.device != "cpu":
@@ -200,19 +238,29 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
     return placed
 
 
-def _linked(experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile) -> dict[str, Any]:
+def _linked(
+    experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
+) -> dict[str, Any]:
     """The way to the verifier: over TCP as the calibration load went, or changed by what the profile says of other ways."""
     workload = experiment.workload
-    serving = at_batch(profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1)
+    serving = at_batch(
+        profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
+    )
     transport = "unix" if drafter.transport == "unix" else "link" if link is not None else "tcp"
-    round_trip_s = serving.round_trip_s + profile.links[transport].median_s - profile.links["tcp"].median_s
+    round_trip_s = (
+        serving.round_trip_s + profile.links[transport].median_s - profile.links["tcp"].median_s
+    )
     found = {"round_trip_ms": 1000 * max(round_trip_s, 0.0), "jitter_ms": 1000 * serving.jitter_s}
     if link is not None:
         found["round_trip_ms"] += link.round_trip_ms
         found["jitter_ms"] += link.jitter_ms
         found |= {"mbit_s": link.mbit_s, "loss": link.loss, "retransmit_ms": link.retransmit_ms}
     if drafter.pool == "redis":
-        far = experiment.links[drafter.redis_link].round_trip_ms if drafter.redis_link is not None else 0.0
+        far = (
+            experiment.links[drafter.redis_link].round_trip_ms
+            if drafter.redis_link is not None
+            else 0.0
+        )
         through = "link" if drafter.redis_link is not None else "tcp"
         found["redis_ms"] = far + 1000 * profile.links[through].median_s
     return found

@@ -41,7 +41,10 @@ class Images:
     @classmethod
     def from_environment(cls) -> Images:
         """By the variables of compose/compose.yaml."""
-        given = {"tag": os.environ.get("OUTRIDER_TAG"), "redis": os.environ.get("OUTRIDER_REDIS_IMAGE")}
+        given = {
+            "tag": os.environ.get("OUTRIDER_TAG"),
+            "redis": os.environ.get("OUTRIDER_REDIS_IMAGE"),
+        }
         return cls(**{name: value for name, value in given.items() if value})
 
     @property
@@ -55,9 +58,16 @@ class Images:
         if launch.program == "redis-server":
             return self.redis
         family = value_of(launch, "--family") or ""
-        name = _DRAFTER_IMAGES.get(family) if launch.module == "drafter_svc" else _IMAGES.get(launch.module)
+        name = (
+            _DRAFTER_IMAGES.get(family)
+            if launch.module == "drafter_svc"
+            else _IMAGES.get(launch.module)
+        )
         if name is None:
-            raise invalid("container", f"{launch.name} runs {launch.module or launch.program} {family}, which is in no image")
+            raise invalid(
+                "container",
+                f"{launch.name} runs {launch.module or launch.program} {family}, which is in no image",
+            )
         return f"{name}{'-gpu' if gpu_of(launch) is not None else ''}:{self.tag}"
 
 
@@ -96,7 +106,9 @@ class Subnets:
 
     def named_in(self, launch: Launch) -> list[str]:
         """The networks of the processes whose addresses the command line has."""
-        found = [match.group(1) for argument in launch.arguments for match in _ADDRESS.finditer(argument)]
+        found = [
+            match.group(1) for argument in launch.arguments for match in _ADDRESS.finditer(argument)
+        ]
         return list(dict.fromkeys(self._networks[int(network)] for network in found))
 
 
@@ -104,8 +116,12 @@ def compose_file(services: Sequence[Service], subnets: Subnets, images: Images) 
     """The compose file as YAML, for Compose v2 and docker-compose 1.29."""
     described = {service.launch.name: _service(service, images) for service in services}
     names = dict.fromkeys(name for service in services for name in service.addresses)
-    networks = {name: {"ipam": {"config": [{"subnet": f"{subnets.of(name)}.0/24"}]}} for name in names}
-    content = {"version": "2.4", "services": described} | ({"networks": networks} if networks else {})
+    networks = {
+        name: {"ipam": {"config": [{"subnet": f"{subnets.of(name)}.0/24"}]}} for name in names
+    }
+    content = {"version": "2.4", "services": described} | (
+        {"networks": networks} if networks else {}
+    )
     return yaml.safe_dump(content, sort_keys=False, width=1000)
 
 
@@ -151,7 +167,9 @@ def _place(service: Service) -> dict[str, Any]:
         return {"network_mode": f"service:{service.beside}"}
     if not service.addresses:
         return {"network_mode": "host"}
-    return {"networks": {name: {"ipv4_address": address} for name, address in service.addresses.items()}}
+    return {
+        "networks": {name: {"ipv4_address": address} for name, address in service.addresses.items()}
+    }
 
 
 def _volumes(service: Service) -> list[dict[str, Any]]:
@@ -160,7 +178,15 @@ def _volumes(service: Service) -> list[dict[str, Any]]:
     shared = [{"type": "bind", "source": path, "target": path} for path in paths]
     if service.files is None:
         return shared
-    return [*shared, {"type": "bind", "source": str(service.files), "target": FILES_DIRECTORY, "read_only": True}]
+    return [
+        *shared,
+        {
+            "type": "bind",
+            "source": str(service.files),
+            "target": FILES_DIRECTORY,
+            "read_only": True,
+        },
+    ]
 
 
 def _literal(text: str) -> str:

@@ -65,11 +65,21 @@ class ContainerHandle:
 
     async def tail(self) -> list[str]:
         process = await asyncio.create_subprocess_exec(
-            "docker", "logs", "--tail", str(TAIL_LINES), self._id, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            "docker",
+            "logs",
+            "--tail",
+            str(TAIL_LINES),
+            self._id,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
         )
         printed, _ = await process.communicate()
         state = await self._state()
-        ended = [] if state.get("Running") else [f"ended with status {state.get('ExitCode', 'unknown')}"]
+        ended = (
+            []
+            if state.get("Running")
+            else [f"ended with status {state.get('ExitCode', 'unknown')}"]
+        )
         return [*printed.decode(errors="replace").splitlines(), *ended][-TAIL_LINES:]
 
     async def cpu_s(self) -> float:
@@ -91,7 +101,11 @@ class ContainerHandle:
     async def _told(self, what: str) -> None:
         """Tell the engine; that the container has ended, or is gone, is no error."""
         answer = await self._engine.post(f"/containers/{self._id}/{what}")
-        if answer.status_code not in (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT, httpx.codes.NOT_MODIFIED):
+        if answer.status_code not in (
+            httpx.codes.NOT_FOUND,
+            httpx.codes.CONFLICT,
+            httpx.codes.NOT_MODIFIED,
+        ):
             answer.raise_for_status()
 
 
@@ -99,7 +113,12 @@ class Project:
     """A compose project: the services so far, and the commands of Compose and the engine."""
 
     def __init__(
-        self, directory: Path, compose: Sequence[str], engine: httpx.AsyncClient, images: Images, machine_address: str
+        self,
+        directory: Path,
+        compose: Sequence[str],
+        engine: httpx.AsyncClient,
+        images: Images,
+        machine_address: str,
     ) -> None:
         self.machine_address = machine_address
         """The address of the machine itself, which containers of all networks reach."""
@@ -121,14 +140,26 @@ class Project:
         """Add a service, or replace it, and start its container; raises OSError with the engine's words."""
         name = service.launch.name
         self._services[name] = service
-        self.path.write_text(compose_file(list(self._services.values()), self.subnets, self._images))
+        self.path.write_text(
+            compose_file(list(self._services.values()), self.subnets, self._images)
+        )
         await self._run("up", "--detach", "--no-deps", "--no-build", "--force-recreate", name)
         return ContainerHandle(name, await self._id_of(name), self._engine)
 
     async def _id_of(self, name: str) -> str:
         """The engine's id of a service's container, which may have ended already: Compose 1.29 lists what runs alone."""
         label = f"label=com.docker.compose.service={name}"
-        found = await _output("docker", "ps", "--all", "--quiet", "--no-trunc", "--filter", _OF_PROJECT, "--filter", label)
+        found = await _output(
+            "docker",
+            "ps",
+            "--all",
+            "--quiet",
+            "--no-trunc",
+            "--filter",
+            _OF_PROJECT,
+            "--filter",
+            label,
+        )
         return found.strip()
 
     def write_files(self, launch: Launch) -> Path | None:
@@ -196,14 +227,19 @@ class ContainerHost:
         self._first = self._first or launch.name
         beside = self._first if self._network is not None and launch.name != self._first else None
         addresses = self._addresses(launch) if beside is None else {}
-        return await self._project.start(Service(launch, addresses, beside, self._project.write_files(launch)))
+        return await self._project.start(
+            Service(launch, addresses, beside, self._project.write_files(launch))
+        )
 
     def _addresses(self, launch: Launch) -> dict[str, str]:
         """In each network that the command line names an address of: so a drafter reaches its link, and not what is behind."""
         if self._network is None:
             return {}
         subnets = self._project.subnets
-        return {name: subnets.address(name, self._number) for name in subnets.named_in(launch) or [self._network]}
+        return {
+            name: subnets.address(name, self._number)
+            for name in subnets.named_in(launch) or [self._network]
+        }
 
 
 @asynccontextmanager
@@ -216,7 +252,9 @@ async def containers(images: Images | None = None) -> AsyncIterator[Project]:
     async with engine_client() as engine:
         with tempfile.TemporaryDirectory(prefix="outrider-compose-") as directory:
             address = await bridge_address(engine)
-            project = Project(Path(directory), compose, engine, images or Images.from_environment(), address)
+            project = Project(
+                Path(directory), compose, engine, images or Images.from_environment(), address
+            )
             await project.down()
             try:
                 yield project
@@ -236,12 +274,18 @@ async def compose_command() -> list[str]:
     if shutil.which("docker") is None:
         raise invalid("with", "compose needs the command docker, which is not installed")
     process = await asyncio.create_subprocess_exec(
-        "docker", "compose", "version", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        "docker",
+        "compose",
+        "version",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
     )
     if await process.wait() == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose") is None:
-        raise invalid("with", "compose needs docker compose or docker-compose, and neither is installed")
+        raise invalid(
+            "with", "compose needs docker compose or docker-compose, and neither is installed"
+        )
     return ["docker-compose"]
 
 
@@ -250,9 +294,13 @@ async def engine_client() -> AsyncIterator[httpx.AsyncClient]:
     """A client of the engine's API; raises OSError where no engine answers."""
     address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     if not address.startswith("unix://"):
-        raise invalid("with", f"compose needs an engine of this machine, and DOCKER_HOST is {address}")
+        raise invalid(
+            "with", f"compose needs an engine of this machine, and DOCKER_HOST is {address}"
+        )
     transport = httpx.AsyncHTTPTransport(uds=address.removeprefix("unix://"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=_CALL_S) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://engine", timeout=_CALL_S
+    ) as client:
         try:
             (await client.get("/_ping")).raise_for_status()
         except httpx.HTTPError as error:

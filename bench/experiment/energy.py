@@ -63,5 +63,7 @@ def _gpus() -> Iterator[tuple[str, int]]:
     except pynvml.NVMLError:
         return  # no driver
     for i in range(pynvml.nvmlDeviceGetCount()):
-        millijoules = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(i))
+        millijoules = pynvml.nvmlDeviceGetTotalEnergyConsumption(
+            pynvml.nvmlDeviceGetHandleByIndex(i)
+        )
         yield f"gpu {i}", 1_000 * millijoules

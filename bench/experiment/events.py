@@ -31,16 +31,27 @@ class Events:
             group.create_task(self._play(event, began, playing))
 
     async def _play(self, event: Event, began: float, playing: asyncio.Task[Any]) -> None:
-        done, _ = await asyncio.wait([playing], timeout=max(began + event.at - time.perf_counter(), 0.0))
+        done, _ = await asyncio.wait(
+            [playing], timeout=max(began + event.at - time.perf_counter(), 0.0)
+        )
         if done:
-            self.errors.append(f"{event.what} of {event.who} at {event.at:g} s did not come: the traffic was over")
+            self.errors.append(
+                f"{event.what} of {event.who} at {event.at:g} s did not come: the traffic was over"
+            )
             return
         at = time.perf_counter() - began
-        self.played.append({"at": at, "who": event.who, "what": event.what, "seconds": event.seconds})
+        self.played.append(
+            {"at": at, "who": event.who, "what": event.what, "seconds": event.seconds}
+        )
         if event.who in self._experiment.links:
             await self._to_link(event)
         else:
-            await asyncio.gather(*(self._to_process(name, event) for name in process_names(self._experiment, event.who)))
+            await asyncio.gather(
+                *(
+                    self._to_process(name, event)
+                    for name in process_names(self._experiment, event.who)
+                )
+            )
 
     async def _to_link(self, event: Event) -> None:
         assert self._drafting is not None  # else there are no events

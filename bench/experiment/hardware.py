@@ -204,7 +204,9 @@ def table(name: str, target: str, draft: str) -> Costs:
             f"draft: {draft} needs more than the {deployment.drafter.memory_bytes / 1e9:g} GB of {deployment.drafter.name}"
         )
     way = deployment.way
-    sources = dict.fromkeys((deployment.target.source, deployment.drafter.source, big.source, small.source, way.source))
+    sources = dict.fromkeys(
+        (deployment.target.source, deployment.drafter.source, big.source, small.source, way.source)
+    )
     return Costs(
         source=f"not measured; {target} on {devices} × {deployment.target.name}, {draft} on {deployment.drafter.name}. "
         + ". ".join(sources)
@@ -226,7 +228,10 @@ def table(name: str, target: str, draft: str) -> Costs:
         drafting={
             "model": DraftingCost(
                 round_s=0.0,
-                token_s={count: forward_s(deployment.drafter, 1, small, count, count) for count in _SEQUENCES},
+                token_s={
+                    count: forward_s(deployment.drafter, 1, small, count, count)
+                    for count in _SEQUENCES
+                },
                 prompt_token_s=_token_s(deployment.drafter, 1, small),
             ),
             **_on_target(deployment.target, small),

@@ -131,7 +131,12 @@ class Places(Protocol):
 class LocalHandle:
     """A child process, in a process group of its own."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, files: tempfile.TemporaryDirectory[str] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        files: tempfile.TemporaryDirectory[str] | None,
+    ) -> None:
         self._name = name
         self._process = process
         self._files = files
@@ -172,7 +177,9 @@ class LocalHandle:
         return list(self._lines)
 
     async def cpu_s(self) -> float:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended; the last figure stands
+        with suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # it has ended; the last figure stands
             self._cpu_s = process_cpu_s(self._process.pid)
         return self._cpu_s
 
@@ -227,7 +234,9 @@ class LocalPlaces:
     def host(self, name: str, machine: str | None, is_container: bool) -> Host:
         """This machine; raises OutriderError(INVALID_VALUE) for any other, and for a container."""
         if machine is not None:
-            raise invalid("host", f"{machine} of {name} needs --hosts with the address of its agent")
+            raise invalid(
+                "host", f"{machine} of {name} needs --hosts with the address of its agent"
+            )
         if is_container:
             raise invalid("container", f"{name} needs a container engine: give --with compose")
         return LocalHost()
@@ -245,7 +254,9 @@ def check_cores(field_name: str, cores: str | None) -> None:
     """Raises OutriderError(INVALID_VALUE) that names the field unless this process may run on these cores."""
     mine = os.sched_getaffinity(0)
     if cores is not None and not set(parse_cores(cores, field_name)) <= mine:
-        raise invalid(field_name, f"must be among {format_cores(sorted(mine))} of this machine, not {cores}")
+        raise invalid(
+            field_name, f"must be among {format_cores(sorted(mine))} of this machine, not {cores}"
+        )
 
 
 def process_cpu_s(pid: int) -> float:

@@ -54,7 +54,9 @@ class Dial:
 
 def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoint: str) -> Launch:
     """Raises OutriderError(INVALID_VALUE) that names the setting which the verifier does not take."""
-    threads = target.threads or (len(parse_cores(target.cores, "target.cores")) if target.cores else None)
+    threads = target.threads or (
+        len(parse_cores(target.cores, "target.cores")) if target.cores else None
+    )
     options: dict[str, Setting | None] = {
         "target": str(model),
         "model_name": endpoint.model,
@@ -94,10 +96,14 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoin
         "log_level": _LOG_LEVEL,
     }
     name = endpoint.name.replace("verifier", "gateway")
-    return Launch(name, "gateway", _flags(options), environment=_environment(otlp_endpoint), shares=(model,))
+    return Launch(
+        name, "gateway", _flags(options), environment=_environment(otlp_endpoint), shares=(model,)
+    )
 
 
-def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial: Dial, otlp_endpoint: str) -> Launch:
+def drafter_launch(
+    field: str, name: str, drafter: Drafter, target: Target, dial: Dial, otlp_endpoint: str
+) -> Launch:
     """One process of a drafter; `field` names the drafter in the file.
 
     Raises OutriderError(INVALID_VALUE) that names the setting which the drafter does not take.
@@ -105,14 +111,25 @@ def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial
     schema = _schema(field, drafter.family)
     takes_many = DrafterSettings.model_fields["verifier"].annotation is not str
     if len(dial.verifiers) > 1 and not takes_many:
-        raise invalid(f"{field}.shared", "needs a drafter that takes several --verifier; this version takes one")
+        raise invalid(
+            f"{field}.shared",
+            "needs a drafter that takes several --verifier; this version takes one",
+        )
     options = _drafter_options(drafter, target, schema, dial)
-    options |= {"id": name, "otlp_endpoint": otlp_endpoint or None, "log_level": _LOG_LEVEL, **drafter.settings}
+    options |= {
+        "id": name,
+        "otlp_endpoint": otlp_endpoint or None,
+        "log_level": _LOG_LEVEL,
+        **drafter.settings,
+    }
     _check(field, schema, {**options, "verifier": dial.verifiers[0]})
     return Launch(
         name,
         "drafter_svc",
-        (*(word for address in dial.verifiers for word in ("--verifier", address)), *_flags(options)),
+        (
+            *(word for address in dial.verifiers for word in ("--verifier", address)),
+            *_flags(options),
+        ),
         environment=_environment(otlp_endpoint),
         is_container=drafter.container,
         shares=tuple(_shares(options)),
@@ -120,7 +137,9 @@ def drafter_launch(field: str, name: str, drafter: Drafter, target: Target, dial
     )
 
 
-def _drafter_options(drafter: Drafter, target: Target, schema: type[DrafterSettings], dial: Dial) -> dict[str, Setting | None]:
+def _drafter_options(
+    drafter: Drafter, target: Target, schema: type[DrafterSettings], dial: Dial
+) -> dict[str, Setting | None]:
     """What the file says of the drafter, by the names of its process's settings."""
     options: dict[str, Setting | None] = {
         "family": drafter.family,
@@ -147,13 +166,26 @@ def _shares(options: Mapping[str, Setting | None]) -> Iterator[Path]:
 
 def redis_launch(address: str, port: int) -> Launch:
     """A Redis server that keeps nothing on disk."""
-    arguments = ("--bind", address, "--port", str(port), "--save", "", "--appendonly", "no", "--protected-mode", "no")
+    arguments = (
+        "--bind",
+        address,
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--protected-mode",
+        "no",
+    )
     return Launch("redis", "", arguments, program="redis-server")
 
 
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
     """A link; `forwards` are the addresses that it listens on, with those that it passes connections on to."""
-    pairs = [word for listen, target in forwards.items() for word in ("--forward", f"{listen}={target}")]
+    pairs = [
+        word for listen, target in forwards.items() for word in ("--forward", f"{listen}={target}")
+    ]
     return Launch(f"link-{name}", "bench.experiment.link_process", ("--control", control, *pairs))
 
 
@@ -184,7 +216,9 @@ def _check(field: str, schema: type[Settings], options: Mapping[str, Setting | N
 
 
 def _flags(options: Mapping[str, Setting | None]) -> tuple[str, ...]:
-    return tuple(word for name, value in options.items() if value is not None for word in _flag(name, value))
+    return tuple(
+        word for name, value in options.items() if value is not None for word in _flag(name, value)
+    )
 
 
 def _flag(name: str, value: Setting) -> list[str]:

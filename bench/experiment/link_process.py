@@ -101,7 +101,9 @@ def address_of(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def serve(control: tuple[str, int], forwards: list[tuple[tuple[str, int], tuple[str, int]]]) -> None:
+async def serve(
+    control: tuple[str, int], forwards: list[tuple[tuple[str, int], tuple[str, int]]]
+) -> None:
     """Pass connections on until SIGTERM."""
     link, stopped = ShapedLink(Link.model_validate({})), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -115,9 +117,15 @@ async def serve(control: tuple[str, int], forwards: list[tuple[tuple[str, int], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--control", type=address_of, required=True, help="host:port to take orders on")
     parser.add_argument(
-        "--forward", action="append", required=True, metavar="LISTEN=TARGET", help="host:port=host:port; may be repeated"
+        "--control", type=address_of, required=True, help="host:port to take orders on"
+    )
+    parser.add_argument(
+        "--forward",
+        action="append",
+        required=True,
+        metavar="LISTEN=TARGET",
+        help="host:port=host:port; may be repeated",
     )
     given = parser.parse_args()
     pairs = [text.partition("=") for text in given.forward]

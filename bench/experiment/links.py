@@ -82,7 +82,9 @@ class ShapedLink:
     @property
     def traffic(self) -> LinkTraffic:
         """Bytes and connections since the start."""
-        return LinkTraffic(self.up.byte_count, self.down.byte_count, self.connection_count, self.lost_segment_count)
+        return LinkTraffic(
+            self.up.byte_count, self.down.byte_count, self.connection_count, self.lost_segment_count
+        )
 
     @property
     def lateness(self) -> Lateness:
@@ -104,7 +106,9 @@ class ShapedLink:
         return max(_LEAST_QUEUE_BYTES, round(2 * product))
 
     @asynccontextmanager
-    async def forward(self, listen: tuple[str, int], target: tuple[str, int]) -> AsyncIterator[None]:
+    async def forward(
+        self, listen: tuple[str, int], target: tuple[str, int]
+    ) -> AsyncIterator[None]:
         """Listen, and pass connections on to `target` over this link; may be called for several ports."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _End(self, target), *listen)
@@ -115,7 +119,9 @@ class ShapedLink:
             self.reset()
             await asyncio.sleep(0)  # transports close in the loop's next turn
 
-    def schedule(self, wire: _Wire, data: bytes, leaves: float, last: float) -> Iterator[tuple[float, bytes]]:
+    def schedule(
+        self, wire: _Wire, data: bytes, leaves: float, last: float
+    ) -> Iterator[tuple[float, bytes]]:
         """When each piece of `data` comes out, if it goes in at `leaves` and no sooner than `last`, which came before."""
         shape, rate = self.shape, self.shape.mbit_s * 125_000
         jitter_s = self._random.uniform(0.0, shape.jitter_ms / 1000)
@@ -158,7 +164,9 @@ class _End(asyncio.Protocol):
         self._wire = self.link.up if self.target is not None else self.link.down
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # create_server and create_connection make no other
+        assert isinstance(
+            transport, asyncio.Transport
+        )  # create_server and create_connection make no other
         self._transport = transport
         self.link._ends.add(self)
         if self.target is not None:
@@ -169,7 +177,9 @@ class _End(asyncio.Protocol):
     async def _dial(self, host: str, port: int) -> None:
         """Connect to the target when the handshake would have come through; a refusal is passed on as RST."""
         await asyncio.sleep(self.opens_at - self.link.round_trip_s / 2 - self._loop.time())
-        await asyncio.sleep(self.link.held_until - self._loop.time())  # an outage may have begun meanwhile
+        await asyncio.sleep(
+            self.link.held_until - self._loop.time()
+        )  # an outage may have begun meanwhile
         far = _End(self.link, None, peer=self)
         try:
             await self._loop.create_connection(lambda: far, host, port)
@@ -229,7 +239,9 @@ class _End(asyncio.Protocol):
     def _arm(self) -> None:
         """Set the timer for the next piece, if there is one that the other end can take."""
         if self._timer is None and self.queue and self.peer is not None and not self.peer.is_full:
-            self._timer = self._loop.call_at(max(self.queue[0][0], self.link.held_until), self._deliver)
+            self._timer = self._loop.call_at(
+                max(self.queue[0][0], self.link.held_until), self._deliver
+            )
 
     def _deliver(self) -> None:
         """Hand over all that is due."""

@@ -50,7 +50,9 @@ class Played:
     errors: list[str]
 
 
-async def play(requests: Sequence[Request], workload: Workload, endpoint: Endpoint, asked: Asked, began: float) -> Played:
+async def play(
+    requests: Sequence[Request], workload: Workload, endpoint: Endpoint, asked: Asked, began: float
+) -> Played:
     """Send a verifier its requests as the workload's arrivals say. `began` is when the first request of all came, by
     `time.perf_counter`. A request that fails is an error of the result, not an exception.
     """
@@ -70,7 +72,9 @@ async def play(requests: Sequence[Request], workload: Workload, endpoint: Endpoi
     return played
 
 
-async def _closed(requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked) -> tuple[list[_Answer], float]:
+async def _closed(
+    requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked
+) -> tuple[list[_Answer], float]:
     """Keep so many under way, a new one for each that ends; and for how long so many were."""
     answers: dict[int, _Answer] = {}
     waiting = iter(enumerate(requests))
@@ -86,7 +90,9 @@ async def _closed(requests: Sequence[Request], batch: int, endpoint: Endpoint, a
     return [answers[i] for i in range(len(requests))], ended[0]
 
 
-async def _open(requests: Sequence[Request], endpoint: Endpoint, asked: Asked, started: float) -> list[_Answer]:
+async def _open(
+    requests: Sequence[Request], endpoint: Endpoint, asked: Asked, started: float
+) -> list[_Answer]:
     """Send each at its time, however many are under way."""
 
     async def ask_at(request: Request) -> _Answer:

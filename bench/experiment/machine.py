@@ -78,10 +78,14 @@ def check(experiment: Experiment) -> None:
         check_cores(f"drafters.{name}.cores", drafter.cores)
         if drafter.numa_node is not None and drafter.numa_node not in nodes:
             known = ", ".join(map(str, nodes)) or "(none)"
-            raise invalid(f"drafters.{name}.numa_node", f"must be one of {known}, not {drafter.numa_node}")
+            raise invalid(
+                f"drafters.{name}.numa_node", f"must be one of {known}, not {drafter.numa_node}"
+            )
         wanted = int(drafter.device.partition(":")[2] or 0)
         if drafter.device.startswith("cuda") and wanted >= gpu_count:
-            raise invalid(f"drafters.{name}.device", f"{drafter.device} is not here; GPUs: {gpu_count}")
+            raise invalid(
+                f"drafters.{name}.device", f"{drafter.device} is not here; GPUs: {gpu_count}"
+            )
 
 
 def warnings() -> Iterator[str]:
@@ -97,7 +101,10 @@ def warnings() -> Iterator[str]:
     whole = max(sum(spent.values()), 1)
     if spent["steal"] > _STEAL * whole:
         yield f"the hypervisor takes {spent['steal'] / whole:.0%} of the cores' time (steal)"
-    governors = {path.read_text().strip() for path in Path("/sys").glob("devices/system/cpu/cpu*/cpufreq/scaling_governor")}
+    governors = {
+        path.read_text().strip()
+        for path in Path("/sys").glob("devices/system/cpu/cpu*/cpufreq/scaling_governor")
+    }
     if governors - {"performance"}:
         yield f"cores change their clock: the governor is {', '.join(sorted(governors))}, not performance"
 

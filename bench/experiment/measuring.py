@@ -37,7 +37,9 @@ class Bench:
         asked = _asked(experiment, way, "warm-up")
         began = time.perf_counter()
         endpoints = self.backend.endpoints
-        await asyncio.gather(*(play(requests, closed, endpoint, asked, began) for endpoint in endpoints))
+        await asyncio.gather(
+            *(play(requests, closed, endpoint, asked, began) for endpoint in endpoints)
+        )
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
         """Play the workload once. `tenant` is the requests', so that nothing learned from other ones is used."""
@@ -49,7 +51,9 @@ class Bench:
         began = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
-                playing = group.create_task(self._play(experiment, _asked(experiment, way, tenant), began))
+                playing = group.create_task(
+                    self._play(experiment, _asked(experiment, way, tenant), began)
+                )
                 events.begin(group, playing)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -71,10 +75,18 @@ class Bench:
     async def _play(self, experiment: Experiment, asked: Asked, began: float) -> list[Played]:
         """All verifiers at the same time, or one after the other."""
         workload = experiment.workload
-        turns = [(requests_of(workload, self.tokenizer, place), endpoint) for place, endpoint in enumerate(self.backend.endpoints)]
+        turns = [
+            (requests_of(workload, self.tokenizer, place), endpoint)
+            for place, endpoint in enumerate(self.backend.endpoints)
+        ]
         if workload.verifiers == "in-turn":
-            return [await play(requests, workload, endpoint, asked, began) for requests, endpoint in turns]
-        together = (play(requests, workload, endpoint, asked, began) for requests, endpoint in turns)
+            return [
+                await play(requests, workload, endpoint, asked, began)
+                for requests, endpoint in turns
+            ]
+        together = (
+            play(requests, workload, endpoint, asked, began) for requests, endpoint in turns
+        )
         return await asyncio.gather(*together)
 
     async def _cpu_s(self) -> dict[str, float]:
@@ -95,7 +107,9 @@ def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-def _carried(before: Mapping[str, LinkTraffic], after: Mapping[str, LinkTraffic]) -> dict[str, LinkTraffic]:
+def _carried(
+    before: Mapping[str, LinkTraffic], after: Mapping[str, LinkTraffic]
+) -> dict[str, LinkTraffic]:
     return {
         name: LinkTraffic(
             now.up_bytes - before[name].up_bytes,

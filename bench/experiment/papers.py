@@ -111,9 +111,17 @@ class Pair:
     def _costs(self) -> Costs:
         """Forwards take v whatever they verify, as the papers have it."""
         drafting = {"model": {"round_s": 0.0, "token_s": {"1": self.c}}}
-        free = dict.fromkeys(("prompt_step_s", "prompt_token_s", "host_step_s", "host_sequence_s"), 0)
+        free = dict.fromkeys(
+            ("prompt_step_s", "prompt_token_s", "host_step_s", "host_sequence_s"), 0
+        )
         forwards = [{"sequences": 1, "tokens": n, "seconds": self.v} for n in (1, 65)]
-        table = {"source": "a paper", "measured": False, "forwards": forwards, "drafting": drafting, **free}
+        table = {
+            "source": "a paper",
+            "measured": False,
+            "forwards": forwards,
+            "drafting": drafting,
+            **free,
+        }
         return Costs.model_validate(table)
 
     def _scenario(self, costs: str, k: int, in_turn: bool) -> Scenario:
@@ -228,7 +236,11 @@ def command(out: Path | None) -> int:
     grid = papers["dsi"].grid
     points = list(dsi_points(grid)) if grid is not None else []
     predictions = list(ssd_predictions(papers["ssd"]))
-    for name, found in (("dsi", _dsi_table(points)), ("ssd", _ssd_table(predictions)), ("pearl", None)):
+    for name, found in (
+        ("dsi", _dsi_table(points)),
+        ("ssd", _ssd_table(predictions)),
+        ("pearl", None),
+    ):
         paper = papers[name]
         console.print(f"\n{paper.paper}, {paper.address}\nfrom {paper.via}", markup=False)
         for figure in paper.figures:
@@ -238,7 +250,9 @@ def command(out: Path | None) -> int:
         if found is not None:
             console.print(found)
     errors = [abs(point.simulated_si / point.si - 1.0) for point in points]
-    console.print(f"simulated SI beside theory: median error {median(errors):.2%}, worst {max(errors):.2%}")
+    console.print(
+        f"simulated SI beside theory: median error {median(errors):.2%}, worst {max(errors):.2%}"
+    )
     if out is not None:
         written = {"dsi": [asdict(p) for p in points], "ssd": [asdict(p) for p in predictions]}
         sources: dict[str, Any] = {name: paper.model_dump() for name, paper in papers.items()}

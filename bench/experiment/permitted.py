@@ -50,9 +50,14 @@ _REDIS_OPTIONS = (
 def check_launch(launch: Launch) -> None:
     """Raises OutriderError(INVALID_VALUE) for a launch that an agent does not start."""
     if not _NAME.fullmatch(launch.name):
-        raise invalid("name", f"must be 1 to 64 letters, digits, dots, underscores and hyphens, not {launch.name[:100]!r}")
+        raise invalid(
+            "name",
+            f"must be 1 to 64 letters, digits, dots, underscores and hyphens, not {launch.name[:100]!r}",
+        )
     if launch.is_container:
-        raise invalid("container", f"an agent starts processes, not containers; {launch.name} cannot be one")
+        raise invalid(
+            "container", f"an agent starts processes, not containers; {launch.name} cannot be one"
+        )
     if launch.module:
         _check_module(launch)
     elif launch.program not in PROGRAMS:
@@ -72,9 +77,15 @@ def _check_module(launch: Launch) -> None:
         raise invalid("module", f"must be one of {', '.join(MODULES)}, not {launch.module[:100]!r}")
     for flag, value in _flags(launch.arguments):
         if flag in _REFUSED_FLAGS:
-            raise invalid("arguments", f"{flag} is refused: an agent runs no code and reads no settings but its own")
+            raise invalid(
+                "arguments",
+                f"{flag} is refused: an agent runs no code and reads no settings but its own",
+            )
         if flag == "--family" and not _FAMILY.fullmatch(value):
-            raise invalid("arguments", f"--family must be a name of lower-case letters, digits and hyphens, not {value[:100]!r}")
+            raise invalid(
+                "arguments",
+                f"--family must be a name of lower-case letters, digits and hyphens, not {value[:100]!r}",
+            )
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -87,10 +98,16 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _check_redis(arguments: Sequence[str]) -> None:
     if arguments and not arguments[0].startswith("--"):
-        raise invalid("arguments", f"redis-server takes no file of settings here, but {arguments[0][:100]!r} is one")
+        raise invalid(
+            "arguments",
+            f"redis-server takes no file of settings here, but {arguments[0][:100]!r} is one",
+        )
     for argument in arguments:
         if argument.startswith("-") and argument not in _REDIS_OPTIONS:
-            raise invalid("arguments", f"redis-server may be given {', '.join(_REDIS_OPTIONS)}, not {argument[:100]!r}")
+            raise invalid(
+                "arguments",
+                f"redis-server may be given {', '.join(_REDIS_OPTIONS)}, not {argument[:100]!r}",
+            )
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
@@ -98,19 +115,28 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         raise invalid("arguments", f"must be at most {MAX_ARGUMENTS}, not {len(arguments)}")
     for argument in arguments:
         if len(argument.encode()) > MAX_ARGUMENT_BYTES:
-            raise invalid("arguments", f"must each have at most {MAX_ARGUMENT_BYTES} bytes: {argument[:60]!r}... has more")
+            raise invalid(
+                "arguments",
+                f"must each have at most {MAX_ARGUMENT_BYTES} bytes: {argument[:60]!r}... has more",
+            )
         if not _PRINTABLE.fullmatch(argument):
             raise invalid("arguments", f"must have no control characters, as {argument[:60]!r} has")
 
 
 def _check_environment(launch: Launch) -> None:
     if len(launch.environment) > MAX_ENVIRONMENT:
-        raise invalid("environment", f"must have at most {MAX_ENVIRONMENT} variables, not {len(launch.environment)}")
+        raise invalid(
+            "environment",
+            f"must have at most {MAX_ENVIRONMENT} variables, not {len(launch.environment)}",
+        )
     for name, value in launch.environment.items():
         if name not in ENVIRONMENT:
             raise invalid("environment", f"may set {', '.join(ENVIRONMENT)}, not {name[:100]!r}")
         if len(value) > MAX_ARGUMENT_BYTES or not _PRINTABLE.fullmatch(value):
-            raise invalid("environment", f"{name} must have at most {MAX_ARGUMENT_BYTES} bytes and no control characters")
+            raise invalid(
+                "environment",
+                f"{name} must have at most {MAX_ARGUMENT_BYTES} bytes and no control characters",
+            )
 
 
 def _check_files(launch: Launch) -> None:
@@ -118,8 +144,12 @@ def _check_files(launch: Launch) -> None:
         raise invalid("files", f"must be at most {MAX_FILES}, not {len(launch.files)}")
     for name, text in launch.files.items():
         if not _FILE_NAME.fullmatch(name):
-            raise invalid("files", f"must have plain names of at most 64 characters, not {name[:100]!r}")
+            raise invalid(
+                "files", f"must have plain names of at most 64 characters, not {name[:100]!r}"
+            )
         if len(text.encode()) > MAX_FILE_BYTES:
-            raise invalid("files", f"must each have at most {MAX_FILE_BYTES} bytes, which {name} exceeds")
+            raise invalid(
+                "files", f"must each have at most {MAX_FILE_BYTES} bytes, which {name} exceeds"
+            )
     if not launch.files and any(FILES in argument for argument in launch.arguments):
         raise invalid("arguments", f"name {FILES}, but there are no files")

@@ -56,7 +56,9 @@ class StackPlaces:
         if machine is not None:
             return self._remote(name, machine, is_container)
         if self.project is not None and self.compose:
-            return self.project.host(name, name.removeprefix(_LINK) if name.startswith(_LINK) else CORE)
+            return self.project.host(
+                name, name.removeprefix(_LINK) if name.startswith(_LINK) else CORE
+            )
         if not is_container:
             return self.hosts.here
         if self.project is None:
@@ -65,23 +67,35 @@ class StackPlaces:
 
     def _remote(self, name: str, machine: str, is_container: bool) -> Host:
         if self.compose:
-            raise invalid("host", f"{machine} of {name} is another machine; --with compose keeps all processes on this one")
+            raise invalid(
+                "host",
+                f"{machine} of {name} is another machine; --with compose keeps all processes on this one",
+            )
         if is_container:
-            raise invalid("container", f"{name} is to be one on host {machine}, where an agent starts processes alone")
+            raise invalid(
+                "container",
+                f"{name} is to be one on host {machine}, where an agent starts processes alone",
+            )
         if machine not in self.hosts.remote:
-            raise invalid("host", f"{machine} of {name} needs --hosts with the address of its agent")
+            raise invalid(
+                "host", f"{machine} of {name} needs --hosts with the address of its agent"
+            )
         return self.hosts.remote[machine]
 
 
 @asynccontextmanager
-async def places(experiments: Sequence[Experiment], where: Where, commit: str) -> AsyncIterator[StackPlaces]:
+async def places(
+    experiments: Sequence[Experiment], where: Where, commit: str
+) -> AsyncIterator[StackPlaces]:
     """The places of all cells' processes, for as long as the context lasts.
 
     Raises OutriderError(INVALID_VALUE) for places that do not fit the experiment, and OSError when an agent or the engine
     does not answer.
     """
     check_hosts(experiments, where.addresses)
-    wants_engine = where.compose or any(drafter.container for one in experiments for _, drafter in drafters_of(one))
+    wants_engine = where.compose or any(
+        drafter.container for one in experiments for _, drafter in drafters_of(one)
+    )
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(remote_hosts(where.addresses, where.tls, commit))
         project = await stack.enter_async_context(containers()) if wants_engine else None

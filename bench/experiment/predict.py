@@ -62,8 +62,12 @@ def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Pa
     console = Console() if sys.stdout.isatty() else Console(width=200)
     try:
         experiment = load(file)
-        profiles = [profile_of(experiment)] if experiment.costs else [Profile.load(path) for path in paths]
-        folder = _run(validate, experiment) if validate is not None else _own(out, experiment, profiles)
+        profiles = (
+            [profile_of(experiment)] if experiment.costs else [Profile.load(path) for path in paths]
+        )
+        folder = (
+            _run(validate, experiment) if validate is not None else _own(out, experiment, profiles)
+        )
         predict(experiment.cells(), profiles, folder, console)
         if validate is not None:
             console.print(validation_table(validation(folder)))
@@ -85,8 +89,12 @@ def _run(path: Path, experiment: Experiment) -> Folder:
 
 def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Folder:
     """A folder for these profiles and this very experiment."""
-    names = "".join([profile.model_dump_json() for profile in profiles]) + experiment.model_dump_json()
-    folder = Folder(out / experiment.name / f"predicted-{hashlib.sha256(names.encode()).hexdigest()[:8]}")
+    names = (
+        "".join([profile.model_dump_json() for profile in profiles]) + experiment.model_dump_json()
+    )
+    folder = Folder(
+        out / experiment.name / f"predicted-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    )
     first, wanted = profiles[0], experiment.model_dump(mode="json")
     folder.begin(
         {
@@ -99,7 +107,9 @@ def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Fold
     return folder
 
 
-def predict(cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, console: Console) -> None:
+def predict(
+    cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, console: Console
+) -> None:
     """Write a prediction for each cell and way. Raises ValueError that names the cell and what cannot be predicted."""
     predictor = Predictor(profiles)
     for cell in cells:
@@ -115,7 +125,9 @@ def predict(cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, 
 
 def _rate(cell: Cell, found: Measurement) -> float:
     if cell.experiment.workload.verifiers == "in-turn":
-        return sum(sample.tokens for sample in found.samples) / sum(sample.seconds for sample in found.samples)
+        return sum(sample.tokens for sample in found.samples) / sum(
+            sample.seconds for sample in found.samples
+        )
     return found.tokens_per_s
 
 
@@ -166,7 +178,9 @@ class Predictor:
             links: dict[str, LinkTraffic] = {}
             redis: dict[tuple[int, ...], list[int]] = {}
             for _ in range(turns):
-                simulation = Simulation(scenario, scenario.loads[0], drafting=bool(scenario.drafters))
+                simulation = Simulation(
+                    scenario, scenario.loads[0], drafting=bool(scenario.drafters)
+                )
                 simulation.redis_entries = redis
                 outcome = simulation.run()
                 samples += list(outcome.by_verifier.values())
@@ -176,14 +190,21 @@ class Predictor:
 
     def _recorded(self, experiment: Experiment, load: Load) -> str:
         drafts = {
-            drafter.family: drafter.model or _DRAFT_MODEL for _, drafter in drafters_of(experiment) if drafter.family == "model"
+            drafter.family: drafter.model or _DRAFT_MODEL
+            for _, drafter in drafters_of(experiment)
+            if drafter.family == "model"
         }
         key = f"{experiment.target.model} {experiment.target.dtype} {drafts}"
         # A grown target computes the same function.
-        recorder = self._recorders.setdefault(key, Recorder(experiment.target.model, experiment.target.dtype, drafts))
+        recorder = self._recorders.setdefault(
+            key, Recorder(experiment.target.model, experiment.target.dtype, drafts)
+        )
         asked = [*load.warm_up, *load.measured]
         recorded = recorder.record([(kind, prompt, length) for _, kind, prompt, length in asked])
-        timed = [request.model_copy(update={"time": at}) for request, (at, *_) in zip(recorded, asked, strict=True)]
+        timed = [
+            request.model_copy(update={"time": at})
+            for request, (at, *_) in zip(recorded, asked, strict=True)
+        ]
         return "\n".join([request.model_dump_json() for request in timed])
 
     def _tokenizer(self, target: Target) -> Tokenizer:
@@ -192,11 +213,17 @@ class Predictor:
         return self._tokenizers[target.model]
 
 
-def _add_traffic(links: dict[str, LinkTraffic], experiment: Experiment, simulation: Simulation) -> None:
+def _add_traffic(
+    links: dict[str, LinkTraffic], experiment: Experiment, simulation: Simulation
+) -> None:
     """Bytes of the draft streams by the links that carry them, of those drafters that are still connected."""
     by_name = {name: drafter.link for name, drafter in drafters_of(experiment)}
     for connection, actor in simulation.drafters.items():
-        name = next(name for name in sorted(by_name, key=len, reverse=True) if connection.startswith(f"{name}-"))
+        name = next(
+            name
+            for name in sorted(by_name, key=len, reverse=True)
+            if connection.startswith(f"{name}-")
+        )
         link = by_name[name]
         if link is not None:
             traffic = links.setdefault(link, LinkTraffic())

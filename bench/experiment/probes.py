@@ -99,7 +99,9 @@ async def _echo(addresses: list[str]) -> None:
     handler = grpc.stream_stream_rpc_method_handler(answer)
     service, method = _METHOD.strip("/").split("/")
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
     for address in addresses:
         server.add_insecure_port(address)
     await server.start()
@@ -109,7 +111,9 @@ async def _echo(addresses: list[str]) -> None:
 # --- forwards beside drafting ---
 
 
-def interference(target: Path, draft: Path, dtype: str, threads: int, cores: list[int]) -> dict[str, Interference]:
+def interference(
+    target: Path, draft: Path, dtype: str, threads: int, cores: list[int]
+) -> dict[str, Interference]:
     """On `other_cores` than the target's, if there are any, and on the `same_cores`."""
     own, rest = cores[:threads], cores[threads:]
     runner = ModelRunner.load(str(target), dtype=dtype, threads=threads, page_count=64)
@@ -118,7 +122,10 @@ def interference(target: Path, draft: Path, dtype: str, threads: int, cores: lis
     try:
         _pin(own)
         alone_s = _forward_s(runner)
-        return {name: _beside(runner, alone_s, draft, dtype, place, own) for name, place in places.items()}
+        return {
+            name: _beside(runner, alone_s, draft, dtype, place, own)
+            for name, place in places.items()
+        }
     finally:
         _pin(before)
 
@@ -129,7 +136,9 @@ def _pin(cores: Any) -> None:
         os.sched_setaffinity(int(thread), cores)
 
 
-def _beside(runner: ModelRunner, alone_s: float, draft: Path, dtype: str, place: list[int], own: list[int]) -> Interference:
+def _beside(
+    runner: ModelRunner, alone_s: float, draft: Path, dtype: str, place: list[int], own: list[int]
+) -> Interference:
     arguments = ("draft", str(draft), dtype, ",".join(map(str, place)))
     with _child("bench.experiment.probes", *arguments) as child:
         if child.stdout is None:
@@ -139,7 +148,9 @@ def _beside(runner: ModelRunner, alone_s: float, draft: Path, dtype: str, place:
         beside_s = _forward_s(runner)
         child.send_signal(signal.SIGUSR1)
         drafts_beside = float(child.stdout.readline())
-    return Interference(target=beside_s / alone_s, drafter=max(drafts_alone / max(drafts_beside, 1e-9), 1e-9))
+    return Interference(
+        target=beside_s / alone_s, drafter=max(drafts_alone / max(drafts_beside, 1e-9), 1e-9)
+    )
 
 
 def _forward_s(runner: ModelRunner) -> float:
@@ -171,7 +182,9 @@ def _rate(runner: ModelRunner, over: Callable[[float], bool]) -> float:
 @contextmanager
 def _child(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process that is ended at the end."""
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:

@@ -61,7 +61,10 @@ class Processes:
 
     async def cpu_s(self) -> dict[str, float]:
         """CPU seconds of each since it was first started."""
-        return {name: process.spent_s + await process.handle.cpu_s() for name, process in self._all.items()}
+        return {
+            name: process.spent_s + await process.handle.cpu_s()
+            for name, process in self._all.items()
+        }
 
     async def check(self) -> None:
         """Raises StackFailed with the last lines of a process that should run and does not."""

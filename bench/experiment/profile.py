@@ -113,7 +113,9 @@ def measure(settings: ProfileSettings) -> Profile:
     print("links", flush=True)
     links = probes.round_trips()
     print("forwards, prompts and drafting", flush=True)
-    costs = measured_costs.measure(target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES)
+    costs = measured_costs.measure(
+        target, draft, threads, settings.dtype, settings.draft_threads, _MOST_SEQUENCES
+    )
     print("drafting beside forwards", flush=True)
     interference = probes.interference(target, draft, settings.dtype, threads, cores)
     print("serving a fixed load", flush=True)
@@ -150,5 +152,7 @@ def _target(settings: ProfileSettings) -> Path:
     from outrider.launch.grow import Shape, grown_checkpoint
 
     if settings.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16 for a grown target, not {settings.dtype}")
+        raise ValueError(
+            f"dtype must be float32 or bfloat16 for a grown target, not {settings.dtype}"
+        )
     return grown_checkpoint(path, Path("bench/out"), Shape(), settings.dtype)

@@ -43,9 +43,15 @@ class Recorder:
     def record(self, requests: Sequence[tuple[str, list[int], int]]) -> list[RecordedRequest]:
         """The recording of requests, each given as kind, prompt and length of the answer."""
         longest = max([length for _, _, length in requests]) + _BEYOND
-        prompts = [list(prompt) for prompt in dict.fromkeys([tuple(prompt) for _, prompt, _ in requests])]
+        prompts = [
+            list(prompt) for prompt in dict.fromkeys([tuple(prompt) for _, prompt, _ in requests])
+        ]
         self._learn(
-            [prompt for prompt in prompts if len(self._known.get(tuple(prompt), Text([])).output) < longest],
+            [
+                prompt
+                for prompt in prompts
+                if len(self._known.get(tuple(prompt), Text([])).output) < longest
+            ],
             longest,
         )
         return [self._recorded(kind, prompt, length) for kind, prompt, length in requests]
@@ -80,7 +86,10 @@ def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
     """`count` tokens behind each prompt, whether the text ends or not."""
     pages = -(-(max(map(len, prompts)) + count) // target.page_size)
     own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
-    last = [int(target.forward([Slice(prompt, 0, held, 1)])[0].argmax()) for prompt, held in zip(prompts, own, strict=True)]
+    last = [
+        int(target.forward([Slice(prompt, 0, held, 1)])[0].argmax())
+        for prompt, held in zip(prompts, own, strict=True)
+    ]
     outputs = [[token] for token in last]
     while len(outputs[0]) < count:
         slices = [
@@ -95,7 +104,9 @@ def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
 def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> str:
     """For each token of `output`, where it stands among the draft model's likeliest ones behind the true tokens before it."""
     text = [*prompt, *output[:-1]]
-    logits_RV = draft.forward([Slice(text, 0, [*range(-(-len(text) // draft.page_size))], len(output))])
+    logits_RV = draft.forward(
+        [Slice(text, 0, [*range(-(-len(text) // draft.page_size))], len(output))]
+    )
     likeliest_RK = logits_RV.topk(1 + _ALTERNATIVES).indices
     found_RK = likeliest_RK == torch.tensor(output).unsqueeze(1)
     ranks = [row.index(True) if any(row) else None for row in found_RK.tolist()]

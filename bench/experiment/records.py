@@ -125,15 +125,22 @@ class Folder:
     def has(self, cell_key: str, way: str, repetition: int) -> bool:
         return self._file(cell_key, way, repetition).exists()
 
-    def save(self, cell_key: str, repetition: int, measurement: Measurement, *, predicted: bool = False) -> None:
+    def save(
+        self, cell_key: str, repetition: int, measurement: Measurement, *, predicted: bool = False
+    ) -> None:
         file = self._file(cell_key, measurement.way, repetition, predicted=predicted)
         self._write(file, measurement.as_json())
 
-    def measurements(self, cell_key: str, *, predicted: bool = False) -> Iterator[tuple[int, Measurement]]:
+    def measurements(
+        self, cell_key: str, *, predicted: bool = False
+    ) -> Iterator[tuple[int, Measurement]]:
         """All measurements of a cell with their repetition, in order of repetition."""
         files = self._cell(cell_key, predicted=predicted).glob("*.json")
         for file in sorted(files, key=lambda file: (int(file.stem.rsplit(".", 1)[1]), file.stem)):
-            yield int(file.stem.rsplit(".", 1)[1]), Measurement.from_json(json.loads(file.read_text()))
+            yield (
+                int(file.stem.rsplit(".", 1)[1]),
+                Measurement.from_json(json.loads(file.read_text())),
+            )
 
     def _file(self, cell_key: str, way: str, repetition: int, *, predicted: bool = False) -> Path:
         return self._cell(cell_key, predicted=predicted) / f"{way}.{repetition}.json"

@@ -79,7 +79,9 @@ class RemoteHost:
         self.address = address
         self.channel = channel
         self._stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
-        self._lease: Any = self._stub.HoldMachine(agent_pb2.HoldMachineRequest(), wait_for_ready=False)
+        self._lease: Any = self._stub.HoldMachine(
+            agent_pb2.HoldMachineRequest(), wait_for_ready=False
+        )
         self._held = agent_pb2.HoldMachineResponse()
 
     async def hold(self) -> None:
@@ -89,7 +91,9 @@ class RemoteHost:
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
         except TimeoutError as error:
-            raise ConnectionError(f"host {self.name}: its agent did not answer within {_CALL_S:.0f} s") from error
+            raise ConnectionError(
+                f"host {self.name}: its agent did not answer within {_CALL_S:.0f} s"
+            ) from error
         self._held = rpc.readable(held)
 
     def release(self) -> None:
@@ -111,12 +115,16 @@ class RemoteHost:
         return self._held.controller_address
 
     async def free_port(self) -> int:
-        answer = await self.call("FindFreePort", agent_pb2.FindFreePortRequest(address=self.address))
+        answer = await self.call(
+            "FindFreePort", agent_pb2.FindFreePortRequest(address=self.address)
+        )
         return int(answer.port)
 
     async def start(self, launch: Launch) -> RemoteHandle:
         if launch.is_container:
-            raise OSError(f"host {self.name}: an agent starts no containers, and {launch.name} is to be one")
+            raise OSError(
+                f"host {self.name}: an agent starts no containers, and {launch.name} is to be one"
+            )
         request = agent_pb2.StartProcessRequest(
             name=launch.name,
             module=launch.module,
@@ -182,17 +190,24 @@ def check_hosts(experiments: Iterable[Experiment], addresses: Mapping[str, str])
     """Raises OutriderError(INVALID_VALUE) unless exactly the hosts that the cells' experiments name are given."""
     named: set[str] = set()
     for experiment in experiments:
-        places = [experiment.target.host, *(drafter.host for drafter in experiment.drafters.values())]
+        places = [
+            experiment.target.host,
+            *(drafter.host for drafter in experiment.drafters.values()),
+        ]
         named.update(host for host in places if host is not None)
     missing, unknown = sorted(named - set(addresses)), sorted(set(addresses) - named)
     if missing:
-        raise invalid("hosts", f"must give the address of {', '.join(missing)}, which the experiment names")
+        raise invalid(
+            "hosts", f"must give the address of {', '.join(missing)}, which the experiment names"
+        )
     if unknown:
         raise invalid("hosts", f"give {', '.join(unknown)}, which the experiment does not name")
 
 
 @asynccontextmanager
-async def remote_hosts(addresses: Mapping[str, str], tls: Tls | None, commit: str) -> AsyncIterator[Hosts]:
+async def remote_hosts(
+    addresses: Mapping[str, str], tls: Tls | None, commit: str
+) -> AsyncIterator[Hosts]:
     """Hold every machine until the context ends.
 
     Raises OutriderError(INVALID_VALUE) for an address that needs TLS or an agent of another commit, and OSError when an agent
@@ -203,12 +218,16 @@ async def remote_hosts(addresses: Mapping[str, str], tls: Tls | None, commit: st
     async with AsyncExitStack() as stack:
         hosts: dict[str, RemoteHost] = {}
         for name, address in addresses.items():
-            channel = await stack.enter_async_context(rpc.dial(address, tls.channel() if tls is not None else None))
+            channel = await stack.enter_async_context(
+                rpc.dial(address, tls.channel() if tls is not None else None)
+            )
             host = RemoteHost(name, split_address("hosts", address)[0], channel)
             stack.callback(host.release)
             await host.hold()
             if host.commit != commit:
-                raise invalid(f"hosts: {name}", f"runs Outrider of commit {host.commit}, and this is {commit}")
+                raise invalid(
+                    f"hosts: {name}", f"runs Outrider of commit {host.commit}, and this is {commit}"
+                )
             hosts[name] = host
         yield with_addresses(hosts)
 

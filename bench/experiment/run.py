@@ -84,7 +84,9 @@ def main(arguments: list[str]) -> int:
         cells = chosen(experiment, settings.leave_out)
         asyncio.run(run(settings, experiment, cells, console))
     except KeyboardInterrupt:
-        console.print(f"stopped; to go on, run the same command again: {PROGRAM} {settings.file} ...")
+        console.print(
+            f"stopped; to go on, run the same command again: {PROGRAM} {settings.file} ..."
+        )
         return _INTERRUPTED
     except (StackFailed, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -94,7 +96,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-async def run(settings: RunSettings, experiment: Experiment, cells: Sequence[Cell], console: Console) -> None:
+async def run(
+    settings: RunSettings, experiment: Experiment, cells: Sequence[Cell], console: Console
+) -> None:
     """Measure what is missing, and sum up.
 
     Raises OutriderError(INVALID_VALUE) for what this machine or the places cannot do, and OSError or StackFailed when a
@@ -115,11 +119,16 @@ async def run(settings: RunSettings, experiment: Experiment, cells: Sequence[Cel
 def chosen(experiment: Experiment, leave_out: Sequence[str]) -> list[Cell]:
     """The cells that no pattern matches; raises OutriderError(INVALID_VALUE) for a pattern that matches none."""
     if experiment.costs is not None:
-        raise invalid("costs", "is for hardware that is not here; predict this file in place of running it")
+        raise invalid(
+            "costs", "is for hardware that is not here; predict this file in place of running it"
+        )
     cells = experiment.cells()
     for pattern in leave_out:
         if not any(fnmatch(cell.key, pattern) for cell in cells):
-            raise invalid("leave-out", f"must match a cell, such as {cells[0].key}, which {pattern!r} does not")
+            raise invalid(
+                "leave-out",
+                f"must match a cell, such as {cells[0].key}, which {pattern!r} does not",
+            )
     return [cell for cell in cells if not any(fnmatch(cell.key, pattern) for pattern in leave_out)]
 
 
@@ -133,7 +142,9 @@ def check(cells: Sequence[Cell], places: Places) -> None:
         stack.check(cell.experiment, places)
 
 
-def open_folder(out: Path, experiment: Experiment, console: Console, found: StackPlaces | None = None) -> Folder:
+def open_folder(
+    out: Path, experiment: Experiment, console: Console, found: StackPlaces | None = None
+) -> Folder:
     """The folder of these machines, commit and experiment, begun or gone on with; results of others are left alone."""
     here, commit = machine.this_machine(), machine.commit(_ROOT)
     digest = f"-{found.digest}" if found is not None and found.digest else ""
@@ -164,7 +175,9 @@ def target_model(target: Target) -> Path:
     return grown_checkpoint(target.model, Path("bench/out"), Shape(), dtype)
 
 
-async def measure(experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console) -> None:
+async def measure(
+    experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console
+) -> None:
     """Measure what the folder lacks, with a bar that shows how much time is left."""
     columns = (
         TextColumn("{task.description}"),
@@ -182,7 +195,9 @@ async def measure(experiment: Experiment, cells: Sequence[Cell], folder: Folder,
         await Runner(experiment, cells, folder, places, target_model, tell).run()
 
 
-def missing(experiment: Experiment, cells: Sequence[Cell], folder: Folder) -> Sequence[tuple[str, str, int]]:
+def missing(
+    experiment: Experiment, cells: Sequence[Cell], folder: Folder
+) -> Sequence[tuple[str, str, int]]:
     """Cell, way and repetition of all that is not measured yet."""
     return [
         (cell.key, way, repetition)
@@ -204,12 +219,25 @@ def _cell_summary(folder: Folder, key: str) -> str:
     for repetition, found in folder.measurements(key):
         error_count += len(found.errors)
         # With verifiers in turn, a rate is that of the turns' mean.
-        tokens, seconds = sum(s.tokens for s in found.samples), max(s.seconds for s in found.samples)
+        tokens, seconds = (
+            sum(s.tokens for s in found.samples),
+            max(s.seconds for s in found.samples),
+        )
         rates.setdefault(found.way, {})[repetition] = tokens / seconds
-    words = [f"{way} {median(rates[way].values()):.1f} tokens/s" for way in (PLAIN, IDLE, DRAFTED) if way in rates]
-    pairs = [
-        rate / rates[PLAIN][repetition] for repetition, rate in rates.get(DRAFTED, {}).items() if repetition in rates.get(PLAIN, {})
+    words = [
+        f"{way} {median(rates[way].values()):.1f} tokens/s"
+        for way in (PLAIN, IDLE, DRAFTED)
+        if way in rates
     ]
-    words += [f"drafted / plain {median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"] if pairs else []
+    pairs = [
+        rate / rates[PLAIN][repetition]
+        for repetition, rate in rates.get(DRAFTED, {}).items()
+        if repetition in rates.get(PLAIN, {})
+    ]
+    words += (
+        [f"drafted / plain {median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"]
+        if pairs
+        else []
+    )
     words += [f"[red]{error_count} errors[/]"] if error_count else []
     return ", ".join(words)

@@ -62,16 +62,24 @@ class Runner:
     async def run(self) -> None:
         """Measure; raises StackFailed when processes do not start or end."""
         async with AsyncExitStack() as contexts:
-            spans = await contexts.enter_async_context(receiver(self._places.here)) if self._wants_spans else None
+            spans = (
+                await contexts.enter_async_context(receiver(self._places.here))
+                if self._wants_spans
+                else None
+            )
             for repetition in range(self._experiment.repetitions):
                 for stacks in _there_and_back(self._groups, repetition):
                     await self._with_target(stacks, repetition, spans)
 
     @property
     def _wants_spans(self) -> bool:
-        return any(cell.experiment.trace for stacks in self._groups for cells in stacks for cell in cells)
+        return any(
+            cell.experiment.trace for stacks in self._groups for cells in stacks for cell in cells
+        )
 
-    async def _with_target(self, stacks: list[list[Cell]], repetition: int, spans: Spans | None) -> None:
+    async def _with_target(
+        self, stacks: list[list[Cell]], repetition: int, spans: Spans | None
+    ) -> None:
         """All cells of one target."""
         cells = [cell for stack in stacks for cell in stack]
         if not any(self._lacks(cell, way, repetition) for cell in cells for way in ways_of(cell)):
@@ -107,7 +115,13 @@ class Runner:
         lacking = [
             (cell, ways)
             for cell in _there_and_back(stack, repetition)
-            if (ways := [way for way in ways_of(cell) if way != PLAIN and self._lacks(cell, way, repetition)])
+            if (
+                ways := [
+                    way
+                    for way in ways_of(cell)
+                    if way != PLAIN and self._lacks(cell, way, repetition)
+                ]
+            )
         ]
         if not lacking:
             return
@@ -119,7 +133,9 @@ class Runner:
                 for way in ways:
                     self._tell(f"{repetition + 1}: {cell.key}, {way}", 0)
                     await bench.warm_up(cell.experiment, way)
-                    found = await bench.measure(cell.experiment, way, _tenant(cell, way, repetition))
+                    found = await bench.measure(
+                        cell.experiment, way, _tenant(cell, way, repetition)
+                    )
                     self._folder.save(cell.key, repetition, found)
                     self._tell(f"{repetition + 1}: {cell.key}, {way}", 1)
 

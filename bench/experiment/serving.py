@@ -71,7 +71,10 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
     return Costs.model_validate(
         {
             **costs.model_dump(),
-            "forwards": [{**f.model_dump(), "seconds": f.seconds * slowdown(f.sequences)} for f in costs.forwards],
+            "forwards": [
+                {**f.model_dump(), "seconds": f.seconds * slowdown(f.sequences)}
+                for f in costs.forwards
+            ],
             "prompt_step_s": costs.prompt_step_s * one.slowdown,
             "prompt_token_s": costs.prompt_token_s * one.slowdown,
             "plan_step_s": plan[0],
@@ -84,7 +87,9 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
 
 def with_messages(costs: Costs, message_s: float) -> Costs:
     """The table where forwards lose so much to each message of a drafter."""
-    drafting = {name: {**cost.model_dump(), "message_s": message_s} for name, cost in costs.drafting.items()}
+    drafting = {
+        name: {**cost.model_dump(), "message_s": message_s} for name, cost in costs.drafting.items()
+    }
     return Costs.model_validate({**costs.model_dump(), "drafting": drafting})
 
 
@@ -111,7 +116,9 @@ def fit(served: list[Served], costs: Costs, target: Path, draft: Path, dtype: st
     ngram: dict[int, Serving] = {}
     for way in ("ngram", "model"):
         for batch in batches:
-            fitted = fitter.drafted(by_key[way, batch], plain[batch], [plain[i] for i in batches], ngram.get(batch))
+            fitted = fitter.drafted(
+                by_key[way, batch], plain[batch], [plain[i] for i in batches], ngram.get(batch)
+            )
             ngram.setdefault(batch, fitted)
             found.append(fitted)
     return found
@@ -136,7 +143,9 @@ class _Fitter:
             client_s=served.client_s,
         )
 
-    def drafted(self, served: Served, plain: Serving, plains: list[Serving], ngram: Serving | None) -> Serving:
+    def drafted(
+        self, served: Served, plain: Serving, plains: list[Serving], ngram: Serving | None
+    ) -> Serving:
         """The way is the n-gram drafters' (`ngram`, None for themselves), whose answers wait for nothing but it; and so is what
         forwards lose to a message. A draft model's answers also wait for its forwards, which are simulated.
         """
@@ -149,20 +158,29 @@ class _Fitter:
                 "round_trip_s": served.round_trip_s,
                 "jitter_s": max(
                     0.0,
-                    step.answer_s - served.round_trip_s - served.draft_token_s * _draft_length(step),
+                    step.answer_s
+                    - served.round_trip_s
+                    - served.draft_token_s * _draft_length(step),
                 ),
                 "message_s": _FIRST_MESSAGE_S,
             }
         )
         if ngram is not None:
             names = ("round_trip_s", "jitter_s", "message_s")
-            fitted = fitted.model_copy(update={name: getattr(ngram, name) for name in names} | {"interference": _FIRST_SHARE})
+            fitted = fitted.model_copy(
+                update={name: getattr(ngram, name) for name in names}
+                | {"interference": _FIRST_SHARE}
+            )
         lost_s = step.forward_s - plain.slowdown * expected_s(step, self._costs)
         for _ in range(_ITERATIONS):
-            fitted = self._nearer(fitted, served, plains, lost_s, "message_s" if ngram is None else "interference")
+            fitted = self._nearer(
+                fitted, served, plains, lost_s, "message_s" if ngram is None else "interference"
+            )
         return fitted
 
-    def _nearer(self, fitted: Serving, served: Served, plains: list[Serving], lost_s: float, name: str) -> Serving:
+    def _nearer(
+        self, fitted: Serving, served: Served, plains: list[Serving], lost_s: float, name: str
+    ) -> Serving:
         """A fit whose drafting, and whose loss of forwards to `name`, are nearer to the load's."""
         found = self._simulate(served, plains, fitted)
         slower = served.draft_token_s / found.draft_token_s if found.draft_token_s > 0.0 else 1.0
@@ -174,7 +192,9 @@ class _Fitter:
                 "slowness": fitted.slowness * min(max(slower, 0.25), 4.0) ** 0.5,
                 # What drafters said is taken in between the steps.
                 "before_s": served.step.before_s + found.planning_s + served.step.between_s,
-                "client_s": max(0.0, fitted.client_s + (served.first_token_s - found.first_token_s) / 2),
+                "client_s": max(
+                    0.0, fitted.client_s + (served.first_token_s - found.first_token_s) / 2
+                ),
                 name: min(value, 1.0) if name == "interference" else value,
             }
         )
@@ -182,8 +202,14 @@ class _Fitter:
     def _simulate(self, served: Served, plains: list[Serving], fitted: Serving) -> _Simulated:
         task = task_of(self._target, served.batch)
         requests = list(zip(task.prompts, task.lengths, strict=True)) * 2
-        lines = [r.model_dump_json() for r in self._recorder.record([("", prompt, length) for prompt, length in requests])]
-        low, high = (plain.model_copy(update={"before_s": fitted.before_s, "after_s": fitted.after_s}) for plain in plains)
+        lines = [
+            r.model_dump_json()
+            for r in self._recorder.record([("", prompt, length) for prompt, length in requests])
+        ]
+        low, high = (
+            plain.model_copy(update={"before_s": fitted.before_s, "after_s": fitted.after_s})
+            for plain in plains
+        )
         busy_costs = with_messages(busy(self._costs, low, high), fitted.message_s)
         with TemporaryDirectory() as directory:
             table, recording = Path(directory, "costs.json"), Path(directory, "requests.jsonl")

@@ -68,7 +68,9 @@ class Spans(trace_service_pb2_grpc.TraceServiceServicer):
         for step in steps:
             for phase in PHASES:
                 found[phase] += step.phases_s.get(phase, 0.0)
-            drafting = (interval for trace in step.traces for interval in self._proposals.get(trace, ()))
+            drafting = (
+                interval for trace in step.traces for interval in self._proposals.get(trace, ())
+            )
             computing_s = overlap_s((step.began - step.wait_s, step.began), drafting)
             found["wait_compute"] += computing_s
             found["wait_network"] += step.wait_s - computing_s
@@ -79,7 +81,11 @@ class Spans(trace_service_pb2_grpc.TraceServiceServicer):
             began_ended = span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9
             self._proposals[span.trace_id].append(began_ended)
         elif span.name in ("step", "verify"):
-            seconds = {pair.key: pair.value.double_value for pair in span.attributes if pair.key.endswith("_seconds")}
+            seconds = {
+                pair.key: pair.value.double_value
+                for pair in span.attributes
+                if pair.key.endswith("_seconds")
+            }
             phases_s = {phase: seconds.get(f"outrider.{phase}_seconds", 0.0) for phase in PHASES}
             if not any(phases_s.values()):
                 return  # one of several sequences; the phases are with the span of the batch

@@ -259,19 +259,29 @@ class Experiment(_Part):
         for name, drafter in self.drafters.items():
             links = [link for link in (drafter.link, drafter.redis_link) if link is not None]
             _refuse_unknown(f"drafters.{name}.link", links, self.links)
-        for field, events in (("events", self.events), *((f"scenes.{name}", of) for name, of in self.scenes.items())):
+        for field, events in (
+            ("events", self.events),
+            *((f"scenes.{name}", of) for name, of in self.scenes.items()),
+        ):
             self._check_events(field, events)
         _refuse_unknown("scene", [] if self.scene is None else [self.scene], self.scenes)
         for name in self.drafters:
             if name in _RESERVED:
-                raise ValueError(f"drafters.{name}: the name is that of another process; take another one")
-        for field, paths in (("baseline", self.baseline), *(("skip", combination) for combination in self.skip)):
+                raise ValueError(
+                    f"drafters.{name}: the name is that of another process; take another one"
+                )
+        for field, paths in (
+            ("baseline", self.baseline),
+            *(("skip", combination) for combination in self.skip),
+        ):
             _refuse_unknown(field, list(paths), self.sweep)
         return self
 
     def _check_events(self, field: str, events: list[Event]) -> None:
         for place, event in enumerate(events):
-            known: Mapping[str, Any] = self.links if event.what in ("outage", "reset") else self.drafters
+            known: Mapping[str, Any] = (
+                self.links if event.what in ("outage", "reset") else self.drafters
+            )
             _refuse_unknown(f"{field}.{place}.who, for {event.what}", [event.who], known)
 
     def cells(self) -> list[Cell]:
@@ -305,7 +315,9 @@ class Experiment(_Part):
         try:
             experiment = Experiment.model_validate(data)
             scene = experiment.scenes[experiment.scene] if experiment.scene is not None else []
-            return experiment.model_copy(update={"events": [*experiment.events, *scene], "scenes": {}, "scene": None})
+            return experiment.model_copy(
+                update={"events": [*experiment.events, *scene], "scenes": {}, "scene": None}
+            )
         except ValidationError as error:
             raise ValueError(f"sweep, at {_shown(point)}: {_first(error)}") from error
 
@@ -361,7 +373,9 @@ def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
 def _refuse_unknown(field: str, names: list[str], known: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
-            raise ValueError(f"{field}: must be one of {', '.join(known) or '(none)'}, not {name!r}")
+            raise ValueError(
+                f"{field}: must be one of {', '.join(known) or '(none)'}, not {name!r}"
+            )
 
 
 def _agrees(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

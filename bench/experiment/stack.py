@@ -49,7 +49,9 @@ class Backend:
     async def has_drafters(self, count: int) -> bool:
         """Whether every gateway takes requests and so many drafters are connected to its verifier."""
         async with httpx.AsyncClient(timeout=_ASK_S) as client:
-            return all([await _is_ready(client, endpoint.url, count) for endpoint in self.endpoints])
+            return all(
+                [await _is_ready(client, endpoint.url, count) for endpoint in self.endpoints]
+            )
 
 
 async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
@@ -59,12 +61,16 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
         return False
     if body["status"] not in ("ready", "degraded"):
         return False
-    drafters = [drafter for verifier in body["verifiers"] for drafter in verifier.get("drafters", ())]
+    drafters = [
+        drafter for verifier in body["verifiers"] for drafter in verifier.get("drafters", ())
+    ]
     return len([drafter for drafter in drafters if drafter["connected"]]) == count
 
 
 @asynccontextmanager
-async def backend(target: Target, model: Path, places: Places, otlp_endpoint: str = "") -> AsyncIterator[Backend]:
+async def backend(
+    target: Target, model: Path, places: Places, otlp_endpoint: str = ""
+) -> AsyncIterator[Backend]:
     """Verifiers that decode, with no drafters yet. Raises StackFailed with their last lines when they do not start."""
     processes = Processes()
     with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:
@@ -119,7 +125,9 @@ class Drafting:
 
 
 @asynccontextmanager
-async def drafting(experiment: Experiment, backend: Backend, places: Places) -> AsyncIterator[Drafting]:
+async def drafting(
+    experiment: Experiment, backend: Backend, places: Places
+) -> AsyncIterator[Drafting]:
     """The drafters of a cell beside running verifiers; raises StackFailed with their last lines when they do not start."""
     processes = Processes()
     running = Drafting(experiment, backend, processes)
@@ -143,7 +151,11 @@ class _Starter:
         self._secret = secrets.token_hex(16)
 
     async def start(self) -> None:
-        redis = await self._redis() if any(d.pool == "redis" for _, d in drafters_of(self._experiment)) else ""
+        redis = (
+            await self._redis()
+            if any(d.pool == "redis" for _, d in drafters_of(self._experiment))
+            else ""
+        )
         # By link, the addresses to dial instead of these targets.
         fronts: dict[str, dict[str, str]] = {}
         for link, targets in self._targets(redis).items():
@@ -186,7 +198,9 @@ class _Starter:
         await self._running.processes.until(f"link {name}", lambda: _is_up(control))
         return fronts
 
-    def _dial(self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]) -> Dial:
+    def _dial(
+        self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
+    ) -> Dial:
         """What the process at this place among its kind dials."""
         endpoints = self._running.backend.endpoints
         mine = endpoints if drafter.shared else [endpoints[place // drafter.count]]
@@ -202,7 +216,9 @@ class _Starter:
     async def _drafter(self, name: str, process: str, dial: Dial) -> None:
         drafter, backend = self._experiment.drafters[name], self._running.backend
         host = self._places.host(process, drafter.host, drafter.container)
-        launch = drafter_launch(f"drafters.{name}", process, drafter, backend.target, dial, backend.otlp_endpoint)
+        launch = drafter_launch(
+            f"drafters.{name}", process, drafter, backend.target, dial, backend.otlp_endpoint
+        )
         await self._running.processes.start(host, launch)
 
 
@@ -230,7 +246,9 @@ def check(experiment: Experiment, places: Places) -> None:
 
     Raises OutriderError(INVALID_VALUE) that names the field of the file and what is wrong with it.
     """
-    endpoint = Endpoint("verifier-1", "", "127.0.0.1", 1, 2, "127.0.0.1:3", Path("/nowhere/verifier.sock"))
+    endpoint = Endpoint(
+        "verifier-1", "", "127.0.0.1", 1, 2, "127.0.0.1:3", Path("/nowhere/verifier.sock")
+    )
     for path, name in _models(experiment):
         if not path.is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
@@ -243,8 +261,14 @@ def check(experiment: Experiment, places: Places) -> None:
         dial = Dial(("127.0.0.1:3",) * count, endpoint.uds, redis, "0" * 32)
         drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial, "")
         redis_host = places.host("redis", None, False)
-        if redis is not None and isinstance(redis_host, LocalHost) and shutil.which("redis-server") is None:
-            raise invalid(f"drafters.{name}.pool", "redis needs the program redis-server on this machine")
+        if (
+            redis is not None
+            and isinstance(redis_host, LocalHost)
+            and shutil.which("redis-server") is None
+        ):
+            raise invalid(
+                f"drafters.{name}.pool", "redis needs the program redis-server on this machine"
+            )
 
 
 def _models(experiment: Experiment) -> Iterator[tuple[Path, str]]:

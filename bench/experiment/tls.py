@@ -40,7 +40,9 @@ class Tls:
 
     def channel(self) -> grpc.ChannelCredentials:
         """Credentials of a client."""
-        return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
+        return grpc.ssl_channel_credentials(
+            self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes()
+        )
 
 
 def split_address(field: str, address: str) -> tuple[str, int]:
@@ -63,4 +65,7 @@ def require_tls(field: str, address: str, tls: Tls | None) -> None:
     """Raises OutriderError(INVALID_VALUE) for an address beyond loopback without TLS."""
     host, _ = split_address(field, address)
     if tls is None and not is_loopback(host):
-        raise invalid(field, f"{address} is not on loopback, so it needs mutual TLS: give tls_cert, tls_key and tls_ca")
+        raise invalid(
+            field,
+            f"{address} is not on loopback, so it needs mutual TLS: give tls_cert, tls_key and tls_ca",
+        )

@@ -41,7 +41,13 @@ def requests_of(workload: Workload, tokenizer: Tokenizer, verifier: int = 0) -> 
     place = 0 if workload.verifiers == "in-turn" else verifier
     prompts = _Prompts(workload, tokenizer)
     return [
-        Request(at, kind, prompts.get(kind, i + place * len(workload.kinds), length), output, _seed(workload, i))
+        Request(
+            at,
+            kind,
+            prompts.get(kind, i + place * len(workload.kinds), length),
+            output,
+            _seed(workload, i),
+        )
         for i, (at, kind, length, output) in enumerate(_arrivals(workload, place))
     ]
 
@@ -50,8 +56,14 @@ def warm_up_of(workload: Workload, tokenizer: Tokenizer) -> list[Request]:
     """Requests with prompts that no measurement has, two for each under way and at least one of each kind."""
     prompts = _Prompts(workload, tokenizer)
     under_way = workload.batch if workload.arrivals == "closed" else 1
-    kinds = [workload.kinds[i % len(workload.kinds)] for i in range(max(2 * under_way, len(workload.kinds)))]
-    return [Request(0.0, kind, prompts.kept(kind), workload.output_tokens, _seed(workload, i)) for i, kind in enumerate(kinds)]
+    kinds = [
+        workload.kinds[i % len(workload.kinds)]
+        for i in range(max(2 * under_way, len(workload.kinds)))
+    ]
+    return [
+        Request(0.0, kind, prompts.kept(kind), workload.output_tokens, _seed(workload, i))
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, str, int | None, int]]:
@@ -82,11 +94,15 @@ def _recorded(path: Path, workload: Workload) -> Iterator[tuple[float, str, int 
         try:
             found = RecordedRequest.model_validate_json(line)
         except ValidationError as error:
-            raise ValueError(f"workload.recording: {path}, line {number}: {error.errors()[0]['msg']}") from error
+            raise ValueError(
+                f"workload.recording: {path}, line {number}: {error.errors()[0]['msg']}"
+            ) from error
         kind = found.kind or workload.kinds[(number - 1) % len(workload.kinds)]
         if kind not in KINDS:
             known = ", ".join(KINDS)
-            raise ValueError(f"workload.recording: {path}, line {number}: kind must be of {known}, not {kind!r}")
+            raise ValueError(
+                f"workload.recording: {path}, line {number}: kind must be of {known}, not {kind!r}"
+            )
         if found.time < workload.seconds:
             yield found.time, kind, found.prompt_tokens, found.output_tokens
 
@@ -96,7 +112,10 @@ class _Prompts:
 
     def __init__(self, workload: Workload, tokenizer: Tokenizer) -> None:
         self._kinds = len(workload.kinds)
-        self._encoded = {kind: [list(tokenizer.encode(text).ids) for _, text in texts] for kind, texts in KINDS.items()}
+        self._encoded = {
+            kind: [list(tokenizer.encode(text).ids) for _, text in texts]
+            for kind, texts in KINDS.items()
+        }
 
     def get(self, kind: str, i: int, length: int | None) -> list[int]:
         """That of the i-th request; cut, or repeated, to `length` tokens if that is given."""

@@ -31,7 +31,9 @@ _RATES = Path("bench/out/fleet/rates.json")
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default=_EXAMPLE)
-@click.option("--out", type=click.Path(path_type=Path), help="Directory for JSON, a page and plots.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Directory for JSON, a page and plots."
+)
 @click.option(
     "--rates",
     type=click.Path(path_type=Path),
@@ -46,7 +48,9 @@ _RATES = Path("bench/out/fleet/rates.json")
     is_flag=True,
     help="Compare with the engine-level simulator instead, over small fleets.",
 )
-def command(file: Path, out: Path | None, rates: Path, processes: int | None, compares: bool) -> int:
+def command(
+    file: Path, out: Path | None, rates: Path, processes: int | None, compares: bool
+) -> int:
     """Simulate the fleet of FILE over a day, and its alternatives.
 
     Without FILE it is the example of 1,000 verifiers. docs/fleet.md describes the file.

@@ -83,7 +83,9 @@ class Row:
         return self.coarse[figure] / self.fine[figure] - 1.0
 
 
-def compare(case: Case, file: Path, *, max_sequences: int = 64, processes: int | None = None) -> Row:
+def compare(
+    case: Case, file: Path, *, max_sequences: int = 64, processes: int | None = None
+) -> Row:
     """Run a case in both; `file` keeps measured rates."""
     fleet = case.fleet(max_sequences)
     servers = Servers(fleet, cells([fleet], file, processes=processes))

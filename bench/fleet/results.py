@@ -34,7 +34,11 @@ def compared_record(fleet: Fleet, overall: dict[str, Any]) -> dict[str, Any]:
     kept = ("tokens_per_s", "under_way", "tpot_mean_ms", *_LATENCIES)
     shares = ("drafter_busy", "bad_link_share", "undrafted_share", "abroad_share")
     what = {"shared_by": drafters.shared_by, "passes": drafters.passes}
-    return {"processes": lay_out(fleet).drafter_count} | what | {name: overall[name] for name in (*kept, *shares)}
+    return (
+        {"processes": lay_out(fleet).drafter_count}
+        | what
+        | {name: overall[name] for name in (*kept, *shares)}
+    )
 
 
 def tables(written: dict[str, Any]) -> Iterator[Table]:
@@ -119,7 +123,9 @@ def findings(compared: dict[str, Any]) -> Iterator[str]:
         enough = [
             found["processes"]
             for found in compared.values()
-            if found["processes"] and (found["shared_by"] > 1) == shared and found["tpot_mean_ms"] <= limit
+            if found["processes"]
+            and (found["shared_by"] > 1) == shared
+            and found["tpot_mean_ms"] <= limit
         ]
         if enough:
             yield (
@@ -141,7 +147,11 @@ def plots(written: dict[str, Any]) -> dict[str, bytes]:
     from matplotlib import pyplot
 
     images = {}
-    for name, draw in (("day", _plot_day), ("latency", _plot_latency), ("drafters", _plot_drafters)):
+    for name, draw in (
+        ("day", _plot_day),
+        ("latency", _plot_latency),
+        ("drafters", _plot_drafters),
+    ):
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         draw(axes, written)
         buffer = io.BytesIO()

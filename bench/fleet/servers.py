@@ -40,7 +40,9 @@ class Servers:
         """`known` has all cells that the fleet needs, as `rates.cells` returns them."""
         self._batches = np.array(batches(fleet), dtype=float)
         self._traffic = fleet.traffic
-        table = [[self._row(fleet, known, kind, s) for s in SLOWNESS] for kind in range(CLASS_COUNT)]
+        table = [
+            [self._row(fleet, known, kind, s) for s in SLOWNESS] for kind in range(CLASS_COUNT)
+        ]
         shape = (CLASS_COUNT, len(SLOWNESS), len(self._batches))
         flat = [cell for rows in table for row in rows for cell in row]
         self._step_s = np.array([cell.step_s for cell in flat]).reshape(shape)

@@ -113,12 +113,17 @@ class Simulation:
         """New requests of this step; with closed arrivals, of the clients whose last one ended."""
         traffic, step_s = self._fleet.traffic, self._fleet.days.step_s
         if traffic.arrivals == "closed":
-            return self._drawn(self._ended.region, self._ended.served_until + traffic.client_ms / 1000)
+            return self._drawn(
+                self._ended.region, self._ended.served_until + traffic.client_ms / 1000
+            )
         region = np.repeat(np.arange(len(rates)), self._random.poisson(rates * step_s))
         return self._drawn(region, self._now + step_s * self._random.random(len(region)))
 
     def _drawn(self, region: Ints, sent_at: Floats) -> Requests:
-        shortest, longest = self._fleet.traffic.output_tokens[0], self._fleet.traffic.output_tokens[-1]
+        shortest, longest = (
+            self._fleet.traffic.output_tokens[0],
+            self._fleet.traffic.output_tokens[-1],
+        )
         length = self._random.integers(shortest, longest + 1, len(region))
         order = np.argsort(sent_at, kind="stable")
         return Requests(region=region[order], sent_at=sent_at[order], length=length)

@@ -165,7 +165,9 @@ class Fleet(_Part):
     def _fits_together(self) -> Self:
         known = costs.load(self.costs).drafting
         if self.drafters.cost not in known:
-            raise ValueError(f"drafters.cost must be one of {', '.join(known)}, not {self.drafters.cost!r}")
+            raise ValueError(
+                f"drafters.cost must be one of {', '.join(known)}, not {self.drafters.cost!r}"
+            )
         if self.links.bad_share >= 0.5:
             raise ValueError(f"links.bad_share must be below 0.5, not {self.links.bad_share}")
         for name in self.alternatives:

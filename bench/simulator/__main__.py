@@ -13,7 +13,9 @@ from outrider.process.usage import invoke, refuse
 
 def main(arguments: list[str]) -> int:
     """The exit status."""
-    status: int = invoke(command(Scenario, "outrider simulate", _run), "outrider simulate", arguments)
+    status: int = invoke(
+        command(Scenario, "outrider simulate", _run), "outrider simulate", arguments
+    )
     return status
 
 

@@ -100,17 +100,31 @@ class Costs(_Table):
     def slower(self, times: float) -> Costs:
         """The table where forwards and the host's work take so many times as long."""
         # Made anew, since a copy would keep what was interpolated.
-        names = ("prompt_step_s", "prompt_token_s", "host_step_s", "host_sequence_s", "plan_step_s", "plan_sequence_s")
-        forwards = [forward.model_copy(update={"seconds": times * forward.seconds}) for forward in self.forwards]
+        names = (
+            "prompt_step_s",
+            "prompt_token_s",
+            "host_step_s",
+            "host_sequence_s",
+            "plan_step_s",
+            "plan_sequence_s",
+        )
+        forwards = [
+            forward.model_copy(update={"seconds": times * forward.seconds})
+            for forward in self.forwards
+        ]
         longer = {name: times * getattr(self, name) for name in names}
-        return Costs.model_validate({**self.model_dump(), **longer, "forwards": [each.model_dump() for each in forwards]})
+        return Costs.model_validate(
+            {**self.model_dump(), **longer, "forwards": [each.model_dump() for each in forwards]}
+        )
 
     def _interpolate(self, sequences: int, tokens: int) -> float:
         if not self._grid:
             for point in self.forwards:
                 self._grid.setdefault(point.sequences, {})[point.tokens] = point.seconds
         each = tokens / sequences
-        return _between({count: _between(row, each) for count, row in self._grid.items()}, sequences)
+        return _between(
+            {count: _between(row, each) for count, row in self._grid.items()}, sequences
+        )
 
 
 def _between(points: Mapping[int, float], x: float) -> float:

@@ -13,7 +13,13 @@ from bench.simulator.costs import Costs
 from bench.simulator.events import Events, Until, Work
 from bench.simulator.family import SimulatedFamily
 from bench.simulator.links import Link, draft_bytes, step_bytes
-from bench.simulator.production import Process, SimulatedDraftModel, SimulatedModel, SimulatedNgram, SimulatedRedis
+from bench.simulator.production import (
+    Process,
+    SimulatedDraftModel,
+    SimulatedModel,
+    SimulatedNgram,
+    SimulatedRedis,
+)
 from bench.simulator.scenario import DrafterSpec, Event
 from bench.simulator.verifier import OWN_CORES, VerifierActor
 from bench.simulator.world import World
@@ -47,7 +53,9 @@ class DrafterActor:
         self._share = spec.interference or float(spec.on_target_cores)
         self.family = self._make_family(world, redis)
         self._session = DraftSession(self.family, events.clock)
-        self._up, self._down = (Link(events, world.random(spec.name, way, events.now)) for way in ("up", "down"))
+        self._up, self._down = (
+            Link(events, world.random(spec.name, way, events.now)) for way in ("up", "down")
+        )
         self.set_link(spec.round_trip_ms, spec.jitter_ms, spec.mbit_s)
         for link in (self._up, self._down):
             link.loss, link.retransmit_s = spec.loss, spec.retransmit_ms / 1000
@@ -70,7 +78,9 @@ class DrafterActor:
 
     # --- what happens to it ---
 
-    def set_link(self, round_trip_ms: float | None, jitter_ms: float | None, mbit_s: float | None) -> None:
+    def set_link(
+        self, round_trip_ms: float | None, jitter_ms: float | None, mbit_s: float | None
+    ) -> None:
         """Change what is given."""
         for link in (self._up, self._down):
             link.latency_s = link.latency_s if round_trip_ms is None else round_trip_ms / 2000
@@ -83,7 +93,11 @@ class DrafterActor:
             self.leave()
         elif event.what == "hang":
             self._hangs_until = self._events.now + event.seconds
-        elif event.what == "accept" and event.acceptance is not None and isinstance(self.family, SimulatedFamily):
+        elif (
+            event.what == "accept"
+            and event.acceptance is not None
+            and isinstance(self.family, SimulatedFamily)
+        ):
             self.family.acceptance = event.acceptance
         else:
             self.set_link(event.round_trip_ms, event.jitter_ms, event.mbit_s)
@@ -133,7 +147,9 @@ class DrafterActor:
     def _take(self, batch: DraftBatch, byte_count: int) -> None:
         handle, arrived_at = self._handle, self._events.now
         if handle is not None:
-            self._verifier.post(lambda: self._verifier.engine.drafting.take(handle, batch, byte_count, arrived_at))
+            self._verifier.post(
+                lambda: self._verifier.engine.drafting.take(handle, batch, byte_count, arrived_at)
+            )
 
     # --- the drafter's side ---
 
@@ -202,7 +218,9 @@ class DrafterActor:
         self.computed_s += seconds
         self._verifier.target.share_cores(self._share * seconds)
 
-    def _make_family(self, world: World, redis: SimulatedRedis | None) -> SimulatedFamily | SimulatedNgram | SimulatedModel:
+    def _make_family(
+        self, world: World, redis: SimulatedRedis | None
+    ) -> SimulatedFamily | SimulatedNgram | SimulatedModel:
         spec, cost, process = self.spec, self._cost, self._process
         if spec.drafts_by == "lookup":
             return SimulatedNgram(spec, cost, process, redis)

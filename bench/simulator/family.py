@@ -38,12 +38,16 @@ class SimulatedFamily(Family):
     def closed(self, sequence: DraftSequence) -> None:
         self._unread.pop(sequence.id, None)
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         goals = [sequence.goal for sequence in sequences]
         # The last token of each is read with the pass that drafts.
         unread = sum([max(0, self._unread[sequence.id] - 1) for sequence in sequences])
         lookups_s = len(sequences) * self._cost.sequence_s
-        begins = self._slowness * (self._cost.round_s + lookups_s + unread * self._cost.prompt_token_s)
+        begins = self._slowness * (
+            self._cost.round_s + lookups_s + unread * self._cost.prompt_token_s
+        )
         for sequence in sequences:
             self._unread[sequence.id] = 0
         passes = max(goals)

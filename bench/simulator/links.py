@@ -19,7 +19,12 @@ class Link:
     """One direction. All settings may change while messages are under way; those already sent arrive as they would have."""
 
     def __init__(
-        self, events: Events, random: Random, latency_s: float = 0.0, jitter_s: float = 0.0, bytes_per_s: float = 0.0
+        self,
+        events: Events,
+        random: Random,
+        latency_s: float = 0.0,
+        jitter_s: float = 0.0,
+        bytes_per_s: float = 0.0,
     ) -> None:
         """A message takes `latency_s`, up to `jitter_s` more, and its share of `bytes_per_s` (0 is no limit).
 
@@ -65,7 +70,11 @@ class Link:
 def draft_bytes(batch: DraftBatch) -> int:
     """About how many bytes a drafter's message has on the wire."""
     tokens = sum([len(proposal.token_ids) + len(proposal.parents) for proposal in batch.proposals])
-    return _MESSAGE_BYTES + _ENTRY_BYTES * (len(batch.proposals) + len(batch.skips)) + _TOKEN_BYTES * tokens
+    return (
+        _MESSAGE_BYTES
+        + _ENTRY_BYTES * (len(batch.proposals) + len(batch.skips))
+        + _TOKEN_BYTES * tokens
+    )
 
 
 def step_bytes(step: StepBatch) -> int:

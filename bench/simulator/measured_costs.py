@@ -53,7 +53,9 @@ def write_costs(models: Path, path: Path) -> None:
     """Measure the pair in `models` (target and draft) and write the table."""
     # As `outrider bench` runs the bundled pair: one core is left to the drafters.
     threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    path.write_text(measure(models / "target", models / "draft", threads).model_dump_json(indent=1) + "\n")
+    path.write_text(
+        measure(models / "target", models / "draft", threads).model_dump_json(indent=1) + "\n"
+    )
 
 
 def measure(
@@ -92,7 +94,10 @@ def measure(
         host_sequence_s=host_sequence_s,
         drafting={
             "ngram": _lookup_cost(),
-            **{name: _draft_cost(draft_path, dtype, count, sequences) for count, name in names.items()},
+            **{
+                name: _draft_cost(draft_path, dtype, count, sequences)
+                for count, name in names.items()
+            },
         },
     )
 
@@ -100,9 +105,13 @@ def measure(
 def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> DraftingCost:
     draft = ModelRunner.load(str(path), dtype=dtype, threads=threads)
     token_s = {count: _draft_s(draft, count) for count in sequences}
-    run_token_s = {} if draft.decoder is None else {count: _run_s(draft, count) / _RUN for count in sequences}
+    run_token_s = (
+        {} if draft.decoder is None else {count: _run_s(draft, count) / _RUN for count in sequences}
+    )
     _, prompt_token_s = _prompts(draft, token_s[1])
-    return DraftingCost(round_s=0.0, token_s=token_s, run_token_s=run_token_s, prompt_token_s=prompt_token_s)
+    return DraftingCost(
+        round_s=0.0, token_s=token_s, run_token_s=run_token_s, prompt_token_s=prompt_token_s
+    )
 
 
 def _draft_s(runner: ModelRunner, sequences: int) -> float:
@@ -113,8 +122,12 @@ def _draft_s(runner: ModelRunner, sequences: int) -> float:
     drafts = []
     for number in range(sequences):
         prompt = [number + 1] * _CONTEXT
-        opened = Opened(number, prompt, SamplingParams(0.0), Rule.ONE_HOT, window, 4, prompt_length=_CONTEXT)
-        drafts.append(CachedDraft(DraftSequence(opened), number, runner.vocab_size, committed_count=_CONTEXT))
+        opened = Opened(
+            number, prompt, SamplingParams(0.0), Rule.ONE_HOT, window, 4, prompt_length=_CONTEXT
+        )
+        drafts.append(
+            CachedDraft(DraftSequence(opened), number, runner.vocab_size, committed_count=_CONTEXT)
+        )
     while any(not draft.guess_count for draft in drafts):
         forwards.begin(drafts)
         forwards.grow(forwards.wanting([draft for draft in drafts if not draft.guess_count]))
@@ -131,7 +144,9 @@ def _draft_s(runner: ModelRunner, sequences: int) -> float:
 def _run_s(runner: ModelRunner, sequences: int) -> float:
     """Seconds of a call that guesses a run for each of so many sequences."""
     pages = -(-(_CONTEXT + _RUN) // runner.page_size)
-    slices = [Slice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1) for i in range(sequences)]
+    slices = [
+        Slice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1) for i in range(sequences)
+    ]
     return _best_s(lambda: runner.continue_greedily(slices, _RUN, runner.vocab_size))
 
 
@@ -140,7 +155,15 @@ def _lookup_cost() -> DraftingCost:
     family = NgramFamily(NgramOptions(), 1_000_000)
     draw = random.Random(0)
     text = draw.choices(range(40), k=_TEXT)
-    opened = Opened(1, text, SamplingParams(0.0), Rule.ONE_HOT, Window(token_count=102, depth=17), 4, prompt_length=_TEXT)
+    opened = Opened(
+        1,
+        text,
+        SamplingParams(0.0),
+        Rule.ONE_HOT,
+        Window(token_count=102, depth=17),
+        4,
+        prompt_length=_TEXT,
+    )
     sequence = DraftSequence(opened)
     family.opened(sequence)
     chain_s, branches_s = [], []
@@ -150,7 +173,9 @@ def _lookup_cost() -> DraftingCost:
         while sequence.room > 0:
             chain_s.append(_proposing_s(family, sequence))
         branches_s.append(_proposing_s(family, sequence))
-    return DraftingCost(round_s=0.0, token_s={1: 0.0}, sequence_s=median(chain_s), branches_s=median(branches_s))
+    return DraftingCost(
+        round_s=0.0, token_s={1: 0.0}, sequence_s=median(chain_s), branches_s=median(branches_s)
+    )
 
 
 def _proposing_s(family: NgramFamily, sequence: DraftSequence) -> float:
@@ -167,14 +192,21 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
     """Seconds of a forward of so many sequences with so many tokens each behind a context, all tokens scored."""
     size = runner.page_size
     pages = -(-(_CONTEXT + tokens) // size)
-    slices = [Slice([0] * tokens, _CONTEXT, [*range(i * pages, (i + 1) * pages)], tokens) for i in range(sequences)]
+    slices = [
+        Slice([0] * tokens, _CONTEXT, [*range(i * pages, (i + 1) * pages)], tokens)
+        for i in range(sequences)
+    ]
     return _best_s(lambda: runner.forward(slices)[0, 0].item())
 
 
 def _prompts(runner: ModelRunner, plain_s: float) -> tuple[float, float]:
     """Seconds that a step with a prompt adds, and seconds that each of its tokens adds."""
     short, long = (
-        _best_s(lambda: runner.forward([Slice([0] * count, 0, [*range(-(-count // runner.page_size))], 1)])[0, 0].item())  # noqa: B023
+        _best_s(
+            lambda: runner.forward(
+                [Slice([0] * count, 0, [*range(-(-count // runner.page_size))], 1)]
+            )[0, 0].item()
+        )  # noqa: B023
         for count in _PROMPTS
     )
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
@@ -209,7 +241,10 @@ def _host_s(sequences: int) -> float:
     engine = Engine(model, pool, lambda said: None, Metrics(""), limits, verifier)
     for number in range(sequences):
         world.add(Text(number, "", 8, 1000))
-        engine.submit(TokenRequest([number] * 8, 1000, SamplingParams(0.0, seed=0), ignore_eos=True), lambda message: None)
+        engine.submit(
+            TokenRequest([number] * 8, 1000, SamplingParams(0.0, seed=0), ignore_eos=True),
+            lambda message: None,
+        )
     times: list[float] = []
     for _ in range(_HOST_STEPS):
         started = time.perf_counter()
@@ -239,5 +274,9 @@ def _free() -> Costs:
 
 
 def _processor() -> str:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return models[0].partition(":")[2].strip() if models else platform.processor()

@@ -71,7 +71,9 @@ class SimulatedRedis:
 class SimulatedNgram(NgramFamily):
     """Looks up in the real tokens of a recording."""
 
-    def __init__(self, spec: DrafterSpec, cost: DraftingCost, process: Process, redis: SimulatedRedis | None) -> None:
+    def __init__(
+        self, spec: DrafterSpec, cost: DraftingCost, process: Process, redis: SimulatedRedis | None
+    ) -> None:
         options = NgramOptions(spec.max_draft_len, spec.max_matching_ngram_size)
         if spec.is_public_pool and process.pool is None:
             process.pool = MemoryPool(options, _POOL_ENTRIES)
@@ -80,10 +82,16 @@ class SimulatedNgram(NgramFamily):
         self._cost = cost
         self._slowness = spec.slowness
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         cost = self._cost
         branching = len([sequence for sequence in sequences if sequence.room == 0])
-        seconds = cost.round_s + (len(sequences) - branching) * cost.sequence_s + branching * cost.branches_s
+        seconds = (
+            cost.round_s
+            + (len(sequences) - branching) * cost.sequence_s
+            + branching * cost.branches_s
+        )
         if seconds > 0.0:
             await Work([self._slowness * seconds])
         await super().propose(sequences, interrupted)
@@ -96,7 +104,9 @@ class SimulatedModel(ModelFamily):
         super().__init__(model, model.runner.vocab_size, branch_count=spec.branches)
         self.name = spec.family or spec.name
 
-    async def _grow(self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool) -> None:
+    async def _grow(
+        self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool
+    ) -> None:
         await Until(self._model.grow(drafts, urgent=urgent, interrupted=interrupted))
 
 
@@ -113,7 +123,9 @@ class SimulatedDraftModel(DraftModel):
         self._rounds: list[_Round] = []
         self._busy = False
 
-    def grow(self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]) -> Future[None]:
+    def grow(
+        self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]
+    ) -> Future[None]:
         """As `DraftModel.grow`, in virtual time."""
         arrived = _Round(drafts, urgent, interrupted)
         self._arriving.append(arrived)
@@ -168,7 +180,9 @@ class _RecordedForwards(Forwards):
         self._slowness = spec.slowness
 
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
-        self.forward_s = self._slowness * (self._cost.round_s + count * self._cost.of_run_token(len(drafts)))
+        self.forward_s = self._slowness * (
+            self._cost.round_s + count * self._cost.of_run_token(len(drafts))
+        )
         runs = [self._run(draft, count) for draft in drafts]
         return [list(row) for row in zip(*runs, strict=True)]
 

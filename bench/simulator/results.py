@@ -43,9 +43,14 @@ def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[st
     """The JSON record: that of the bench, and each outcome's own figures."""
     return {
         "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
-        "scenario": scenario.model_dump(mode="json", exclude={"config", "out", "models", "write_costs"}),
+        "scenario": scenario.model_dump(
+            mode="json", exclude={"config", "out", "models", "write_costs"}
+        ),
         "pairs": {scenario.name: _results(scenario, found).as_json()},
-        "simulated": [{"batch": load, "way": way, **outcome.as_json()} for (load, way), outcome in found.items()],
+        "simulated": [
+            {"batch": load, "way": way, **outcome.as_json()}
+            for (load, way), outcome in found.items()
+        ],
     }
 
 
@@ -59,7 +64,9 @@ def show(scenario: Scenario) -> dict[str, Any]:
         console.print(table)
     for outcome in found.values():
         for error in outcome.errors[:1]:
-            console.print(f"{len(outcome.errors)} requests failed, the first one: {error}", markup=False)
+            console.print(
+                f"{len(outcome.errors)} requests failed, the first one: {error}", markup=False
+            )
     if scenario.out is not None:
         images = plot(results, _BASES) if find_spec("matplotlib") is not None else {}
         for path in write(scenario.out, scenario.name, written, console, images):

@@ -22,7 +22,10 @@ def _by_kind(value: object) -> object:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Acceptance = Annotated[dict[str, Annotated[list[Share], BeforeValidator(_as_list), Field(min_length=1)]], BeforeValidator(_by_kind)]
+Acceptance = Annotated[
+    dict[str, Annotated[list[Share], BeforeValidator(_as_list), Field(min_length=1)]],
+    BeforeValidator(_by_kind),
+]
 """Probability that a guess is right if those before it are: one, or a list by position in the draft, the last for all further
 ones; or a mapping of these by kind of traffic, with "" for all other kinds."""
 
@@ -250,7 +253,11 @@ class Scenario(Settings):
             _check_one_of("drafters.cost", drafter.cost, table.drafting)
             _check_one_of("drafters.verifier", drafter.verifier, verifiers)
         for event in self.schedule:
-            _check_one_of("schedule.who", event.who, {*verifiers, *names} if event.what in ("join", "leave") else names)
+            _check_one_of(
+                "schedule.who",
+                event.who,
+                {*verifiers, *names} if event.what in ("join", "leave") else names,
+            )
         if self.arrivals == "recorded" and self.recording is None:
             raise ValueError("recording must be given with recorded arrivals")
         if self.arrivals == "poisson" and self.recording is not None:
@@ -269,4 +276,6 @@ class Scenario(Settings):
 
 def _check_one_of(field: str, value: str, known: Any) -> None:
     if value not in known:
-        raise ValueError(f"{field} must be one of {', '.join(sorted(known)) or '(none)'}, not {value!r}")
+        raise ValueError(
+            f"{field} must be one of {', '.join(sorted(known)) or '(none)'}, not {value!r}"
+        )

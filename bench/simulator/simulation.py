@@ -91,19 +91,29 @@ class Simulation:
         for event in self._scenario.schedule:
             self.events.at(began + event.at, partial(self._happen, event))
         if began > 0.0:
-            self._counted = {verifier.name: _counters(verifier)[0] for verifier in self.verifiers.values()}
+            self._counted = {
+                verifier.name: _counters(verifier)[0] for verifier in self.verifiers.values()
+            }
 
     # --- the schedule ---
 
     def _start_verifier(self, name: str) -> None:
-        self.verifiers[name] = VerifierActor(self.events, name, self._scenario, self._costs, self.world)
+        self.verifiers[name] = VerifierActor(
+            self.events, name, self._scenario, self._costs, self.world
+        )
 
     def _join(self, spec: DrafterSpec) -> None:
         verifier = self.verifiers[spec.verifier]
         if verifier.serving:
             process = self._processes.setdefault(spec.process or spec.name, Process())
-            redis = None if spec.redis_ms is None else SimulatedRedis(spec.redis_ms / 1000, self.redis_entries)
-            self.drafters[spec.name] = DrafterActor(self.events, spec, self._costs, self.world, verifier, process, redis)
+            redis = (
+                None
+                if spec.redis_ms is None
+                else SimulatedRedis(spec.redis_ms / 1000, self.redis_entries)
+            )
+            self.drafters[spec.name] = DrafterActor(
+                self.events, spec, self._costs, self.world, verifier, process, redis
+            )
 
     def _happen(self, event: Event) -> None:
         if event.who in self.verifiers:
@@ -112,7 +122,11 @@ class Simulation:
             elif not self.verifiers[event.who].serving:
                 self._replace_verifier(event.who)
         elif event.who in self._specs:
-            drafter = self.drafters.pop(event.who, None) if event.what == "leave" else self.drafters.get(event.who)
+            drafter = (
+                self.drafters.pop(event.who, None)
+                if event.what == "leave"
+                else self.drafters.get(event.who)
+            )
             if event.what == "join" and drafter is None:
                 self._join(self._specs[event.who])
             elif drafter is not None and event.what != "join":
@@ -136,7 +150,11 @@ class Simulation:
 
     def _outcome(self) -> Outcome:
         requests, began, end = self.traffic.measured, self.traffic.began, self._scenario.seconds
-        ended = [request.received_at[-1][0] for request in requests if request.over and request.received_at]
+        ended = [
+            request.received_at[-1][0]
+            for request in requests
+            if request.over and request.received_at
+        ]
         if self.traffic.all_over and ended and self._scenario.arrivals != "poisson":
             end = max(ended)
         full_s = (self.traffic.full_until or end) - began
@@ -189,7 +207,10 @@ def _counters(verifier: VerifierActor) -> tuple[dict[str, float], dict[str, dict
             _add(counters, {key: point.value})
             if "drafter" in point.labels:
                 position = point.labels.get("position")
-                _add(drafters.setdefault(point.labels["drafter"], {}), {f"{key}.{position}" if position else key: point.value})
+                _add(
+                    drafters.setdefault(point.labels["drafter"], {}),
+                    {f"{key}.{position}" if position else key: point.value},
+                )
     return counters, drafters
 
 

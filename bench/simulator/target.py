@@ -79,7 +79,9 @@ class SimulatedVerifier:
         self._costs = costs
         self._world = world
 
-    def verify(self, logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) -> list[Verified | OutriderError]:
+    def verify(
+        self, logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
+    ) -> list[Verified | OutriderError]:
         """As `DraftVerifier.verify`, without looking at the logits."""
         self._events.spend(self._costs.host_step_s + len(batch) * self._costs.host_sequence_s)
         return [self._verify(scheduled) if scheduled.samples else Verified() for scheduled in batch]
@@ -91,4 +93,6 @@ class SimulatedVerifier:
         accepted = 0
         while accepted < len(drafted) and drafted[accepted] == text.tokens[first + accepted]:
             accepted += 1
-        return Verified(AcceptResult(accepted, text.tokens[first + accepted]), AcceptanceRule.GREEDY)
+        return Verified(
+            AcceptResult(accepted, text.tokens[first + accepted]), AcceptanceRule.GREEDY
+        )

@@ -31,7 +31,9 @@ class RecordedRequest(BaseModel):
     prompt_tokens: int = Field(ge=1)
     output_tokens: int = Field(ge=1)
     kind: str = ""
-    guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(default_factory=dict)
+    guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
+        default_factory=dict
+    )
     """By drafter, a character for each token of the output: + where the drafter guesses it behind the tokens before it, - where
     it guesses another one (or 1 to 9 where the token is that alternative to its guess, for `drafts_by: model`), and . where it has
     no guess. Such a drafter's acceptance has no meaning."""
@@ -43,9 +45,13 @@ class RecordedRequest(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.prompt_ids and len(self.prompt_ids) != self.prompt_tokens:
-            raise ValueError(f"prompt_ids must be {self.prompt_tokens}, as prompt_tokens says, not {len(self.prompt_ids)}")
+            raise ValueError(
+                f"prompt_ids must be {self.prompt_tokens}, as prompt_tokens says, not {len(self.prompt_ids)}"
+            )
         if self.prompt_ids and len(self.output_ids) < self.output_tokens:
-            raise ValueError(f"output_ids must be at least {self.output_tokens}, as output_tokens says")
+            raise ValueError(
+                f"output_ids must be at least {self.output_tokens}, as output_tokens says"
+            )
         return self
 
 
@@ -68,7 +74,13 @@ class Traffic:
     """Sends requests to the verifier that has the fewest, by the scenario's law."""
 
     def __init__(
-        self, events: Events, scenario: Scenario, load: int, world: World, verifiers: dict[str, VerifierActor], speculates: bool
+        self,
+        events: Events,
+        scenario: Scenario,
+        load: int,
+        world: World,
+        verifiers: dict[str, VerifierActor],
+        speculates: bool,
     ) -> None:
         """`load` requests are kept under way where arrivals are closed; drafters are used only if it `speculates`."""
         self.requests: list[Request] = []
@@ -85,7 +97,9 @@ class Traffic:
         self._lengths = world.random("lengths")
         # The marks of recorded prompts: equal prompts have equal marks.
         self._marks: dict[tuple[int, ...], int] = {}
-        self._recording = [] if scenario.recording is None else [*read_recording(scenario.recording)]
+        self._recording = (
+            [] if scenario.recording is None else [*read_recording(scenario.recording)]
+        )
         self._warm_up = min(scenario.warm_up, len(self._recording))
         # Clients that wait for the end of the warming up.
         self._waiting = 0
@@ -174,14 +188,24 @@ class Traffic:
         scenario, number = self._scenario, next(self._numbers)
         if self._recording:
             return self._recorded_text(number, self._recording[number])
-        prompt, output = (self._lengths.randint(law[0], law[-1]) for law in (scenario.prompt_tokens, scenario.output_tokens))
+        prompt, output = (
+            self._lengths.randint(law[0], law[-1])
+            for law in (scenario.prompt_tokens, scenario.output_tokens)
+        )
         return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
 
     def _recorded_text(self, number: int, recorded: RecordedRequest) -> Text:
         prompt = recorded.prompt_ids
         if prompt:
             number = self._marks.setdefault(tuple(prompt), FIRST_MARK + len(self._marks))
-        text = Text(number, recorded.kind, recorded.prompt_tokens, recorded.output_tokens, recorded.guesses, prompt_ids=prompt)
+        text = Text(
+            number,
+            recorded.kind,
+            recorded.prompt_tokens,
+            recorded.output_tokens,
+            recorded.guesses,
+            prompt_ids=prompt,
+        )
         text.tokens = [*recorded.output_ids]
         text.hard = [False] * len(text.tokens)
         return text
@@ -223,7 +247,9 @@ class Traffic:
 
         self._events.after(self._latency_s, lambda: verifier.post(submit))
 
-    def _sink(self, request: Request, verifier: VerifierActor) -> Callable[[TokenChunk | OutriderError], None]:
+    def _sink(
+        self, request: Request, verifier: VerifierActor
+    ) -> Callable[[TokenChunk | OutriderError], None]:
         def hear(message: TokenChunk | OutriderError) -> None:
             if request.over or request.verifier is not verifier:
                 return

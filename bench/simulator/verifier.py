@@ -26,13 +26,17 @@ OWN_CORES = frozenset({0})
 class VerifierActor:
     """Calls `Engine.advance` when it is due: at once after a step, after a wait, and when something is posted."""
 
-    def __init__(self, events: Events, name: str, scenario: Scenario, costs: Costs, world: World) -> None:
+    def __init__(
+        self, events: Events, name: str, scenario: Scenario, costs: Costs, world: World
+    ) -> None:
         self.name = name
         self.serving = True
         self.open_requests = 0
         self.metrics = Metrics(name)
         self.target = SimulatedTarget(events, costs, world.random("noise", name), scenario.noise)
-        self.pool = PagePool(scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching)
+        self.pool = PagePool(
+            scenario.page_count, _PAGE_SIZE, prefix_caching=scenario.prefix_caching
+        )
         self.engine = Engine(
             self.target,
             self.pool,

@@ -84,7 +84,10 @@ class World:
         """A number from 0 to 1: the drafter knows the token at `index` behind the prompt if its acceptance there is greater."""
         found = self._draws.get((drafter, text.number))
         if found is None:
-            found = self._draws[drafter, text.number] = (self.random("drafter", drafter, text.number), [])
+            found = self._draws[drafter, text.number] = (
+                self.random("drafter", drafter, text.number),
+                [],
+            )
         draw, numbers = found
         while len(numbers) <= index:
             numbers += [draw.random() for _ in range(_CHUNK)]

@@ -90,7 +90,9 @@ class CachedDraft:
             return self.guessed[start - len(committed) :][:limit]
         return [*committed[start : start + limit], *self.guessed][:limit]
 
-    def append(self, token: int, likeliest: list[int], distribution: SparseDistribution | None = None) -> None:
+    def append(
+        self, token: int, likeliest: list[int], distribution: SparseDistribution | None = None
+    ) -> None:
         """Guess one more token; `distribution` is what it was drawn from, if it was."""
         self.draw_count += distribution is not None
         if self.at is not None:

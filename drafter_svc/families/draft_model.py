@@ -65,7 +65,9 @@ class DraftModel:
         """Reserve pages for all the text there is; False if there are none, or at the end of the model's context."""
         return self._forwards.fits(draft)
 
-    def grow(self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]) -> Future[None]:
+    def grow(
+        self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]
+    ) -> Future[None]:
         """Begin a round: forwards until all that is wanted is guessed, or a message waits.
 
         The future is done once no forward touches these drafts any more. It has the exception of
@@ -127,7 +129,11 @@ class DraftModel:
 
     def _forward(self, rounds: list[_Round]) -> None:
         """One forward for all; if that fails, one for each alone, so that those at fault are known."""
-        drafts = [draft for each in rounds for draft in sorted(each.wanting, key=lambda draft: draft.unread_count)]
+        drafts = [
+            draft
+            for each in rounds
+            for draft in sorted(each.wanting, key=lambda draft: draft.unread_count)
+        ]
         try:
             self._forwards.grow(drafts)
         except Exception as error:  # noqa: BLE001  # raised by who waits for the round

@@ -77,7 +77,9 @@ class Forwards:
 
     def fits(self, draft: CachedDraft) -> bool:
         """Reserve pages for all the text there is; False if there are none, or at the end of the model's context."""
-        return draft.length < self._runner.context_length and self._pool.reserve(draft.kv, draft.length)
+        return draft.length < self._runner.context_length and self._pool.reserve(
+            draft.kv, draft.length
+        )
 
     def _wants_more(self, draft: CachedDraft) -> bool:
         return not draft.stuck and draft.guess_count < draft.goal and self.fits(draft)
@@ -85,7 +87,12 @@ class Forwards:
     def _begin_grammar(self, draft: CachedDraft) -> None:
         """Here rather than on the event loop, since it can take a while; the verifier has compiled the same before."""
         wanted = draft.sequence.opened.grammar
-        if wanted is None or draft.grammar is not None or draft.at is not None or self._grammars is None:
+        if (
+            wanted is None
+            or draft.grammar is not None
+            or draft.at is not None
+            or self._grammars is None
+        ):
             return
         try:
             matcher = self._grammars.compile(wanted).matcher()
@@ -168,7 +175,8 @@ class Forwards:
         # Grammar and bans together may leave nothing, and a model may overflow.
         possible = top.values[:, 0].isfinite().tolist()
         guesses: list[Guess | None] = [
-            Guess(likeliest[0], likeliest) if possible[i] else None for i, likeliest in enumerate(top.indices.tolist())
+            Guess(likeliest[0], likeliest) if possible[i] else None
+            for i, likeliest in enumerate(top.indices.tolist())
         ]
         for rule, sample in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
             rows = [i for i, draft in enumerate(drafts) if draft.rule is rule and possible[i]]
@@ -178,25 +186,39 @@ class Forwards:
                     guesses[i] = Guess(token, top.indices[i].tolist(), distribution)
         return guesses
 
-    def _sample_coupled(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[tuple[int, SparseDistribution | None]]:
+    def _sample_coupled(
+        self, drafts: list[CachedDraft], logits_RV: torch.Tensor
+    ) -> list[tuple[int, SparseDistribution | None]]:
         """Draw with the verifier's own noise, so that close models draw the same tokens; ids alone cross the wire."""
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
-        return [(token, None) for token in coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist()]
+        return [
+            (token, None) for token in coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist()
+        ]
 
-    def _sample(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[tuple[int, SparseDistribution | None]]:
+    def _sample(
+        self, drafts: list[CachedDraft], logits_RV: torch.Tensor
+    ) -> list[tuple[int, SparseDistribution | None]]:
         """Truncate to the likeliest few, round to the wire's float32, and draw from exactly that."""
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
         top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
         # Nothing is drawn twice with one number: a token that was drafted and fell has had a say in what came of the others.
         draws = [draft.draw_count for draft in drafts]
-        numbers = uniforms([draft.seed for draft in drafts], [draft.length for draft in drafts], Purpose.DRAFT, draws)
+        numbers = uniforms(
+            [draft.seed for draft in drafts],
+            [draft.length for draft in drafts],
+            Purpose.DRAFT,
+            draws,
+        )
         picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
         tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
         ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
         kept = weights > 0
-        return [(tokens[i], SparseDistribution(ids[i][kept[i]], weights[i][kept[i]])) for i in range(len(drafts))]
+        return [
+            (tokens[i], SparseDistribution(ids[i][kept[i]], weights[i][kept[i]]))
+            for i in range(len(drafts))
+        ]
 
 
 def _known_to_targets(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:
@@ -213,7 +235,11 @@ def _known_to_targets(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> tor
 def _is_plain(draft: CachedDraft) -> bool:
     """Whether the likeliest token is all that is wanted: greedy, nothing to bend the choice, no branches to prepare."""
     sequence = draft.sequence
-    if draft.at is not None or sequence.window.depth > sequence.draft_tokens or draft.grammar is not None:
+    if (
+        draft.at is not None
+        or sequence.window.depth > sequence.draft_tokens
+        or draft.grammar is not None
+    ):
         return False
     return draft.rule is Rule.ONE_HOT and Context(sequence.opened.sampling).plain
 

@@ -97,9 +97,15 @@ class ModelFamily(Family):
 
         # Loaded on the thread that will compute; see verifier_svc.engine.engine_thread for why.
         thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
-        runner = await asyncio.get_running_loop().run_in_executor(thread, _load_runner, settings, place)
+        runner = await asyncio.get_running_loop().run_in_executor(
+            thread, _load_runner, settings, place
+        )
         ends = runner.eos_token_ids
-        grammars = GrammarCompiler(settings.model, runner.vocab_size, ends) if settings.mask_drafts else None
+        grammars = (
+            GrammarCompiler(settings.model, runner.vocab_size, ends)
+            if settings.mask_drafts
+            else None
+        )
         model = DraftModel(
             runner,
             thread,
@@ -142,7 +148,12 @@ class ModelFamily(Family):
             draft.kv, branch.kv = branch.kv, draft.kv
         elif standing < draft.kv.length:
             length = len(sequence.tokens)
-            with telemetry.start("rewind", sequence.traceparent, outrider__base_length=length, outrider__kept_tokens=standing):
+            with telemetry.start(
+                "rewind",
+                sequence.traceparent,
+                outrider__base_length=length,
+                outrider__kept_tokens=standing,
+            ):
                 self._pool.truncate(draft.kv, standing)
         self._drop_branches(draft)
 
@@ -156,11 +167,21 @@ class ModelFamily(Family):
             self._pool.free(branch.kv)
         draft.branches.clear()
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         """The chains grow; and while the verifier is at work, so do branches, in the same forwards."""
         running_ahead = not any(sequence.urgent for sequence in sequences)
-        drafts = [draft for draft in (self._drafts[sequence.id] for sequence in sequences) if not draft.foreign]
-        growing = [draft for draft in drafts if draft.sequence.goal > 0 and draft.length < self._model.runner.context_length]
+        drafts = [
+            draft
+            for draft in (self._drafts[sequence.id] for sequence in sequences)
+            if not draft.foreign
+        ]
+        growing = [
+            draft
+            for draft in drafts
+            if draft.sequence.goal > 0 and draft.length < self._model.runner.context_length
+        ]
         branching = [draft for draft in drafts if running_ahead and self._begin_branches(draft)]
         branches = [branch for draft in branching for branch in draft.branches.values()]
         if growing or branches:
@@ -173,7 +194,9 @@ class ModelFamily(Family):
         for draft in branching:
             self._offer_branches(draft)
 
-    async def _grow(self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool) -> None:
+    async def _grow(
+        self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool
+    ) -> None:
         """Raises what a forward raised."""
 
         def ended() -> bool:
@@ -204,7 +227,10 @@ class ModelFamily(Family):
         # Those of a round that failed.
         self._drop_branches(draft)
         places = min(sequence.draft_tokens, len(sequence.guesses) - 1)
-        budget = min(self._branch_count, (sequence.branch_room - sequence.room) // (1 + sequence.draft_tokens))
+        budget = min(
+            self._branch_count,
+            (sequence.branch_room - sequence.room) // (1 + sequence.draft_tokens),
+        )
         for at, count in enumerate(fan_out(sequence.acceptance, places, max(budget, 0))):
             if sequence.window.depth - at <= sequence.draft_tokens:
                 break
@@ -212,7 +238,9 @@ class ModelFamily(Family):
             for token in [token for token in draft.others[at] if token not in taken][:count]:
                 kv = pool.fork(draft.kv, len(sequence.tokens) + at)
                 seed, grammar = draft.seed, draft.grammar
-                branch = CachedDraft(sequence, seed, self._vocab_size, at=at, run=[token], kv=kv, grammar=grammar)
+                branch = CachedDraft(
+                    sequence, seed, self._vocab_size, at=at, run=[token], kv=kv, grammar=grammar
+                )
                 draft.branches[at, token] = branch
         return True
 

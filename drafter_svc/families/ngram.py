@@ -76,7 +76,11 @@ class NgramFamily(Family):
     settings = NgramSettings
 
     def __init__(
-        self, options: NgramOptions, max_entries: int, shared: MemoryPool | None = None, redis: RedisPool | None = None
+        self,
+        options: NgramOptions,
+        max_entries: int,
+        shared: MemoryPool | None = None,
+        redis: RedisPool | None = None,
     ) -> None:
         self._options = options
         self._max_entries = max_entries
@@ -88,7 +92,10 @@ class NgramFamily(Family):
     async def load(cls, settings: NgramSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
         make_redis = _redis_pool(settings, metrics)
         options = NgramOptions(
-            settings.max_draft_len, settings.max_matching_ngram_size, settings.is_keep_all, settings.is_use_oldest
+            settings.max_draft_len,
+            settings.max_matching_ngram_size,
+            settings.is_keep_all,
+            settings.is_use_oldest,
         )
         # Outlive the connection to a verifier, unlike the pools of single requests. Ids mean the same with one tokenizer alone.
         shared: dict[str, MemoryPool] = {}
@@ -96,7 +103,9 @@ class NgramFamily(Family):
         def make(info: ModelInfo) -> NgramFamily:
             pool = None
             if settings.is_public_pool:
-                pool = shared.setdefault(info.tokenizer_fingerprint, MemoryPool(options, settings.pool_entries))
+                pool = shared.setdefault(
+                    info.tokenizer_fingerprint, MemoryPool(options, settings.pool_entries)
+                )
             return cls(options, settings.pool_entries, pool, make_redis(info))
 
         return Loaded(make)
@@ -107,7 +116,9 @@ class NgramFamily(Family):
         if self._redis is not None:
             text.tenant = self._redis.tenant(opened.tenant)
         if opened.prediction:
-            text.prediction = Prediction(opened.prediction, max(2, self._options.max_matching_ngram_size))
+            text.prediction = Prediction(
+                opened.prediction, max(2, self._options.max_matching_ngram_size)
+            )
         self._index(sequence, text)
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
@@ -140,7 +151,9 @@ class NgramFamily(Family):
                 self._redis.offer(text.tenant, ngram, continuation)
         text.shared_count = max(text.shared_count, end + 1)
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         """A run for every sequence with room; one round trip to Redis for all that nothing here knows. Branches for the others."""
         unknown: list[DraftSequence] = []
         for sequence in sequences:
@@ -151,7 +164,9 @@ class NgramFamily(Family):
             else:
                 unknown.append(sequence)
         if unknown and self._redis is not None:
-            for sequence, run in zip(unknown, await self._redis.lookup(self._queries(unknown)), strict=True):
+            for sequence, run in zip(
+                unknown, await self._redis.lookup(self._queries(unknown)), strict=True
+            ):
                 sequence.extend(run)
 
     def _branch(self, sequence: DraftSequence) -> None:
@@ -159,10 +174,14 @@ class NgramFamily(Family):
         pool = self._texts[sequence.id].pool
         places = min(sequence.draft_tokens, len(sequence.guesses) - 1)
         budget = max(_FEWEST, _BRANCHES // len(self._texts))
-        counts = [1] * (places + 1) if places < budget else fan_out(sequence.acceptance, places, budget)
+        counts = (
+            [1] * (places + 1) if places < budget else fan_out(sequence.acceptance, places, budget)
+        )
         for at, count in enumerate(counts):
             context = self._context(sequence, sequence.guesses[:at])
-            for run in pool.alternatives(context, sequence.draft_tokens, sequence.guessed_at(at), count):
+            for run in pool.alternatives(
+                context, sequence.draft_tokens, sequence.guessed_at(at), count
+            ):
                 sequence.branch(at, run)
         sequence.give_up_branches()
 
@@ -181,7 +200,11 @@ class NgramFamily(Family):
         tenants = [self._texts[sequence.id].tenant for sequence in sequences]
         contexts = [self._context(sequence, sequence.guesses) for sequence in sequences]
         pairs = zip(tenants, contexts, strict=True)
-        return [Query(tenant, _suffixes(context, size)) for tenant, context in pairs if tenant is not None]
+        return [
+            Query(tenant, _suffixes(context, size))
+            for tenant, context in pairs
+            if tenant is not None
+        ]
 
     def _context(self, sequence: DraftSequence, guesses: Sequence[int]) -> list[int]:
         """The last tokens; a text is long, and what is looked up of it short."""
@@ -194,19 +217,32 @@ def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
     return [tokens[-size:] for size in range(min(longest, len(tokens)), 0, -1)]
 
 
-def _redis_pool(settings: NgramSettings, metrics: Metrics) -> Callable[[ModelInfo], RedisPool | None]:
+def _redis_pool(
+    settings: NgramSettings, metrics: Metrics
+) -> Callable[[ModelInfo], RedisPool | None]:
     """How to make the pool for a connection; raises OutriderError(INVALID_VALUE) that names the setting at fault."""
     if settings.redis is None:
         return lambda info: None
     server = RedisServer.parse(settings.redis, settings.redis_password_file, settings.redis_ca_file)
-    keys = PoolKeys(read_secret(settings.pool_secret_file), settings.namespace, public=settings.is_public_pool)
-    options = RedisOptions(settings.pool_entries, settings.pool_ttl_seconds, use_oldest=settings.is_use_oldest)
+    keys = PoolKeys(
+        read_secret(settings.pool_secret_file), settings.namespace, public=settings.is_public_pool
+    )
+    options = RedisOptions(
+        settings.pool_entries, settings.pool_ttl_seconds, use_oldest=settings.is_use_oldest
+    )
     # Counts go on from one connection to the next.
     counters = RedisCounters()
     metrics.watch_redis(counters)
 
     def make(info: ModelInfo) -> RedisPool:
         names = info.tokenizer_fingerprint, info.vocab_size
-        return RedisPool(server, keys, *names, options, counters=counters, observe=metrics.redis_lookup_seconds.observe)
+        return RedisPool(
+            server,
+            keys,
+            *names,
+            options,
+            counters=counters,
+            observe=metrics.redis_lookup_seconds.observe,
+        )
 
     return make

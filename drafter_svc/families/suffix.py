@@ -66,7 +66,9 @@ class Corpora:
         self._numbers = itertools.count()
         self._corpora: OrderedDict[str, Any] = OrderedDict()
         try:
-            self._make: Callable[..., Any] = import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
+            self._make: Callable[..., Any] = import_module(
+                "arctic_inference.suffix_decoding"
+            ).SuffixDecodingCache
         except ImportError as cause:
             message = "family: suffix needs the package arctic-inference; in Outrider's sources, pip install '.[suffix]'"
             raise OutriderError(Reason.INVALID_VALUE, message, "family") from cause
@@ -82,7 +84,9 @@ class Corpora:
     def _trees(self, tenant: str) -> Any:
         key = "" if self._settings.is_public_pool else tenant
         if key not in self._corpora:
-            self._corpora[key] = self._make(self._settings.max_tree_depth, self._settings.max_cached_requests)
+            self._corpora[key] = self._make(
+                self._settings.max_tree_depth, self._settings.max_cached_requests
+            )
         self._corpora.move_to_end(key)
         while len(self._corpora) > _MAX_CORPORA:
             self._corpora.popitem(last=False)
@@ -106,7 +110,9 @@ class SuffixFamily(Family):
         by_tokenizer: dict[str, Corpora] = {}
 
         def make(info: ModelInfo) -> SuffixFamily:
-            return cls(settings, by_tokenizer.setdefault(info.tokenizer_fingerprint, Corpora(settings)))
+            return cls(
+                settings, by_tokenizer.setdefault(info.tokenizer_fingerprint, Corpora(settings))
+            )
 
         return Loaded(make)
 
@@ -128,7 +134,9 @@ class SuffixFamily(Family):
             text.trees.stop_request(text.number)
         self._texts.clear()
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         for sequence in sequences:
             if sequence.room > 0:
                 sequence.extend(self._continuation(sequence))

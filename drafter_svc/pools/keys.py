@@ -24,7 +24,10 @@ _MIN_SECRET_BYTES = 16
 def read_secret(path: Path | None) -> bytes:
     """The pool's secret, without the end of the line; raises OutriderError(INVALID_VALUE)."""
     if path is None:
-        raise invalid("pool-secret-file", "must be given with redis: n-grams are kept there under keys made with this secret")
+        raise invalid(
+            "pool-secret-file",
+            "must be given with redis: n-grams are kept there under keys made with this secret",
+        )
     try:
         secret = path.read_bytes().rstrip(b"\r\n")
     except OSError as cause:
@@ -69,7 +72,9 @@ class PoolKeys:
         owner = self._owner(name)
         # Of fixed length, so that no n-gram can be taken for a part of it.
         scope = hashlib.sha256(b"%d:%s%s" % (len(owner), owner, fingerprint.encode())).digest()
-        begun = hashlib.blake2b(scope, digest_size=DIGEST_BYTES, key=self._secret, person=b"outrider ngram")
+        begun = hashlib.blake2b(
+            scope, digest_size=DIGEST_BYTES, key=self._secret, person=b"outrider ngram"
+        )
         return TenantKeys(b"outrider:%s:%s" % (self._namespace, self._tag(owner)), begun)
 
     def pattern(self, name: str) -> bytes:
@@ -80,7 +85,9 @@ class PoolKeys:
         return b"public" if self._public else b"tenant:" + name.encode()
 
     def _tag(self, owner: bytes) -> bytes:
-        digest = hashlib.blake2b(owner, digest_size=9, key=self._secret, person=b"outrider owner").digest()
+        digest = hashlib.blake2b(
+            owner, digest_size=9, key=self._secret, person=b"outrider owner"
+        ).digest()
         return b"{%s." % base64.urlsafe_b64encode(digest)
 
 

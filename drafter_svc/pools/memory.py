@@ -61,7 +61,9 @@ class MemoryPool:
             return
         self._places.move_to_end(ngram)
         if isinstance(places, tuple):
-            places = self._places[ngram] = deque([places], maxlen=_KEPT if self._options.is_keep_all else 1)
+            places = self._places[ngram] = deque(
+                [places], maxlen=_KEPT if self._options.is_keep_all else 1
+            )
         # The oldest are kept when the oldest are wanted.
         if not (self._options.is_use_oldest and self._options.is_keep_all and len(places) == _KEPT):
             places.append((text, end))
@@ -74,7 +76,9 @@ class MemoryPool:
                 return self._pick(places, length)
         return []
 
-    def alternatives(self, context: Sequence[int], length: int, known: set[int], count: int) -> list[list[int]]:
+    def alternatives(
+        self, context: Sequence[int], length: int, known: set[int], count: int
+    ) -> list[list[int]]:
         """Up to `count` other continuations of `context`, none beginning with a token of `known` nor two with the same.
 
         Those of longer suffixes come first, then the newer ones.

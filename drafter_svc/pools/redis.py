@@ -238,7 +238,8 @@ class RedisPool:
         most = -(-options.max_entries // BUCKETS)
         arguments = [round(time.time(), 3), options.ttl_s, most, "NX" if options.use_oldest else ""]
         calls = [
-            ([index, *(key for key, _ in pairs)], [*arguments, *(value for _, value in pairs)]) for index, pairs in buckets.items()
+            ([index, *(key for key, _ in pairs)], [*arguments, *(value for _, value in pairs)])
+            for index, pairs in buckets.items()
         ]
         try:
             results = await self._client.run(_WRITE, calls)
@@ -267,7 +268,10 @@ class RedisPool:
     def _failed(self, standing: _Standing, error: Exception) -> None:
         self.counters.failed += 1
         # A Redis at the limit of its memory takes some writes and not others.
-        if not (self._reading.is_down or self._writing.is_down) and self._clock() >= self._silent_until:
+        if (
+            not (self._reading.is_down or self._writing.is_down)
+            and self._clock() >= self._silent_until
+        ):
             self._silent_until = self._clock() + _WARNED_EVERY_S
             what = "lookups" if standing is self._reading else "writes"
             log.warning("Redis fails (%s: %s); going on without its pool", what, error)

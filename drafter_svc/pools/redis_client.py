@@ -50,9 +50,13 @@ class BoundedParser(_AsyncHiredisParser):
         self._byte_count = 0
         self._tail = b""
 
-    async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
+    async def read_response(
+        self, disable_decoding: bool = False, push_request: bool = False
+    ) -> Any:
         self._byte_count, self._tail = 0, b""
-        return await super().read_response(disable_decoding=disable_decoding, push_request=push_request)
+        return await super().read_response(
+            disable_decoding=disable_decoding, push_request=push_request
+        )
 
     async def read_from_socket(self) -> bool:
         """Feed hiredis with what has come, as the class above does, once that was looked at."""
@@ -92,17 +96,29 @@ class RedisClient:
         if server.topology == "cluster":
             nodes = [ClusterNode(host, port) for host, port in server.addresses]
             # The addresses given stay those that are asked for the slots, as they may be names that move to other hosts.
-            self._client = RedisCluster(startup_nodes=nodes, dynamic_startup_nodes=False, **common, **server.options)
+            self._client = RedisCluster(
+                startup_nodes=nodes, dynamic_startup_nodes=False, **common, **server.options
+            )
             self._lookups = self._client
             manager = self._client.nodes_manager
-            for kwargs in (manager.connection_kwargs, *(node.connection_kwargs for node in manager.startup_nodes.values())):
+            for kwargs in (
+                manager.connection_kwargs,
+                *(node.connection_kwargs for node in manager.startup_nodes.values()),
+            ):
                 kwargs["parser_class"] = BoundedParser
         elif server.topology == "sentinel":
             options = {
-                name: value for name, value in server.options.items() if server.sentinel_auth or name != "credential_provider"
+                name: value
+                for name, value in server.options.items()
+                if server.sentinel_auth or name != "credential_provider"
             }
             self._sentinel = Sentinel(server.addresses, sentinel_kwargs=common | options)  # type: ignore[no-untyped-call]  # it has no types
-            master = {"service_name": server.service, "db": server.database, **common, **server.options}
+            master = {
+                "service_name": server.service,
+                "db": server.database,
+                **common,
+                **server.options,
+            }
             self._client = self._sentinel.master_for(**master)
             self._lookups = self._sentinel.master_for(**master | {"socket_timeout": None})
         else:
@@ -142,7 +158,9 @@ class RedisClient:
             async with asyncio.timeout(_SOCKET_TIMEOUT_S):
                 connection: AbstractConnection = await connections.get_connection()  # type: ignore[no-untyped-call]  # it has no types
                 try:
-                    return await connection.retry.call_with_retry(exchange, lambda error: connection.disconnect())
+                    return await connection.retry.call_with_retry(
+                        exchange, lambda error: connection.disconnect()
+                    )
                 finally:
                     await connections.release(connection)
         except TimeoutError as cause:
@@ -156,7 +174,9 @@ class RedisClient:
             pipeline.eval(script, len(keys), *keys, *arguments)
         return await self._execute(pipeline)
 
-    async def _each_slot(self, cluster: RedisCluster, command: str, keys: list[bytes]) -> list[tuple[list[bytes], Any]]:
+    async def _each_slot(
+        self, cluster: RedisCluster, command: str, keys: list[bytes]
+    ) -> list[tuple[list[bytes], Any]]:
         """A command of many keys, for each slot's by itself, to all servers at once; keys with their result, or an exception."""
         slots: dict[int, list[bytes]] = {}
         for key in keys:
@@ -165,16 +185,22 @@ class RedisClient:
         pipeline: Any = cluster.pipeline()
         for slot, part in slots.items():
             # Told the node, it does not work the slot out once more.
-            pipeline.execute_command(command, *part, target_nodes=[cluster.nodes_manager.get_node_from_slot(slot)])
+            pipeline.execute_command(
+                command, *part, target_nodes=[cluster.nodes_manager.get_node_from_slot(slot)]
+            )
         return list(zip(slots.values(), await self._execute(pipeline), strict=True))
 
     async def _execute(self, pipeline: Any) -> list[Any]:
         results = list(await pipeline.execute(raise_on_error=False))
-        if isinstance(self._client, RedisCluster) and any(isinstance(result, AttributeError) for result in results):
+        if isinstance(self._client, RedisCluster) and any(
+            isinstance(result, AttributeError) for result in results
+        ):
             # What redis-py stumbles with over a redirection to a node that joined after it last asked who there is.
             await self._client.nodes_manager.initialize()
             unknown = RedisClusterException("a slot is moving to a node that was not known")
-            results = [unknown if isinstance(result, AttributeError) else result for result in results]
+            results = [
+                unknown if isinstance(result, AttributeError) else result for result in results
+            ]
         return results
 
     async def scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:

@@ -14,11 +14,14 @@ from redis.exceptions import AuthenticationError
 
 from outrider.errors import invalid
 
-_FORMS = (
-    "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or redis+cluster://HOST:PORT,HOST:PORT, or rediss for TLS"
-)
+_FORMS = "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or redis+cluster://HOST:PORT,HOST:PORT, or rediss for TLS"
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
-_QUERY = {"ssl_certfile": str, "ssl_keyfile": str, "ssl_check_hostname": bool, "sentinel_auth": bool}
+_QUERY = {
+    "ssl_certfile": str,
+    "ssl_keyfile": str,
+    "ssl_check_hostname": bool,
+    "sentinel_auth": bool,
+}
 
 Topology = Literal["standalone", "sentinel", "cluster"]
 _TOPOLOGIES: dict[str, Topology] = {"": "standalone", "sentinel": "sentinel", "cluster": "cluster"}
@@ -34,7 +37,11 @@ class Credentials(CredentialProvider):
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """As AUTH takes them; raises OSError when the file cannot be read."""
-        password = self._password if self._password_file is None else self._password_file.read_text().rstrip("\r\n")
+        password = (
+            self._password
+            if self._password_file is None
+            else self._password_file.read_text().rstrip("\r\n")
+        )
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
@@ -58,7 +65,9 @@ class RedisServer:
     """What redis-py's connections take for credentials and TLS."""
 
     @classmethod
-    def parse(cls, url: str, password_file: Path | None = None, ca_file: Path | None = None) -> RedisServer:
+    def parse(
+        cls, url: str, password_file: Path | None = None, ca_file: Path | None = None
+    ) -> RedisServer:
         """Raises OutriderError(INVALID_VALUE) that names the setting and does not repeat the URL, which may hold a password."""
         try:
             parts = urlsplit(url)
@@ -66,11 +75,15 @@ class RedisServer:
             topology = _TOPOLOGIES[kind]
             if scheme not in ("redis", "rediss"):
                 raise KeyError(scheme)
-            addresses = _addresses(parts.netloc.rpartition("@")[2], 26379 if topology == "sentinel" else 6379)
+            addresses = _addresses(
+                parts.netloc.rpartition("@")[2], 26379 if topology == "sentinel" else 6379
+            )
         except (KeyError, ValueError) as cause:
             raise invalid("redis", f"must look like {_FORMS}") from cause
         if topology == "standalone" and len(addresses) > 1:
-            raise invalid("redis", "takes one address, unless the scheme ends with +sentinel or +cluster")
+            raise invalid(
+                "redis", "takes one address, unless the scheme ends with +sentinel or +cluster"
+            )
         service, database = _path(parts.path, topology)
         query = _query(parts.query, scheme == "rediss")
         sentinel_auth = bool(query.pop("sentinel_auth", False))
@@ -94,9 +107,15 @@ def _path(path: str, topology: str) -> tuple[str, int]:
     words = [unquote(word) for word in path.split("/") if word]
     service = words.pop(0) if topology == "sentinel" and words else ""
     if topology == "sentinel" and not service:
-        raise invalid("redis", "must end with Sentinel's name of the service, as in redis+sentinel://host:26379/mymaster")
+        raise invalid(
+            "redis",
+            "must end with Sentinel's name of the service, as in redis+sentinel://host:26379/mymaster",
+        )
     if len(words) > 1 or not all(word.isdecimal() for word in words):
-        raise invalid("redis", f"must have a number after the last slash for the database, not {'/'.join(words)!r}")
+        raise invalid(
+            "redis",
+            f"must have a number after the last slash for the database, not {'/'.join(words)!r}",
+        )
     database = int(words[0]) if words else 0
     if topology == "cluster" and database:
         raise invalid("redis", "takes no database: a cluster has one alone")
@@ -108,7 +127,8 @@ def _query(text: str, tls: bool) -> dict[str, Any]:
     for name, value in parse_qsl(text, keep_blank_values=True):
         if name not in _QUERY or (name.startswith("ssl_") and not tls):
             raise invalid(
-                "redis", f"does not take {name!r} here; after the ? may stand {', '.join(_QUERY)}, the ssl ones with rediss"
+                "redis",
+                f"does not take {name!r} here; after the ? may stand {', '.join(_QUERY)}, the ssl ones with rediss",
             )
         if _QUERY[name] is bool and value not in ("true", "false"):
             raise invalid("redis", f"takes {name} as true or false")
@@ -125,7 +145,10 @@ def _tls(tls: bool, ca_file: Path | None) -> dict[str, Any]:
         try:
             ssl.create_default_context(cafile=str(ca_file))
         except OSError as cause:
-            raise invalid("redis-ca-file", f"{ca_file} is no file of PEM certificates: {cause.strerror or cause}") from cause
+            raise invalid(
+                "redis-ca-file",
+                f"{ca_file} is no file of PEM certificates: {cause.strerror or cause}",
+            ) from cause
         return {"ssl": True, "ssl_ca_certs": str(ca_file)}
     return {"ssl": True}
 
@@ -138,7 +161,10 @@ def _credentials(parts: SplitResult, password_file: Path | None) -> dict[str, An
     try:
         given = any(provider.get_credentials())
     except (OSError, UnicodeDecodeError) as cause:
-        raise invalid("redis-password-file", f"{password_file} cannot be read: {getattr(cause, 'strerror', cause)}") from cause
+        raise invalid(
+            "redis-password-file",
+            f"{password_file} cannot be read: {getattr(cause, 'strerror', cause)}",
+        ) from cause
     if password_file is not None and not provider.get_credentials()[-1]:
         raise invalid("redis-password-file", f"{password_file} is empty")
     return {"credential_provider": provider} if given else {}

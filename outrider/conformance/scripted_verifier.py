@@ -95,7 +95,9 @@ class Link:
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """`model` is what GetModel answers; `refusal`, while there is one, what each new stream ends with."""
 
-    def __init__(self, model: verifier_pb2.GetModelResponse, complain: Complain, note: Note) -> None:
+    def __init__(
+        self, model: verifier_pb2.GetModelResponse, complain: Complain, note: Note
+    ) -> None:
         self.model = model
         self.refusal: OutriderError | None = None
         self.attempts: list[float] = []
@@ -104,7 +106,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self._complain, self._note = complain, note
 
     @rpc.reports_errors
-    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
+    async def GetModel(
+        self, request: verifier_pb2.GetModelRequest, context: Any
+    ) -> verifier_pb2.GetModelResponse:
         return self.model
 
     @rpc.reports_errors

@@ -56,7 +56,12 @@ class DraftSequence:
     @property
     def branch_room(self) -> int:
         """How many more tokens branches may have; 0 with no guess to branch from or no leave to run ahead."""
-        if self._branches_given_up or self.abandoned or not self.guesses or self.window.depth <= self.draft_tokens:
+        if (
+            self._branches_given_up
+            or self.abandoned
+            or not self.guesses
+            or self.window.depth <= self.draft_tokens
+        ):
             return 0
         return max(0, self._space)
 
@@ -142,7 +147,9 @@ class DraftSequence:
             branch.sent = True
         distributions: list[SparseDistribution | None] = []
         if any(given is not None for given in self._unsent):
-            distributions = [None] * (count - len(self._unsent)) + self._unsent + [None] * (len(tokens) - count)
+            distributions = (
+                [None] * (count - len(self._unsent)) + self._unsent + [None] * (len(tokens) - count)
+            )
         self._unsent = []
         return Proposal(self.id, len(self.tokens), tokens, parents, distributions)
 
@@ -186,7 +193,11 @@ class DraftSequence:
             return before + matched
         del self.guesses[:matched]
         del self._unsent[: max(0, len(self._unsent) - len(self.guesses))]
-        self._branches = {(at - matched, token): branch for (at, token), branch in self._branches.items() if at >= matched}
+        self._branches = {
+            (at - matched, token): branch
+            for (at, token), branch in self._branches.items()
+            if at >= matched
+        }
         return before + count
 
     def _change_to_branch(self, at: int, tokens: list[int]) -> None:

@@ -57,7 +57,9 @@ async def _serve(
             tokenizer_fingerprint=fingerprint or info.tokenizer_fingerprint,
             max_draft_tokens=strategy.max_draft_tokens,
             distributions=strategy.distributions,
-            placement=Placement("local", platform.node(), strategy.device, architecture=platform.machine()),
+            placement=Placement(
+                "local", platform.node(), strategy.device, architecture=platform.machine()
+            ),
         )
 
     def stream(verifier: str) -> DraftStream:

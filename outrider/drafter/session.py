@@ -82,7 +82,9 @@ class DraftSession:
     def _next(self) -> list[DraftSequence]:
         sequences = self.sequences.values()
         urgent = [sequence for sequence in sequences if sequence.urgent]
-        return urgent or [sequence for sequence in sequences if sequence.room > 0 or sequence.branch_room > 0]
+        return urgent or [
+            sequence for sequence in sequences if sequence.room > 0 or sequence.branch_room > 0
+        ]
 
     def _collect(self, draft_seconds: float) -> DraftBatch:
         batch = DraftBatch()

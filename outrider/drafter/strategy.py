@@ -26,7 +26,9 @@ class Strategy(ABC):
     fatal: tuple[type[Exception], ...] = ()
 
     @abstractmethod
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         """Guess for these sequences with `sequence.extend` and `sequence.branch`.
 
         `sequence.goal` tokens are wanted of each now. A sequence for which nothing is offered is
@@ -61,7 +63,9 @@ class GuessStrategy(Strategy):
         self.name = name
         self._guess = guess
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         for sequence in sequences:
             if interrupted():
                 sequence.postpone()

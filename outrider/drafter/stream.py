@@ -145,8 +145,12 @@ class DraftStream:
             strategy = self._make_strategy(info)
             self._fatal = strategy.fatal
             try:
-                connection = _Connection(channel, strategy, info, self._stopping, self._observer, self._clock)
-                welcome = await self._unless_stopped(connection.introduce(self._hello(strategy, info)))
+                connection = _Connection(
+                    channel, strategy, info, self._stopping, self._observer, self._clock
+                )
+                welcome = await self._unless_stopped(
+                    connection.introduce(self._hello(strategy, info))
+                )
                 if welcome is None:
                     return
                 log.info("drafting for %s", welcome.model_id)
@@ -202,19 +206,28 @@ class _Connection:
     async def introduce(self, hello: Hello) -> Welcome:
         """Raises grpc.aio.AioRpcError when the verifier refuses."""
         try:
-            await self._call.write(verifier_pb2.StreamDraftsRequest(hello=wire_drafts.hello_to_proto(hello)))
+            await self._call.write(
+                verifier_pb2.StreamDraftsRequest(hello=wire_drafts.hello_to_proto(hello))
+            )
         except asyncio.InvalidStateError:
             await self._raise_status()
         first = await self._call.read()
         if first is _END:
             await self._raise_status()
         if first is _END or rpc.readable(first).WhichOneof("message") != "welcome":
-            raise OutriderError(Reason.PROTOCOL_VIOLATION, "the verifier's first message must be a Welcome")
-        return Welcome(first.welcome.model_id, first.welcome.vocab_size, first.welcome.context_length)
+            raise OutriderError(
+                Reason.PROTOCOL_VIOLATION, "the verifier's first message must be a Welcome"
+            )
+        return Welcome(
+            first.welcome.model_id, first.welcome.vocab_size, first.welcome.context_length
+        )
 
     async def serve(self) -> None:
         """Until the verifier ends the stream, or `stopping` is set and the goodbye is said."""
-        receiving, drafting = asyncio.create_task(self._receive()), asyncio.create_task(self._draft())
+        receiving, drafting = (
+            asyncio.create_task(self._receive()),
+            asyncio.create_task(self._draft()),
+        )
         stopped = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([receiving, drafting, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +247,9 @@ class _Connection:
         nothing.
         """
         for task in tasks:
-            if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None):
+            if task.done() and not isinstance(
+                task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None
+            ):
                 task.result()
         await self._raise_status()
 
@@ -242,7 +257,10 @@ class _Connection:
         """Raise what the verifier ended the call with, if that was an error."""
         code = await self._call.code()
         if code is not grpc.StatusCode.OK:
-            initial, trailing = await self._call.initial_metadata(), await self._call.trailing_metadata()
+            initial, trailing = (
+                await self._call.initial_metadata(),
+                await self._call.trailing_metadata(),
+            )
             raise grpc.aio.AioRpcError(code, initial, trailing, await self._call.details(), None)
 
     async def _receive(self) -> None:
@@ -266,7 +284,9 @@ class _Connection:
                 self._observer.drafted(batch, self._clock() - started)
                 self._trace(batch)
                 for part in _messages(batch):
-                    await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=wire_drafts.drafts_to_proto(part)))
+                    await self._call.write(
+                        verifier_pb2.StreamDraftsRequest(drafts=wire_drafts.drafts_to_proto(part))
+                    )
             else:
                 await self._wake.wait()
         goodbye = drafts_pb2.Draining(reason="the drafter is stopping")

@@ -59,9 +59,15 @@ class XGrammar:
         import xgrammar
 
         self._library = xgrammar
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids))
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
+        )
         # In JSON a control character has to be escaped, which the library forgets for strings of bounded length and for patterns.
-        raw = [i for i, text in enumerate(info.decoded_vocab) if any(byte < 0x20 and byte not in b"\r\n" for byte in text)]
+        raw = [
+            i
+            for i, text in enumerate(info.decoded_vocab)
+            if any(byte < 0x20 and byte not in b"\r\n" for byte in text)
+        ]
         self._raw = frozenset(raw)
         # What was compiled is remembered by our own compiler.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -70,7 +76,9 @@ class XGrammar:
         compiler = self._compiler
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                compiled = compiler.compile_json_schema(grammar.text, max_whitespace_cnt=_MOST_WHITESPACE)
+                compiled = compiler.compile_json_schema(
+                    grammar.text, max_whitespace_cnt=_MOST_WHITESPACE
+                )
             case GrammarKind.JSON_OBJECT:
                 compiled = compiler.compile_json_schema(
                     '{"type": "object"}', max_whitespace_cnt=_MOST_WHITESPACE, strict_mode=False
@@ -104,7 +112,11 @@ class _XMatcher:
         self._matcher, self._forbidden = matcher, forbidden
 
     def accept(self, token_id: int) -> bool:
-        return token_id not in self._forbidden and not self.ended and bool(self._matcher.accept_token(token_id))
+        return (
+            token_id not in self._forbidden
+            and not self.ended
+            and bool(self._matcher.accept_token(token_id))
+        )
 
     def rollback(self, count: int) -> None:
         if count:
@@ -132,7 +144,9 @@ class LLGuidance:
         import llguidance.numpy
 
         self._library, self._stops = llguidance, stop_token_ids
-        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None)
+        self._tokenizer = llguidance.hf.from_tokenizer(
+            tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None
+        )
 
     def compile(self, grammar: Grammar) -> Compiled:
         matcher = self._library.LLMatcher
@@ -144,18 +158,27 @@ class LLGuidance:
             case GrammarKind.REGEX:
                 text = matcher.grammar_from_regex(grammar.text)
             case GrammarKind.EBNF:
-                text = matcher.grammar_from_lark(self._library.gbnf_to_lark.gbnf_to_lark(grammar.text))
+                text = matcher.grammar_from_lark(
+                    self._library.gbnf_to_lark.gbnf_to_lark(grammar.text)
+                )
             case GrammarKind.CHOICE:
                 text = matcher.grammar_from_lark(
-                    "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in grammar.choices)
+                    "start: "
+                    + " | ".join(
+                        json.dumps(choice, ensure_ascii=False) for choice in grammar.choices
+                    )
                 )
             case GrammarKind.STRUCTURAL_TAG:
-                raise invalid(f"grammar.{grammar.kind.value}", "is not known to the backend llguidance")
+                raise invalid(
+                    f"grammar.{grammar.kind.value}", "is not known to the backend llguidance"
+                )
         return _LLCompiled(self._library, self._tokenizer, text, self._stops)
 
 
 class _LLCompiled:
-    def __init__(self, library: Any, tokenizer: Any, text: str, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, library: Any, tokenizer: Any, text: str, stop_token_ids: tuple[int, ...]
+    ) -> None:
         self._library, self._stops = library, stop_token_ids
         self._first = library.LLMatcher(tokenizer, text)
         if self._first.is_error():
@@ -176,7 +199,9 @@ class _LLMatcher:
     @property
     def _complete(self) -> bool:
         # It also stops when it gives up; that is no end of a text.
-        return not self._matcher.is_error() and bool(self._matcher.is_stopped() or self._matcher.is_accepting())
+        return not self._matcher.is_error() and bool(
+            self._matcher.is_stopped() or self._matcher.is_accepting()
+        )
 
     def accept(self, token_id: int) -> bool:
         if self.ended:
@@ -207,4 +232,6 @@ class _LLMatcher:
         words = mask_RW[row].view(np.uint32)
         for token in self._stops:
             bit = np.uint32(1 << token % 32)
-            words[token // 32] = words[token // 32] | bit if self._complete else words[token // 32] & ~bit
+            words[token // 32] = (
+                words[token // 32] | bit if self._complete else words[token // 32] & ~bit
+            )

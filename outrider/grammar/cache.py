@@ -31,7 +31,9 @@ class GrammarCache:
 
     def add(self, grammar: Grammar, compiled: Compiled) -> Compiled:
         """Remember what was compiled, unless it is larger than all there is room for; returns it, or what was there already."""
-        size = compiled.size_bytes + _ENTRY_BYTES + len(grammar.text) + sum(map(len, grammar.choices))
+        size = (
+            compiled.size_bytes + _ENTRY_BYTES + len(grammar.text) + sum(map(len, grammar.choices))
+        )
         with self._lock:
             if (entry := self._entries.get(grammar)) is not None:
                 return entry[0]

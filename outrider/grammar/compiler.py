@@ -77,7 +77,9 @@ class GrammarCompiler:
             if work.cancel():
                 message = f"{_field(grammar)}: other grammars took {self._seconds:g} s to compile, so that this one was not begun"
                 raise OutriderError(Reason.OVERLOADED, message, _field(grammar)) from cause
-            raise invalid(_field(grammar), f"takes longer than {self._seconds:g} s to compile") from cause
+            raise invalid(
+                _field(grammar), f"takes longer than {self._seconds:g} s to compile"
+            ) from cause
         finally:
             # What nobody waits for any more is not begun; what was begun ends, and is remembered.
             work.cancel()
@@ -122,7 +124,10 @@ class GrammarCompiler:
 
 def _threads() -> ThreadPoolExecutor:
     """Those that compile, all of them started here, since the size of a stack is set for the threads to come."""
-    pool, started = ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammar"), threading.Barrier(_COMPILING + 1)
+    pool, started = (
+        ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammar"),
+        threading.Barrier(_COMPILING + 1),
+    )
     usual = threading.stack_size(_STACK_BYTES)
     try:
         for _ in range(_COMPILING):
@@ -163,7 +168,9 @@ def _check_tag(tag: Any, field: str, repeated: int = 1) -> None:
     if not isinstance(tag, dict):
         return
     if tag.get("type") == "repeat":
-        repeated *= max([1, *(tag[name] for name in ("min", "max") if isinstance(tag.get(name), int))])
+        repeated *= max(
+            [1, *(tag[name] for name in ("min", "max") if isinstance(tag.get(name), int))]
+        )
         check_times(repeated, field)
     for key, value in tag.items():
         if key == "json_schema":

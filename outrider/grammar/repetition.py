@@ -15,7 +15,8 @@ MOST_REPEATED = 10_000
 # What does not end matches too, so that a text is read once: whoever hides a count in it has a grammar that is refused anyway.
 # An escape may have braces of its own, as \u{1F600}; a class may begin with the bracket that elsewhere closes it.
 _PATTERN = re.compile(
-    r"\\[pPuUxX]\{[^{}]{0,64}\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|(?P<count>\{[\d,\s]*\})|(?P<bracket>[()])|.", re.DOTALL
+    r"\\[pPuUxX]\{[^{}]{0,64}\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|(?P<count>\{[\d,\s]*\})|(?P<bracket>[()])|.",
+    re.DOTALL,
 )
 _STRING = r'"(?:\\.|[^"\\\n\r])*"?'
 # What XGrammar takes between a rule's name and "::=", such as [max_tokens=10].
@@ -45,11 +46,17 @@ def check_ebnf(text: str, field: str) -> None:
 def check_times(times: int, field: str) -> None:
     """Raises OutriderError(INVALID_VALUE) for a part that comes more often than a repetition may."""
     if times > MOST_REPEATED:
-        raise invalid(field, f"repeats more than {MOST_REPEATED} times, repetitions within repetitions multiplied")
+        raise invalid(
+            field,
+            f"repeats more than {MOST_REPEATED} times, repetitions within repetitions multiplied",
+        )
 
 
 def _check_product(parts: Iterable[re.Match[str]], field: str) -> None:
-    largest, last = [1], 1  # of each bracket that is open, the text itself first; and of the part that a count would repeat
+    largest, last = (
+        [1],
+        1,
+    )  # of each bracket that is open, the text itself first; and of the part that a count would repeat
     for part in parts:
         if part["count"]:
             counts = re.findall(r"\d+", re.sub(_COMMENT, "", part["count"]))

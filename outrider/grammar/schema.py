@@ -30,7 +30,20 @@ _UNENFORCED = frozenset(
 )
 # Kept to as far as a grammar goes, as the specification allows: of a date that there is no 31st of February is not known.
 _FORMATS = frozenset(
-    ["date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference", "json-pointer"]
+    [
+        "date",
+        "date-time",
+        "time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+        "uri-reference",
+        "json-pointer",
+    ]
 )
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 # Keywords that the backends keep to only beside the type they speak of.
@@ -38,7 +51,15 @@ _OF_TYPE = {
     "number": frozenset([*_BOUNDS, "multipleOf"]),
     "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
     "object": frozenset(
-        ["properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties"]
+        [
+            "properties",
+            "required",
+            "additionalProperties",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+        ]
     ),
     "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
 }
@@ -99,12 +120,19 @@ def _check_keywords(schema: Mapping[str, Any], field: str) -> None:
     if refused := sorted(_UNENFORCED & schema.keys()):
         raise invalid(field, f"uses {refused[0]}, which cannot be enforced")
     if isinstance(schema.get("items"), list):
-        raise invalid(field, "has a list of items, which cannot be enforced; its name today is prefixItems")
+        raise invalid(
+            field, "has a list of items, which cannot be enforced; its name today is prefixItems"
+        )
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not reference.startswith("#"):
-        raise invalid(field, f"refers to {str(reference)[:80]}; only references within the schema are followed")
+        raise invalid(
+            field,
+            f"refers to {str(reference)[:80]}; only references within the schema are followed",
+        )
     if "format" in schema and schema["format"] not in _FORMATS:
-        raise invalid(field, f"uses the format {str(schema['format'])[:40]!r}, which cannot be enforced")
+        raise invalid(
+            field, f"uses the format {str(schema['format'])[:40]!r}, which cannot be enforced"
+        )
     if len(_list(schema, "allOf", field)) > 1:
         raise invalid(field, "has allOf with more than one schema, which cannot be enforced")
     _check_company(schema, field)
@@ -115,19 +143,27 @@ def _check_keywords(schema: Mapping[str, Any], field: str) -> None:
     if missing := [name for name in _list(schema, "required", field) if name not in known]:
         raise invalid(field, f"requires {str(missing[0])[:40]!r}, which is none of its properties")
     if not _disjoint(_list(schema, "oneOf", field)):
-        raise invalid(field, "has oneOf whose schemas may overlap, which cannot be enforced; anyOf can")
+        raise invalid(
+            field, "has oneOf whose schemas may overlap, which cannot be enforced; anyOf can"
+        )
 
 
 def _check_company(schema: Mapping[str, Any], field: str) -> None:
     """What stands beside a keyword may keep it from being enforced."""
     for name in _ALONE:
-        beside = sorted(schema.keys() - _NOTES - {name, *(["type"] if name in ("enum", "const") else [])})
+        beside = sorted(
+            schema.keys() - _NOTES - {name, *(["type"] if name in ("enum", "const") else [])}
+        )
         if name in schema and beside:
-            raise invalid(field, f"has {beside[0]} beside {name}, which cannot be enforced together")
+            raise invalid(
+                field, f"has {beside[0]} beside {name}, which cannot be enforced together"
+            )
     types = _types(schema)
     for kind, names in _OF_TYPE.items():
         if kind not in types and (loose := sorted(names & schema.keys())):
-            raise invalid(field, f"has {loose[0]} without a type of {kind}, which cannot be enforced")
+            raise invalid(
+                field, f"has {loose[0]} without a type of {kind}, which cannot be enforced"
+            )
     values = _values(schema)
     if values and types and any(_type_of(value) not in types for value in values):
         raise invalid(field, "lists values that are not of its type")
@@ -136,10 +172,20 @@ def _check_company(schema: Mapping[str, Any], field: str) -> None:
 def _check_string(schema: Mapping[str, Any], field: str) -> None:
     lengths = "minLength" in schema or "maxLength" in schema
     if lengths and ("pattern" in schema or "format" in schema):
-        raise invalid(field, "has a length beside pattern or format, which cannot be enforced together")
+        raise invalid(
+            field, "has a length beside pattern or format, which cannot be enforced together"
+        )
     pattern = schema.get("pattern", "")
-    if not isinstance(pattern, str) or "(?=" in pattern or "(?!" in pattern or "(?<" in pattern or '"' in pattern:
-        raise invalid(field, "has a pattern with lookaround or a quotation mark, which cannot be enforced")
+    if (
+        not isinstance(pattern, str)
+        or "(?=" in pattern
+        or "(?!" in pattern
+        or "(?<" in pattern
+        or '"' in pattern
+    ):
+        raise invalid(
+            field, "has a pattern with lookaround or a quotation mark, which cannot be enforced"
+        )
     for text in (pattern, *_mapping(schema, "patternProperties", field)):
         check_pattern(text, field)
 
@@ -148,27 +194,49 @@ def _check_counts(schema: Mapping[str, Any], field: str) -> None:
     for name in _COUNTS:
         count = schema.get(name, 0)
         if not isinstance(count, int) or not 0 <= count <= _MOST_COUNT:
-            raise invalid(field, f"has {name} {str(count)[:20]}; it must be an integer from 0 to {_MOST_COUNT}")
+            raise invalid(
+                field,
+                f"has {name} {str(count)[:20]}; it must be an integer from 0 to {_MOST_COUNT}",
+            )
     named = len(_mapping(schema, "properties", field))
     if schema.get("minProperties", 0) or "maxProperties" in schema:
         pairs = named * min(named, schema.get("maxProperties", named))
         if pairs > _MOST_PAIRS:
-            raise invalid(field, f"has {named} properties beside minProperties or maxProperties, which takes too long to compile")
+            raise invalid(
+                field,
+                f"has {named} properties beside minProperties or maxProperties, which takes too long to compile",
+            )
 
 
 def _check_multiple(schema: Mapping[str, Any], field: str) -> None:
     if "multipleOf" not in schema:
         return
     multiple, bounds = schema["multipleOf"], [name for name in _BOUNDS if name in schema]
-    if schema.get("type") != "integer" or not all(_whole(schema[name]) for name in ("multipleOf", *bounds)):
-        raise invalid(field, "has multipleOf for other numbers than integers, which cannot be enforced")
+    if schema.get("type") != "integer" or not all(
+        _whole(schema[name]) for name in ("multipleOf", *bounds)
+    ):
+        raise invalid(
+            field, "has multipleOf for other numbers than integers, which cannot be enforced"
+        )
     if not 1 <= multiple <= _MOST_MULTIPLE:
-        raise invalid(field, f"has multipleOf {str(multiple)[:20]}, which cannot be enforced; from 1 to {_MOST_MULTIPLE} it can")
-    least = [schema[name] + step for name, step in (("minimum", 0), ("exclusiveMinimum", 1)) if name in schema]
-    most = [schema[name] - step for name, step in (("maximum", 0), ("exclusiveMaximum", 1)) if name in schema]
+        raise invalid(
+            field,
+            f"has multipleOf {str(multiple)[:20]}, which cannot be enforced; from 1 to {_MOST_MULTIPLE} it can",
+        )
+    least = [
+        schema[name] + step
+        for name, step in (("minimum", 0), ("exclusiveMinimum", 1))
+        if name in schema
+    ]
+    most = [
+        schema[name] - step
+        for name, step in (("maximum", 0), ("exclusiveMaximum", 1))
+        if name in schema
+    ]
     if bounds and not (least and most and min(most) - max(least) < _MOST_NUMBERS):
         raise invalid(
-            field, f"has multipleOf beside a range that is open or has over {_MOST_NUMBERS} numbers, which cannot be enforced"
+            field,
+            f"has multipleOf beside a range that is open or has over {_MOST_NUMBERS} numbers, which cannot be enforced",
         )
 
 
@@ -200,7 +268,14 @@ def _values(schema: Mapping[str, Any]) -> list[Any]:
 def _type_of(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
-    names = {int: "number", float: "number", str: "string", dict: "object", list: "array", type(None): "null"}
+    names = {
+        int: "number",
+        float: "number",
+        str: "string",
+        dict: "object",
+        list: "array",
+        type(None): "null",
+    }
     return names[type(value)]
 
 

@@ -43,9 +43,17 @@ def serve() -> None:
 
 @app.command()
 @click.option(
-    "--models", type=click.Path(path_type=Path), default="models", help="Directory of the bundled pair, target and draft."
+    "--models",
+    type=click.Path(path_type=Path),
+    default="models",
+    help="Directory of the bundled pair, target and draft.",
 )
-@click.option("--max-tokens", type=click.IntRange(1, 1024), default=128, help="Tokens a prompt is answered with at most.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1, 1024),
+    default=128,
+    help="Tokens a prompt is answered with at most.",
+)
 def demo(models: Path, max_tokens: int) -> int:
     """Compare plain decoding with each drafter on the bundled pair; exits with 0 only if all texts are identical."""
     from outrider.launch.demo import run
@@ -81,26 +89,70 @@ def experiment() -> None:
 def _passed_on(group: click.Group, name: str, module: str, text: str) -> None:
     """Add a command of `bench` that parses its own arguments."""
 
-    @group.command(name, help=text, add_help_option=False, context_settings={"ignore_unknown_options": True})
+    @group.command(
+        name, help=text, add_help_option=False, context_settings={"ignore_unknown_options": True}
+    )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def run(arguments: tuple[str, ...]) -> int:
         return _run_bench(module, arguments)
 
 
 _passed_on(experiment, "run", "bench.experiment.run", "Measure what an experiment file describes.")
-_passed_on(experiment, "report", "bench.experiment.report", "Make tables, plots and a page of what was measured.")
-_passed_on(experiment, "predict", "bench.experiment.predict", "Run an experiment file in the simulator.")
-_passed_on(experiment, "papers", "bench.experiment.papers", "Compare published figures with theory and the simulator.")
-_passed_on(app, "profile", "bench.experiment.profile", "Measure what forwards, drafting and links cost on this machine.")
-_passed_on(app, "advise", "bench.experiment.advise", "Say which placement of a drafter wins, and why.")
-_passed_on(app, "agent", "bench.experiment.agent", "Start and stop processes on this machine for an experiment elsewhere.")
-_passed_on(app, "fleet", "bench.fleet.command", "Simulate thousands of verifiers and drafters by rates and queues.")
+_passed_on(
+    experiment,
+    "report",
+    "bench.experiment.report",
+    "Make tables, plots and a page of what was measured.",
+)
+_passed_on(
+    experiment, "predict", "bench.experiment.predict", "Run an experiment file in the simulator."
+)
+_passed_on(
+    experiment,
+    "papers",
+    "bench.experiment.papers",
+    "Compare published figures with theory and the simulator.",
+)
+_passed_on(
+    app,
+    "profile",
+    "bench.experiment.profile",
+    "Measure what forwards, drafting and links cost on this machine.",
+)
+_passed_on(
+    app, "advise", "bench.experiment.advise", "Say which placement of a drafter wins, and why."
+)
+_passed_on(
+    app,
+    "agent",
+    "bench.experiment.agent",
+    "Start and stop processes on this machine for an experiment elsewhere.",
+)
+_passed_on(
+    app,
+    "fleet",
+    "bench.fleet.command",
+    "Simulate thousands of verifiers and drafters by rates and queues.",
+)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
-@click.argument("command", metavar="COMMAND... | verifier ADDRESS", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--tokenizer", help="Directory or hub id of the tokenizer that the drafter has to have; any, unless given.")
-@click.option("--transcript", type=click.Path(path_type=Path), help="File for what was said, a line of JSON each.")
+@click.argument(
+    "command",
+    metavar="COMMAND... | verifier ADDRESS",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+)
+@click.option(
+    "--tokenizer",
+    help="Directory or hub id of the tokenizer that the drafter has to have; any, unless given.",
+)
+@click.option(
+    "--transcript",
+    type=click.Path(path_type=Path),
+    help="File for what was said, a line of JSON each.",
+)
 def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Path | None) -> int:
     """Check that a drafter, or a verifier, keeps the draft stream's contract.
 
@@ -115,17 +167,30 @@ def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Pat
     from outrider.tokenizer import fingerprint, load_tokenizer
 
     if not any("{address}" in part for part in command):
-        raise click.UsageError("COMMAND has to hold {address}, which stands for the verifier's host:port")
+        raise click.UsageError(
+            "COMMAND has to hold {address}, which stands for the verifier's host:port"
+        )
     if tokenizer is None:
         return check_drafter(command, transcript=transcript)
     loaded = load_tokenizer(tokenizer)
-    return check_drafter(command, fingerprint=fingerprint(loaded), vocab_size=loaded.get_vocab_size(), transcript=transcript)
+    return check_drafter(
+        command,
+        fingerprint=fingerprint(loaded),
+        vocab_size=loaded.get_vocab_size(),
+        transcript=transcript,
+    )
 
 
 @app.command()
 @click.argument("address")
-@click.option("--service", default="", help="A gRPC service by its full name; without one, the process as a whole.")
-@click.option("--timeout", type=click.FloatRange(min=0.1), default=3.0, help="Seconds to wait for an answer.")
+@click.option(
+    "--service",
+    default="",
+    help="A gRPC service by its full name; without one, the process as a whole.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0.1), default=3.0, help="Seconds to wait for an answer."
+)
 def health(address: str, service: str, timeout: float) -> int:
     """Ask the process at ADDRESS (host:port or unix:/path) for its gRPC health.
 

@@ -41,10 +41,16 @@ async def _stage(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
         # The verifier does not listen yet. If it never will, its process ends and says why.
         return "", False
     if body["status"] == "loading":
-        return "; ".join(f"loading {v['model']}: {v['stage_detail']}" for v in body["verifiers"] if not v["ready"]), False
+        return "; ".join(
+            f"loading {v['model']}: {v['stage_detail']}"
+            for v in body["verifiers"]
+            if not v["ready"]
+        ), False
     if body["status"] not in ("ready", "degraded"):
         return f"{body['status']}: {body['detail']}", False
-    connected = sum(drafter["connected"] for verifier in body["verifiers"] for drafter in verifier["drafters"])
+    connected = sum(
+        drafter["connected"] for verifier in body["verifiers"] for drafter in verifier["drafters"]
+    )
     return f"{connected} of {drafters} drafters are connected", connected >= drafters
 
 
@@ -58,14 +64,24 @@ class Answer:
     speculative: dict[str, Any] | None
 
 
-async def complete(client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int, speculation: dict[str, Any]) -> Answer:
+async def complete(
+    client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int, speculation: dict[str, Any]
+) -> Answer:
     """One greedy completion; raises httpx.HTTPStatusError with the server's message when it is refused."""
     started = asyncio.get_running_loop().time()
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "speculation": speculation}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "speculation": speculation,
+    }
     response = await client.post("/v1/completions", json=body)
     if response.is_error:
         raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
     answer = response.json()
     seconds = asyncio.get_running_loop().time() - started
     speculative = (answer.get("metrics") or {}).get("speculative_decoding")
-    return Answer(answer["choices"][0]["text"], answer["usage"]["completion_tokens"], seconds, speculative)
+    return Answer(
+        answer["choices"][0]["text"], answer["usage"]["completion_tokens"], seconds, speculative
+    )

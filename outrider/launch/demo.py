@@ -89,7 +89,10 @@ def run(models: Path, max_tokens: int) -> int:
             )
             return 2
     try:
-        statuses = [_run_part(part, models / "draft", console) for part in _parts(models, max_tokens, console)]
+        statuses = [
+            _run_part(part, models / "draft", console)
+            for part in _parts(models, max_tokens, console)
+        ]
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; everything is stopped")
         return 130
@@ -106,7 +109,9 @@ def _parts(models: Path, max_tokens: int, console: Console) -> Iterator[Part]:
     with console.status("growing the target to 154 M parameters"):
         cache.mkdir(parents=True, exist_ok=True)
         large = grown_checkpoint(small, cache, _SHAPE, "bfloat16")
-    yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", max(1, max_tokens // 2), False)
+    yield Part(
+        "2. Speed: 154 M parameters, bfloat16", large, "bfloat16", max(1, max_tokens // 2), False
+    )
 
 
 def _run_part(part: Part, draft: Path, console: Console) -> int:
@@ -115,7 +120,11 @@ def _run_part(part: Part, draft: Path, console: Console) -> int:
         {
             "target": str(part.target),
             "dtype": part.dtype,
-            "drafter": ["ngram", model, f"{model},id=model-pinned,placement=cpu,cores={max(os.sched_getaffinity(0))}"],
+            "drafter": [
+                "ngram",
+                model,
+                f"{model},id=model-pinned,placement=cpu,cores={max(os.sched_getaffinity(0))}",
+            ],
             "http_port": 0,
             "grpc_port": 0,
             "verifier_port": 0,
@@ -133,7 +142,10 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
     lines: list[str] = []
     supervisor = Supervisor(lambda name, line: lines.append(f"{name}: {line}"))
     rows = [Row("plain", {"enabled": False})]
-    rows += [Row(name, {"drafter": name, "metrics": True}) for name in ("ngram-1", "model-1", "model-pinned")]
+    rows += [
+        Row(name, {"drafter": name, "metrics": True})
+        for name in ("ngram-1", "model-1", "model-pinned")
+    ]
     try:
         for child in stack.children:
             supervisor.start(child)
@@ -151,11 +163,18 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=console)
 
 
-async def _measure(url: str, model: str, rows: list[Row], max_tokens: int, progress: Progress) -> None:
+async def _measure(
+    url: str, model: str, rows: list[Row], max_tokens: int, progress: Progress
+) -> None:
     """Every prompt in every way, one request at a time, so that the ways share what the machine does meanwhile."""
     task = progress.add_task("prompts", total=len(DEMO_PROMPTS) * len(rows))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
@@ -164,32 +183,51 @@ async def _measure(url: str, model: str, rows: list[Row], max_tokens: int, progr
         for kind, prompt in DEMO_PROMPTS:
             for row in rows:
                 progress.update(task, description=f"{kind} with {row.name}")
-                row.answers.append(await complete(client, model, prompt, max_tokens, row.speculation))
+                row.answers.append(
+                    await complete(client, model, prompt, max_tokens, row.speculation)
+                )
                 progress.advance(task)
 
 
 def _report(part: Part, rows: list[Row], console: Console) -> int:
     plain = rows[0]
-    table = Table(title=f"{part.title}; {len(plain.answers)} prompts, greedy", caption="measured on this machine, now")
+    table = Table(
+        title=f"{part.title}; {len(plain.answers)} prompts, greedy",
+        caption="measured on this machine, now",
+    )
     table.add_column("decoding")
-    columns = ["tokens/s", "× plain", "tokens per\nforward", "mean accepted\nlength", "acceptance\nrate"]
+    columns = [
+        "tokens/s",
+        "× plain",
+        "tokens per\nforward",
+        "mean accepted\nlength",
+        "acceptance\nrate",
+    ]
     for column in [*columns, *(["identical\nto plain"] if part.is_exact else [])]:
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(row.name, *_figures(row, plain), *([_identical(row, plain)] if part.is_exact else []))
+        table.add_row(
+            row.name, *_figures(row, plain), *([_identical(row, plain)] if part.is_exact else [])
+        )
     console.print(table)
     if not part.is_exact:
         return 0
     for row in rows[1:]:
         _histogram(row, console)
     same = all(row.texts == plain.texts for row in rows)
-    console.print("All texts are identical." if same else "[bold red]Some texts differ from plain decoding.[/]")
+    console.print(
+        "All texts are identical."
+        if same
+        else "[bold red]Some texts differ from plain decoding.[/]"
+    )
     console.print()
     return 0 if same else 1
 
 
 def _figures(row: Row, plain: Row) -> list[str]:
-    steps, drafted, accepted = (row.total(k) for k in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"))
+    steps, drafted, accepted = (
+        row.total(k) for k in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    )
     tokens = sum(a.token_count for a in row.answers)
     return [
         f"{row.tokens_per_s:.1f}",
@@ -214,4 +252,6 @@ def _histogram(row: Row, console: Console) -> None:
     console.print(f"\n{row.name}: accepted draft tokens in {total} verifying steps")
     for accepted in range(max(counts) + 1):
         share = counts[accepted] / total
-        console.print(f"  {accepted:>2} │{'█' * round(40 * share):<40}│ {share:6.1%}", highlight=False)
+        console.print(
+            f"  {accepted:>2} │{'█' * round(40 * share):<40}│ {share:6.1%}", highlight=False
+        )

@@ -35,7 +35,11 @@ class Shape:
 
 def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
     """The grown model's; raises ValueError for a shape that cannot hold the small model or that no Llama has."""
-    if shape.hidden < old.hidden_size or shape.layers < old.num_hidden_layers or shape.intermediate < old.intermediate_size:
+    if (
+        shape.hidden < old.hidden_size
+        or shape.layers < old.num_hidden_layers
+        or shape.intermediate < old.intermediate_size
+    ):
         raise ValueError("the grown model must be at least as large as the small one")
     if shape.kv_heads < old.num_key_value_heads or shape.heads // shape.kv_heads < _group(old):
         raise ValueError("each key/value head needs at least the small model's query heads")
@@ -64,7 +68,10 @@ def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
     source = small.state_dict()
     rows = _Rows(old.head_dim, old.num_key_value_heads, _group(old), _group(config))
     noise = (torch.randn(_NOISE_COUNT, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
-    state = {name: _grown(name, tensor.shape, source, rows, noise) for name, tensor in large.state_dict().items()}
+    state = {
+        name: _grown(name, tensor.shape, source, rows, noise)
+        for name, tensor in large.state_dict().items()
+    }
     large.load_state_dict(state, assign=True)
     large.tie_weights()
     # Its buffers are no part of a state.
@@ -84,11 +91,15 @@ class _Rows:
 
     def __init__(self, head_size: int, kv_heads: int, old_group: int, group: int) -> None:
         lanes = torch.arange(head_size)
-        self.query = torch.cat([lanes + head_size * (k * group + j) for k in range(kv_heads) for j in range(old_group)])
+        self.query = torch.cat(
+            [lanes + head_size * (k * group + j) for k in range(kv_heads) for j in range(old_group)]
+        )
         self.key = torch.arange(head_size * kv_heads)
 
 
-def _grown(name: str, shape: torch.Size, source: dict[str, torch.Tensor], rows: _Rows, noise: torch.Tensor) -> torch.Tensor:
+def _grown(
+    name: str, shape: torch.Size, source: dict[str, torch.Tensor], rows: _Rows, noise: torch.Tensor
+) -> torch.Tensor:
     """One tensor of the large model, of the noise's type."""
     part = source.get(name)
     if name.endswith("norm.weight"):
@@ -123,7 +134,9 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
     """The grown checkpoint of a directory with its tokenizer, made on first use."""
-    sizes = "x".join(map(str, (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.intermediate)))
+    sizes = "x".join(
+        map(str, (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.intermediate))
+    )
     out = directory / f"{small.name}-{sizes}-{dtype}"
     if not out.is_dir():
         # Renamed when it is whole, so that a growth which is killed leaves nothing that looks like a checkpoint.

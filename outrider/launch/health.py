@@ -10,7 +10,9 @@ def problem(address: str, service: str, timeout_s: float) -> str | None:
     """Why the service at `host:port` or `unix:/path` does not serve; None if it does. An empty `service` is the whole process."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
+            )
         except grpc.RpcError as error:
             return _reason(error, service)
     if answer.status == health_pb2.HealthCheckResponse.SERVING:

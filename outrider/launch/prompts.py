@@ -53,7 +53,9 @@ _TALKS = (
 )
 
 CODE = tuple(("code", prompt) for prompt in _CODE)
-REWRITING = tuple(("rewriting", f"{source}\n\n{source}\n\n{source.splitlines()[0]}\n") for source in _SOURCE)
+REWRITING = tuple(
+    ("rewriting", f"{source}\n\n{source}\n\n{source.splitlines()[0]}\n") for source in _SOURCE
+)
 EXTRACTION = tuple(("JSON extraction", f"<|user|>{ask}<|end|><|assistant|>") for ask in _CHATS)
 
 CHAT = tuple(("chat", f"<|user|>{ask}<|end|><|assistant|>") for ask in _TALKS)

@@ -50,7 +50,11 @@ def _check_models(settings: ServeSettings) -> None:
 def _models(settings: ServeSettings) -> list[str]:
     """Target and draft models, each once."""
     specs = map(DrafterSpec.parse, settings.drafter)
-    return list(dict.fromkeys([settings.target, *(spec.options["model"] for spec in specs if "model" in spec.options)]))
+    return list(
+        dict.fromkeys(
+            [settings.target, *(spec.options["model"] for spec in specs if "model" in spec.options)]
+        )
+    )
 
 
 async def supervise(stack: Stack, settings: ServeSettings) -> int:
@@ -58,7 +62,9 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     output = Output(_stdout(), functools.partial(_stop_soon, stop))
     console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
-    supervisor = Supervisor(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
+    supervisor = Supervisor(
+        lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}")
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop, stop, 0)
     for child in stack.children:
@@ -107,10 +113,16 @@ def _complain(text: str) -> None:
         os.write(2, f"outrider serve: {text}\n".encode(errors="replace"))
 
 
-async def _announce(supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console) -> None:
+async def _announce(
+    supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console
+) -> None:
     """Print the URLs once requests are taken; raises StartFailed."""
     console.print(f"loading {' and '.join(_models(settings))} ...", markup=False)
-    ready = until_ready(stack.http_url, lambda stage: console.print(f"[dim]{escape(stage)}[/]"), len(settings.drafter))
+    ready = until_ready(
+        stack.http_url,
+        lambda stage: console.print(f"[dim]{escape(stage)}[/]"),
+        len(settings.drafter),
+    )
     await supervisor.settle(ready)
     console.print(
         f"""

@@ -49,7 +49,10 @@ class DrafterSpec:
                 last = next(reversed(options))
                 options[last] = options[last] and f"{options[last]},{pair}"
         if not all(key and option for key, option in options.items()):
-            raise invalid("drafter", f"must be {', '.join(known_families())} or package.module:Class, then key=value, not {text!r}")
+            raise invalid(
+                "drafter",
+                f"must be {', '.join(known_families())} or package.module:Class, then key=value, not {text!r}",
+            )
         return cls(family, _required(family, value) | options)
 
     @property
@@ -74,9 +77,14 @@ def _required(family: str, value: str) -> dict[str, str]:
     except OutriderError as error:
         raise OutriderError(Reason.INVALID_VALUE, error.message, "drafter") from error
     if required is None and value:
-        raise invalid("drafter", f"{family}={value}: {family} takes no value; its settings follow as key=value after commas")
+        raise invalid(
+            "drafter",
+            f"{family}={value}: {family} takes no value; its settings follow as key=value after commas",
+        )
     if required is not None and not value:
-        raise invalid("drafter", f"{family} needs its {required}, as in {family}={required.upper()}")
+        raise invalid(
+            "drafter", f"{family} needs its {required}, as in {family}={required.upper()}"
+        )
     return {required: value} if required is not None else {}
 
 
@@ -205,28 +213,61 @@ def plan_stack(settings: ServeSettings, socket_directory: Path) -> Stack:
     uds = socket_directory / "verifier.sock"
     specs = [DrafterSpec.parse(text) for text in settings.drafter]
     children = [
-        Child("verifier", "verifier_svc", _verifier_arguments(settings, specs, f"{settings.verifier_host}:{verifier_port}", uds)),
-        *(Child(name, "drafter_svc", arguments) for name, arguments in _drafters(settings, specs, verifier, uds)),
+        Child(
+            "verifier",
+            "verifier_svc",
+            _verifier_arguments(settings, specs, f"{settings.verifier_host}:{verifier_port}", uds),
+        ),
+        *(
+            Child(name, "drafter_svc", arguments)
+            for name, arguments in _drafters(settings, specs, verifier, uds)
+        ),
         Child("gateway", "gateway", _gateway_arguments(settings, verifier, http_port, grpc_port)),
     ]
     common = ["--log-level", settings.log_level]
     if settings.otlp_endpoint:
-        common += ["--otlp-endpoint", settings.otlp_endpoint, "--trace-sample-ratio", str(settings.trace_sample_ratio)]
+        common += [
+            "--otlp-endpoint",
+            settings.otlp_endpoint,
+            "--trace-sample-ratio",
+            str(settings.trace_sample_ratio),
+        ]
         common += ["--otlp-metrics-seconds", str(settings.otlp_metrics_seconds)]
     for child in children:
         child.arguments += common
-    return Stack(children, f"http://{settings.host}:{http_port}", f"{settings.host}:{grpc_port}", verifier)
+    return Stack(
+        children, f"http://{settings.host}:{http_port}", f"{settings.host}:{grpc_port}", verifier
+    )
 
 
-def _verifier_arguments(settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path) -> list[str]:
-    arguments = ["--target", settings.target, "--dtype", settings.dtype, "--device", settings.device, "--listen", address]
+def _verifier_arguments(
+    settings: ServeSettings, specs: list[DrafterSpec], address: str, uds: Path
+) -> list[str]:
+    arguments = [
+        "--target",
+        settings.target,
+        "--dtype",
+        settings.dtype,
+        "--device",
+        settings.device,
+        "--listen",
+        address,
+    ]
     threads = str(settings.threads or _free_cores(specs))
     arguments += ["--uds", str(uds), "--draft-tokens", settings.draft_tokens, "--threads", threads]
     arguments += ["--metrics-port", str(settings.metrics_port)]
     arguments += [] if settings.prefix_caching else ["--no-prefix-caching"]
     arguments += ["--always-draft"] if settings.always_draft else []
-    arguments += ["--sampled-rule", settings.sampled_rule, "--grammar-backend", settings.grammar_backend]
-    return [*arguments, *(["--trust-draft-distributions"] if settings.trust_draft_distributions else [])]
+    arguments += [
+        "--sampled-rule",
+        settings.sampled_rule,
+        "--grammar-backend",
+        settings.grammar_backend,
+    ]
+    return [
+        *arguments,
+        *(["--trust-draft-distributions"] if settings.trust_draft_distributions else []),
+    ]
 
 
 def _free_cores(specs: list[DrafterSpec]) -> int:
@@ -240,7 +281,9 @@ def _free_cores(specs: list[DrafterSpec]) -> int:
     return max(1, len(mine.difference(*pinned)) - (len(models) - len(pinned)))
 
 
-def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, uds: Path) -> list[tuple[str, list[str]]]:
+def _drafters(
+    settings: ServeSettings, specs: list[DrafterSpec], verifier: str, uds: Path
+) -> list[tuple[str, list[str]]]:
     named: list[tuple[str, list[str]]] = []
     counts: Counter[str] = Counter()
     for spec in specs:
@@ -254,7 +297,11 @@ def _drafters(settings: ServeSettings, specs: list[DrafterSpec], verifier: str, 
             told = "cores" in spec.options or spec.options.get("placement") == "grace"
             options |= {} if told else {"threads": "1"}
         if settings.redis is not None and spec.shares_redis:
-            options |= {name: str(value) for name in _REDIS if (value := getattr(settings, name)) is not None}
+            options |= {
+                name: str(value)
+                for name in _REDIS
+                if (value := getattr(settings, name)) is not None
+            }
         options |= spec.options
         _check(spec, options)
         named.append((name, [word for key, value in options.items() for word in _flag(key, value)]))
@@ -273,8 +320,15 @@ def _check(spec: DrafterSpec, options: dict[str, str]) -> None:
         drafter = load(spec.schema, options)
     except ValueError as error:
         raise invalid("drafter", f"{spec.family}: {'; '.join(str(error).splitlines())}") from error
-    if spec.shares_redis and getattr(drafter, "redis", None) and not getattr(drafter, "pool_secret_file", None):
-        raise invalid("redis", "needs --pool-secret-file FILE, with the secret that keys in Redis are made with")
+    if (
+        spec.shares_redis
+        and getattr(drafter, "redis", None)
+        and not getattr(drafter, "pool_secret_file", None)
+    ):
+        raise invalid(
+            "redis",
+            "needs --pool-secret-file FILE, with the secret that keys in Redis are made with",
+        )
 
 
 def _flag(key: str, value: str) -> list[str]:
@@ -284,11 +338,15 @@ def _flag(key: str, value: str) -> list[str]:
     return [f"--{name}", value]
 
 
-def _gateway_arguments(settings: ServeSettings, verifier: str, http_port: int, grpc_port: int) -> list[str]:
+def _gateway_arguments(
+    settings: ServeSettings, verifier: str, http_port: int, grpc_port: int
+) -> list[str]:
     arguments = ["--verifier", verifier, "--tokenizer", settings.target]
     arguments += ["--http-host", settings.host, "--http-port", str(http_port)]
     arguments += [word for name in settings.allowed_hosts for word in ("--allowed-hosts", name)]
-    arguments += [word for origin in settings.allowed_origins for word in ("--allowed-origins", origin)]
+    arguments += [
+        word for origin in settings.allowed_origins for word in ("--allowed-origins", origin)
+    ]
     return [*arguments, "--grpc-listen", f"{settings.host}:{grpc_port}"]
 
 
@@ -305,7 +363,9 @@ def _port(field: str, host: str, wanted: int) -> int:
             probe.bind((host, wanted))
         except OSError as cause:
             raise OutriderError(
-                Reason.INVALID_VALUE, f"{field} {wanted} on {host} cannot be used: {cause.strerror}", field
+                Reason.INVALID_VALUE,
+                f"{field} {wanted} on {host} cannot be used: {cause.strerror}",
+                field,
             ) from cause
         port: int = probe.getsockname()[1]
         return port

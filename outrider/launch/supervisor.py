@@ -164,14 +164,21 @@ def not_orphaned() -> list[str]:
     command = ["setpriv", "--pdeathsig", "TERM"]
     try:
         # Not every setpriv knows of it.
-        known = subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+        known = (
+            subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode
+            == 0
+        )
     except OSError:
         known = False
     return command if known else []
 
 
 async def _drain(child: Child) -> None:
-    while child.process is not None and child.process.stdout is not None and await child.process.stdout.read(1 << 16):
+    while (
+        child.process is not None
+        and child.process.stdout is not None
+        and await child.process.stdout.read(1 << 16)
+    ):
         pass
 
 

@@ -63,7 +63,14 @@ class LayerCache:
         self._most_keys = 0
         self.paged: PagedAttention | None = None
 
-    def allocate(self, page_count: int, page_size: int, most_keys: int, dtype: torch.dtype, device: torch.device) -> None:
+    def allocate(
+        self,
+        page_count: int,
+        page_size: int,
+        most_keys: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         """Make the cache, for texts of at most so many keys; raises RuntimeError when the trial forward never came here."""
         if self.shape is None:
             raise RuntimeError("allocate before the trial forward")
@@ -83,7 +90,11 @@ class LayerCache:
 
     def takes_kernel(self, device: torch.device) -> bool:
         """Whether the GPU's kernel can do this layer."""
-        if device.type != "cuda" or self.shape is None or max(self.shape.key_size, self.shape.value_size) > _KERNEL_HEAD_SIZE:
+        if (
+            device.type != "cuda"
+            or self.shape is None
+            or max(self.shape.key_size, self.shape.value_size) > _KERNEL_HEAD_SIZE
+        ):
             return False
         return triton_works(device)
 
@@ -103,7 +114,9 @@ class LayerCache:
         query_THD = query[0].transpose(0, 1)
         if self._use_kernel:
             store.write(layout.slots, key, value)
-            return self._by_kernel(store, layout.kernel, query_THD, scaling, window, softcap).unsqueeze(0)
+            return self._by_kernel(
+                store, layout.kernel, query_THD, scaling, window, softcap
+            ).unsqueeze(0)
         if isinstance(layout, StaticLayout):
             raise RuntimeError("a layout for the kernel, in a layer that does without")
         if self.paged is not None:
@@ -113,7 +126,9 @@ class LayerCache:
             store.write(layout.slots, key, value)
             groups = layout.groups
             if len(groups) == 1:
-                return _attend_group(store, query_THD, groups[0], scaling, window, softcap).unsqueeze(0)
+                return _attend_group(
+                    store, query_THD, groups[0], scaling, window, softcap
+                ).unsqueeze(0)
             out = query_THD.new_empty(*query_THD.shape[:2], store.values.shape[-1])
         for group in groups:
             rows = group.rows_BQ[group.real_BQ] if group.padded else group.rows_BQ.flatten()
@@ -132,7 +147,14 @@ class LayerCache:
         from outrider.lm.gpu import triton_attention  # here, since Triton is not there everywhere
 
         return triton_attention.paged_attention(
-            query_THD, store.keys, store.values, batch, most_keys=self._most_keys, scale=scaling, window=window, softcap=softcap
+            query_THD,
+            store.keys,
+            store.values,
+            batch,
+            most_keys=self._most_keys,
+            scale=scaling,
+            window=window,
+            softcap=softcap,
         )
 
     def _trial(
@@ -147,12 +169,19 @@ class LayerCache:
         self.shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         self.windowed = window is not None
         self._soft_capped = softcap is not None
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
         return out.transpose(1, 2)
 
 
 def _attend_group(
-    store: _Store, query_THD: torch.Tensor, group: Group, scaling: float, window: int | None, softcap: float | None
+    store: _Store,
+    query_THD: torch.Tensor,
+    group: Group,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Attention of one group's real tokens, [rows, H, D], over its pages, gathered."""
     batch, queries = group.shape
@@ -185,7 +214,9 @@ def _run_view(cache: torch.Tensor, run: slice) -> torch.Tensor:
     """Keys or values that lie side by side in the flattened cache, [1, heads, keys, size]."""
     _, heads, size = cache.shape
     row = heads * size
-    return cache.as_strided((1, heads, run.stop - run.start, size), (0, size, row, 1), run.start * row)
+    return cache.as_strided(
+        (1, heads, run.stop - run.start, size), (0, size, row, 1), run.start * row
+    )
 
 
 def _gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
@@ -195,7 +226,12 @@ def _gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _soft_capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
 ) -> torch.Tensor:
     """Gemma 2's attention, whose scores are squashed to (-softcap, softcap), which no fused kernel here does."""
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap

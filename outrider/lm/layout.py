@@ -40,7 +40,11 @@ class Slice:
 def wanted_rows(slices: Sequence[Slice]) -> list[int]:
     """The packed tokens that logits are wanted of."""
     ends = accumulate(len(part.token_ids) for part in slices)
-    return [row for part, end in zip(slices, ends, strict=True) for row in range(end - part.logit_count, end)]
+    return [
+        row
+        for part, end in zip(slices, ends, strict=True)
+        for row in range(end - part.logit_count, end)
+    ]
 
 
 def slots(slices: Sequence[Slice], page_size: int) -> list[int]:
@@ -83,7 +87,9 @@ class Group:
     @cached_property
     def real_BQ(self) -> torch.Tensor:
         """Which of `rows_BQ` are not padding."""
-        return self._layout.tensor([[i < len(part.token_ids) for i in range(self.shape[1])] for part in self._slices])
+        return self._layout.tensor(
+            [[i < len(part.token_ids) for i in range(self.shape[1])] for part in self._slices]
+        )
 
     @cached_property
     def pages_BP(self) -> torch.Tensor:
@@ -93,7 +99,10 @@ class Group:
     def _padded(self, firsts: Sequence[int]) -> list[list[int]]:
         """For each slice the numbers from its first on, the last repeated up to Q."""
         lengths = [len(part.token_ids) for part in self._slices]
-        return [[first + min(i, n - 1) for i in range(self.shape[1])] for first, n in zip(firsts, lengths, strict=True)]
+        return [
+            [first + min(i, n - 1) for i in range(self.shape[1])]
+            for first, n in zip(firsts, lengths, strict=True)
+        ]
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """[B, 1, Q * repeats, keys], 0 where a query sees a key and -inf elsewhere, each query `repeats` times over.
@@ -106,7 +115,9 @@ class Group:
             self._masks[key] = self._make_mask(window, repeats, dtype)
         return self._masks[key]
 
-    def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def _make_mask(
+        self, window: int | None, repeats: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         if self.shape == (1, 1) and (window is None or self.key_count <= window):
             return None
         positions_BQ = self._layout.tensor(self._padded([part.start for part in self._slices]))
@@ -114,7 +125,9 @@ class Group:
         keys = torch.arange(self.key_count, device=queries.device)
         hidden = keys > queries
         hidden = hidden if window is None else hidden | (keys <= queries - window)
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, -torch.inf
+        )
 
 
 def _run(part: Slice, page_size: int) -> slice | None:
@@ -135,7 +148,9 @@ class BatchLayout:
         self._row_ends = list(accumulate(len(part.token_ids) for part in slices))
         self.first_rows = [0, *self._row_ends[:-1]]
         self.token_ids = self.tensor([token for part in slices for token in part.token_ids])
-        self.positions = self.tensor([position for part in slices for position in range(part.start, part.end)])
+        self.positions = self.tensor(
+            [position for part in slices for position in range(part.start, part.end)]
+        )
         self.logit_rows = self.tensor(wanted_rows(slices))
 
     @cached_property
@@ -151,7 +166,9 @@ class BatchLayout:
     @cached_property
     def paged(self) -> PagedBatch:
         """How the attention that reads pages on a CPU takes the batch: the short slices."""
-        return self._paged([self.slices[i] for i in self._short], [self.first_rows[i] for i in self._short])
+        return self._paged(
+            [self.slices[i] for i in self._short], [self.first_rows[i] for i in self._short]
+        )
 
     @cached_property
     def paged_whole(self) -> PagedBatch:
@@ -160,12 +177,22 @@ class BatchLayout:
 
     def _paged(self, slices: Sequence[Slice], rows: Sequence[int]) -> PagedBatch:
         lengths, starts = [len(part.token_ids) for part in slices], [part.start for part in slices]
-        return PagedBatch(slots(self.slices, self.page_size), rows, lengths, starts, [part.pages for part in slices])
+        return PagedBatch(
+            slots(self.slices, self.page_size),
+            rows,
+            lengths,
+            starts,
+            [part.pages for part in slices],
+        )
 
     @cached_property
     def long_groups(self) -> list[Group]:
         """Each long slice alone."""
-        return [Group(self, [i]) for i, part in enumerate(self.slices) if len(part.token_ids) > SHORT_SLICE]
+        return [
+            Group(self, [i])
+            for i, part in enumerate(self.slices)
+            if len(part.token_ids) > SHORT_SLICE
+        ]
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -192,7 +219,9 @@ class BatchLayout:
     def tensor(self, numbers: Sequence[object]) -> torch.Tensor:
         """On the model's device; int64, or bool."""
         # An empty list would come out as float32.
-        return (torch.tensor(numbers) if numbers else torch.empty(0, dtype=torch.int64)).to(self._device, non_blocking=True)
+        return (torch.tensor(numbers) if numbers else torch.empty(0, dtype=torch.int64)).to(
+            self._device, non_blocking=True
+        )
 
 
 @dataclass(frozen=True, slots=True)

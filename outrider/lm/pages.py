@@ -90,7 +90,9 @@ class PagePool:
         """Give back everything."""
         self.truncate(sequence, 0)
 
-    def attach_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str, limit: int | None = None) -> int:
+    def attach_prefix(
+        self, sequence: KVSequence, token_ids: Sequence[int], salt: str, limit: int | None = None
+    ) -> int:
         """Start an empty sequence on the cached pages of its longest known beginning; the number of tokens covered.
 
         At least one token is left to compute, since its logits are what the caller is after; all from `limit` on, where more are
@@ -140,7 +142,9 @@ class PagePool:
         unheld = {page for page, count in enumerate(held) if count == 0}
         if blank & idle or blank | idle != unheld or len(blank) != len(self._blank):
             raise RuntimeError("a page is lost, or free twice")
-        if {page: digest for digest, page in self._by_digest.items()} != self._digest_of or not idle <= self._digest_of.keys():
+        if {
+            page: digest for digest, page in self._by_digest.items()
+        } != self._digest_of or not idle <= self._digest_of.keys():
             raise RuntimeError("the index of published pages is inconsistent")
 
     def _take(self) -> int:
@@ -161,7 +165,9 @@ class PagePool:
         else:
             heappush(self._blank, page)
 
-    def _digest(self, before: Sequence[bytes], token_ids: Sequence[int], index: int, salt: str) -> bytes:
+    def _digest(
+        self, before: Sequence[bytes], token_ids: Sequence[int], index: int, salt: str
+    ) -> bytes:
         parent = before[-1] if before else hashlib.sha256(salt.encode()).digest()
         block = array("I", token_ids[index * self.page_size : (index + 1) * self.page_size])
         return hashlib.sha256(parent + block.tobytes()).digest()

@@ -54,7 +54,9 @@ class ModelRunner:
         support.try_out(self._model, name, config, self._layers)
         self.context_length = support.context_length(name, config)
         # Ids that no logit is for can neither be drawn nor banned.
-        self.eos_token_ids = tuple(token for token in _eos_token_ids(self._model, config) if token < self.vocab_size)
+        self.eos_token_ids = tuple(
+            token for token in _eos_token_ids(self._model, config) if token < self.vocab_size
+        )
         self.page_size = page_size or _PAGE_SIZE
         self.page_count = page_count or self._default_page_count(cache_share)
         self._graphs = self._make_graphs() if self._takes_graphs() else None
@@ -62,8 +64,14 @@ class ModelRunner:
         spare = int(self._graphs is not None)
         most_keys = min(self.context_length, self.page_count * self.page_size)
         for layer in self._layers.values():
-            layer.allocate(self.page_count + spare, self.page_size, most_keys, self.dtype, self.device)
-        self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size) if self.device.type == "cpu" else None
+            layer.allocate(
+                self.page_count + spare, self.page_size, most_keys, self.dtype, self.device
+            )
+        self.decoder = (
+            CpuDecoder.of(self._model, self._layers, self.page_size)
+            if self.device.type == "cpu"
+            else None
+        )
         """What runs in place of the model's own forward, where there is such a thing."""
 
     @classmethod
@@ -99,17 +107,30 @@ class ModelRunner:
                 method = dict(quantization).get("quant_method", "in a way it does not name")
                 raise support.unsupported(model, f"its weights are quantised ({method})")
             loaded = AutoModelForCausalLM.from_pretrained(
-                model, dtype=_dtype(dtype), use_safetensors=True, trust_remote_code=trust_remote_code
+                model,
+                dtype=_dtype(dtype),
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
             )
         except (OSError, ValueError, SafetensorError) as cause:
-            raise OutriderError(Reason.MODEL_NOT_FOUND, f"cannot load {model}: {' '.join(str(cause).split())}", "model") from cause
+            raise OutriderError(
+                Reason.MODEL_NOT_FOUND,
+                f"cannot load {model}: {' '.join(str(cause).split())}",
+                "model",
+            ) from cause
         report(f"moving the weights to {where}")
         if where.type == "cpu":
             settle_on_cpu(loaded)
         else:
             # Streams and graphs are the current device's, which is a matter of this thread.
             torch.cuda.set_device(where)
-        return cls(cast(Any, loaded).to(where), model, page_size=page_size, page_count=page_count, cache_share=cache_share)
+        return cls(
+            cast(Any, loaded).to(where),
+            model,
+            page_size=page_size,
+            page_count=page_count,
+            cache_share=cache_share,
+        )
 
     def warm_up(self) -> None:
         """Run forwards of several sizes, so that the first request does not pay for choosing kernels; page 0 on is overwritten."""
@@ -138,13 +159,20 @@ class ModelRunner:
         return self._call(layout.token_ids, layout.positions, layout, layout.logit_rows).float()
 
     def _call(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, layout: BatchLayout | StaticLayout, rows: torch.Tensor | int = 0
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        layout: BatchLayout | StaticLayout,
+        rows: torch.Tensor | int = 0,
     ) -> torch.Tensor:
         """The model's own logits of some rows, or of all."""
         for layer in self._layers.values():
             layer.layout = layout
         output = self._model(
-            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, logits_to_keep=rows
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
@@ -155,16 +183,27 @@ class ModelRunner:
 
     def _make_graphs(self) -> Graphs:
         pages_each = min(self.page_count, -(-self.context_length // self.page_size))
-        return Graphs(self._call, CacheShape(self.page_size, pages_each, self.page_count), self.vocab_size, self.device)
+        return Graphs(
+            self._call,
+            CacheShape(self.page_size, pages_each, self.page_count),
+            self.vocab_size,
+            self.device,
+        )
 
-    def continue_greedily(self, slices: Sequence[Slice], count: int, limit: int) -> list[list[int]] | None:
+    def continue_greedily(
+        self, slices: Sequence[Slice], count: int, limit: int
+    ) -> list[list[int]] | None:
         """`count` rows of one token for every slice, as `CpuDecoder.continue_greedily`; None where that is not to be had.
 
         One call in place of many spares a small model more than its forwards take.
         """
-        if self.decoder is None or any(len(part.token_ids) != 1 or part.logit_count != 1 for part in slices):
+        if self.decoder is None or any(
+            len(part.token_ids) != 1 or part.logit_count != 1 for part in slices
+        ):
             return None
-        tokens: list[list[int]] = self.decoder.continue_greedily(self._layout(slices), count, limit).tolist()
+        tokens: list[list[int]] = self.decoder.continue_greedily(
+            self._layout(slices), count, limit
+        ).tolist()
         return tokens
 
     def _layout(self, slices: Sequence[Slice]) -> BatchLayout:
@@ -172,11 +211,16 @@ class ModelRunner:
 
     def _default_page_count(self, cache_share: float) -> int:
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
-        token_bytes = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes) * self.dtype.itemsize
+        token_bytes = (
+            sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
+            * self.dtype.itemsize
+        )
         if self.device.type == "cuda":
             budget = int(torch.cuda.mem_get_info(self.device)[0] * cache_share)
         else:
-            budget = min(_CPU_CACHE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4)
+            budget = min(
+                _CPU_CACHE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
+            )
         affordable = budget // (token_bytes * self.page_size)
         useful = _SEQUENCES_AT_FULL_CONTEXT * -(-self.context_length // self.page_size)
         return max(1, min(affordable, useful))
@@ -201,7 +245,9 @@ def _device(name: str) -> torch.device:
     if device.type != "cuda":
         return device
     if (device.index or 0) >= torch.cuda.device_count():
-        raise invalid("device", f"is {name}, but torch finds {torch.cuda.device_count()} CUDA devices")
+        raise invalid(
+            "device", f"is {name}, but torch finds {torch.cuda.device_count()} CUDA devices"
+        )
     return torch.device("cuda", device.index or 0)
 
 

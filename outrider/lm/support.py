@@ -31,7 +31,9 @@ def context_length(name: str, config: Any) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [entry for entry in rope.values() if isinstance(entry, Mapping)]
     switches: list[int] = [
-        entry["original_max_position_embeddings"] for entry in nested or [rope] if entry.get("rope_type") == "longrope"
+        entry["original_max_position_embeddings"]
+        for entry in nested or [rope]
+        if entry.get("rope_type") == "longrope"
     ]
     return min([length, *switches])
 
@@ -54,10 +56,18 @@ def _check_layers(name: str, config: Any, layers: Mapping[int, LayerCache]) -> N
     count: int = config.num_hidden_layers
     seen = sum(layer.shape is not None for layer in layers.values())
     if seen != count:
-        raise unsupported(name, f"{count - seen} of {count} layers do not attend through the attention interface")
-    default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+        raise unsupported(
+            name, f"{count - seen} of {count} layers do not attend through the attention interface"
+        )
+    default = (
+        "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    )
     kinds = getattr(config, "layer_types", None) or [default] * count
     for index, kind in enumerate(kinds):
         # A model that leaves its window to the mask alone would silently see too much: the paged attention gets no mask.
-        if kind not in ("full_attention", "sliding_attention") or layers[index].windowed != (kind == "sliding_attention"):
-            raise unsupported(name, f"layer {index} is {kind} in a way that the paged attention cannot see")
+        if kind not in ("full_attention", "sliding_attention") or layers[index].windowed != (
+            kind == "sliding_attention"
+        ):
+            raise unsupported(
+                name, f"layer {index} is {kind} in a way that the paged attention cannot see"
+            )

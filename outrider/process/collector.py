@@ -33,7 +33,11 @@ class Collector:
             (self._failing.discard if taken else self._failing.add)(signal)
             away = bool(self._failing)
         if away and not was_away:
-            log.warning("the collector at %s takes no %s; until it does, spans are lost, and metrics go on", self._endpoint, signal)
+            log.warning(
+                "the collector at %s takes no %s; until it does, spans are lost, and metrics go on",
+                self._endpoint,
+                signal,
+            )
         elif was_away and not away:
             log.info("the collector at %s takes spans and metrics again", self._endpoint)
 

@@ -12,10 +12,22 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_
 
 import click
 from click.shell_completion import CompletionItem
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
 from yaml import YAMLError
 
 from outrider.process.usage import invoke, refuse, suggestion
@@ -42,7 +54,9 @@ _METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH"}
 class Settings(BaseSettings):
     """Base of each command's settings. Precedence: flags, environment, the YAML file of `--config`, defaults."""
 
-    model_config = SettingsConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, enable_decoding=False)
+    model_config = SettingsConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, enable_decoding=False
+    )
 
     argument: ClassVar[str | None] = None
     """The setting that may also be given without its flag."""
@@ -69,7 +83,9 @@ class Settings(BaseSettings):
         if get_origin(annotation) is not list or not isinstance(value, str | list | tuple):
             return value
         texts = [value] if isinstance(value, str) else value
-        return [item for text in texts for item in _items(text, is_text=get_args(annotation) == (str,))]
+        return [
+            item for text in texts for item in _items(text, is_text=get_args(annotation) == (str,))
+        ]
 
 
 class ServiceSettings(Settings):
@@ -110,15 +126,26 @@ def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any])
     """A command that takes the schema's settings as flags, reads what environment and file say besides, and calls `run`."""
     # Its own first, then what it shares with others.
     classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, BaseModel)]
-    parameters = [_option(name, schema.model_fields[name]) for names in classes for name in names if name in schema.model_fields]
+    parameters = [
+        _option(name, schema.model_fields[name])
+        for names in classes
+        for name in names
+        if name in schema.model_fields
+    ]
     if schema.argument is not None:
         metavar = f"[{schema.argument.upper()}]"
-        parameters.append(click.Argument([_ARGUMENT], required=False, metavar=metavar, type=_Text(())))
+        parameters.append(
+            click.Argument([_ARGUMENT], required=False, metavar=metavar, type=_Text(()))
+        )
 
     def called(**values: Any) -> Any:
         context = click.get_current_context()
         commandline = click.core.ParameterSource.COMMANDLINE
-        given = {field: value for field, value in values.items() if context.get_parameter_source(field) is commandline}
+        given = {
+            field: value
+            for field, value in values.items()
+            if context.get_parameter_source(field) is commandline
+        }
         if _ARGUMENT in given and schema.argument is not None:
             if schema.argument in given:
                 raise click.UsageError(f"{schema.argument} is given twice")
@@ -129,7 +156,13 @@ def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any])
             refuse(context.command_path, *str(error).splitlines())
         return run(settings)
 
-    return click.Command(name, params=parameters, callback=called, help=schema.__doc__, context_settings={"max_content_width": 110})
+    return click.Command(
+        name,
+        params=parameters,
+        callback=called,
+        help=schema.__doc__,
+        context_settings={"max_content_width": 110},
+    )
 
 
 def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
@@ -146,11 +179,15 @@ def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
     try:
         return cast(_Settings, WithFile(**given))
     except ValidationError as error:
-        raise ValueError("\n".join(_problem(schema, details) for details in error.errors())) from error
+        raise ValueError(
+            "\n".join(_problem(schema, details) for details in error.errors())
+        ) from error
     except YAMLError as error:
         raise ValueError(f"config: {path}: {' '.join(str(error).split())}") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"config: {path} must have one setting and its value a line, as in draft_tokens: auto") from error
+        raise ValueError(
+            f"config: {path} must have one setting and its value a line, as in draft_tokens: auto"
+        ) from error
     except OSError as error:
         raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
 
@@ -163,7 +200,9 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
     def __init__(self, choices: tuple[str, ...]) -> None:
         self._choices = choices
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         if not self._choices:
             return [CompletionItem(incomplete, type="file")]
         return [CompletionItem(choice) for choice in self._choices if choice.startswith(incomplete)]
@@ -171,7 +210,11 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
 def _option(field: str, info: FieldInfo) -> click.Parameter:
     flag = _flag(field)
-    default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
+    default = (
+        None
+        if info.is_required()
+        else info.get_default(call_default_factory=True, validated_data={})
+    )
     shown = "" if default in (None, "", []) else f" [default: {_shown(default)}]"
     text = f"{' '.join((info.description or '').split())}{shown}"
     if info.annotation is bool:
@@ -180,7 +223,9 @@ def _option(field: str, info: FieldInfo) -> click.Parameter:
     choices = tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
     metavar = "|".join(filter(None, choices)) or _METAVARS.get(kind, "TEXT")
     is_list = get_origin(info.annotation) is list
-    return click.Option([f"--{flag}", field], type=_Text(choices), multiple=is_list, metavar=metavar, help=text)
+    return click.Option(
+        [f"--{flag}", field], type=_Text(choices), multiple=is_list, metavar=metavar, help=text
+    )
 
 
 def _flag(field: str) -> str:

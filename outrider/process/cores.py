@@ -14,7 +14,9 @@ def parse_cores(text: str, field: str = "cores") -> list[int]:
             raise invalid(field, f"must be a list such as 0-3,8, not {text!r}")
         begin, end = int(first), int(last or first)
         if end < begin or end > 65_535:
-            raise invalid(field, f"must hold ranges that rise, of at most 65536 cores, not {part!r}")
+            raise invalid(
+                field, f"must hold ranges that rise, of at most 65536 cores, not {part!r}"
+            )
         cores.update(range(begin, end + 1))
     return sorted(cores)
 

@@ -20,7 +20,12 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
@@ -64,7 +69,9 @@ def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> Non
         return [generate_latest(registry)]
 
     try:
-        server = make_server(host, port, answer, server_class=_ThreadingServer, handler_class=_QuietHandler)
+        server = make_server(
+            host, port, answer, server_class=_ThreadingServer, handler_class=_QuietHandler
+        )
     except OSError as cause:
         raise invalid("metrics-port", f"cannot be bound: {host}:{port}: {cause}") from cause
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
@@ -105,7 +112,9 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 @contextmanager
-def sending_metrics(registry: CollectorRegistry, service: str, settings: ServiceSettings) -> Iterator[None]:
+def sending_metrics(
+    registry: CollectorRegistry, service: str, settings: ServiceSettings
+) -> Iterator[None]:
     """Send the registry by OTLP while the block runs, if the settings say so."""
     if not settings.otlp_endpoint or not settings.otlp_metrics_seconds:
         yield
@@ -120,13 +129,17 @@ def sending_metrics(registry: CollectorRegistry, service: str, settings: Service
 class MetricsSender:
     """Sends all metrics of a registry every `interval_s` seconds until `stop`, which sends them once more."""
 
-    def __init__(self, registry: CollectorRegistry, service: str, endpoint: str, interval_s: float) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, service: str, endpoint: str, interval_s: float
+    ) -> None:
         # Loaded only here: the exporter costs start-up time that a process without it should not pay.
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         self._registry = registry
         self._resource = Resource.create({"service.name": service, "service.version": __version__})
-        self._exporter = OTLPMetricExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+        self._exporter = OTLPMetricExporter(
+            endpoint=endpoint, insecure=not endpoint.startswith("https")
+        )
         self._collector = collector_at(endpoint)
         self._interval_s = interval_s
         self._started_ns = time.time_ns()
@@ -154,7 +167,11 @@ class MetricsSender:
             log.exception("metrics could not be made ready for OTLP")
 
     def _send(self) -> None:
-        metrics = [converted for family in self._registry.collect() if (converted := convert(family, self._started_ns))]
+        metrics = [
+            converted
+            for family in self._registry.collect()
+            if (converted := convert(family, self._started_ns))
+        ]
         if not metrics:
             return
         scope = export.ScopeMetrics(InstrumentationScope("outrider", __version__), metrics, "")
@@ -173,7 +190,9 @@ def convert(family: Metric, started_ns: int) -> export.Metric | None:
     if not samples:
         return None
     if family.type == "counter":
-        data = export.Sum(list(_numbers(samples, started_ns, now_ns)), _CUMULATIVE, is_monotonic=True)
+        data = export.Sum(
+            list(_numbers(samples, started_ns, now_ns)), _CUMULATIVE, is_monotonic=True
+        )
     elif family.type == "gauge":
         data = export.Gauge(list(_numbers(samples, started_ns, now_ns)))
     elif family.type == "histogram":
@@ -184,20 +203,28 @@ def convert(family: Metric, started_ns: int) -> export.Metric | None:
 
 
 def _attributes(labels: Mapping[str, str]) -> dict[str, str]:
-    return {SEMANTIC_LABELS.get(name, name): value for name, value in labels.items() if name != "le"}
+    return {
+        SEMANTIC_LABELS.get(name, name): value for name, value in labels.items() if name != "le"
+    }
 
 
-def _numbers(samples: Iterable[Sample], started_ns: int, now_ns: int) -> Iterator[export.NumberDataPoint]:
+def _numbers(
+    samples: Iterable[Sample], started_ns: int, now_ns: int
+) -> Iterator[export.NumberDataPoint]:
     for sample in samples:
         yield export.NumberDataPoint(_attributes(sample.labels), started_ns, now_ns, sample.value)
 
 
-def _histograms(samples: Iterable[Sample], started_ns: int, now_ns: int) -> Iterator[export.HistogramDataPoint]:
+def _histograms(
+    samples: Iterable[Sample], started_ns: int, now_ns: int
+) -> Iterator[export.HistogramDataPoint]:
     """One point for each set of labels, its cumulative buckets taken apart."""
     groups: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
     for sample in samples:
         attributes = tuple(_attributes(sample.labels).items())
-        groups.setdefault(attributes, {})[sample.labels.get("le") or sample.name.rpartition("_")[2]] = sample.value
+        groups.setdefault(attributes, {})[
+            sample.labels.get("le") or sample.name.rpartition("_")[2]
+        ] = sample.value
     for attributes, values in groups.items():
         total, count = values.pop("sum"), int(values.pop("count"))
         cumulative = [0, *(int(value) for value in values.values())]
@@ -205,4 +232,6 @@ def _histograms(samples: Iterable[Sample], started_ns: int, now_ns: int) -> Iter
         counts = [high - low for low, high in pairwise(cumulative)]
         # Prometheus keeps no extremes, and what is None is left out of the message.
         unknown = cast(float, None)
-        yield export.HistogramDataPoint(dict(attributes), started_ns, now_ns, count, total, counts, bounds, unknown, unknown)
+        yield export.HistogramDataPoint(
+            dict(attributes), started_ns, now_ns, count, total, counts, bounds, unknown, unknown
+        )

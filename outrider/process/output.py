@@ -37,7 +37,11 @@ class Output(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         """Leave the text to the thread; never waits, never raises."""
-        notice = f"{self._dropped_count} lines were dropped: the log could not be written\n" if self._dropped_count else ""
+        notice = (
+            f"{self._dropped_count} lines were dropped: the log could not be written\n"
+            if self._dropped_count
+            else ""
+        )
         try:
             self._waiting.put_nowait(f"{notice}{text}".encode(errors="replace"))
             self._dropped_count = 0

@@ -65,15 +65,23 @@ def dial(address: str, credentials: grpc.ChannelCredentials | None = None) -> gr
 
 def status_of(error: OutriderError) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo always, BadRequest when a field is at fault, RetryInfo when waiting helps."""
-    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN, metadata=error.metadata)]
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason.name, domain=DOMAIN, metadata=error.metadata
+        )
+    ]
     if error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.reason.kind.status), message=error.message)
+    status = status_pb2.Status(
+        code=code_pb2.Code.Value(error.reason.kind.status), message=error.message
+    )
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
@@ -81,7 +89,9 @@ def status_of(error: OutriderError) -> status_pb2.Status:
     return status
 
 
-def error_of(failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_UNAVAILABLE) -> OutriderError:
+def error_of(
+    failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_UNAVAILABLE
+) -> OutriderError:
     """The error that a peer reported; `otherwise` is the reason for a failure that no Outrider process described."""
     error = OutriderError(otherwise, failure.details() or failure.code().name)
     try:
@@ -103,7 +113,11 @@ def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> Outrider
 
 def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderError:
     for packed in status.details:
-        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        info, bad, retry = (
+            error_details_pb2.ErrorInfo(),
+            error_details_pb2.BadRequest(),
+            error_details_pb2.RetryInfo(),
+        )
         if packed.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
             error.reason, error.metadata = Reason[info.reason], dict(info.metadata)
         elif packed.Unpack(bad) and bad.field_violations:
@@ -177,11 +191,15 @@ class _RefusesUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
     To a handler of a stream it is an OutriderError(MALFORMED_REQUEST), raised where the handler reads.
     """
 
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = ("stream" if handler.request_streaming else "unary") + ("_stream" if handler.response_streaming else "_unary")
+        kind = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
         behaviour = getattr(handler, kind)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         readable = _readable_all if handler.request_streaming else _readable
@@ -198,7 +216,10 @@ def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
 
 def _readable(request: Any) -> Any:
     if request is _UNREADABLE:
-        raise OutriderError(Reason.MALFORMED_REQUEST, "the request cannot be parsed: it is no message of the method's type")
+        raise OutriderError(
+            Reason.MALFORMED_REQUEST,
+            "the request cannot be parsed: it is no message of the method's type",
+        )
     return request
 
 
@@ -232,7 +253,10 @@ def _refusing(behaviour: Callable[..., Any], readable: Callable[[Any], Any]) -> 
 def readable(message: _Message | None) -> _Message:
     """The peer's message; raises OutriderError(PROTOCOL_VIOLATION) for None, which gRPC returns for bytes that it cannot parse."""
     if message is None:
-        raise OutriderError(Reason.PROTOCOL_VIOLATION, "the peer sent what cannot be parsed as a message of the method's type")
+        raise OutriderError(
+            Reason.PROTOCOL_VIOLATION,
+            "the peer sent what cannot be parsed as a message of the method's type",
+        )
     return message
 
 
@@ -261,10 +285,14 @@ class Server:
             reflection_pb2.ServerReflectionRequest.FromString,
             reflection_pb2.ServerReflectionResponse.SerializeToString,
         )
-        method = grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler})
+        method = grpc.method_handlers_generic_handler(
+            _REFLECTION_V1, {"ServerReflectionInfo": handler}
+        )
         self.grpc.add_generic_rpc_handlers((method,))
 
-    async def start(self, *addresses: str, credentials: grpc.ServerCredentials | None = None) -> list[int]:
+    async def start(
+        self, *addresses: str, credentials: grpc.ServerCredentials | None = None
+    ) -> list[int]:
         """Listen on each `host:port` or `unix:/path`, with TLS where credentials are given; the ports that were bound (for port 0).
 
         Raises OutriderError(INVALID_VALUE) when an address cannot be bound.
@@ -274,7 +302,9 @@ class Server:
             try:
                 self.ports.append(self._bind(address, credentials))
             except RuntimeError as cause:
-                raise OutriderError(Reason.INVALID_VALUE, f"cannot listen on {address}: {cause}", "listen") from cause
+                raise OutriderError(
+                    Reason.INVALID_VALUE, f"cannot listen on {address}: {cause}", "listen"
+                ) from cause
         await self.grpc.start()
         return self.ports
 
@@ -285,7 +315,11 @@ class Server:
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of every service and of the server as a whole (the empty name)."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
         for service in ("", *self.services):
             await self._health.set(service, status)
 

@@ -18,7 +18,9 @@ _GOOD_S = 60.0
 
 
 def watch(
-    work: Coroutine[Any, Any, _Result], name: str, failed: Callable[[BaseException], object] | None = None
+    work: Coroutine[Any, Any, _Result],
+    name: str,
+    failed: Callable[[BaseException], object] | None = None,
 ) -> asyncio.Task[_Result]:
     """Begin a task that somebody awaits too late, or never. If it raises, that is logged at once, and `failed` is called with the
     exception. Cancellation is no failure.
@@ -36,7 +38,9 @@ def watch(
     return task
 
 
-def keep_running(work: Callable[[], Awaitable[None]], name: str, backoff_s: tuple[float, float] = _BACKOFF_S) -> asyncio.Task[None]:
+def keep_running(
+    work: Callable[[], Awaitable[None]], name: str, backoff_s: tuple[float, float] = _BACKOFF_S
+) -> asyncio.Task[None]:
     """Begin a task that calls `work` and, whenever that raises, logs the exception and calls it again; until it returns.
 
     The delay before the next call doubles from the first to the second of `backoff_s`; it is short again after a minute without

@@ -70,7 +70,11 @@ class Span:
         if self._span is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):
             return
         if isinstance(error, OutriderError):
-            kind, message, fault = error.reason.name.lower(), error.message, error.reason.kind.http >= 500
+            kind, message, fault = (
+                error.reason.name.lower(),
+                error.message,
+                error.reason.kind.http >= 500,
+            )
         else:
             kind = type(error).__name__
             message, fault = f"{kind}: {error}", True
@@ -88,7 +92,12 @@ class Span:
             _logged.set(self.traceparent)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace_back: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace_back: TracebackType | None,
+    ) -> None:
         if value is not None:
             self.ended_by(value)
         if self._span is not None:
@@ -104,7 +113,13 @@ def enabled() -> bool:
     return _tracer is not None
 
 
-def setup(service: str, processor: SpanProcessor | None = None, *, endpoint: str = "", sample_ratio: float = 1.0) -> None:
+def setup(
+    service: str,
+    processor: SpanProcessor | None = None,
+    *,
+    endpoint: str = "",
+    sample_ratio: float = 1.0,
+) -> None:
     """Turn tracing on when there is somewhere to send spans: an OTLP gRPC `endpoint`, or a `processor` (for tests)."""
     global _tracer, _provider, _ending
     if processor is None and not endpoint:
@@ -117,7 +132,9 @@ def setup(service: str, processor: SpanProcessor | None = None, *, endpoint: str
         processor = BatchSpanProcessor(WatchedSpans(exporter, collector_at(endpoint)))
         _ending = functools.partial(collector_at(endpoint).ending, exporter.shutdown)
     resource = Resource.create({"service.name": service, "service.version": __version__})
-    _provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
+    _provider = TracerProvider(
+        resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio))
+    )
     _provider.add_span_processor(processor)
     _tracer = _provider.get_tracer("outrider")
 
@@ -148,7 +165,13 @@ def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -
     """A server's span that may begin a trace, under the caller's `traceparent` header when it sent one."""
     if _tracer is None:
         return NO_SPAN
-    return _start(_tracer, name, {key.lower(): value for key, value in headers.items()}, attributes, kind=Kind.SERVER)
+    return _start(
+        _tracer,
+        name,
+        {key.lower(): value for key, value in headers.items()},
+        attributes,
+        kind=Kind.SERVER,
+    )
 
 
 def start(
@@ -167,11 +190,15 @@ def start(
     if _tracer is None or not traceparent:
         return NO_SPAN
     linked = [trace.Link(_context(other)) for other in links if other]
-    return _start(_tracer, name, {"traceparent": traceparent}, attributes, seconds_ago, linked, kind)
+    return _start(
+        _tracer, name, {"traceparent": traceparent}, attributes, seconds_ago, linked, kind
+    )
 
 
 def _context(traceparent: str) -> trace.SpanContext:
-    return trace.get_current_span(_propagator.extract({"traceparent": traceparent})).get_span_context()
+    return trace.get_current_span(
+        _propagator.extract({"traceparent": traceparent})
+    ).get_span_context()
 
 
 def _start(
@@ -184,7 +211,9 @@ def _start(
     kind: Kind = Kind.INTERNAL,
 ) -> Span:
     began_ns = time.time_ns() - int(seconds_ago * 1e9)
-    span = tracer.start_span(name, context=_propagator.extract(carrier), kind=kind, links=links, start_time=began_ns)
+    span = tracer.start_span(
+        name, context=_propagator.extract(carrier), kind=kind, links=links, start_time=began_ns
+    )
     if not span.is_recording():
         return NO_SPAN
     result = Span(span)

@@ -18,7 +18,10 @@ def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> An
         context = error.ctx or click.Context(command, info_name=program)
         flags = [flag for parameter in context.command.params for flag in parameter.opts]
         path = context.command_path
-        refuse(path, f"there is no setting {error.option_name}{suggestion(error.option_name, flags)}; {path} --help lists them")
+        refuse(
+            path,
+            f"there is no setting {error.option_name}{suggestion(error.option_name, flags)}; {path} --help lists them",
+        )
     except click.UsageError as error:
         refuse(error.ctx.command_path if error.ctx is not None else program, error.format_message())
 

@@ -58,7 +58,11 @@ def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor
         (lambda c: bool(c.sampling.banned_token_ids or c.sampling.min_tokens), _ban),
         (lambda c: c.mask is not None, _mask),
     ):
-        picked = [(int(row), context) for row, context in zip(first_rows, contexts, strict=False) if wants(context)]
+        picked = [
+            (int(row), context)
+            for row, context in zip(first_rows, contexts, strict=False)
+            if wants(context)
+        ]
         if picked:
             apply(logits_RV, picked)
     return logits_RV
@@ -76,7 +80,11 @@ def _bias(logits_RV: torch.Tensor, picked: _Rows) -> None:
         for token, value in context.sampling.logit_bias
     ]
     rows, tokens, values = zip(*pairs, strict=True)
-    logits_RV.index_put_(_index(logits_RV, rows, tokens), on(logits_RV.device, values, logits_RV.dtype), accumulate=True)
+    logits_RV.index_put_(
+        _index(logits_RV, rows, tokens),
+        on(logits_RV.device, values, logits_RV.dtype),
+        accumulate=True,
+    )
 
 
 def _penalise(logits_RV: torch.Tensor, picked: _Rows) -> None:
@@ -88,12 +96,18 @@ def _penalise(logits_RV: torch.Tensor, picked: _Rows) -> None:
     seen, output = _counts(kept, [context for _, context in picked])
     repetition = on(kept.device, [s.repetition_penalty for s in of_row], kept.dtype).unsqueeze(-1)
     kept = torch.where(seen, torch.where(kept < 0, kept * repetition, kept / repetition), kept)
-    kept -= output * on(kept.device, [s.frequency_penalty for s in of_row], kept.dtype).unsqueeze(-1)
-    kept -= (output > 0) * on(kept.device, [s.presence_penalty for s in of_row], kept.dtype).unsqueeze(-1)
+    kept -= output * on(kept.device, [s.frequency_penalty for s in of_row], kept.dtype).unsqueeze(
+        -1
+    )
+    kept -= (output > 0) * on(
+        kept.device, [s.presence_penalty for s in of_row], kept.dtype
+    ).unsqueeze(-1)
     logits_RV.index_copy_(0, index, kept)
 
 
-def _counts(like_PV: torch.Tensor, contexts: Sequence[Context]) -> tuple[torch.Tensor, torch.Tensor]:
+def _counts(
+    like_PV: torch.Tensor, contexts: Sequence[Context]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row of the sequences: whether a token occurs at all (bool), and how often in the output, drafted tokens included."""
     vocab_size, device = like_PV.shape[-1], like_PV.device
     prompts = torch.zeros(len(contexts), vocab_size, dtype=torch.bool, device=device)
@@ -106,12 +120,20 @@ def _counts(like_PV: torch.Tensor, contexts: Sequence[Context]) -> tuple[torch.T
     counts = outputs.repeat_interleave(repeats, dim=0, output_size=len(like_PV))
     first, drafted = 0, []
     for context in contexts:
-        drafted += [(first + j, token) for i, token in enumerate(context.drafted) for j in range(i + 1, context.row_count)]
+        drafted += [
+            (first + j, token)
+            for i, token in enumerate(context.drafted)
+            for j in range(i + 1, context.row_count)
+        ]
         first += context.row_count
     if drafted:
         rows, tokens = zip(*drafted, strict=True)
-        counts.index_put_(_index(like_PV, rows, tokens), torch.ones(len(rows), device=device), accumulate=True)
-    return prompts.repeat_interleave(repeats, dim=0, output_size=len(like_PV)) | (counts > 0), counts
+        counts.index_put_(
+            _index(like_PV, rows, tokens), torch.ones(len(rows), device=device), accumulate=True
+        )
+    return prompts.repeat_interleave(repeats, dim=0, output_size=len(like_PV)) | (
+        counts > 0
+    ), counts
 
 
 def _ban(logits_RV: torch.Tensor, picked: _Rows) -> None:
@@ -130,11 +152,16 @@ def _ban(logits_RV: torch.Tensor, picked: _Rows) -> None:
 def _mask(logits_RV: torch.Tensor, picked: _Rows) -> None:
     rows = [row for first, context in picked for row in range(first, first + context.row_count)]
     words = np.concatenate([context.mask for _, context in picked if context.mask is not None])
-    bits = (on(logits_RV.device, words).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=logits_RV.device)) & 1
+    bits = (
+        on(logits_RV.device, words).unsqueeze(-1)
+        >> torch.arange(32, dtype=torch.int32, device=logits_RV.device)
+    ) & 1
     allowed = bits.flatten(1)[:, : logits_RV.shape[-1]].bool()
     index = on(logits_RV.device, rows)
     logits_RV.index_copy_(0, index, logits_RV[index].masked_fill_(~allowed, -torch.inf))
 
 
-def _index(like: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _index(
+    like: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     return on(like.device, rows), on(like.device, tokens)

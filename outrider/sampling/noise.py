@@ -32,7 +32,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def philox4x32(
+    counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 
     `counter` is [4, N] and `key` [2, N], 32-bit words in uint64; returns [4, N] 32-bit words. The known-answer vectors of the
@@ -42,12 +44,19 @@ def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> 
     k0, k1 = key
     for _ in range(10):
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (product1 >> _32) ^ c1 ^ k0, product1 & _LOW, (product0 >> _32) ^ c3 ^ k1, product0 & _LOW
+        c0, c1, c2, c3 = (
+            (product1 >> _32) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _32) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return np.stack([c0, c1, c2, c3])
 
 
-def _words(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0) -> npt.NDArray[np.uint64]:
+def _words(
+    seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0
+) -> npt.NDArray[np.uint64]:
     """Four random 32-bit words [4, N] for each (seed, position, step)."""
     seed = np.asarray(seeds, dtype=np.uint64)
     position = np.asarray(positions, dtype=np.uint64)
@@ -57,7 +66,9 @@ def _words(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, ste
     return philox4x32(np.stack([position & _LOW, position >> _32, purposes, step]), key)
 
 
-def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0) -> npt.NDArray[np.float64]:
+def uniforms(
+    seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0
+) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 random bits, one for each (seed, position, step), [N].
 
     `seeds` are 64-bit; `positions` count a sequence's tokens from 0, the prompt included; `steps` are under 2^32.

@@ -31,7 +31,9 @@ def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
     make u, which float64 holds exactly: it lies between 2^-53 and 1 - 2^-53, both included, so every number is positive and
     finite. With 53 bits the largest would round to u = 1. -log(-log(u)) would be Gumbel noise.
     """
-    state = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN) + keys_R.unsqueeze(-1)
+    state = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN) + keys_R.unsqueeze(
+        -1
+    )
     for shift, factor in zip((30, 27), _MIX, strict=True):
         state.bitwise_xor_((state >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
     state.bitwise_xor_((state >> 31).bitwise_and_(2**33 - 1))
@@ -52,7 +54,10 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
         return noise_kernel.coupled_sample(probs_RV, keys_R)
     count = max(1, _NOISE_BLOCK // probs_RV.shape[-1])
     blocks = [
-        (probs_RV[i : i + count].double() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1])).argmax(-1)
+        (
+            probs_RV[i : i + count].double()
+            / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1])
+        ).argmax(-1)
         for i in range(0, len(probs_RV), count)
     ]
     return torch.cat(blocks)
@@ -111,7 +116,9 @@ def _min_p(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torc
 
 def _typical(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
     """Locally typical sampling (Meister et al., arXiv 2202.00666): keep what is about as surprising as expected, up to a mass."""
-    return _from_candidates(_typical_set, logits_RV, _column(logits_RV, [s.typical_p for s in samplings]))
+    return _from_candidates(
+        _typical_set, logits_RV, _column(logits_RV, [s.typical_p for s in samplings])
+    )
 
 
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
@@ -135,14 +142,18 @@ def _from_candidates(
     return kept_RV
 
 
-def _nucleus(logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _nucleus(
+    logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest tokens' logits up to a mass, else -inf, seen from the first `count`; whether these were enough, bool [R]."""
     ordered, ids = _likeliest(logits_RV, count)
     probs = logits_RV.softmax(-1).gather(-1, ids)
     drop = probs.cumsum(-1) - probs >= mass_R1
     drop[:, 0] = False
     edge_R = ordered.masked_fill(drop, torch.inf).amin(-1)
-    kept_RV = torch.full_like(logits_RV, -torch.inf).scatter_(-1, ids, ordered.masked_fill(drop, -torch.inf))
+    kept_RV = torch.full_like(logits_RV, -torch.inf).scatter_(
+        -1, ids, ordered.masked_fill(drop, -torch.inf)
+    )
     # What ties with the last candidate may be no candidate, and yet the one to keep.
     return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])
 
@@ -156,7 +167,9 @@ def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     return ordered, ids.gather(-1, order)
 
 
-def _typical_set(logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _typical_set(
+    logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_nucleus`, of the tokens whose surprise is nearest to the expected one; whatever ties at the edge stays."""
     log_probs = logits_RV.log_softmax(-1)
     probs = log_probs.exp()
@@ -165,7 +178,9 @@ def _typical_set(logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int) -> 
     nearest, ids = distance.topk(count, largest=False)
     cumulative = probs.gather(-1, ids).cumsum(-1)
     last = (cumulative < mass_R1).sum(-1, keepdim=True).clamp(max=count - 1)
-    return logits_RV.masked_fill(distance > nearest.gather(-1, last), -torch.inf), cumulative[:, -1] >= mass_R1[:, 0]
+    return logits_RV.masked_fill(distance > nearest.gather(-1, last), -torch.inf), cumulative[
+        :, -1
+    ] >= mass_R1[:, 0]
 
 
 def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:

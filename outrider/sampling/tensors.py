@@ -16,7 +16,11 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def on(device: torch.device, numbers: Sequence[object] | npt.NDArray[np.generic], dtype: torch.dtype | None = None) -> torch.Tensor:
+def on(
+    device: torch.device,
+    numbers: Sequence[object] | npt.NDArray[np.generic],
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """A tensor on the device, of `dtype` or that of the numbers, which for none at all is float32.
 
     The copy does not wait for what the device has to do yet, as one that is asked for without more does.
@@ -33,9 +37,14 @@ def triton_works(device: torch.device) -> bool:
     lacking = {
         "Triton": find_spec("triton") is None,
         "GPU of compute capability 8.0": capability < (8, 0),
-        "C compiler": not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name),
+        "C compiler": not any(
+            shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name
+        ),
     }
     for name, lacks in lacking.items():
         if lacks:
-            log.warning("attention gathers pages, and forwards are no CUDA graphs, all of which is slow: there is no %s", name)
+            log.warning(
+                "attention gathers pages, and forwards are no CUDA graphs, all of which is slow: there is no %s",
+                name,
+            )
     return not any(lacking.values())

@@ -39,7 +39,9 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
         message = f"must be in [1, {m.MAX_DEPTH}], not {proto.max_draft_tokens}"
         raise invalid("hello.max_draft_tokens", message)
     if proto.max_sequence_count < 0:
-        raise invalid("hello.max_sequence_count", f"must be at least 0, not {proto.max_sequence_count}")
+        raise invalid(
+            "hello.max_sequence_count", f"must be at least 0, not {proto.max_sequence_count}"
+        )
     distributions = {int(rule) for rule in m.Rule}.intersection(proto.distributions)
     return m.Hello(
         drafter_id=proto.drafter_id,
@@ -83,30 +85,45 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Propo
     ids = list(proto.token_ids)
     count = len(ids)
     if not 1 <= count <= MAX_PROPOSAL_TOKENS:
-        raise _violation("proposal.token_ids", f"must hold 1 to {MAX_PROPOSAL_TOKENS} tokens, not {count}")
+        raise _violation(
+            "proposal.token_ids", f"must hold 1 to {MAX_PROPOSAL_TOKENS} tokens, not {count}"
+        )
     if max(ids) >= vocab_size:
         raise _violation("proposal.token_ids", f"must be in [0, {vocab_size}), not {max(ids)}")
     for name in ("parents", "distributions", "confidences"):
         given = len(getattr(proto, name))
         if given not in (0, count):
-            raise _violation(f"proposal.{name}", f"must be empty or one for each of {count} tokens, not {given}")
+            raise _violation(
+                f"proposal.{name}", f"must be empty or one for each of {count} tokens, not {given}"
+            )
     parents = list(proto.parents)
     for place, parent in enumerate(parents):
         if parent > place:
             raise _violation(
-                "proposal.parents", f"must name a token before its child: at most {place} at place {place}, not {parent}"
+                "proposal.parents",
+                f"must name a token before its child: at most {place} at place {place}, not {parent}",
             )
     pairs = zip(proto.distributions, ids, strict=False)
-    distributions = [_distribution(given, token, vocab_size) if given.token_ids else None for given, token in pairs]
-    seconds = min(max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9), MAX_DRAFT_SECONDS)
+    distributions = [
+        _distribution(given, token, vocab_size) if given.token_ids else None
+        for given, token in pairs
+    ]
+    seconds = min(
+        max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9), MAX_DRAFT_SECONDS
+    )
     return m.Proposal(proto.sequence_id, proto.base_length, ids, parents, distributions, seconds)
 
 
-def _distribution(proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int) -> m.SparseDistribution:
+def _distribution(
+    proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int
+) -> m.SparseDistribution:
     name = "proposal.distributions"
     count, given = len(proto.token_ids), len(proto.probabilities)
     if not 1 <= count <= MAX_DISTRIBUTION_ENTRIES or count != given:
-        raise _violation(name, f"must hold 1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities, not {count} and {given}")
+        raise _violation(
+            name,
+            f"must hold 1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities, not {count} and {given}",
+        )
     ids = np.fromiter(proto.token_ids, np.int64, count)
     weights = np.fromiter(proto.probabilities, np.float64, count)
     if not np.isfinite(weights).all() or (weights < 0).any():
@@ -134,7 +151,9 @@ def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
             if given is None:
                 out.distributions.add()
             else:
-                out.distributions.add(token_ids=given.token_ids.tolist(), probabilities=given.probabilities.tolist())
+                out.distributions.add(
+                    token_ids=given.token_ids.tolist(), probabilities=given.probabilities.tolist()
+                )
         if proposal.draft_seconds > 0:
             out.draft_time.FromNanoseconds(int(proposal.draft_seconds * 1e9))
     for skip in batch.skips:
@@ -146,7 +165,10 @@ def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
     return drafts_pb2.StepBatch(
         opened=[_opened_to_proto(opened) for opened in step.opened],
         verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
-        closed=[drafts_pb2.Closed(sequence_id=c.sequence_id, reason=proto_enum(c.reason)) for c in step.closed],
+        closed=[
+            drafts_pb2.Closed(sequence_id=c.sequence_id, reason=proto_enum(c.reason))
+            for c in step.closed
+        ],
     )
 
 
@@ -191,7 +213,10 @@ def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch
     return m.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
         [_verdict_from_proto(verdict, vocab_size) for verdict in proto.verdicts],
-        [m.Closed(closed.sequence_id, known(m.CloseReason, closed.reason, m.CloseReason.ENDED)) for closed in proto.closed],
+        [
+            m.Closed(closed.sequence_id, known(m.CloseReason, closed.reason, m.CloseReason.ENDED))
+            for closed in proto.closed
+        ],
     )
 
 
@@ -214,7 +239,10 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
     check_ids("opened.token_ids", proto.token_ids, vocab_size)
     check_ids("opened.prediction_token_ids", proto.prediction_token_ids, vocab_size)
     if not 0 <= proto.prompt_token_count <= len(proto.token_ids):
-        raise _violation("opened.prompt_token_count", f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}")
+        raise _violation(
+            "opened.prompt_token_count",
+            f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}",
+        )
     return m.Opened(
         sequence_id=proto.sequence_id,
         token_ids=list(proto.token_ids),

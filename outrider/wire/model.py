@@ -104,7 +104,9 @@ def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
     numa_node = proto.numa_node if proto.HasField("numa_node") else None
     if numa_node is not None and not 0 <= numa_node <= _MAX_NODE_ID:
         raise invalid("placement.numa_node", f"must be in [0, {_MAX_NODE_ID}], not {numa_node}")
-    return m.Placement(proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture)
+    return m.Placement(
+        proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture
+    )
 
 
 def _check_cores(cores: Sequence[int]) -> None:
@@ -112,7 +114,9 @@ def _check_cores(cores: Sequence[int]) -> None:
         raise invalid("placement.cores", f"must hold at most {_MAX_CORES} cores, not {len(cores)}")
     for core in cores:
         if not 0 <= core <= _MAX_CORE_ID:
-            raise invalid("placement.cores", f"must hold numbers in [0, {_MAX_CORE_ID}], not {core}")
+            raise invalid(
+                "placement.cores", f"must hold numbers in [0, {_MAX_CORE_ID}], not {core}"
+            )
     if len(set(cores)) < len(cores):
         raise invalid("placement.cores", "must be distinct")
 

@@ -25,13 +25,19 @@ _RULES = {rule.value: rule for rule in m.AcceptanceRule}
 
 
 def request_from_proto(
-    proto: verifier_pb2.GenerateTokensRequest, *, vocab_size: int, context_length: int, traceparent: str = ""
+    proto: verifier_pb2.GenerateTokensRequest,
+    *,
+    vocab_size: int,
+    context_length: int,
+    traceparent: str = "",
 ) -> m.TokenRequest:
     """Check and convert a request; raises OutriderError that names the field and the limit."""
     if not proto.prompt_token_ids:
         raise invalid("prompt_token_ids", "must hold at least 1 token")
     if proto.min_chunk_token_count < 0:
-        raise invalid("min_chunk_token_count", f"must be at least 0, not {proto.min_chunk_token_count}")
+        raise invalid(
+            "min_chunk_token_count", f"must be at least 0, not {proto.min_chunk_token_count}"
+        )
     prompt_logprobs = proto.prompt_logprob_count if proto.HasField("prompt_logprob_count") else None
     check_logprobs("prompt_logprob_count", prompt_logprobs)
     least = 1 if prompt_logprobs is None else 0
@@ -40,14 +46,20 @@ def request_from_proto(
     check_context(len(proto.prompt_token_ids), proto.max_tokens, context_length)
     check_ids("prompt_token_ids", proto.prompt_token_ids, vocab_size)
     if len(proto.stop_token_ids) > m.MAX_STOP_TOKENS:
-        raise invalid("stop_token_ids", f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(proto.stop_token_ids)}")
+        raise invalid(
+            "stop_token_ids",
+            f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(proto.stop_token_ids)}",
+        )
     check_ids("stop_token_ids", proto.stop_token_ids, vocab_size)
     check_name("request_id", proto.request_id, empty=True)
     check_name("tenant", proto.tenant, empty=True)
     top_logprobs = proto.top_logprob_count if proto.HasField("top_logprob_count") else None
     check_logprobs("top_logprob_count", top_logprobs)
     if len(proto.prediction_token_ids) > context_length:
-        raise invalid("prediction_token_ids", f"must hold at most {context_length} ids, not {len(proto.prediction_token_ids)}")
+        raise invalid(
+            "prediction_token_ids",
+            f"must hold at most {context_length} ids, not {len(proto.prediction_token_ids)}",
+        )
     check_ids("prediction_token_ids", proto.prediction_token_ids, vocab_size)
     if proto.sampling.min_tokens > proto.max_tokens:
         message = f"must be at most max_tokens, which is {proto.max_tokens}, not {proto.sampling.min_tokens}"
@@ -127,7 +139,9 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
         token_ids=list(proto.token_ids),
         sources=[_SOURCES.get(source, m.TokenSource.PLAIN) for source in proto.sources],
         drafter_id=proto.drafter_id,
-        finish_reason=known(m.FinishReason, proto.finish_reason, m.FinishReason.STOP) if proto.finish_reason else None,
+        finish_reason=known(m.FinishReason, proto.finish_reason, m.FinishReason.STOP)
+        if proto.finish_reason
+        else None,
         stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
         cached_token_count=proto.cached_token_count,
         draft_token_count=proto.draft_token_count,
@@ -138,12 +152,17 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
 
 def logprob_to_proto(logprob: m.TokenLogprob) -> common_pb2.TokenLogprob:
     return common_pb2.TokenLogprob(
-        logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs, rank=logprob.rank
+        logprob=logprob.logprob,
+        top_token_ids=logprob.top_token_ids,
+        top_logprobs=logprob.top_logprobs,
+        rank=logprob.rank,
     )
 
 
 def logprob_from_proto(proto: common_pb2.TokenLogprob) -> m.TokenLogprob:
-    return m.TokenLogprob(proto.logprob, tuple(proto.top_token_ids), tuple(proto.top_logprobs), proto.rank)
+    return m.TokenLogprob(
+        proto.logprob, tuple(proto.top_token_ids), tuple(proto.top_logprobs), proto.rank
+    )
 
 
 def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:

@@ -13,7 +13,9 @@ from outrider.v1 import common_pb2
 _Member = TypeVar("_Member", bound=Enum)
 
 
-def sampling_from_proto(proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling") -> m.SamplingParams:
+def sampling_from_proto(
+    proto: common_pb2.SamplingParams, vocab_size: int, prefix: str = "sampling"
+) -> m.SamplingParams:
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
     sampling = m.SamplingParams(
         temperature=proto.temperature if proto.HasField("temperature") else 1.0,
@@ -22,7 +24,9 @@ def sampling_from_proto(proto: common_pb2.SamplingParams, vocab_size: int, prefi
         seed=proto.seed if proto.HasField("seed") else None,
         min_p=proto.min_p,
         typical_p=proto.typical_p if proto.HasField("typical_p") else 1.0,
-        repetition_penalty=proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0,
+        repetition_penalty=proto.repetition_penalty
+        if proto.HasField("repetition_penalty")
+        else 1.0,
         presence_penalty=proto.presence_penalty,
         frequency_penalty=proto.frequency_penalty,
         logit_bias=tuple(sorted(proto.logit_bias.items())),
@@ -53,7 +57,9 @@ def check_sampling(sampling: m.SamplingParams, vocab_size: int, prefix: str = ""
     _check_listed(f"{prefix}logit_bias", [token for token, _ in s.logit_bias], vocab_size)
     for token, value in s.logit_bias:
         if not -100.0 <= value <= 100.0:
-            raise invalid(f"{prefix}logit_bias", f"must hold values in [-100, 100], not {value} for {token}")
+            raise invalid(
+                f"{prefix}logit_bias", f"must hold values in [-100, 100], not {value} for {token}"
+            )
     _check_listed(f"{prefix}banned_token_ids", s.banned_token_ids, vocab_size)
     if len(set(s.banned_token_ids)) >= vocab_size:
         raise invalid(f"{prefix}banned_token_ids", "ban every token there is")
@@ -88,15 +94,21 @@ def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.Speculatio
     """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
     default = m.SpeculationOptions()
     if proto.acceptance not in (0, *(kind.value for kind in m.Acceptance)):
-        raise invalid("speculation.acceptance", f"must be one of the enum's values, not {proto.acceptance}")
+        raise invalid(
+            "speculation.acceptance", f"must be one of the enum's values, not {proto.acceptance}"
+        )
     options = m.SpeculationOptions(
         enabled=proto.enabled if proto.HasField("enabled") else True,
         drafter=proto.drafter,
         draft_tokens=proto.draft_tokens if proto.HasField("draft_tokens") else None,
         acceptance=m.Acceptance(proto.acceptance) if proto.acceptance else m.Acceptance.EXACT,
-        typical_epsilon=proto.typical_epsilon if proto.HasField("typical_epsilon") else default.typical_epsilon,
+        typical_epsilon=proto.typical_epsilon
+        if proto.HasField("typical_epsilon")
+        else default.typical_epsilon,
         relaxed_topk=proto.relaxed_topk if proto.HasField("relaxed_topk") else default.relaxed_topk,
-        relaxed_delta=proto.relaxed_delta if proto.HasField("relaxed_delta") else default.relaxed_delta,
+        relaxed_delta=proto.relaxed_delta
+        if proto.HasField("relaxed_delta")
+        else default.relaxed_delta,
     )
     check_speculation(options)
     return options
@@ -105,14 +117,23 @@ def speculation_from_proto(proto: common_pb2.SpeculationOptions) -> m.Speculatio
 def check_speculation(options: m.SpeculationOptions) -> None:
     """The ranges of the speculation settings, for HTTP and gRPC alike. Raises OutriderError(INVALID_VALUE)."""
     if options.draft_tokens is not None and not 0 <= options.draft_tokens <= m.MAX_DEPTH:
-        raise invalid("speculation.draft_tokens", f"must be in [0, {m.MAX_DEPTH}], not {options.draft_tokens}")
+        raise invalid(
+            "speculation.draft_tokens", f"must be in [0, {m.MAX_DEPTH}], not {options.draft_tokens}"
+        )
     check_name("speculation.drafter", options.drafter, empty=True)
     if not 0.0 < options.typical_epsilon <= 1.0:
-        raise invalid("speculation.typical_epsilon", f"must be in (0, 1], not {options.typical_epsilon}")
+        raise invalid(
+            "speculation.typical_epsilon", f"must be in (0, 1], not {options.typical_epsilon}"
+        )
     if not 1 <= options.relaxed_topk <= m.MAX_RELAXED_TOPK:
-        raise invalid("speculation.relaxed_topk", f"must be in [1, {m.MAX_RELAXED_TOPK}], not {options.relaxed_topk}")
+        raise invalid(
+            "speculation.relaxed_topk",
+            f"must be in [1, {m.MAX_RELAXED_TOPK}], not {options.relaxed_topk}",
+        )
     if not 0.0 <= options.relaxed_delta <= 1.0:
-        raise invalid("speculation.relaxed_delta", f"must be in [0, 1], not {options.relaxed_delta}")
+        raise invalid(
+            "speculation.relaxed_delta", f"must be in [0, 1], not {options.relaxed_delta}"
+        )
 
 
 def speculation_to_proto(options: m.SpeculationOptions) -> common_pb2.SpeculationOptions:
@@ -174,11 +195,15 @@ def grammar_to_proto(grammar: m.Grammar | None) -> common_pb2.Grammar | None:
     return proto
 
 
-def check_name(field: str, name: str, empty: bool = False, longest: int = m.MAX_NAME_LENGTH) -> None:
+def check_name(
+    field: str, name: str, empty: bool = False, longest: int = m.MAX_NAME_LENGTH
+) -> None:
     """Raises OutriderError(INVALID_VALUE) for a name that is too long, or cannot be printed."""
     if not (empty or name) or len(name) > longest or (name and not name.isprintable()):
         least = 0 if empty else 1
-        raise invalid(field, f"must be {least} to {longest} printable characters, not {name[:40]!r}")
+        raise invalid(
+            field, f"must be {least} to {longest} printable characters, not {name[:40]!r}"
+        )
 
 
 def known(kind: type[_Member], value: int, otherwise: _Member) -> _Member:

@@ -23,7 +23,10 @@ COMMANDS = {
     "go": [str(CLIENTS / "go/build/ngram"), "{address}"],
     "typescript": ["node", str(CLIENTS / "typescript/drafter/dist/examples/ngram.js"), "{address}"],
 }
-NEEDED = {"go": ["go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"], "typescript": ["npm", "node"]}
+NEEDED = {
+    "go": ["go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"],
+    "typescript": ["npm", "node"],
+}
 BUILD = {"go": CLIENTS / "go/build.sh", "typescript": CLIENTS / "typescript/drafter/build.sh"}
 
 
@@ -76,7 +79,11 @@ async def connected(client: Client, family: str, count: int) -> None:
     """Wait until so many drafters of a family are."""
     deadline = time.monotonic() + 30
     while True:
-        found = [drafter for drafter in (await client.model()).drafters if drafter.family == family and drafter.connected]
+        found = [
+            drafter
+            for drafter in (await client.model()).drafters
+            if drafter.family == family and drafter.connected
+        ]
         if len(found) == count:
             return
         assert time.monotonic() < deadline, found
@@ -91,7 +98,8 @@ async def written(
     drafted = accepted = 0
     for first in range(0, len(prompts), 8):
         requests = [
-            TokenRequest(prompt, TOKENS, sampling, speculation=options, ignore_eos=True) for prompt in prompts[first : first + 8]
+            TokenRequest(prompt, TOKENS, sampling, speculation=options, ignore_eos=True)
+            for prompt in prompts[first : first + 8]
         ]
         for answer in await asyncio.gather(*(client.generate(request) for request in requests)):
             texts.append([token for chunk in answer for token in chunk.token_ids])
@@ -111,8 +119,12 @@ async def test_its_guesses_are_accepted_as_often_as_the_built_in_drafters(
     process = example(stack, language)
     try:
         await connected(client, FAMILIES[language], 1)
-        own, own_rate = await written(client, prompts, sampling, SpeculationOptions(drafter=FAMILIES[language]))
-        built_in, built_in_rate = await written(client, prompts, sampling, SpeculationOptions(drafter="ngram-1"))
+        own, own_rate = await written(
+            client, prompts, sampling, SpeculationOptions(drafter=FAMILIES[language])
+        )
+        built_in, built_in_rate = await written(
+            client, prompts, sampling, SpeculationOptions(drafter="ngram-1")
+        )
     finally:
         process.stop()
         process.log.close()
@@ -126,7 +138,10 @@ async def test_texts_stand_while_it_is_killed_paused_doubled_and_restarted(
     stack: Stack, client: Client, prompts: list[list[int]], language: str
 ) -> None:
     prompts, options = prompts[:16], SpeculationOptions(drafter=FAMILIES[language])
-    expected = {sampling: (await written(client, prompts, sampling, PLAIN))[0] for sampling in (GREEDY, SAMPLED)}
+    expected = {
+        sampling: (await written(client, prompts, sampling, PLAIN))[0]
+        for sampling in (GREEDY, SAMPLED)
+    }
     one, other = example(stack, language), example(stack, language)
     try:
         await connected(client, FAMILIES[language], 2)

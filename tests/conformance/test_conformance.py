@@ -27,7 +27,12 @@ FAULTS: dict[str, set[str]] = {
     "parents-behind": {"valid-parents"},
     "forgets-closed": {"knows-its-sequences"},
     # Whatever the scene, it owes an answer.
-    "never-skips": {"answers-verdicts", "many-at-once", "repeated-verdicts", "serves-while-draining"},
+    "never-skips": {
+        "answers-verdicts",
+        "many-at-once",
+        "repeated-verdicts",
+        "serves-while-draining",
+    },
     "never-falls-silent": {"falls-silent"},
     "appends-all": {"repeated-verdicts", "valid-base"},
     "dies-of-unknown-values": {"unknown-values"},

@@ -29,7 +29,9 @@ class Counting(Family):
         self.slow_s = slow_s
         self.is_closed = False
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         ends = time.monotonic() + self.slow_s
         while time.monotonic() < ends and not interrupted():  # noqa: ASYNC110  # polled, as between two forwards
             await asyncio.sleep(0.005)
@@ -41,8 +43,18 @@ class Counting(Family):
         self.is_closed = True
 
 
-def opened(sequence_id: int = 1, tokens: tuple[int, ...] = (10, 11), traceparent: str = "") -> Opened:
-    return Opened(sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, WINDOW, 2, traceparent=traceparent)
+def opened(
+    sequence_id: int = 1, tokens: tuple[int, ...] = (10, 11), traceparent: str = ""
+) -> Opened:
+    return Opened(
+        sequence_id,
+        list(tokens),
+        SamplingParams(0.0),
+        Rule.ONE_HOT,
+        WINDOW,
+        2,
+        traceparent=traceparent,
+    )
 
 
 class _Told(Observer):
@@ -68,7 +80,11 @@ class Drafter:
     """A stream with its families, and whether it is registered."""
 
     def __init__(
-        self, port: int, fingerprint: str = FINGERPRINT, slow_s: float = 0.0, make: Callable[[], Counting] | None = None
+        self,
+        port: int,
+        fingerprint: str = FINGERPRINT,
+        slow_s: float = 0.0,
+        make: Callable[[], Counting] | None = None,
     ) -> None:
         self.families: list[Counting] = []
         self.registered = False
@@ -82,7 +98,9 @@ class Drafter:
         self.stream = DraftStream(
             lambda: f"127.0.0.1:{port}",
             make_family,
-            lambda family, info: Hello("counting-1", family.name, fingerprint, family.max_draft_tokens),
+            lambda family, info: Hello(
+                "counting-1", family.name, fingerprint, family.max_draft_tokens
+            ),
             _Told(self),
             # Only how long waits and sessions last is read from it, so that drafts seem to take no time.
             lambda: 0.0,

@@ -45,7 +45,9 @@ class ScriptedVerifier:
     socket that it listens on as well.
     """
 
-    def __init__(self, *, silent: bool = False, deaf: bool = False, uds: Path | None = None) -> None:
+    def __init__(
+        self, *, silent: bool = False, deaf: bool = False, uds: Path | None = None
+    ) -> None:
         self.info = READY
         self.port = 0
         self.silent = silent
@@ -59,7 +61,9 @@ class ScriptedVerifier:
         """Listen on `port`: any at first, the same one after `stop`."""
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         handlers = {
-            "GetModel": grpc.unary_unary_rpc_method_handler(self.GetModel, verifier_pb2.GetModelRequest.FromString, _serialized),
+            "GetModel": grpc.unary_unary_rpc_method_handler(
+                self.GetModel, verifier_pb2.GetModelRequest.FromString, _serialized
+            ),
             "StreamDrafts": grpc.stream_stream_rpc_method_handler(
                 self.StreamDrafts, verifier_pb2.StreamDraftsRequest.FromString, _serialized
             ),
@@ -78,13 +82,17 @@ class ScriptedVerifier:
         return await asyncio.wait_for(self.streams.get(), 10)
 
     @rpc.reports_errors
-    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse | bytes:
+    async def GetModel(
+        self, request: verifier_pb2.GetModelRequest, context: Any
+    ) -> verifier_pb2.GetModelResponse | bytes:
         if self.answers:
             return self.answers.pop(0)
         return wire_model.model_to_proto(self.info)
 
     @rpc.reports_errors
-    async def StreamDrafts(self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any) -> None:
+    async def StreamDrafts(
+        self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
+    ) -> None:
         requests = aiter(request_iterator)
         stream = Stream(wire_drafts.hello_from_proto((await anext(requests)).hello))
         self.streams.put_nowait(stream)
@@ -92,11 +100,14 @@ class ScriptedVerifier:
             await asyncio.Event().wait()
         if stream.hello.tokenizer_fingerprint != FINGERPRINT:
             raise OutriderError(
-                Reason.TOKENIZER_MISMATCH, f"the drafter's tokenizer is {stream.hello.tokenizer_fingerprint}, not {FINGERPRINT}"
+                Reason.TOKENIZER_MISMATCH,
+                f"the drafter's tokenizer is {stream.hello.tokenizer_fingerprint}, not {FINGERPRINT}",
             )
         welcome = drafts_pb2.Welcome(model_id="target", vocab_size=4096, context_length=2048)
         await context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
-        listening = asyncio.create_task(asyncio.Event().wait() if self.deaf else self._listen(stream, requests))
+        listening = asyncio.create_task(
+            asyncio.Event().wait() if self.deaf else self._listen(stream, requests)
+        )
         speaking = asyncio.create_task(self._speak(stream, context))
         try:
             done, _ = await asyncio.wait([listening, speaking], return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +117,9 @@ class ScriptedVerifier:
             listening.cancel()
             speaking.cancel()
 
-    async def _listen(self, stream: Stream, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
+    async def _listen(
+        self, stream: Stream, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]
+    ) -> None:
         async for request in requests:
             if request.WhichOneof("message") == "drafts":
                 stream.heard.put_nowait(wire_drafts.drafts_from_proto(request.drafts, 4096))
@@ -122,6 +135,10 @@ class ScriptedVerifier:
             if isinstance(message, bytes):
                 await context.write(message)
             elif isinstance(message, str):
-                await context.write(verifier_pb2.StreamDraftsResponse(draining=drafts_pb2.Draining(reason=message)))
+                await context.write(
+                    verifier_pb2.StreamDraftsResponse(draining=drafts_pb2.Draining(reason=message))
+                )
             else:
-                await context.write(verifier_pb2.StreamDraftsResponse(step=wire_drafts.step_to_proto(message)))
+                await context.write(
+                    verifier_pb2.StreamDraftsResponse(step=wire_drafts.step_to_proto(message))
+                )

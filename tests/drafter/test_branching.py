@@ -10,7 +10,9 @@ from drafter_svc.branching import fan_out
 
 
 @given(st.floats(0, 1), st.integers(0, 8), st.integers(0, 40))
-def test_the_budget_is_spent_and_falls_with_the_place_but_for_the_last(acceptance: float, depth: int, budget: int) -> None:
+def test_the_budget_is_spent_and_falls_with_the_place_but_for_the_last(
+    acceptance: float, depth: int, budget: int
+) -> None:
     counts = fan_out(acceptance, depth, budget)
     assert len(counts) == depth + 1
     assert sum(counts) == budget

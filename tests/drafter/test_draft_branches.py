@@ -30,7 +30,9 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def runner(thread: ThreadPoolExecutor) -> ModelRunner:
-    return thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512).result()
+    return thread.submit(
+        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512
+    ).result()
 
 
 @pytest.fixture
@@ -49,7 +51,9 @@ def greedy_logits(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[in
     return thread.submit(runner.forward, [Slice(text, 0, pages, 1)]).result()[0]
 
 
-def greedy(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int], count: int) -> list[int]:
+def greedy(
+    runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int], count: int
+) -> list[int]:
     """What the model writes after `text`."""
     tokens = list(text)
     for _ in range(count):
@@ -57,13 +61,20 @@ def greedy(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int], cou
     return tokens[len(text) :]
 
 
-def opened(tokens: list[int], window: Window = WINDOW, sampling: SamplingParams | None = None, rule: Rule = Rule.ONE_HOT) -> Opened:
+def opened(
+    tokens: list[int],
+    window: Window = WINDOW,
+    sampling: SamplingParams | None = None,
+    rule: Rule = Rule.ONE_HOT,
+) -> Opened:
     return Opened(1, tokens, sampling or SamplingParams(0.0), rule, window, DEPTH)
 
 
 def _chain_length(proposal: Proposal) -> int:
     """How many of a proposal's tokens are its first path; a branch begins below an earlier one."""
-    return next((i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids))
+    return next(
+        (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
+    )
 
 
 async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
@@ -85,11 +96,19 @@ async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("rule", [Rule.ONE_HOT, Rule.SPARSE])
 async def test_branches_are_what_the_model_would_write_there(
-    rule: Rule, family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
+    rule: Rule,
+    family: ModelFamily,
+    runner: ModelRunner,
+    thread: ThreadPoolExecutor,
+    prompt: list[int],
 ) -> None:
     """Beside a sampled chain as well: as its distribution goes with no branch, what is drawn there would count as the likeliest."""
     rig = Rig(family)
-    rig.open(opened(prompt, sampling=SamplingParams(1.0 if rule is Rule.SPARSE else 0.0, seed=3), rule=rule))
+    rig.open(
+        opened(
+            prompt, sampling=SamplingParams(1.0 if rule is Rule.SPARSE else 0.0, seed=3), rule=rule
+        )
+    )
     branches, chain = await branches_of(rig), rig.guesses(1)
     assert (chain == greedy(runner, thread, prompt, WINDOW.depth)) is (rule is Rule.ONE_HOT)
     assert branches
@@ -100,7 +119,11 @@ async def test_branches_are_what_the_model_would_write_there(
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 async def test_a_branch_that_comes_true_goes_on_as_if_it_had_been_the_chain(
-    place: int, family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
+    place: int,
+    family: ModelFamily,
+    runner: ModelRunner,
+    thread: ThreadPoolExecutor,
+    prompt: list[int],
 ) -> None:
     family._branch_count = 12
     rig = Rig(family)
@@ -173,7 +196,9 @@ async def test_branches_of_a_round_that_failed_give_their_pages_back(
     assert family._pool.used_count == 0
 
 
-async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(family: ModelFamily, prompt: list[int]) -> None:
+async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(
+    family: ModelFamily, prompt: list[int]
+) -> None:
     rig = Rig(family)
     rig.open(opened(prompt, Window(DEPTH, DEPTH)))
     assert await branches_of(rig) == []
@@ -181,7 +206,9 @@ async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(famil
 
 
 @pytest.mark.parametrize("rule", [Rule.SPARSE, Rule.COUPLED])
-async def test_branches_of_sampled_drafts_are_never_taken_for_samples(rule: Rule, family: ModelFamily, prompt: list[int]) -> None:
+async def test_branches_of_sampled_drafts_are_never_taken_for_samples(
+    rule: Rule, family: ModelFamily, prompt: list[int]
+) -> None:
     """A path that mixes a sample with a choice would bias the output if it were judged as sampled."""
     rig = Rig(family)
     rig.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), rule=rule))

@@ -16,7 +16,17 @@ from transformers import AutoModelForCausalLM
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
 from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, Skip, SparseDistribution, StepBatch, Verdict, Window
+from outrider.messages import (
+    DraftBatch,
+    Opened,
+    Rule,
+    SamplingParams,
+    Skip,
+    SparseDistribution,
+    StepBatch,
+    Verdict,
+    Window,
+)
 from outrider.sampling.noise import Purpose, uniforms
 from outrider.tokenizer import load_tokenizer
 from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
@@ -40,7 +50,9 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def runner(thread: ThreadPoolExecutor) -> ModelRunner:
-    return thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512).result()
+    return thread.submit(
+        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512
+    ).result()
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +111,17 @@ def opened(
 async def all_of(rig: Rig) -> dict[int, list[int]]:
     """Everything that is guessed until the next verdict, by sequence, as the last proposal has it."""
     for proposal in (await rig.drafts()).proposals:
-        count = next((i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids))
+        count = next(
+            (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
+        )
         assert proposal.token_ids[:count] == rig.guesses(proposal.sequence_id)[:count]
     return {sequence_id: rig.guesses(sequence_id) for sequence_id in rig.session.sequences}
 
 
 async def test_a_greedy_chain_is_what_the_model_itself_would_write(
-    make: Callable[..., Rig], prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
 ) -> None:
     rig = make()
     rig.open(opened(prompts[0]))
@@ -118,12 +134,16 @@ async def test_the_first_message_of_a_round_carries_what_the_verifier_takes_in_a
     rig = make()
     rig.open(opened(prompts[0], depth=4, window=9))
     rounds = [(await rig.draft()).proposals[0] for _ in range(3)]
-    assert [(p.base_length, len(p.token_ids)) for p in rounds] == [(len(prompts[0]), count) for count in (4, 8, 9)]
+    assert [(p.base_length, len(p.token_ids)) for p in rounds] == [
+        (len(prompts[0]), count) for count in (4, 8, 9)
+    ]
     assert await rig.draft() == DraftBatch()
 
 
 async def test_a_hit_goes_on_behind_what_is_ahead(
-    make: Callable[..., Rig], prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
 ) -> None:
     rig = make()
     rig.open(opened(prompts[1], window=6))
@@ -134,7 +154,10 @@ async def test_a_hit_goes_on_behind_what_is_ahead(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
-    thread: ThreadPoolExecutor, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, dtype: str
+    thread: ThreadPoolExecutor,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
 ) -> None:
     def load() -> ModelRunner:
         return ModelRunner.load(MODEL, dtype=dtype, device="cpu", threads=1, page_count=512)
@@ -183,7 +206,9 @@ async def test_after_a_miss_the_guesses_are_those_of_a_model_that_never_erred(
 
 
 async def test_a_batch_guesses_what_each_sequence_does_alone(
-    make: Callable[..., Rig], prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
 ) -> None:
     rig = make()
     for i, prompt in enumerate(prompts):
@@ -233,7 +258,9 @@ async def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another(
 
 
 async def test_a_waiting_verdict_cuts_a_round_short_and_nothing_guessed_is_lost(
-    make: Callable[..., Rig], prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
 ) -> None:
     rig = make()
     rig.open(opened(prompts[0]))
@@ -243,14 +270,19 @@ async def test_a_waiting_verdict_cuts_a_round_short_and_nothing_guessed_is_lost(
 
 
 async def test_guesses_that_came_too_late_stand_and_need_no_forward(
-    make: Callable[..., Rig], prompts: list[list[int]], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    runner: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = make()
     rig.open(opened(prompts[0]))
     ahead = (await all_of(rig))[1]
     fed: list[int] = []
     forward = runner.forward
-    monkeypatch.setattr(runner, "forward", lambda slices: fed.extend(slices[0].token_ids) or forward(slices))
+    monkeypatch.setattr(
+        runner, "forward", lambda slices: fed.extend(slices[0].token_ids) or forward(slices)
+    )
     rig.commit(1, *ahead[:2])
     first = (await rig.draft()).proposals[0]
     assert (first.base_length, first.token_ids[:7]) == (len(prompts[0]) + 2, ahead[2:])
@@ -266,7 +298,11 @@ async def test_the_end_of_the_draft_models_context_is_skipped_and_harms_no_other
     rig.open(opened([5] * (runner.context_length + 10), 2))
     rig.open(opened(prompts[0], 3))
     said = await rig.drafts()
-    assert {sequence_id: len(rig.guesses(sequence_id)) for sequence_id in (1, 2, 3)} == {1: 2, 2: 0, 3: 9}
+    assert {sequence_id: len(rig.guesses(sequence_id)) for sequence_id in (1, 2, 3)} == {
+        1: 2,
+        2: 0,
+        3: 9,
+    }
     assert sorted((s.sequence_id, s.base_length) for s in said.skips) == [
         (1, runner.context_length - 2),
         (2, runner.context_length + 10),
@@ -302,9 +338,13 @@ async def test_ids_from_beyond_the_targets_vocabulary_are_never_proposed(
 
 
 async def test_without_pages_a_sequence_is_skipped_until_others_end(
-    thread: ThreadPoolExecutor, prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
+    thread: ThreadPoolExecutor,
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
 ) -> None:
-    small = thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=3).result()
+    small = thread.submit(
+        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=3
+    ).result()
     rig = Rig(ModelFamily(DraftModel(small, thread), small.vocab_size, branch_count=0))
     text = prompts[3][:12]
     for i in range(3):
@@ -334,17 +374,27 @@ async def test_a_closed_sequence_is_forgotten_and_late_messages_do_no_harm(
 # --- sampling ---------------------------------------------------------------------------------------------------------------
 
 
-def sampled(tokens: list[int], sequence_id: int, seed: int | None = None, **settings: float) -> Opened:
-    sampling = SamplingParams(temperature=settings.get("temperature", 1.0), top_p=settings.get("top_p", 1.0), seed=seed)
+def sampled(
+    tokens: list[int], sequence_id: int, seed: int | None = None, **settings: float
+) -> Opened:
+    sampling = SamplingParams(
+        temperature=settings.get("temperature", 1.0), top_p=settings.get("top_p", 1.0), seed=seed
+    )
     return opened(tokens, sequence_id, depth=1, window=2, sampling=sampling, rule=Rule.SPARSE)
 
 
-async def first_guesses(rig: Rig, prompt: list[int], count: int) -> list[tuple[int, SparseDistribution]]:
+async def first_guesses(
+    rig: Rig, prompt: list[int], count: int
+) -> list[tuple[int, SparseDistribution]]:
     """The first sampled token of `count` sequences with the same prompt and seeds of their own."""
     for i in range(count):
         rig.open(sampled(prompt, i, seed=i))
     batch = await rig.draft()
-    return [(p.token_ids[0], p.distributions[0]) for p in batch.proposals if p.distributions[0] is not None]
+    return [
+        (p.token_ids[0], p.distributions[0])
+        for p in batch.proposals
+        if p.distributions[0] is not None
+    ]
 
 
 async def test_tokens_are_sampled_from_exactly_the_distribution_that_is_sent(
@@ -355,7 +405,9 @@ async def test_tokens_are_sampled_from_exactly_the_distribution_that_is_sent(
     drawn = await first_guesses(rig, prompts[1][:6], count)
     claimed = drawn[0][1]
     assert len(drawn) == count
-    assert all(np.array_equal(distribution.token_ids, claimed.token_ids) for _, distribution in drawn)
+    assert all(
+        np.array_equal(distribution.token_ids, claimed.token_ids) for _, distribution in drawn
+    )
     expected = count * claimed.probabilities / claimed.probabilities.sum()
     observed = [sum(token == entry for token, _ in drawn) for entry in claimed.token_ids]
     assert sum(observed) == count
@@ -363,7 +415,9 @@ async def test_tokens_are_sampled_from_exactly_the_distribution_that_is_sent(
 
 
 async def test_the_distribution_is_the_models_top_entries_renormalised_in_the_wires_precision(
-    make: Callable[..., Rig], prompts: list[list[int]], reference: Callable[[list[int]], torch.Tensor]
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    reference: Callable[[list[int]], torch.Tensor],
 ) -> None:
     rig = make(max_entries=8)
     rig.open(sampled(prompts[0], 1, temperature=0.7))
@@ -371,11 +425,17 @@ async def test_the_distribution_is_the_models_top_entries_renormalised_in_the_wi
     assert distribution is not None
     top = torch.softmax(reference(prompts[0]).double() / 0.7, -1).topk(8)
     assert distribution.token_ids.tolist() == top.indices.tolist()
-    np.testing.assert_allclose(distribution.probabilities, (top.values / top.values.sum()).numpy(), rtol=1e-4)
-    assert np.array_equal(distribution.probabilities.astype(np.float32).astype(np.float64), distribution.probabilities)
+    np.testing.assert_allclose(
+        distribution.probabilities, (top.values / top.values.sum()).numpy(), rtol=1e-4
+    )
+    assert np.array_equal(
+        distribution.probabilities.astype(np.float32).astype(np.float64), distribution.probabilities
+    )
 
 
-async def test_top_p_of_the_request_is_applied_to_the_draft(make: Callable[..., Rig], prompts: list[list[int]]) -> None:
+async def test_top_p_of_the_request_is_applied_to_the_draft(
+    make: Callable[..., Rig], prompts: list[list[int]]
+) -> None:
     rig = make(max_entries=32)
     rig.open(sampled(prompts[0], 1, top_p=1.0))
     rig.open(sampled(prompts[0], 2, top_p=0.3))
@@ -396,8 +456,13 @@ async def test_what_is_sampled_passes_the_verifiers_checks_and_repeats_with_its_
         batches.append(await rig.draft())
     received = drafts_from_proto(drafts_to_proto(batches[0]), runner.vocab_size)
     assert len(received.proposals) == len(prompts)
-    assert all(len(p.distributions) == len(p.token_ids) and all(p.distributions) for p in received.proposals)
-    assert [p.token_ids for p in batches[0].proposals] == [p.token_ids for p in batches[1].proposals]
+    assert all(
+        len(p.distributions) == len(p.token_ids) and all(p.distributions)
+        for p in received.proposals
+    )
+    assert [p.token_ids for p in batches[0].proposals] == [
+        p.token_ids for p in batches[1].proposals
+    ]
 
 
 async def test_no_number_is_drawn_with_twice(
@@ -406,7 +471,9 @@ async def test_no_number_is_drawn_with_twice(
     """A token that was drafted and fell has had a say in what came of the others, so what is drafted anew needs another number."""
     asked: list[tuple[int, int, int]] = []
 
-    def counted(seeds: list[int], positions: list[int], purpose: Purpose, steps: list[int]) -> np.ndarray:
+    def counted(
+        seeds: list[int], positions: list[int], purpose: Purpose, steps: list[int]
+    ) -> np.ndarray:
         asked.extend(zip(seeds, positions, steps, strict=True))
         return uniforms(seeds, positions, purpose, steps)
 
@@ -423,7 +490,9 @@ async def test_no_number_is_drawn_with_twice(
     assert len(asked) == len(set(asked))
 
 
-async def test_no_two_drafters_and_no_two_sequences_draw_alike(make: Callable[..., Rig], prompts: list[list[int]]) -> None:
+async def test_no_two_drafters_and_no_two_sequences_draw_alike(
+    make: Callable[..., Rig], prompts: list[list[int]]
+) -> None:
     """Else what one of them drew would tell what the other did, and a restarted drafter would draw the same again."""
     drawn = []
     for _ in range(2):
@@ -435,7 +504,9 @@ async def test_no_two_drafters_and_no_two_sequences_draw_alike(make: Callable[..
 
 
 async def test_a_greedy_request_is_drafted_greedily_though_it_may_sample(
-    make: Callable[..., Rig], prompts: list[list[int]], greedy: Callable[[list[int], int], list[int]]
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
 ) -> None:
     rig = make()
     rig.open(opened(prompts[0], sampling=GREEDY, rule=Rule.SPARSE, window=3))

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, SparseDistribution, Verdict, Window
+from outrider.messages import (
+    DraftBatch,
+    Opened,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Skip,
+    SparseDistribution,
+    Verdict,
+    Window,
+)
 from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
 
 WINDOW = Window(token_count=12, depth=6)
@@ -18,7 +28,9 @@ COUNT = len(PROMPT)
 
 
 def sequence(draft_tokens: int = 4, window: Window = WINDOW) -> DraftSequence:
-    return DraftSequence(Opened(1, list(PROMPT), SamplingParams(0.0), Rule.ONE_HOT, window, draft_tokens))
+    return DraftSequence(
+        Opened(1, list(PROMPT), SamplingParams(0.0), Rule.ONE_HOT, window, draft_tokens)
+    )
 
 
 def verdict(length: int, *new: int, draft_tokens: int = 4, window: Window | None = None) -> Verdict:
@@ -48,11 +60,17 @@ class Model:
         self.tokens += new
         chain = self.paths[0][1]
         if chain[:count] == new:
-            self.paths = [(at - count, path[count:]) for i, (at, path) in enumerate(self.paths) if i == 0 or at >= count]
+            self.paths = [
+                (at - count, path[count:])
+                for i, (at, path) in enumerate(self.paths)
+                if i == 0 or at >= count
+            ]
             self.paths[0] = (0, self.paths[0][1])
         else:
             # A branch must agree as far as the new tokens go, and differ from the chain.
-            fitting = [path[count:] for at, path in self.paths[1:] if at < count and path[:count] == new]
+            fitting = [
+                path[count:] for at, path in self.paths[1:] if at < count and path[:count] == new
+            ]
             self.paths = [(0, fitting[0] if fitting else [])]
 
 
@@ -79,7 +97,11 @@ class Pair:
 
     def branch(self, at: int, run: list[int]) -> None:
         room = min(self.real.branch_room, WINDOW.depth - at)
-        if at < len(self.real.guesses) and len(run) <= room and run[0] not in self.real.guessed_at(at):
+        if (
+            at < len(self.real.guesses)
+            and len(run) <= room
+            and run[0] not in self.real.guessed_at(at)
+        ):
             self.model.branch(at, run)
             self.real.branch(at, run)
 
@@ -128,7 +150,9 @@ class Pair:
 
 
 @given(st.lists(actions, max_size=60))
-def test_after_any_commits_guesses_repeats_and_late_verdicts_it_is_what_the_model_is(script: list[tuple[object, ...]]) -> None:
+def test_after_any_commits_guesses_repeats_and_late_verdicts_it_is_what_the_model_is(
+    script: list[tuple[object, ...]],
+) -> None:
     pair = Pair()
     for name, *arguments in script:
         getattr(pair, str(name))(*arguments)
@@ -234,19 +258,33 @@ def test_what_was_sampled_is_said_once_and_counts_behind_a_one_hot_branch_as_uns
     first = drafted.take_proposal()
     assert first is not None
     assert (first.token_ids, first.parents) == ([0, 1, 2, 1], [0, 1, 0, 3])
-    assert [given and given.token_ids.tolist() for given in first.distributions] == [[0], [1], None, None]
+    assert [given and given.token_ids.tolist() for given in first.distributions] == [
+        [0],
+        [1],
+        None,
+        None,
+    ]
     drafted.extend([2], [sure(2)])
     second = drafted.take_proposal()
     assert second is not None
-    assert [given and given.token_ids.tolist() for given in second.distributions] == [None, None, [2]]
+    assert [given and given.token_ids.tolist() for given in second.distributions] == [
+        None,
+        None,
+        [2],
+    ]
     drafted.follow(verdict(4, 2))
     drafted.extend([0], [sure(0)])
     third = drafted.take_proposal()
     assert third is not None
-    assert (third.token_ids, [given and given.token_ids.tolist() for given in third.distributions]) == ([1, 0], [None, [0]])
+    assert (
+        third.token_ids,
+        [given and given.token_ids.tolist() for given in third.distributions],
+    ) == ([1, 0], [None, [0]])
 
 
-def test_a_sampled_token_that_was_committed_before_it_was_sent_takes_its_distribution_with_it() -> None:
+def test_a_sampled_token_that_was_committed_before_it_was_sent_takes_its_distribution_with_it() -> (
+    None
+):
     drafted = sequence()
     drafted.extend([0, 1], [sure(0), sure(1)])
     drafted.follow(verdict(4, 0))
@@ -276,7 +314,12 @@ def test_a_repeated_verdict_calls_for_nothing_new() -> None:
     drafted.give_up()
     assert drafted.take_skip() == Skip(1, 4)
     drafted.follow(verdict(4, 1, draft_tokens=3, window=Window(9, 9)))
-    assert (drafted.room, drafted.draft_tokens, drafted.window, drafted.take_skip()) == (0, 2, WINDOW, None)
+    assert (drafted.room, drafted.draft_tokens, drafted.window, drafted.take_skip()) == (
+        0,
+        2,
+        WINDOW,
+        None,
+    )
 
 
 def test_a_window_that_shrank_leaves_no_room_and_what_no_proposal_holds_is_not_guessed() -> None:

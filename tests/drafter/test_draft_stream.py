@@ -17,7 +17,9 @@ from outrider.messages import Closed, DraftBatch, Hello, Proposal, Skip, Stage, 
 from outrider.process import telemetry
 
 
-async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_window(verifier: ScriptedVerifier) -> None:
+async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_window(
+    verifier: ScriptedVerifier,
+) -> None:
     drafter = Drafter(verifier.port)
     async with running(drafter):
         stream = await verifier.accepted()
@@ -30,17 +32,26 @@ async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_w
         assert drafter.registered
 
 
-async def test_a_miss_starts_anew_and_a_closed_sequence_falls_silent(verifier: ScriptedVerifier) -> None:
+async def test_a_miss_starts_anew_and_a_closed_sequence_falls_silent(
+    verifier: ScriptedVerifier,
+) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
         stream.say(StepBatch(opened=[opened(1), opened(2)]))
         await stream.hear()
         await stream.hear()
-        stream.say(StepBatch(verdicts=[Verdict(1, 3, [77], 0, 2), Verdict(2, 4, [12, 13], 2, 2)], closed=[Closed(2)]))
+        stream.say(
+            StepBatch(
+                verdicts=[Verdict(1, 3, [77], 0, 2), Verdict(2, 4, [12, 13], 2, 2)],
+                closed=[Closed(2)],
+            )
+        )
         assert await stream.hear() == DraftBatch([Proposal(1, 3, [78, 79])])
 
 
-async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(verifier: ScriptedVerifier) -> None:
+async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(
+    verifier: ScriptedVerifier,
+) -> None:
     async with running(Drafter(verifier.port, slow_s=30.0)):
         stream = await verifier.accepted()
         stream.say(StepBatch(opened=[opened(1)]))
@@ -60,7 +71,9 @@ async def test_it_waits_while_the_verifier_loads(verifier: ScriptedVerifier) -> 
         await verifier.accepted()
 
 
-async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(verifier: ScriptedVerifier) -> None:
+async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(
+    verifier: ScriptedVerifier,
+) -> None:
     drafter = Drafter(verifier.port)
     async with running(drafter):
         stream = await verifier.accepted()
@@ -84,13 +97,17 @@ async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(verifie
         OutriderError(Reason.INTERNAL, "a bug"),
     ],
 )
-async def test_it_comes_back_after_a_failure_that_may_pass(verifier: ScriptedVerifier, error: OutriderError) -> None:
+async def test_it_comes_back_after_a_failure_that_may_pass(
+    verifier: ScriptedVerifier, error: OutriderError
+) -> None:
     async with running(Drafter(verifier.port)):
         (await verifier.accepted()).say(error)
         await verifier.accepted()
 
 
-async def test_it_begins_anew_when_the_verifier_contradicts_itself(verifier: ScriptedVerifier) -> None:
+async def test_it_begins_anew_when_the_verifier_contradicts_itself(
+    verifier: ScriptedVerifier,
+) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
         stream.say(StepBatch(opened=[opened()]))
@@ -161,7 +178,9 @@ async def test_each_run_is_a_span_below_the_round_it_answers(verifier: ScriptedV
         telemetry.shutdown()
     spans = exporter.get_finished_spans()
     assert [span.name for span in spans] == ["propose", "propose"]
-    assert {format(span.parent.span_id, "016x") for span in spans if span.parent} == {"0123456789abcdef"}
+    assert {format(span.parent.span_id, "016x") for span in spans if span.parent} == {
+        "0123456789abcdef"
+    }
     attributes = spans[0].attributes or {}
     assert attributes["outrider.family"] == "counting"
     assert (attributes["outrider.base_length"], attributes["outrider.draft_tokens"]) == (2, 2)

@@ -18,7 +18,17 @@ from family_rig import Rig
 from scripted_drafts import READY, ScriptedVerifier, Stream  # lies beside this file
 
 from outrider.drafter import GuessStrategy, coupled_draw
-from outrider.messages import DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, StepBatch, Verdict, Window
+from outrider.messages import (
+    DraftBatch,
+    Opened,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Skip,
+    StepBatch,
+    Verdict,
+    Window,
+)
 from outrider.sampling.noise import coupled_keys
 from outrider.sampling.sampler import coupled_sample
 
@@ -27,7 +37,9 @@ EXAMPLE = ROOT / "examples/ngram_drafter.py"
 
 
 def opened(sequence_id: int, tokens: Sequence[int]) -> Opened:
-    return Opened(sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), draft_tokens=2)
+    return Opened(
+        sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), draft_tokens=2
+    )
 
 
 def count_on(text: Sequence[int], count: int) -> list[int]:
@@ -98,7 +110,9 @@ async def test_the_example_drafts_and_leaves_politely(verifier: ScriptedVerifier
         assert await asyncio.wait_for(process.wait(), 5) == 0
 
 
-async def test_a_refusal_for_good_ends_the_example_with_a_sentence(verifier: ScriptedVerifier) -> None:
+async def test_a_refusal_for_good_ends_the_example_with_a_sentence(
+    verifier: ScriptedVerifier,
+) -> None:
     verifier.info = replace(READY, tokenizer_fingerprint="0" * 64)
     async with example(verifier) as process:
         _, said = await asyncio.wait_for(process.communicate(), 20)
@@ -112,7 +126,9 @@ async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifie
     await other.start()
     addresses = [f"127.0.0.1:{each.port}" for each in (verifier, other)]
     program = f"from outrider.drafter import serve; serve(lambda text, count: [9], name='nine', verifier={addresses})"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=ROOT, stderr=-1)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, cwd=ROOT, stderr=-1
+    )
     try:
         for each in (verifier, other):
             stream = await asyncio.wait_for(each.streams.get(), 20)

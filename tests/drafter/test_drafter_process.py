@@ -18,14 +18,28 @@ import scripted_drafts
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafts import READY, ScriptedVerifier  # lies beside this file
 
-from outrider.messages import Closed, DraftBatch, Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, StepBatch, Window
+from outrider.messages import (
+    Closed,
+    DraftBatch,
+    Grammar,
+    GrammarKind,
+    Opened,
+    Rule,
+    SamplingParams,
+    Skip,
+    StepBatch,
+    Window,
+)
 from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1 import drafts_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 DRAFT = str(ROOT / "models/draft")
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 
 
 def free_port() -> int:
@@ -53,7 +67,11 @@ async def drafter(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
 async def health(port: int) -> int:
     async with rpc.dial(f"127.0.0.1:{port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        response = await check(health_pb2.HealthCheckRequest(service="outrider.v1.Drafter"), wait_for_ready=True, timeout=10)
+        response = await check(
+            health_pb2.HealthCheckRequest(service="outrider.v1.Drafter"),
+            wait_for_ready=True,
+            timeout=10,
+        )
         status: int = response.status
         return status
 
@@ -64,7 +82,11 @@ def has_torch(process_id: int) -> bool:
 
 DRAFT_MODEL = ["--model", DRAFT, "--dtype", "float32", "--threads", "1"]
 REPEAT = "examples.repeat_drafter:RepeatFamily"
-FAMILIES = [("ngram", []), (REPEAT, ["--match-tokens", "1"]), pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow)]
+FAMILIES = [
+    ("ngram", []),
+    (REPEAT, ["--match-tokens", "1"]),
+    pytest.param("model", DRAFT_MODEL, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("family", "flags"), FAMILIES)
@@ -74,7 +96,17 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
     monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(load_tokenizer(DRAFT)))
     verifier.info = replace(READY, tokenizer_fingerprint=scripted_drafts.FINGERPRINT)
     address, port = f"127.0.0.1:{verifier.port}", free_port()
-    arguments = ["--family", family, "--id", "d1", "--verifier", address, "--listen", f"127.0.0.1:{port}", *flags]
+    arguments = [
+        "--family",
+        family,
+        "--id",
+        "d1",
+        "--verifier",
+        address,
+        "--listen",
+        f"127.0.0.1:{port}",
+        *flags,
+    ]
     async with drafter(*arguments) as process:
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 60)
@@ -87,7 +119,9 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         )
         assert await health(port) == SERVING
         text = [5, 6, 7, 8, 5, 6]
-        stream.say(StepBatch(opened=[Opened(1, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+        stream.say(
+            StepBatch(opened=[Opened(1, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)])
+        )
         drafts = await stream.hear()
         assert isinstance(drafts, DraftBatch)
         assert len(drafts.proposals) == 1
@@ -104,22 +138,43 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
     senseless = [
         b"\xff" * 30,
         b"",
-        verifier_pb2.StreamDraftsResponse(step=drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(distribution=77)])),  # type: ignore[arg-type]
-        verifier_pb2.StreamDraftsResponse(step=drafts_pb2.StepBatch(closed=[drafts_pb2.Closed(reason=99)])),  # type: ignore[arg-type]
+        verifier_pb2.StreamDraftsResponse(
+            step=drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(distribution=77)])
+        ),  # type: ignore[arg-type]
+        verifier_pb2.StreamDraftsResponse(
+            step=drafts_pb2.StepBatch(closed=[drafts_pb2.Closed(reason=99)])
+        ),  # type: ignore[arg-type]
         StepBatch(opened=[Opened(1, [5000], SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]),
     ]
     verifier.answers = [b"\xff" * 30, verifier_pb2.GetModelResponse(stage=77).SerializeToString()]  # type: ignore[arg-type]
-    async with drafter("--family", "ngram", "--id", "d1", "--verifier", f"127.0.0.1:{verifier.port}") as process:
+    async with drafter(
+        "--family", "ngram", "--id", "d1", "--verifier", f"127.0.0.1:{verifier.port}"
+    ) as process:
         text = [5, 6, 7, 8, 5, 6]
         stream = await verifier.accepted()
         for message in senseless:
-            stream.say(message if isinstance(message, bytes | StepBatch) else message.SerializeToString())
-            stream.say(StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
-            heard, accepted = asyncio.ensure_future(stream.heard.get()), asyncio.ensure_future(verifier.streams.get())
+            stream.say(
+                message if isinstance(message, bytes | StepBatch) else message.SerializeToString()
+            )
+            stream.say(
+                StepBatch(
+                    opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]
+                )
+            )
+            heard, accepted = (
+                asyncio.ensure_future(stream.heard.get()),
+                asyncio.ensure_future(verifier.streams.get()),
+            )
             await asyncio.wait([heard, accepted], timeout=20, return_when=asyncio.FIRST_COMPLETED)
             if not heard.done():
                 stream = accepted.result()
-                stream.say(StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+                stream.say(
+                    StepBatch(
+                        opened=[
+                            Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)
+                        ]
+                    )
+                )
                 assert isinstance(await stream.hear(), DraftBatch)
             heard.cancel()
             accepted.cancel()
@@ -135,15 +190,38 @@ async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
     tokenizer = load_tokenizer(DRAFT)
     monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(tokenizer))
     verifier.info = replace(READY, tokenizer_fingerprint=scripted_drafts.FINGERPRINT)
-    bans = tuple(token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token])[:1] == "y")
-    impossible = SamplingParams(1.0, seed=1 if rule is Rule.COUPLED else None, banned_token_ids=bans)
+    bans = tuple(
+        token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token])[:1] == "y"
+    )
+    impossible = SamplingParams(
+        1.0, seed=1 if rule is Rule.COUPLED else None, banned_token_ids=bans
+    )
     grammar = Grammar(GrammarKind.CHOICE, choices=("yes",))
-    async with drafter("--family", "model", "--verifier", f"127.0.0.1:{verifier.port}", *DRAFT_MODEL) as process:
+    async with drafter(
+        "--family", "model", "--verifier", f"127.0.0.1:{verifier.port}", *DRAFT_MODEL
+    ) as process:
         stream = await asyncio.wait_for(verifier.streams.get(), 60)
         text = [5, 6, 7, 8, 5, 6]
-        stream.say(StepBatch(opened=[Opened(1, text, impossible, rule, Window(16, 4), 2, grammar=grammar, prompt_length=6)]))
+        stream.say(
+            StepBatch(
+                opened=[
+                    Opened(
+                        1,
+                        text,
+                        impossible,
+                        rule,
+                        Window(16, 4),
+                        2,
+                        grammar=grammar,
+                        prompt_length=6,
+                    )
+                ]
+            )
+        )
         assert await asyncio.wait_for(stream.heard.get(), 30) == DraftBatch(skips=[Skip(1, 6)])
-        stream.say(StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+        stream.say(
+            StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)])
+        )
         batch = await asyncio.wait_for(stream.heard.get(), 30)
         assert isinstance(batch, DraftBatch)
         assert [proposal.sequence_id for proposal in batch.proposals] == [2]
@@ -153,7 +231,14 @@ async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
 async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerifier) -> None:
     port = free_port()
     await verifier.stop()
-    async with drafter("--family", "ngram", "--verifier", f"127.0.0.1:{verifier.port}", "--listen", f"127.0.0.1:{port}"):
+    async with drafter(
+        "--family",
+        "ngram",
+        "--verifier",
+        f"127.0.0.1:{verifier.port}",
+        "--listen",
+        f"127.0.0.1:{port}",
+    ):
         assert await health(port) == NOT_SERVING
         await verifier.start()
         await verifier.accepted()
@@ -168,28 +253,62 @@ async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerif
     [
         (["--family", "model"], 2, "model: must be given"),
         ([], 2, "family: must be given"),
-        (["--family", "eagle"], 2, "family must be ngram, suffix, model or package.module:Class, not 'eagle'"),
-        (["--family", "drafter_svc.nowhere:X"], 2, "family drafter_svc.nowhere:X cannot be imported: No module named"),
-        (["--family", "outrider.drafter.session:X"], 2, "family outrider.drafter.session:X cannot be imported: module"),
-        (["--family", "outrider.drafter.session:DraftSession"], 2, "DraftSession is no class derived from"),
+        (
+            ["--family", "eagle"],
+            2,
+            "family must be ngram, suffix, model or package.module:Class, not 'eagle'",
+        ),
+        (
+            ["--family", "drafter_svc.nowhere:X"],
+            2,
+            "family drafter_svc.nowhere:X cannot be imported: No module named",
+        ),
+        (
+            ["--family", "outrider.drafter.session:X"],
+            2,
+            "family outrider.drafter.session:X cannot be imported: module",
+        ),
+        (
+            ["--family", "outrider.drafter.session:DraftSession"],
+            2,
+            "DraftSession is no class derived from",
+        ),
         (["--family", "ngram", "--branches", "2"], 2, "there is no setting --branches"),
         (["--family", "suffix", "--max-draft-len", "2"], 2, "there is no setting --max-draft-len"),
         (["--max-draft-len", "2"], 2, "family: must be given"),
-        (["--family", "ngram", "--max-draft-len", "65"], 2, "max-draft-len: must be less than or equal to 64"),
-        (["--family", "ngram", "--redis", "redis://127.0.0.1"], 1, "pool-secret-file must be given with redis"),
-        (["--family", "ngram", "--redis", "redis+ring://127.0.0.1"], 1, "redis must look like redis://HOST:PORT/DB"),
+        (
+            ["--family", "ngram", "--max-draft-len", "65"],
+            2,
+            "max-draft-len: must be less than or equal to 64",
+        ),
+        (
+            ["--family", "ngram", "--redis", "redis://127.0.0.1"],
+            1,
+            "pool-secret-file must be given with redis",
+        ),
+        (
+            ["--family", "ngram", "--redis", "redis+ring://127.0.0.1"],
+            1,
+            "redis must look like redis://HOST:PORT/DB",
+        ),
         (
             ["--family", "ngram", "--redis", "redis://u@h", "--redis-password-file", "none"],
             1,
             "redis-password-file none cannot be read",
         ),
-        (["--family", "ngram", "--redis", "rediss://h", "--redis-ca-file", "none"], 1, "redis-ca-file none is no file of PEM"),
+        (
+            ["--family", "ngram", "--redis", "rediss://h", "--redis-ca-file", "none"],
+            1,
+            "redis-ca-file none is no file of PEM",
+        ),
         (["--family", "ngram", "--namespace", "{a}"], 2, "namespace: String should match pattern"),
         (["--family", "ngram", "--listen", "nowhere:1:2"], 1, "cannot listen on nowhere:1:2"),
         (["--family", "ngram", "--cores", "0-x"], 1, "cores"),
     ],
 )
-async def test_bad_settings_end_it_with_a_sentence_that_names_them(flags: list[str], status: int, named: str) -> None:
+async def test_bad_settings_end_it_with_a_sentence_that_names_them(
+    flags: list[str], status: int, named: str
+) -> None:
     async with drafter(*flags) as process:
         _, error = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == status
@@ -199,7 +318,9 @@ async def test_bad_settings_end_it_with_a_sentence_that_names_them(flags: list[s
 
 @pytest.mark.slow
 async def test_another_tokenizer_ends_it_with_both_fingerprints(verifier: ScriptedVerifier) -> None:
-    async with drafter("--family", "model", "--model", DRAFT, "--verifier", f"127.0.0.1:{verifier.port}") as process:
+    async with drafter(
+        "--family", "model", "--model", DRAFT, "--verifier", f"127.0.0.1:{verifier.port}"
+    ) as process:
         _, error = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 1
         assert fingerprint(load_tokenizer(DRAFT)) in error.decode()

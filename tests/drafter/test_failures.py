@@ -28,10 +28,16 @@ WINDOW = Window(32, 8)
 
 
 def opened(
-    sequence_id: int, tokens: list[int], sampling: SamplingParams | None = None, rule: Rule = Rule.ONE_HOT, **more: Any
+    sequence_id: int,
+    tokens: list[int],
+    sampling: SamplingParams | None = None,
+    rule: Rule = Rule.ONE_HOT,
+    **more: Any,
 ) -> Opened:
     sampling = sampling or SamplingParams(temperature=0.0)
-    return Opened(sequence_id, list(tokens), sampling, rule, WINDOW, 4, prompt_length=len(tokens), **more)
+    return Opened(
+        sequence_id, list(tokens), sampling, rule, WINDOW, 4, prompt_length=len(tokens), **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,9 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def runner(thread: ThreadPoolExecutor) -> ModelRunner:
-    return thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512).result()
+    return thread.submit(
+        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512
+    ).result()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +59,9 @@ def grammars(runner: ModelRunner) -> GrammarCompiler:
 
 
 @pytest.fixture
-def make_model(runner: ModelRunner, thread: ThreadPoolExecutor, grammars: GrammarCompiler) -> Callable[[], ModelFamily]:
+def make_model(
+    runner: ModelRunner, thread: ThreadPoolExecutor, grammars: GrammarCompiler
+) -> Callable[[], ModelFamily]:
     model = DraftModel(runner, thread, grammars=grammars)
     return lambda: ModelFamily(model, runner.vocab_size, branch_count=0)
 
@@ -145,14 +155,18 @@ def banned(text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("rule", list(Rule))
-async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(make_model: Callable[[], ModelFamily], rule: Rule) -> None:
+async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
+    make_model: Callable[[], ModelFamily], rule: Rule
+) -> None:
     rig = Rig(make_model())
     rig.open(opened(1, REPEATING))
     await rig.drafts()
     expected = rig.guesses(1)
     rig.close(1)
     choice = Grammar(GrammarKind.CHOICE, choices=("yes",))
-    impossible = SamplingParams(temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=banned("yes"))
+    impossible = SamplingParams(
+        temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=banned("yes")
+    )
     rig.open(opened(2, REPEATING, impossible, rule, grammar=choice))
     rig.open(opened(3, REPEATING))
     said = await rig.drafts()
@@ -171,10 +185,14 @@ async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_v
 ) -> None:
     """The choice's end is banned, so that after some tokens of it nothing is left."""
     tokenizer = load_tokenizer(MODEL)
-    last = tuple(token for token in range(tokenizer.get_vocab_size()) if "z" in tokenizer.decode([token]))
+    last = tuple(
+        token for token in range(tokenizer.get_vocab_size()) if "z" in tokenizer.decode([token])
+    )
     rig = Rig(make_model())
     choice = Grammar(GrammarKind.CHOICE, choices=("abz",))
-    sampling = SamplingParams(temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=last)
+    sampling = SamplingParams(
+        temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=last
+    )
     rig.open(opened(1, REPEATING, sampling, rule, grammar=choice))
     said = await rig.drafts()
     guessed = rig.guesses(1)

@@ -19,13 +19,25 @@ from outrider.wire import drafts as wire_drafts
 GARBAGE = b"\xff" * 30
 SENSELESS = {
     "what cannot be parsed": GARBAGE,
-    "a token that the target lacks": wire_drafts.step_to_proto(StepBatch(opened=[opened(tokens=(4096,))])),
+    "a token that the target lacks": wire_drafts.step_to_proto(
+        StepBatch(opened=[opened(tokens=(4096,))])
+    ),
     "no tokens": wire_drafts.step_to_proto(StepBatch(opened=[opened(tokens=())])),
     "a window without room": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[1])]),
-    "a negative number of draft tokens": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(draft_tokens=-1)]),
-    "a committed token that the target lacks": drafts_pb2.StepBatch(verdicts=[drafts_pb2.Verdict(new_token_ids=[2**32 - 1])]),
+    "a negative number of draft tokens": drafts_pb2.StepBatch(
+        verdicts=[drafts_pb2.Verdict(draft_tokens=-1)]
+    ),
+    "a committed token that the target lacks": drafts_pb2.StepBatch(
+        verdicts=[drafts_pb2.Verdict(new_token_ids=[2**32 - 1])]
+    ),
     "a longer prompt than text": drafts_pb2.StepBatch(
-        opened=[drafts_pb2.Opened(token_ids=[1], prompt_token_count=2, window=drafts_pb2.Window(token_count=1, depth=1))]
+        opened=[
+            drafts_pb2.Opened(
+                token_ids=[1],
+                prompt_token_count=2,
+                window=drafts_pb2.Window(token_count=1, depth=1),
+            )
+        ]
     ),
 }
 
@@ -38,7 +50,9 @@ def raw(message: bytes | drafts_pb2.StepBatch) -> bytes:
 
 @pytest.mark.parametrize("message", SENSELESS.values(), ids=SENSELESS.keys())
 async def test_a_message_without_a_meaning_ends_the_stream_and_it_dials_again(
-    verifier: ScriptedVerifier, message: bytes | drafts_pb2.StepBatch, caplog: pytest.LogCaptureFixture
+    verifier: ScriptedVerifier,
+    message: bytes | drafts_pb2.StepBatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running(Drafter(verifier.port)):
         (await verifier.accepted()).say(raw(message))
@@ -49,10 +63,16 @@ async def test_a_message_without_a_meaning_ends_the_stream_and_it_dials_again(
 
 
 LATER = {
-    "a distribution to come": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[10, 11], distribution=9)]),  # type: ignore[arg-type]
+    "a distribution to come": drafts_pb2.StepBatch(
+        opened=[drafts_pb2.Opened(token_ids=[10, 11], distribution=9)]
+    ),  # type: ignore[arg-type]
     "no distribution": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[10, 11])]),
     "a grammar to come": drafts_pb2.StepBatch(
-        opened=[drafts_pb2.Opened(token_ids=[10, 11], grammar=common_pb2.Grammar.FromString(b"\x3a\x02hi"))]
+        opened=[
+            drafts_pb2.Opened(
+                token_ids=[10, 11], grammar=common_pb2.Grammar.FromString(b"\x3a\x02hi")
+            )
+        ]
     ),
     "a reason for closing to come": drafts_pb2.StepBatch(
         opened=[drafts_pb2.Opened(token_ids=[10, 11])],
@@ -62,7 +82,9 @@ LATER = {
 
 
 @pytest.mark.parametrize("step", LATER.values(), ids=LATER.keys())
-async def test_what_only_a_later_verifier_says_is_drafted_for(verifier: ScriptedVerifier, step: drafts_pb2.StepBatch) -> None:
+async def test_what_only_a_later_verifier_says_is_drafted_for(
+    verifier: ScriptedVerifier, step: drafts_pb2.StepBatch
+) -> None:
     step.opened[0].sequence_id, step.opened[0].draft_tokens = 1, 2
     step.opened[0].window.CopyFrom(drafts_pb2.Window(token_count=16, depth=4))
     async with running(Drafter(verifier.port)):
@@ -138,7 +160,9 @@ class Breaking(Counting):
 
 
 @pytest.mark.parametrize("place", ["opened", "committed", "closed"])
-async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for(verifier: ScriptedVerifier, place: str) -> None:
+async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for(
+    verifier: ScriptedVerifier, place: str
+) -> None:
     drafter = Drafter(verifier.port, make=lambda: Breaking(place))
     async with running(drafter):
         stream = await verifier.accepted()
@@ -147,7 +171,11 @@ async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for
         assert isinstance(first, DraftBatch)
         assert Proposal(1, 2, [12, 13]) in first.proposals
         assert first.skips == ([Skip(2, 2)] if place == "opened" else [])
-        stream.say(StepBatch(verdicts=[Verdict(2, 3, [9], 0, 2)], closed=[Closed(2)] if place == "closed" else []))
+        stream.say(
+            StepBatch(
+                verdicts=[Verdict(2, 3, [9], 0, 2)], closed=[Closed(2)] if place == "closed" else []
+            )
+        )
         if place != "closed":
             while not (batch := await stream.hear()).skips:  # type: ignore[union-attr]
                 pass
@@ -178,9 +206,13 @@ async def test_a_family_that_cannot_be_made_is_made_anew_on_a_new_stream(
     assert "ZeroDivisionError: planted" in caplog.text
 
 
-async def test_drafting_that_refuses_to_go_on_begins_anew_on_a_new_stream(verifier: ScriptedVerifier) -> None:
+async def test_drafting_that_refuses_to_go_on_begins_anew_on_a_new_stream(
+    verifier: ScriptedVerifier,
+) -> None:
     class Refusing(Counting):
-        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        async def propose(
+            self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+        ) -> None:
             raise OutriderError(Reason.INTERNAL, "planted")
 
     async with running(Drafter(verifier.port, make=Refusing)):
@@ -192,7 +224,9 @@ async def test_a_lost_device_ends_the_process(verifier: ScriptedVerifier) -> Non
     class Lost(Counting):
         fatal = (ZeroDivisionError,)
 
-        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        async def propose(
+            self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+        ) -> None:
             raise ZeroDivisionError("planted")
 
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:

@@ -32,7 +32,9 @@ def test_every_family_of_a_name_is_one_and_says_the_same_name(name: str) -> None
     assert all(info.description for info in family.settings.model_fields.values())
 
 
-def test_a_family_may_be_named_by_its_class_or_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_may_be_named_by_its_class_or_by_an_entry_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert find_family(REPEAT) is RepeatFamily
     with pytest.raises(OutriderError, match="must be ngram, suffix, model or package"):
         find_family("repeat")
@@ -62,11 +64,14 @@ def test_outrider_serve_takes_a_family_by_its_class_with_its_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "flag", "others"), [(REPEAT, "--match-tokens", "--page-count"), ("model", "--page-count", "--redis")]
+    ("family", "flag", "others"),
+    [(REPEAT, "--match-tokens", "--page-count"), ("model", "--page-count", "--redis")],
 )
 def test_help_shows_the_settings_of_the_chosen_family(family: str, flag: str, others: str) -> None:
     command = [sys.executable, "-m", "drafter_svc", "--family", family, "--help"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert flag in shown
     assert "--verifier" in shown
     assert others not in shown
@@ -74,7 +79,9 @@ def test_help_shows_the_settings_of_the_chosen_family(family: str, flag: str, ot
 
 async def test_the_example_guesses_what_followed_the_last_two_tokens() -> None:
     rig = Rig(RepeatFamily(2))
-    rig.open(Opened(1, [1, 2, 3, 4, 1, 2, 5, 1, 2], SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 2))
+    rig.open(
+        Opened(1, [1, 2, 3, 4, 1, 2, 5, 1, 2], SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 2)
+    )
     rig.open(Opened(2, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 2))
     said = await rig.drafts()
     assert said.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
@@ -84,7 +91,10 @@ async def test_the_example_guesses_what_followed_the_last_two_tokens() -> None:
 def test_the_example_is_shown_in_the_documentation_and_short() -> None:
     source = (ROOT / "examples/repeat_drafter.py").read_text()
     assert len(source.splitlines()) <= 60
-    assert source[source.index("from collections") :].strip() in (ROOT / "docs/drafters.md").read_text()
+    assert (
+        source[source.index("from collections") :].strip()
+        in (ROOT / "docs/drafters.md").read_text()
+    )
 
 
 def test_a_class_in_the_working_directory_is_found_however_the_process_began(

@@ -12,13 +12,31 @@ from drafter_svc.families.base import Family
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, DraftBatch, Opened, Proposal, Rule, SamplingParams, Skip, StepBatch, Verdict, Window
+from outrider.messages import (
+    Closed,
+    DraftBatch,
+    Opened,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Skip,
+    StepBatch,
+    Verdict,
+    Window,
+)
 
 WINDOW = Window(16, 4)
 
 
 def opened(sequence_id: int = 1, *tokens: int, draft_tokens: int = 2) -> Opened:
-    return Opened(sequence_id, list(tokens) or [10, 11], SamplingParams(0.0), Rule.ONE_HOT, WINDOW, draft_tokens)
+    return Opened(
+        sequence_id,
+        list(tokens) or [10, 11],
+        SamplingParams(0.0),
+        Rule.ONE_HOT,
+        WINDOW,
+        draft_tokens,
+    )
 
 
 def verdict(sequence_id: int, length: int, *new: int) -> Verdict:
@@ -45,7 +63,9 @@ class Counting(Family):
     def closed(self, sequence: DraftSequence) -> None:
         self.told.append(("closed", sequence.id))
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         self.asked.append([sequence.id for sequence in sequences])
         for sequence in sequences:
             if sequence.id in self.postpones:
@@ -72,7 +92,9 @@ def finish(work: Coroutine[Any, Any, DraftBatch]) -> DraftBatch:
     return batch
 
 
-def test_it_guesses_what_the_next_step_takes_then_runs_ahead_up_to_the_window_then_falls_silent() -> None:
+def test_it_guesses_what_the_next_step_takes_then_runs_ahead_up_to_the_window_then_falls_silent() -> (
+    None
+):
     made = session()
     made.apply(StepBatch(opened=[opened()]))
     assert run(made) == DraftBatch([Proposal(1, 2, [12, 13])])
@@ -92,7 +114,9 @@ def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another() -> No
     assert [proposal.sequence_id for proposal in run(made).proposals] == [1, 2]
 
 
-def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdict_that_is_new() -> None:
+def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdict_that_is_new() -> (
+    None
+):
     family = Counting()
     family.ends = {1}
     made = session(family)
@@ -106,7 +130,9 @@ def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdic
     assert run(made) == DraftBatch()
 
 
-def test_where_the_chain_ends_far_enough_ahead_nothing_is_said_until_the_verifier_may_wait() -> None:
+def test_where_the_chain_ends_far_enough_ahead_nothing_is_said_until_the_verifier_may_wait() -> (
+    None
+):
     family = Counting()
     made = session(family)
     made.apply(StepBatch(opened=[opened()]))
@@ -132,7 +158,9 @@ def test_a_postponed_sequence_is_asked_for_again_and_not_skipped() -> None:
 
 def test_branches_are_asked_for_when_the_chain_cannot_grow() -> None:
     class Branching(Counting):
-        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        async def propose(
+            self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+        ) -> None:
             for sequence in sequences:
                 if sequence.room > 0:
                     sequence.extend([5, 6, 7][len(sequence.guesses) :])
@@ -155,7 +183,12 @@ def test_late_and_repeated_messages_do_no_harm() -> None:
     made.apply(StepBatch(verdicts=[verdict(7, 3, 12)], closed=[Closed(7)]))
     made.apply(StepBatch(opened=[opened()]))
     run(made)
-    made.apply(StepBatch(opened=[opened(1, 5, 6)], verdicts=[verdict(1, 3, 12), verdict(1, 3, 12), verdict(1, 2, 11)]))
+    made.apply(
+        StepBatch(
+            opened=[opened(1, 5, 6)],
+            verdicts=[verdict(1, 3, 12), verdict(1, 3, 12), verdict(1, 2, 11)],
+        )
+    )
     made.apply(StepBatch(verdicts=[verdict(1, 4, 11, 12, 13)], closed=[Closed(1), Closed(1)]))
     assert family.told == [("opened", 1), ("committed", 4), ("committed", 4), ("closed", 1)]
     assert run(made) == DraftBatch()
@@ -174,7 +207,9 @@ def test_a_proposal_says_how_long_its_round_took_by_the_sessions_clock() -> None
     now = [100.0]
 
     class Slow(Counting):
-        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        async def propose(
+            self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+        ) -> None:
             now[0] += 0.25
             await super().propose(sequences, interrupted)
 
@@ -205,7 +240,9 @@ class Breaking(Counting):
         super().closed(sequence)
         self._fail_at("closed", sequence)
 
-    async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+    async def propose(
+        self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+    ) -> None:
         await super().propose(sequences, interrupted)
         for sequence in sequences:
             self._fail_at("propose", sequence)
@@ -219,7 +256,9 @@ def test_a_sequence_whose_part_fails_is_skipped_and_the_others_are_drafted_for(
     made = session(family)
     made.apply(StepBatch(opened=[opened(1), opened(2), opened(3)]))
     first = run(made)
-    assert [proposal.sequence_id for proposal in first.proposals] == ([1, 3] if place in ("opened", "propose") else [1, 2, 3])
+    assert [proposal.sequence_id for proposal in first.proposals] == (
+        [1, 3] if place in ("opened", "propose") else [1, 2, 3]
+    )
     assert first.skips == ([Skip(2, 2)] if place in ("opened", "propose") else [])
     made.apply(StepBatch(verdicts=[verdict(1, 3, 9), verdict(2, 3, 9)]))
     second = run(made)
@@ -244,7 +283,9 @@ def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("is not drafted for") == 1
 
 
-def test_what_a_failing_sequence_was_given_in_part_is_not_proposed_and_what_was_sent_still_counts() -> None:
+def test_what_a_failing_sequence_was_given_in_part_is_not_proposed_and_what_was_sent_still_counts() -> (
+    None
+):
     family = Breaking("")
     made = session(family)
     made.apply(StepBatch(opened=[opened(2)]))
@@ -280,7 +321,9 @@ def test_what_is_no_sequences_fault_goes_on_up(place: str, kind: str) -> None:
 
 async def test_a_family_may_take_its_time() -> None:
     class Waiting(Counting):
-        async def propose(self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]) -> None:
+        async def propose(
+            self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
+        ) -> None:
             await asyncio.sleep(0)
             await super().propose(sequences, interrupted)
 

@@ -35,12 +35,22 @@ def address(verifier: ScriptedVerifier) -> str:
 
 def flags(*verifiers: ScriptedVerifier) -> list[str]:
     """Settings of an n-gram drafter of all of them."""
-    return ["--family", "ngram", "--id", "d1", *(word for each in verifiers for word in ("--verifier", address(each)))]
+    return [
+        "--family",
+        "ngram",
+        "--id",
+        "d1",
+        *(word for each in verifiers for word in ("--verifier", address(each))),
+    ]
 
 
 async def drafted(stream: Stream, text: list[int], sequence_id: int = 1) -> list[int]:
     """What the drafter guesses for a sequence that is opened now."""
-    stream.say(StepBatch(opened=[Opened(sequence_id, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]))
+    stream.say(
+        StepBatch(
+            opened=[Opened(sequence_id, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]
+        )
+    )
     batch = await stream.hear()
     assert isinstance(batch, DraftBatch)
     [proposal] = batch.proposals
@@ -58,7 +68,9 @@ async def becomes(port: int, status: int) -> None:
 async def gauges(port: int) -> dict[str, float]:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return {sample.name.removeprefix("outrider:drafter_"): sample.value for sample in samples}
 
 
@@ -81,7 +93,9 @@ async def test_addresses_may_stand_in_one_setting_with_commas_between_them(
         await other.accepted()
 
 
-async def test_one_that_dies_and_comes_back_costs_the_other_nothing(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+async def test_one_that_dies_and_comes_back_costs_the_other_nothing(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
     port = free_port()
     async with drafter(*flags(verifier, other), "--listen", f"127.0.0.1:{port}"):
         await verifier.accepted()
@@ -95,7 +109,9 @@ async def test_one_that_dies_and_comes_back_costs_the_other_nothing(verifier: Sc
         assert other.streams.empty()
 
 
-async def test_it_serves_while_at_least_one_has_it(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+async def test_it_serves_while_at_least_one_has_it(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
     port = free_port()
     await verifier.stop()
     async with drafter(*flags(verifier, other), "--listen", f"127.0.0.1:{port}"):
@@ -109,7 +125,9 @@ async def test_it_serves_while_at_least_one_has_it(verifier: ScriptedVerifier, o
 
 
 @pytest.mark.parametrize("silence", ["deaf", "silent"])
-async def test_one_that_hangs_costs_the_other_nothing(silence: str, other: ScriptedVerifier) -> None:
+async def test_one_that_hangs_costs_the_other_nothing(
+    silence: str, other: ScriptedVerifier
+) -> None:
     hanging = ScriptedVerifier(deaf=silence == "deaf", silent=silence == "silent")
     await hanging.start()
     try:
@@ -117,7 +135,14 @@ async def test_one_that_hangs_costs_the_other_nothing(silence: str, other: Scrip
             unread, stays = await hanging.accepted(), await other.accepted()
             texts = [[i, i + 1, i + 2, i] for i in range(100, 400)]
             sampling, window = SamplingParams(0.0), Window(16, 4)
-            unread.say(StepBatch(opened=[Opened(i, text, sampling, Rule.ONE_HOT, window, 2) for i, text in enumerate(texts)]))
+            unread.say(
+                StepBatch(
+                    opened=[
+                        Opened(i, text, sampling, Rule.ONE_HOT, window, 2)
+                        for i, text in enumerate(texts)
+                    ]
+                )
+            )
             for i in range(20):
                 assert (await drafted(stays, [5, 6, 7, 8, 5, 6], i))[:2] == [7, 8]
             process.send_signal(signal.SIGTERM)
@@ -143,18 +168,25 @@ async def test_one_that_refuses_is_left_alone_and_the_other_drafted_for(
         assert f"{address(verifier)} refuses this drafter and is left alone" in log.decode()
 
 
-async def test_it_ends_with_every_reason_once_all_refuse(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+async def test_it_ends_with_every_reason_once_all_refuse(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
     verifier.info = STRANGE
     async with drafter(*flags(verifier, other)) as process:
         await verifier.accepted()
         last = await other.accepted()
         assert await lives_on(process)
-        last.say(OutriderError(Reason.INVALID_VALUE, "hello.family must be another", "hello.family"))
+        last.say(
+            OutriderError(Reason.INVALID_VALUE, "hello.family must be another", "hello.family")
+        )
         _, error = await asyncio.wait_for(process.communicate(), 10)
         assert process.returncode == 1
         said = error.decode().splitlines()[-1]
         assert said.startswith("drafter: every verifier refuses this drafter: ")
-        assert f"{address(verifier)}: the drafter's tokenizer is {STRANGE.tokenizer_fingerprint}" in said
+        assert (
+            f"{address(verifier)}: the drafter's tokenizer is {STRANGE.tokenizer_fingerprint}"
+            in said
+        )
         assert f"{address(other)}: hello.family must be another" in said
 
 
@@ -164,7 +196,9 @@ async def lives_on(process: asyncio.subprocess.Process) -> bool:
     return process.returncode is None
 
 
-async def test_its_gauges_are_sums_over_the_verifiers(verifier: ScriptedVerifier, other: ScriptedVerifier) -> None:
+async def test_its_gauges_are_sums_over_the_verifiers(
+    verifier: ScriptedVerifier, other: ScriptedVerifier
+) -> None:
     port, health_port = free_port(), free_port()
     listening = ["--metrics-port", str(port), "--listen", f"127.0.0.1:{health_port}"]
     async with drafter(*flags(verifier, other), *listening):
@@ -187,10 +221,19 @@ async def test_its_gauges_are_sums_over_the_verifiers(verifier: ScriptedVerifier
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--verifier", "a:1", "--verifier", "b:1", "--uds", "/tmp/a"], "uds: must name one socket for each verifier"),
-        (["--verifier", "a:1", "--uds", "/tmp/a", "--uds", "/tmp/b"], "in the same order, not 2 for 1"),
+        (
+            ["--verifier", "a:1", "--verifier", "b:1", "--uds", "/tmp/a"],
+            "uds: must name one socket for each verifier",
+        ),
+        (
+            ["--verifier", "a:1", "--uds", "/tmp/a", "--uds", "/tmp/b"],
+            "in the same order, not 2 for 1",
+        ),
         (["--verifier", "a:1,b:1", "--verifier", "a:1"], "verifier: names a:1 more than once"),
-        (["--verifier", "a:1,,b:1"], "verifier: must name host:port, and nothing empty between commas"),
+        (
+            ["--verifier", "a:1,,b:1"],
+            "verifier: must name host:port, and nothing empty between commas",
+        ),
     ],
 )
 async def test_addresses_that_do_not_fit_are_refused(arguments: list[str], named: str) -> None:

@@ -30,7 +30,9 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def loaded(thread: ThreadPoolExecutor) -> ModelRunner:
-    return thread.submit(ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=256).result()
+    return thread.submit(
+        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=256
+    ).result()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,14 @@ def rig_of(model: DraftModel, vocab_size: int | None = None) -> Rig:
 
 
 def opened(tokens: list[int], sequence_id: int = 1, *, depth: int = 4, window: int = 4) -> Opened:
-    return Opened(sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, Window(4 * window, window), depth)
+    return Opened(
+        sequence_id,
+        list(tokens),
+        SamplingParams(0.0),
+        Rule.ONE_HOT,
+        Window(4 * window, window),
+        depth,
+    )
 
 
 async def alone(model: DraftModel, tokens: list[int]) -> list[int]:
@@ -134,7 +143,9 @@ async def test_verifiers_with_equal_sequence_ids_share_forwards_and_each_gets_it
     await asyncio.gather(*tasks)
     assert [rig.guesses(1) for rig in rigs] == expected
     assert any(len(slices) == 2 for slices in watched.forwards)
-    model.pool.check_integrity([draft.kv for rig in rigs for draft in family_of(rig)._drafts.values()])
+    model.pool.check_integrity(
+        [draft.kv for rig in rigs for draft in family_of(rig)._drafts.values()]
+    )
 
 
 def family_of(rig: Rig) -> ModelFamily:
@@ -215,7 +226,9 @@ async def test_a_message_ends_the_round_of_its_own_verifier_alone(
         rig.open(opened(prompt, depth=8, window=16))
     waits = Event()
     tasks: list[asyncio.Task[object]] = []
-    await started(lambda: tasks.append(asyncio.create_task(interrupted.draft(waits.is_set))), watched)
+    await started(
+        lambda: tasks.append(asyncio.create_task(interrupted.draft(waits.is_set))), watched
+    )
     tasks.append(asyncio.create_task(going_on.draft()))
     await asyncio.sleep(0)
     waits.set()
@@ -264,7 +277,9 @@ async def test_each_verifier_gets_ids_of_its_own_vocabulary_alone(
     assert max(expected) >= 40
 
 
-async def test_verifiers_share_the_pages_of_equal_beginnings(model: DraftModel, watched: Watched) -> None:
+async def test_verifiers_share_the_pages_of_equal_beginnings(
+    model: DraftModel, watched: Watched
+) -> None:
     text = [50 + i % 30 for i in range(40)]
     first, second = rig_of(model), rig_of(model)
     first.open(opened(text))

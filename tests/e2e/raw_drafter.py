@@ -49,7 +49,13 @@ class RawDrafter:
             while (response := await self.hear()) != grpc.aio.EOF:
                 for said in response.step.verdicts:
                     if time.monotonic() > rested_at:
-                        await self.propose(**{"sequence_id": said.sequence_id, "base_length": said.committed_length, **fields})
+                        await self.propose(
+                            **{
+                                "sequence_id": said.sequence_id,
+                                "base_length": said.committed_length,
+                                **fields,
+                            }
+                        )
                         rested_at = time.monotonic() + 0.2
         return await self.error()
 
@@ -60,7 +66,11 @@ class RawDrafter:
                 pass
         code, trailing = await self.call.code(), await self.call.trailing_metadata()
         assert code is not grpc.StatusCode.OK
-        return rpc.error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await self.call.details(), None))
+        return rpc.error_of(
+            grpc.aio.AioRpcError(
+                code, grpc.aio.Metadata(), trailing, await self.call.details(), None
+            )
+        )
 
 
 @asynccontextmanager
@@ -69,7 +79,13 @@ async def dialled(client: Client, name: str, **hello: Any) -> AsyncIterator[RawD
     fingerprint = (await client.model()).tokenizer_fingerprint
     call = client.stub.StreamDrafts()
     drafter = RawDrafter(call)
-    fields = {"drafter_id": name, "family": name, "tokenizer_fingerprint": fingerprint, "max_draft_tokens": 16, **hello}
+    fields = {
+        "drafter_id": name,
+        "family": name,
+        "tokenizer_fingerprint": fingerprint,
+        "max_draft_tokens": 16,
+        **hello,
+    }
     await drafter.say(hello=drafts_pb2.Hello(**fields))
     try:
         yield drafter

@@ -44,7 +44,12 @@ class Process:
     def start(self) -> None:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         self.popen = subprocess.Popen(
-            self.arguments, stdout=self.log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            self.arguments,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
         )
 
     def output(self) -> str:
@@ -78,7 +83,9 @@ class Stack:
         self.drafters: dict[str, Process] = {}
 
     def add_drafter(self, name: str, family: str, *flags: str) -> None:
-        model = ["--model", DRAFT, "--dtype", "float32", "--threads", "1"] if family == "model" else []
+        model = (
+            ["--model", DRAFT, "--dtype", "float32", "--threads", "1"] if family == "model" else []
+        )
         arguments = ["--family", family, "--verifier", self.address, "--id", name, *model, *flags]
         self.drafters[name] = Process("drafter_svc", *arguments)
 
@@ -95,13 +102,16 @@ class Stack:
                     return info
             time.sleep(0.1)
         raise AssertionError(
-            f"not ready after {timeout_s} s:\n" + "\n".join(p.output() for p in (self.verifier, *self.drafters.values()))
+            f"not ready after {timeout_s} s:\n"
+            + "\n".join(p.output() for p in (self.verifier, *self.drafters.values()))
         )
 
     def _model(self) -> ModelInfo | None:
         with grpc.insecure_channel(self.address) as channel:
             try:
-                response = verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest(), timeout=5)
+                response = verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
+                    verifier_pb2.GetModelRequest(), timeout=5
+                )
             except grpc.RpcError:
                 return None
         return wire_model.model_from_proto(response)
@@ -126,7 +136,9 @@ class Client:
         await self.channel.close()
 
     async def model(self) -> ModelInfo:
-        return wire_model.model_from_proto(await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10))
+        return wire_model.model_from_proto(
+            await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
+        )
 
     async def generate(self, request: TokenRequest) -> list[TokenChunk]:
         call = self.stub.GenerateTokens(wire_requests.request_to_proto(request), timeout=120)

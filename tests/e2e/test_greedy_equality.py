@@ -31,8 +31,15 @@ class Reference:
     """
 
     def __init__(self) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-        self.prompts = [encoding.ids for encoding in AutoTokenizer.from_pretrained(TARGET).backend_tokenizer.encode_batch(texts())]
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            TARGET, dtype=torch.float32
+        )
+        self.prompts = [
+            encoding.ids
+            for encoding in AutoTokenizer.from_pretrained(TARGET).backend_tokenizer.encode_batch(
+                texts()
+            )
+        ]
         ends = self.model.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         self._right: set[tuple[int, ...]] = set()
@@ -40,7 +47,9 @@ class Reference:
     def generate(self, index: int) -> list[int]:
         prompt = self.prompts[index]
         ids = torch.tensor([prompt])
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False
+        )
         return out[0, len(prompt) :].tolist()
 
     def check(self, index: int, tokens: list[int]) -> None:
@@ -48,13 +57,19 @@ class Reference:
         prompt = self.prompts[index]
         if (index, *tokens) in self._right:
             return
-        assert len(tokens) == TOKENS or tokens[-1] in self._ends, f"prompt {index} ends after {len(tokens)} tokens: {tokens}"
+        assert len(tokens) == TOKENS or tokens[-1] in self._ends, (
+            f"prompt {index} ends after {len(tokens)} tokens: {tokens}"
+        )
         assert not self._ends & set(tokens[:-1]), f"prompt {index} goes on behind its end: {tokens}"
         with torch.no_grad():
             logits = self.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        lacking = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+        lacking = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(
+            -1
+        )
         wrong = (lacking > TIE).nonzero().flatten().tolist()
-        assert not wrong, f"prompt {index}: token {wrong[0]} is {tokens[wrong[0]]}, not {logits[wrong[0]].argmax()}"
+        assert not wrong, (
+            f"prompt {index}: token {wrong[0]} is {tokens[wrong[0]]}, not {logits[wrong[0]].argmax()}"
+        )
         self._right.add((index, *tokens))
 
 
@@ -63,14 +78,17 @@ def texts() -> list[str]:
     modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
     sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
     code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]
-    rewrite = [f"{source[1000:1400]}\n\n# The same again:\n{source[1000:1060]}" for source in sources]
+    rewrite = [
+        f"{source[1000:1400]}\n\n# The same again:\n{source[1000:1060]}" for source in sources
+    ]
     names = ["Ada", "Ben", "Chen", "Dora", "Eli"]
     people = [
         f"<|user|>Extract name, age, job and city as JSON: {n}, {30 + i}, works as a baker in Oslo.<|end|><|assistant|>"
         for i, n in enumerate(names)
     ]
     orders = [
-        f"<|user|>List the items as JSON: Order: {i} x lamp at 3.5, {i + 1} x rope at {i}.<|end|><|assistant|>" for i in range(1, 6)
+        f"<|user|>List the items as JSON: Order: {i} x lamp at 3.5, {i + 1} x rope at {i}.<|end|><|assistant|>"
+        for i in range(1, 6)
     ]
     short = ["def ", "import os\n", "class A:\n    ", "    return ", "#"]
     return [*code, *rewrite, *people, *orders, *short]
@@ -105,7 +123,10 @@ def test_the_reference_takes_what_generate_writes_and_nothing_else(reference: Re
                 reference.check(index, wrong)
 
 
-QUICK_AND_SLOW = [pytest.param(name, marks=[] if name == "all at once" else pytest.mark.slow) for name in CONFIGURATIONS]
+QUICK_AND_SLOW = [
+    pytest.param(name, marks=[] if name == "all at once" else pytest.mark.slow)
+    for name in CONFIGURATIONS
+]
 
 
 @pytest.mark.parametrize("name", QUICK_AND_SLOW)
@@ -121,7 +142,9 @@ async def test_in_mixed_batches_of_eight(stack: Stack, reference: Reference, nam
 
     async def one(client: Client, index: int) -> None:
         async with places:
-            reference.check(index, await client.tokens(request(reference.prompts[index], CONFIGURATIONS[name])))
+            reference.check(
+                index, await client.tokens(request(reference.prompts[index], CONFIGURATIONS[name]))
+            )
 
     async with Client(stack.address) as client:
         await asyncio.gather(*(one(client, index) for index in range(len(reference.prompts))))
@@ -131,7 +154,9 @@ async def test_every_configuration_mixed_in_one_batch(stack: Stack, reference: R
     options = list(CONFIGURATIONS.values())
     async with Client(stack.address) as client:
         requests = [request(reference.prompts[index], options[index % 4]) for index in range(16)]
-        for index, tokens in enumerate(await asyncio.gather(*(client.tokens(one) for one in requests))):
+        for index, tokens in enumerate(
+            await asyncio.gather(*(client.tokens(one) for one in requests))
+        ):
             reference.check(index, tokens)
 
 
@@ -155,8 +180,13 @@ async def test_while_drafters_are_killed_and_restarted(stack: Stack, reference: 
         started = time.monotonic()
         while time.monotonic() - started < 12:
             for index in range(0, 40, 8):
-                requests = [request(reference.prompts[i], SpeculationOptions()) for i in range(index, index + 8)]
-                for i, tokens in enumerate(await asyncio.gather(*(client.tokens(one) for one in requests))):
+                requests = [
+                    request(reference.prompts[i], SpeculationOptions())
+                    for i in range(index, index + 8)
+                ]
+                for i, tokens in enumerate(
+                    await asyncio.gather(*(client.tokens(one) for one in requests))
+                ):
                     reference.check(index + i, tokens)
         stopping.set()
         assert await tormentor >= 6

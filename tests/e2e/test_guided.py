@@ -12,7 +12,14 @@ import pytest
 from json_schemas import schemas
 from stack import TARGET, Client, Stack
 
-from outrider.messages import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.messages import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
 from outrider.process import rpc
 from outrider.tokenizer import load_tokenizer
 
@@ -31,10 +38,14 @@ def stack(always_drafting: Stack) -> Stack:
     return always_drafting
 
 
-def guided(value: Any, options: SpeculationOptions, seed: int = 0, temperature: float = 0.7) -> TokenRequest:
+def guided(
+    value: Any, options: SpeculationOptions, seed: int = 0, temperature: float = 0.7
+) -> TokenRequest:
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
     sampling = SamplingParams(temperature, seed=seed)
-    return TokenRequest(PROMPT, 1500, sampling, speculation=options, grammar=grammar, min_chunk_tokens=1500)
+    return TokenRequest(
+        PROMPT, 1500, sampling, speculation=options, grammar=grammar, min_chunk_tokens=1500
+    )
 
 
 async def check(stack: Stack, values: list[Any], options: SpeculationOptions) -> int:
@@ -69,13 +80,19 @@ async def test_two_hundred_schemas_give_valid_json_every_time(stack: Stack, draf
 async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack: Stack) -> None:
     async with Client(stack.address) as client:
         for i, value in enumerate(schemas(6, seed=5)):
-            texts = [await client.tokens(guided(value, options, i, 1.0)) for options in DRAFTERS.values()]
+            texts = [
+                await client.tokens(guided(value, options, i, 1.0)) for options in DRAFTERS.values()
+            ]
             assert texts == [texts[0]] * len(texts)
 
 
-async def test_a_grammar_that_cannot_be_compiled_is_refused_by_name_while_others_go_on(stack: Stack) -> None:
+async def test_a_grammar_that_cannot_be_compiled_is_refused_by_name_while_others_go_on(
+    stack: Stack,
+) -> None:
     async with Client(stack.address) as client:
-        other = asyncio.create_task(client.tokens(guided({"type": "string", "maxLength": 40}, DRAFTERS["none"])))
+        other = asyncio.create_task(
+            client.tokens(guided({"type": "string", "maxLength": 40}, DRAFTERS["none"]))
+        )
         for bad in ({"type": "strange"}, {"not": {}}, {"enum": []}, {"$ref": "http://x.example/y"}):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.tokens(guided(bad, DRAFTERS["none"]))
@@ -84,10 +101,14 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_by_name_while_others
         assert await other
 
 
-async def test_settings_that_leave_nothing_to_say_end_that_request_with_a_reason(stack: Stack) -> None:
+async def test_settings_that_leave_nothing_to_say_end_that_request_with_a_reason(
+    stack: Stack,
+) -> None:
     request = guided({"const": 7}, DRAFTERS["none"])
     banned = tuple(i for i in range(TOKENIZER.get_vocab_size()) if "7" in TOKENIZER.decode([i]))
-    contradiction = TokenRequest(PROMPT, 20, SamplingParams(banned_token_ids=banned), grammar=request.grammar)
+    contradiction = TokenRequest(
+        PROMPT, 20, SamplingParams(banned_token_ids=banned), grammar=request.grammar
+    )
     async with Client(stack.address) as client:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await client.tokens(contradiction)

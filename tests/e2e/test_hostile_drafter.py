@@ -24,7 +24,9 @@ async def a_request(client: Client, drafter: str) -> AsyncIterator[None]:
     """A long request that the drafter is handed; it ends well, whatever the drafter does."""
     options = SpeculationOptions(drafter=drafter)
     request = TokenRequest(PROMPT, 300, GREEDY, ignore_eos=True, speculation=options)
-    plain = asyncio.create_task(client.tokens(replace(request, speculation=SpeculationOptions(enabled=False))))
+    plain = asyncio.create_task(
+        client.tokens(replace(request, speculation=SpeculationOptions(enabled=False)))
+    )
     task = asyncio.create_task(client.tokens(request))
     try:
         yield
@@ -37,18 +39,42 @@ def distribution(ids: list[int], probabilities: list[float]) -> drafts_pb2.Spars
 
 
 BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "an id out of range": ({"token_ids": [4096]}, "proposal.token_ids", r"must be in \[0, 4096\), not 4096"),
+    "an id out of range": (
+        {"token_ids": [4096]},
+        "proposal.token_ids",
+        r"must be in \[0, 4096\), not 4096",
+    ),
     "no tokens": ({"token_ids": []}, "proposal.token_ids", "must hold 1 to 1024 tokens, not 0"),
-    "a parent behind its child": ({"token_ids": [5], "parents": [1]}, "proposal.parents", "at most 0 at place 0, not 1"),
-    "fewer parents than tokens": ({"token_ids": [5, 6], "parents": [0]}, "proposal.parents", "one for each of 2 tokens, not 1"),
+    "a parent behind its child": (
+        {"token_ids": [5], "parents": [1]},
+        "proposal.parents",
+        "at most 0 at place 0, not 1",
+    ),
+    "fewer parents than tokens": (
+        {"token_ids": [5, 6], "parents": [0]},
+        "proposal.parents",
+        "one for each of 2 tokens, not 1",
+    ),
     "fewer confidences than tokens": (
         {"token_ids": [5, 6], "confidences": [0.5]},
         "proposal.confidences",
         "one for each of 2 tokens, not 1",
     ),
-    "a sequence that never was": ({"token_ids": [5], "sequence_id": 10**12}, "proposal.sequence_id", "must be one that was opened"),
-    "a base beyond the commit": ({"token_ids": [5], "base_length": 10_000}, "proposal.base_length", "must be a length from 30"),
-    "a base within the prompt": ({"token_ids": [5], "base_length": 7}, "proposal.base_length", "must be a length from 30"),
+    "a sequence that never was": (
+        {"token_ids": [5], "sequence_id": 10**12},
+        "proposal.sequence_id",
+        "must be one that was opened",
+    ),
+    "a base beyond the commit": (
+        {"token_ids": [5], "base_length": 10_000},
+        "proposal.base_length",
+        "must be a length from 30",
+    ),
+    "a base within the prompt": (
+        {"token_ids": [5], "base_length": 7},
+        "proposal.base_length",
+        "must be a length from 30",
+    ),
     "a negative probability": (
         {"token_ids": [5], "distributions": [distribution([5, 6], [1.5, -0.5])]},
         "proposal.distributions",
@@ -80,8 +106,16 @@ BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
 _QUICK = ("an id out of range", "a proposed token of probability zero")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in _QUICK else pytest.mark.slow) for kind in BAD_PROPOSALS])
-async def test_a_malformed_proposal_ends_that_stream_with_the_reason_and_no_request_suffers(stack: Stack, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in _QUICK else pytest.mark.slow)
+        for kind in BAD_PROPOSALS
+    ],
+)
+async def test_a_malformed_proposal_ends_that_stream_with_the_reason_and_no_request_suffers(
+    stack: Stack, kind: str
+) -> None:
     fields, field, message = BAD_PROPOSALS[kind]
     name = kind.replace(" ", "-")
     async with Client(stack.address) as client, dialled(client, name) as drafter:
@@ -94,11 +128,17 @@ async def test_a_malformed_proposal_ends_that_stream_with_the_reason_and_no_requ
 
 
 async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack) -> None:
-    async with Client(stack.address) as client, dialled(client, "stranger", tokenizer_fingerprint="f00d") as drafter:
+    async with (
+        Client(stack.address) as client,
+        dialled(client, "stranger", tokenizer_fingerprint="f00d") as drafter,
+    ):
         error = await drafter.error()
         assert await drafter.call.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert error.reason is Reason.TOKENIZER_MISMATCH
-        assert error.metadata == {"drafter": "f00d", "target": (await client.model()).tokenizer_fingerprint}
+        assert error.metadata == {
+            "drafter": "f00d",
+            "target": (await client.model()).tokenizer_fingerprint,
+        }
 
 
 @pytest.mark.parametrize(
@@ -109,7 +149,9 @@ async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack)
         ({"family": "x" * 200}, "hello.family"),
     ],
 )
-async def test_a_hello_out_of_range_is_refused_by_the_field_at_fault(stack: Stack, hello: dict[str, Any], field: str) -> None:
+async def test_a_hello_out_of_range_is_refused_by_the_field_at_fault(
+    stack: Stack, hello: dict[str, Any], field: str
+) -> None:
     async with Client(stack.address) as client, dialled(client, "odd", **hello) as drafter:
         assert (await drafter.error()).field == field
 
@@ -136,8 +178,12 @@ async def test_proposals_for_finished_or_older_things_are_ignored(stack: Stack) 
         assert (await drafter.hear()).HasField("welcome")
         async with a_request(client, "late"):
             opened = await drafter.opened()
-            await drafter.propose(sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5])
-        await drafter.propose(sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5])
+            await drafter.propose(
+                sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5]
+            )
+        await drafter.propose(
+            sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5]
+        )
         infos = {info.drafter_id: info for info in (await client.model()).drafters}
         assert infos["late"].connected
 
@@ -168,10 +214,14 @@ async def test_a_lost_drafter_is_told_from_one_that_said_goodbye(stack: Stack) -
         async with dialled(client, "polite") as polite:
             assert (await polite.hear()).HasField("welcome")
             await polite.say(draining=drafts_pb2.Draining(reason="done"))
-            await polite.say(draining=drafts_pb2.Draining(reason="said twice, which changes nothing"))
+            await polite.say(
+                draining=drafts_pb2.Draining(reason="said twice, which changes nothing")
+            )
             await polite.call.done_writing()
             assert await polite.call.read() == grpc.aio.EOF
-        async with dialled(client, "crashed", placement=common_pb2.Placement(kind="local", host="there")) as crashed:
+        async with dialled(
+            client, "crashed", placement=common_pb2.Placement(kind="local", host="there")
+        ) as crashed:
             assert (await crashed.hear()).HasField("welcome")
         await asyncio.sleep(0.3)
         known = {info.drafter_id: info.connected for info in (await client.model()).drafters}

@@ -28,10 +28,15 @@ TEXTS = (
 )
 PROMPTS = [load_tokenizer(TARGET).encode(text).ids for text in TEXTS]
 PLAIN = SpeculationOptions(enabled=False)
-SETTINGS = (SamplingParams(1.0), SamplingParams(0.8, 40, 0.95, min_p=0.02, repetition_penalty=1.1, frequency_penalty=0.2))
+SETTINGS = (
+    SamplingParams(1.0),
+    SamplingParams(0.8, 40, 0.95, min_p=0.02, repetition_penalty=1.1, frequency_penalty=0.2),
+)
 
 
-def request(index: int, options: SpeculationOptions, sampling: SamplingParams = SETTINGS[0]) -> TokenRequest:
+def request(
+    index: int, options: SpeculationOptions, sampling: SamplingParams = SETTINGS[0]
+) -> TokenRequest:
     seeded = replace(sampling, seed=(index + 1) * 0x9E3779B97F4A7C15 % 2**64)  # all of the 64 bits
     return TokenRequest(PROMPTS[index], 48, seeded, speculation=options, ignore_eos=True)
 
@@ -48,34 +53,55 @@ async def client(stack: Stack) -> AsyncIterator[Client]:
 
 
 async def texts(
-    client: Client, options: SpeculationOptions, sampling: SamplingParams = SETTINGS[0], count: int = len(PROMPTS)
+    client: Client,
+    options: SpeculationOptions,
+    sampling: SamplingParams = SETTINGS[0],
+    count: int = len(PROMPTS),
 ) -> list[list[int]]:
     """Of the first `count` prompts, one after the other."""
     return [await client.tokens(request(i, options, sampling)) for i in range(count)]
 
 
 @pytest.mark.parametrize(
-    "sampling", [pytest.param(SETTINGS[0], id="plain"), pytest.param(SETTINGS[1], id="many settings", marks=pytest.mark.slow)]
+    "sampling",
+    [
+        pytest.param(SETTINGS[0], id="plain"),
+        pytest.param(SETTINGS[1], id="many settings", marks=pytest.mark.slow),
+    ],
 )
-async def test_with_each_drafter_both_and_none_alone_and_in_a_batch_of_eight(client: Client, sampling: SamplingParams) -> None:
+async def test_with_each_drafter_both_and_none_alone_and_in_a_batch_of_eight(
+    client: Client, sampling: SamplingParams
+) -> None:
     expected = await texts(client, PLAIN, sampling)
     assert len({tuple(text) for text in expected}) == len(PROMPTS)
-    for options in (SpeculationOptions(drafter="ngram-1"), SpeculationOptions(drafter="model-1"), SpeculationOptions()):
+    for options in (
+        SpeculationOptions(drafter="ngram-1"),
+        SpeculationOptions(drafter="model-1"),
+        SpeculationOptions(),
+    ):
         assert await texts(client, options, sampling, 3) == expected[:3]
-        together = await asyncio.gather(*(client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS))))
+        together = await asyncio.gather(
+            *(client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS)))
+        )
         assert together == expected
 
 
 async def test_the_drafters_really_drafted(client: Client) -> None:
     for drafter in ("ngram-1", "model-1"):
-        stats = [(await client.generate(request(i, SpeculationOptions(drafter=drafter))))[-1].stats for i in range(3)]
+        stats = [
+            (await client.generate(request(i, SpeculationOptions(drafter=drafter))))[-1].stats
+            for i in range(3)
+        ]
         assert sum(found.accepted_token_count for found in stats if found is not None) > 0
 
 
 @pytest.mark.slow
 async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) -> None:
     expected = await texts(client, PLAIN)
-    tasks = [asyncio.create_task(client.tokens(request(i, SpeculationOptions(drafter="model-1")))) for i in range(len(PROMPTS))]
+    tasks = [
+        asyncio.create_task(client.tokens(request(i, SpeculationOptions(drafter="model-1"))))
+        for i in range(len(PROMPTS))
+    ]
     await asyncio.sleep(0.15)
     stack.drafters["model-1"].kill()
     assert await asyncio.gather(*tasks) == expected
@@ -92,7 +118,9 @@ async def test_when_sequences_are_preempted(client: Client) -> None:
     with running(small):
         async with Client(small.address) as one:
             expected = await texts(client, PLAIN)
-            together = await asyncio.gather(*(one.tokens(request(i, SpeculationOptions())) for i in range(len(PROMPTS))))
+            together = await asyncio.gather(
+                *(one.tokens(request(i, SpeculationOptions())) for i in range(len(PROMPTS)))
+            )
         counted = await counters(metrics_port)
     assert together == expected
     assert next(count for name, count in counted.items() if name.endswith("num_preemptions")) > 0

@@ -28,15 +28,21 @@ def verifiers() -> Iterator[tuple[Stack, Stack]]:
         yield first, second
 
 
-async def texts(client: Client, options: SpeculationOptions, sampling: SamplingParams) -> list[list[int]]:
+async def texts(
+    client: Client, options: SpeculationOptions, sampling: SamplingParams
+) -> list[list[int]]:
     """Of all prompts at once."""
-    return await asyncio.gather(*(client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS))))
+    return await asyncio.gather(
+        *(client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS)))
+    )
 
 
 async def accepted(client: Client) -> int:
     """Draft tokens of the shared drafter that stood, of some requests."""
     answers = await asyncio.gather(*(client.generate(request(i, SHARED)) for i in range(4)))
-    return sum(answer[-1].stats.accepted_token_count for answer in answers if answer[-1].stats is not None)
+    return sum(
+        answer[-1].stats.accepted_token_count for answer in answers if answer[-1].stats is not None
+    )
 
 
 async def torment(verifier: Process, until: asyncio.Event) -> int:
@@ -55,17 +61,23 @@ async def torment(verifier: Process, until: asyncio.Event) -> int:
 
 
 @pytest.mark.slow
-async def test_texts_of_both_verifiers_under_load_equal_plain_decoding(verifiers: tuple[Stack, Stack]) -> None:
+async def test_texts_of_both_verifiers_under_load_equal_plain_decoding(
+    verifiers: tuple[Stack, Stack],
+) -> None:
     async with Client(verifiers[0].address) as one, Client(verifiers[1].address) as two:
         for sampling in (GREEDY, SETTINGS[0]):
             expected = await texts(one, PLAIN, sampling)
             for _ in range(2):
-                assert await asyncio.gather(texts(one, SHARED, sampling), texts(two, SHARED, sampling)) == [expected, expected]
+                assert await asyncio.gather(
+                    texts(one, SHARED, sampling), texts(two, SHARED, sampling)
+                ) == [expected, expected]
         assert min(await asyncio.gather(accepted(one), accepted(two))) > 20
 
 
 @pytest.mark.slow
-async def test_a_verifier_that_hangs_dies_and_restarts_costs_the_other_no_drafts(verifiers: tuple[Stack, Stack]) -> None:
+async def test_a_verifier_that_hangs_dies_and_restarts_costs_the_other_no_drafts(
+    verifiers: tuple[Stack, Stack],
+) -> None:
     stays, suffers = verifiers
     stopping = asyncio.Event()
     async with Client(stays.address) as client:

@@ -33,9 +33,18 @@ async def answer_all(url: str) -> None:
             await asyncio.sleep(0.1)
         # Of a draft that holds the end of the text the gateway hears only what comes before the end.
         common = {"max_tokens": 60, "ignore_eos": True}
-        bodies = [{**common, "prompt": prompt, "stream": stream} for prompt in PROMPTS for stream in (True, False)]
-        bodies += [{**common, "prompt": PROMPTS[0], "n": 2, "temperature": temperature} for temperature in (0, 1)]
-        for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)):
+        bodies = [
+            {**common, "prompt": prompt, "stream": stream}
+            for prompt in PROMPTS
+            for stream in (True, False)
+        ]
+        bodies += [
+            {**common, "prompt": PROMPTS[0], "n": 2, "temperature": temperature}
+            for temperature in (0, 1)
+        ]
+        for answer in await asyncio.gather(
+            *(client.post("/v1/completions", json=body) for body in bodies)
+        ):
             assert answer.status_code == 200, answer.text
 
 
@@ -53,8 +62,14 @@ def test_the_gateway_counts_the_drafts_of_its_sequences_as_the_verifier_does() -
         told = counted(httpx.get(f"{url}/metrics").text, "vllm")
         deadline = time.monotonic() + 10
         # The verifier's counters show after its step.
-        while (by_verifier := counted(httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text, "outrider")) != told:
-            assert time.monotonic() < deadline, {k: (told.get(k), v) for k, v in by_verifier.items() if told.get(k) != v}
+        while (
+            by_verifier := counted(
+                httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text, "outrider"
+            )
+        ) != told:
+            assert time.monotonic() < deadline, {
+                k: (told.get(k), v) for k, v in by_verifier.items() if told.get(k) != v
+            }
             time.sleep(0.1)
     finally:
         gateway.stop()

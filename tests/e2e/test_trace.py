@@ -27,9 +27,16 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_spans:
-            known = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
+            known = {
+                attribute.key: attribute.value.string_value
+                for attribute in resource.resource.attributes
+            }
             assert known["service.version"] == __version__
-            self.spans += [(known["service.name"], span) for scope in resource.scope_spans for span in scope.spans]
+            self.spans += [
+                (known["service.name"], span)
+                for scope in resource.scope_spans
+                for span in scope.spans
+            ]
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -45,7 +52,12 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 async def complete(url: str) -> None:
     """One completion, as soon as the gateway takes it."""
-    body = {"model": TARGET, "prompt": "def read_file(path, encoding=None):\n    ", "max_tokens": 64, "temperature": 0}
+    body = {
+        "model": TARGET,
+        "prompt": "def read_file(path, encoding=None):\n    ",
+        "max_tokens": 64,
+        "temperature": 0,
+    }
     deadline = time.monotonic() + 60
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
         while True:
@@ -61,7 +73,13 @@ async def complete(url: str) -> None:
 
 async def hang_up(url: str) -> None:
     """A streamed completion whose client leaves after the first chunk."""
-    body = {"model": TARGET, "prompt": "def read_file(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    body = {
+        "model": TARGET,
+        "prompt": "def read_file(",
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "stream": True,
+    }
     headers = {"traceparent": f"00-{LEFT}-{'b' * 16}-01"}
     async with (
         httpx.AsyncClient(base_url=url, timeout=30) as client,
@@ -80,21 +98,31 @@ async def test_one_request_makes_one_connected_trace() -> None:
         await asyncio.to_thread(stack.wait_ready)
         port = free_port()
         addresses = ["--http-port", str(port), "--grpc-listen", "127.0.0.1:0"]
-        gateway = Process("gateway", "--verifier", stack.address, "--tokenizer", TARGET, *addresses, *tracing)
+        gateway = Process(
+            "gateway", "--verifier", stack.address, "--tokenizer", TARGET, *addresses, *tracing
+        )
         await complete(f"http://127.0.0.1:{port}")
         await hang_up(f"http://127.0.0.1:{port}")
         # Stopping sends what is left.
         await asyncio.to_thread(gateway.stop)
         gateway.log.close()
         await asyncio.to_thread(stack.stop)
-    failed = [(span.name, span.status) for _, span in collector.spans if span.status.code != Status.STATUS_CODE_UNSET]
+    failed = [
+        (span.name, span.status)
+        for _, span in collector.spans
+        if span.status.code != Status.STATUS_CODE_UNSET
+    ]
     assert failed == [], "neither a finished request nor a client that leaves is an error"
     traces = {span.trace_id for service, span in collector.spans if span.name == "generate_tokens"}
     assert bytes.fromhex(LEFT) in traces
     traces.remove(bytes.fromhex(LEFT))
     assert len(traces) == 1
     spans = [(service, span) for service, span in collector.spans if span.trace_id in traces]
-    assert {service for service, _ in spans} == {"outrider-gateway", "outrider-verifier", "outrider-drafter"}
+    assert {service for service, _ in spans} == {
+        "outrider-gateway",
+        "outrider-verifier",
+        "outrider-drafter",
+    }
     names = {(service.removeprefix("outrider-"), span.name) for service, span in spans}
     assert names == {
         ("gateway", f"text_completion {TARGET}"),
@@ -109,11 +137,26 @@ async def test_one_request_makes_one_connected_trace() -> None:
     roots = [(service, span) for service, span in spans if span.parent_span_id not in known]
     assert [service for service, _ in roots] == ["outrider-gateway"]
     proposals = [span for _, span in spans if span.name == "propose"]
-    proposed = [{attribute.key: attribute.value for attribute in span.attributes} for span in proposals]
-    assert {attributes["outrider.family"].string_value for attributes in proposed} == {"ngram", "model"}
+    proposed = [
+        {attribute.key: attribute.value for attribute in span.attributes} for span in proposals
+    ]
+    assert {attributes["outrider.family"].string_value for attributes in proposed} == {
+        "ngram",
+        "model",
+    }
     assert all(attributes["outrider.draft_tokens"].int_value > 0 for attributes in proposed)
     parents = {span.span_id: span.name for _, span in spans}
-    assert {parents[span.parent_span_id] for span in proposals} == {"generate_tokens", "verify"}, "the first follows the prompt"
-    steps = [{attribute.key: attribute.value for attribute in span.attributes} for _, span in spans if span.name == "verify"]
+    assert {parents[span.parent_span_id] for span in proposals} == {"generate_tokens", "verify"}, (
+        "the first follows the prompt"
+    )
+    steps = [
+        {attribute.key: attribute.value for attribute in span.attributes}
+        for _, span in spans
+        if span.name == "verify"
+    ]
     assert all(step["outrider.wait_seconds"].double_value >= 0 for step in steps)
-    assert any("wasted" in step["outrider.lookups"].string_value for step in steps if "outrider.lookups" in step)
+    assert any(
+        "wasted" in step["outrider.lookups"].string_value
+        for step in steps
+        if "outrider.lookups" in step
+    )

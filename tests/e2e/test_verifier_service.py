@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from raw_drafter import dialled  # lies beside this file
 from stack import Client, Process, Stack, free_port, running
 
@@ -35,20 +37,56 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "prompt_logprob_count",
         r"must be in \[0, 20\], not 21",
     ),
-    "more than the context holds": ({"max_tokens": 2046}, "max_tokens", "the model's context holds 2048"),
-    "an id out of range": ({"prompt": [4096]}, "prompt_token_ids", r"must be in \[0, 4096\), not 4096"),
-    "a stop id out of range": ({"stop_token_ids": frozenset({5000})}, "stop_token_ids", r"must be in \[0, 4096\), not 5000"),
-    "too many stop ids": ({"stop_token_ids": frozenset(range(65))}, "stop_token_ids", "must hold at most 64 ids, not 65"),
-    "a negative temperature": ({"sampling": SamplingParams(-1.0)}, "sampling.temperature", r"must be in \[0, 2\], not -1"),
-    "a temperature that is not a number": ({"sampling": SamplingParams(NAN)}, "sampling.temperature", "not nan"),
-    "top_p of zero": ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p", r"must be in \(0, 1\], not 0.0"),
-    "a negative top_k": ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k", r"must be in \[0, 4096\], not -1"),
+    "more than the context holds": (
+        {"max_tokens": 2046},
+        "max_tokens",
+        "the model's context holds 2048",
+    ),
+    "an id out of range": (
+        {"prompt": [4096]},
+        "prompt_token_ids",
+        r"must be in \[0, 4096\), not 4096",
+    ),
+    "a stop id out of range": (
+        {"stop_token_ids": frozenset({5000})},
+        "stop_token_ids",
+        r"must be in \[0, 4096\), not 5000",
+    ),
+    "too many stop ids": (
+        {"stop_token_ids": frozenset(range(65))},
+        "stop_token_ids",
+        "must hold at most 64 ids, not 65",
+    ),
+    "a negative temperature": (
+        {"sampling": SamplingParams(-1.0)},
+        "sampling.temperature",
+        r"must be in \[0, 2\], not -1",
+    ),
+    "a temperature that is not a number": (
+        {"sampling": SamplingParams(NAN)},
+        "sampling.temperature",
+        "not nan",
+    ),
+    "top_p of zero": (
+        {"sampling": SamplingParams(top_p=0.0)},
+        "sampling.top_p",
+        r"must be in \(0, 1\], not 0.0",
+    ),
+    "a negative top_k": (
+        {"sampling": SamplingParams(top_k=-1)},
+        "sampling.top_k",
+        r"must be in \[0, 4096\], not -1",
+    ),
     "too many draft tokens": (
         {"speculation": SpeculationOptions(draft_tokens=65)},
         "speculation.draft_tokens",
         r"must be in \[0, 64\], not 65",
     ),
-    "an unknown drafter": ({"speculation": SpeculationOptions(drafter="nobody")}, "speculation.drafter", "must be one of"),
+    "an unknown drafter": (
+        {"speculation": SpeculationOptions(drafter="nobody")},
+        "speculation.drafter",
+        "must be one of",
+    ),
     "too long a tenant": ({"tenant": "x" * 200}, "tenant", "must be 0 to 128 printable characters"),
 }
 
@@ -61,14 +99,20 @@ async def test_bad_input_is_refused_with_the_field_and_the_limit(stack: Stack, k
             await client.generate(replace(GOOD, **changes))
         error = rpc.error_of(caught.value)
         assert error.field == field
-        expected = grpc.StatusCode.NOT_FOUND if kind == "an unknown drafter" else grpc.StatusCode.INVALID_ARGUMENT
+        expected = (
+            grpc.StatusCode.NOT_FOUND
+            if kind == "an unknown drafter"
+            else grpc.StatusCode.INVALID_ARGUMENT
+        )
         assert caught.value.code() is expected
         assert len(await client.tokens(GOOD)) >= 1
 
 
 async def test_a_client_that_goes_away_frees_its_sequence_within_a_second(stack: Stack) -> None:
     async with Client(stack.address) as client:
-        call = client.stub.GenerateTokens(wire_requests.request_to_proto(replace(GOOD, max_tokens=2000, ignore_eos=True)))
+        call = client.stub.GenerateTokens(
+            wire_requests.request_to_proto(replace(GOOD, max_tokens=2000, ignore_eos=True))
+        )
         await call.read()
         call.cancel()
         deadline = time.monotonic() + 1
@@ -78,12 +122,24 @@ async def test_a_client_that_goes_away_frees_its_sequence_within_a_second(stack:
 
 
 async def test_a_seed_gives_the_same_text_with_any_drafter_and_in_any_batch(stack: Stack) -> None:
-    sampled = replace(GOOD, max_tokens=40, sampling=SamplingParams(0.9, top_k=50, top_p=0.95, seed=7), ignore_eos=True)
+    sampled = replace(
+        GOOD,
+        max_tokens=40,
+        sampling=SamplingParams(0.9, top_k=50, top_p=0.95, seed=7),
+        ignore_eos=True,
+    )
     async with Client(stack.address) as client:
         plain = await client.tokens(replace(sampled, speculation=SpeculationOptions(enabled=False)))
         for drafter in ("", "ngram", "model"):
-            assert await client.tokens(replace(sampled, speculation=SpeculationOptions(drafter=drafter))) == plain
-        others = (client.tokens(replace(sampled, sampling=SamplingParams(1.0, seed=i))) for i in range(7))
+            assert (
+                await client.tokens(
+                    replace(sampled, speculation=SpeculationOptions(drafter=drafter))
+                )
+                == plain
+            )
+        others = (
+            client.tokens(replace(sampled, sampling=SamplingParams(1.0, seed=i))) for i in range(7)
+        )
         assert (await asyncio.gather(client.tokens(sampled), *others))[0] == plain
 
 
@@ -94,7 +150,9 @@ async def test_health_is_told_by_service_and_reflection_lists_them(stack: Stack)
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     with grpc.insecure_channel(stack.address) as channel:
-        services = await asyncio.to_thread(lambda: set(ProtoReflectionDescriptorDatabase(channel).get_services()))
+        services = await asyncio.to_thread(
+            lambda: set(ProtoReflectionDescriptorDatabase(channel).get_services())
+        )
     assert services >= {"outrider.v1.VerifierService", "grpc.health.v1.Health"}
 
 

@@ -36,7 +36,11 @@ def with_ports(text: str) -> str:
     """As the page says it, on ports that are free."""
     http, verifier = (str(free_port("127.0.0.1")) for _ in range(2))
     ports = f"serve --grpc-port 0 --http-port {http} --verifier-port {verifier}"
-    return text.replace("outrider serve", f"outrider {ports}", 1).replace(":8000", f":{http}").replace(":50051", f":{verifier}")
+    return (
+        text.replace("outrider serve", f"outrider {ports}", 1)
+        .replace(":8000", f":{http}")
+        .replace(":50051", f":{verifier}")
+    )
 
 
 def run_commands(commands: str, tmp_path: Path, timeout_s: float) -> str:

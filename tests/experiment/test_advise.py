@@ -11,7 +11,15 @@ from rich.console import Console
 
 from bench.experiment import advice_text
 from bench.experiment.acceptance import acceptances, lookups, share_of_right
-from bench.experiment.advice import LIMITS, BatchAdvice, Simulated, advise, halved, simulating, times_of
+from bench.experiment.advice import (
+    LIMITS,
+    BatchAdvice,
+    Simulated,
+    advise,
+    halved,
+    simulating,
+    times_of,
+)
 from bench.experiment.advise import main
 from bench.experiment.arithmetic import PAYS
 from bench.experiment.machine_costs import at_batch, elsewhere, load
@@ -68,7 +76,9 @@ def test_the_first_line_says_no_half_a_second_away(
 def test_the_first_line_tells_the_batches_that_pay_from_the_others() -> None:
     found = [_fake(1, 1.1), _fake(8, 1.0)]
     line = advice_text.answer("suffix", found)
-    assert line.startswith("Yes at batch 1, no at batch 8: the drafter suffix 2 ms away brings 1.10")
+    assert line.startswith(
+        "Yes at batch 1, no at batch 8: the drafter suffix 2 ms away brings 1.10"
+    )
 
 
 def _fake(batch: int, speed: float) -> BatchAdvice:
@@ -121,7 +131,9 @@ def test_the_simulation_is_near_the_arithmetic_or_the_output_says_why(
     for batch in gpu:
         for place in batch.situation.places:
             share = advice_text.difference(place, batch)
-            ratio = batch.simulated[place.key].speed / batch.arithmetic[place.key].expected.speed - 1.0
+            ratio = (
+                batch.simulated[place.key].speed / batch.arithmetic[place.key].expected.speed - 1.0
+            )
             assert (share is None) == (abs(ratio) <= 0.10)
             if share is not None:
                 assert f"{100 * share:+.0f} % at batch {batch.batch}" in text
@@ -163,7 +175,9 @@ def _shown(found: list[BatchAdvice]) -> str:
 
 
 @pytest.mark.slow
-def test_json_has_all_of_it_and_no_infinity(gpu: list[BatchAdvice], distant: list[BatchAdvice]) -> None:
+def test_json_has_all_of_it_and_no_infinity(
+    gpu: list[BatchAdvice], distant: list[BatchAdvice]
+) -> None:
     for found in (gpu, distant):
         text = json.dumps(advice_text.as_json("model", found), allow_nan=False)
         data = json.loads(text)
@@ -180,7 +194,9 @@ def test_the_limit_is_what_would_bring_most_if_it_were_halved() -> None:
     slow = GPU.drafting["model"].model_copy(update={"token_s": {1: 0.008}})
     asked = situation(0.0, 0.95)
     cases = {
-        "the drafter's speed": replace(asked, costs=GPU.model_copy(update={"drafting": {"model": slow}})),
+        "the drafter's speed": replace(
+            asked, costs=GPU.model_copy(update={"drafting": {"model": slow}})
+        ),
         "the link": situation(30.0, 0.95),
         "acceptance": situation(0.0, 0.5),
         "the target's saturation": situation(0.0, 0.95, 32, CPU),
@@ -276,7 +292,10 @@ BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
         (BASE[2:], "profile: give --profile FILE, or the name of a cost table with --costs"),
         (BASE[:2], "round-trip-ms: must be given"),
         (BASE[:4], "acceptance: give --acceptance, from 0 to 0.99, or --recording"),
-        ([*BASE, "--recording", "x"], "recording: give either --acceptance or --recording, not both"),
+        (
+            [*BASE, "--recording", "x"],
+            "recording: give either --acceptance or --recording, not both",
+        ),
         ([*BASE, "--acceptance", "1.2"], "acceptance: must be less than or equal to 0.99"),
         ([*BASE, "--round-trip-ms", "2000"], "round-trip-ms: must be less than or equal to 1000"),
         ([*BASE, "--batch", "0"], "batch.0: must be greater than or equal to 1"),
@@ -289,7 +308,9 @@ BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
         ([*BASE, "--speed", "2"], "there is no setting --speed"),
     ],
 )
-def test_wrong_input_is_named_with_its_limit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_named_with_its_limit(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2

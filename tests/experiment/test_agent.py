@@ -39,8 +39,18 @@ class Agent:
 @asynccontextmanager
 async def agent(*flags: str) -> AsyncIterator[Agent]:
     """`outrider agent` on a free port of the loopback interface."""
-    command = [sys.executable, "-m", "outrider.launch.cli", "agent", "--listen", "127.0.0.1:0", *flags]
-    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.launch.cli",
+        "agent",
+        "--listen",
+        "127.0.0.1:0",
+        *flags,
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     try:
         line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
@@ -60,7 +70,12 @@ def held(near: Agent) -> AbstractAsyncContextManager[Hosts]:
 def proxy(name: str = "proxy", **more: object) -> tuple[Launch, int]:
     """A light process of Outrider, and the port that it listens on while it runs."""
     control, listen = free_port("127.0.0.1"), free_port("127.0.0.1")
-    arguments = ("--control", f"127.0.0.1:{control}", "--forward", f"127.0.0.1:{listen}=127.0.0.1:1")
+    arguments = (
+        "--control",
+        f"127.0.0.1:{control}",
+        "--forward",
+        f"127.0.0.1:{listen}=127.0.0.1:1",
+    )
     return Launch(name, "bench.experiment.link_process", arguments, **more), control  # type: ignore[arg-type]
 
 
@@ -114,7 +129,9 @@ async def test_a_paused_process_answers_again_after_it_is_resumed() -> None:
         await handle.pause()
         writer.write(b"{}\n")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(reading := asyncio.ensure_future(reader.readline())), 0.5)
+            await asyncio.wait_for(
+                asyncio.shield(reading := asyncio.ensure_future(reader.readline())), 0.5
+            )
         await handle.resume()
         assert b"traffic" in await asyncio.wait_for(reading, PATIENCE_S)
         writer.close()
@@ -130,7 +147,9 @@ async def test_two_agents_stand_for_two_machines() -> None:
             await hosts.named("far").start(first)
             await hosts.named("near").start(second)
             await until(lambda: listens(first_port) and listens(second_port))
-            assert hosts.remote["far"].machine.fingerprint == hosts.remote["near"].machine.fingerprint
+            assert (
+                hosts.remote["far"].machine.fingerprint == hosts.remote["near"].machine.fingerprint
+            )
             assert hosts.here.address == "127.0.0.1"
 
 
@@ -196,7 +215,10 @@ async def test_a_second_controller_is_refused_until_the_first_has_gone() -> None
 
 async def test_an_agent_of_another_commit_is_refused() -> None:
     async with agent() as near:
-        with pytest.raises(OutriderError, match=f"hosts: near runs Outrider of commit {near.commit[:8]}.*, and this is abc"):
+        with pytest.raises(
+            OutriderError,
+            match=f"hosts: near runs Outrider of commit {near.commit[:8]}.*, and this is abc",
+        ):
             async with remote_hosts({"near": near.address}, None, "abc"):
                 pass
 
@@ -223,9 +245,15 @@ REFUSED = [
     (Launch("x", "", ("--loadmodule", "/tmp/x.so"), program="redis-server"), "not '--loadmodule'"),
     (Launch("x", "", ("/tmp/redis.conf",), program="redis-server"), "takes no file of settings"),
     (Launch("x", "gateway", environment={"LD_PRELOAD": "x"}), "environment may set HF_HUB_OFFLINE"),
-    (Launch("x", "gateway", environment={str(i): "" for i in range(17)}), "environment must have at most 16"),
+    (
+        Launch("x", "gateway", environment={str(i): "" for i in range(17)}),
+        "environment must have at most 16",
+    ),
     (Launch("x", "gateway", files={"../x": ""}), "files must have plain names"),
-    (Launch("x", "gateway", files={str(i): "" for i in range(9)}), "files must be at most 8, not 9"),
+    (
+        Launch("x", "gateway", files={str(i): "" for i in range(9)}),
+        "files must be at most 8, not 9",
+    ),
     (Launch("x", "gateway", files={"x": "a" * 65_537}), "files must each have at most 65536 bytes"),
     (Launch("x", "gateway", cores="4000"), "cores must be among"),
     (Launch("x", "gateway", is_container=True), "an agent starts no containers"),
@@ -239,9 +267,18 @@ async def test_an_agent_refuses_whatever_is_not_of_outrider() -> None:
 
 
 async def test_files_reach_the_remote_process_and_no_one_else() -> None:
-    arguments = ("--family", "ngram", "--verifier", "127.0.0.1:1", "--redis", "redis://127.0.0.1:1/0")
+    arguments = (
+        "--family",
+        "ngram",
+        "--verifier",
+        "127.0.0.1:1",
+        "--redis",
+        "redis://127.0.0.1:1/0",
+    )
     arguments += ("--pool-secret-file", "{files}/secret")
-    launch = Launch("drafter", "drafter_svc", arguments, files={"secret": "a secret of 32 bytes and a few more"})
+    launch = Launch(
+        "drafter", "drafter_svc", arguments, files={"secret": "a secret of 32 bytes and a few more"}
+    )
     async with agent() as near, held(near) as hosts:
         handle = await hosts.remote["near"].start(launch)
         path = await asyncio.to_thread(secret_of_child, near.process.pid)
@@ -279,9 +316,28 @@ def openssl(directory: Path, *words: str) -> None:
 def authority(directory: Path) -> Path:
     """A new directory with an authority and a certificate that it signed for 127.0.0.1."""
     directory.mkdir()
-    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    new = (
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    )
     openssl(directory, *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "subjectAltName=IP:127.0.0.1", "-subj", "/CN=agent")
+    signed = (
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-subj",
+        "/CN=agent",
+    )
     openssl(directory, *new, *signed, "-keyout", "key.pem", "-out", "cert.pem")
     return directory
 
@@ -317,7 +373,10 @@ async def test_a_controller_refuses_an_agent_of_another_authority(tmp_path: Path
 
 
 BAD_FLAGS = [
-    (["--listen", "0.0.0.0:7070"], "listen 0.0.0.0:7070 is not on loopback, so it needs mutual TLS"),
+    (
+        ["--listen", "0.0.0.0:7070"],
+        "listen 0.0.0.0:7070 is not on loopback, so it needs mutual TLS",
+    ),
     (["--listen", "7070"], "listen must be host:port with a port of at most 65535, not '7070'"),
     (["--tls-cert", "x"], "tls_key must be given too"),
     (["--tls-cert", "x", "--tls-key", "x", "--tls-ca", "x"], "tls_cert x is not a file"),
@@ -327,14 +386,18 @@ BAD_FLAGS = [
 @pytest.mark.parametrize(("flags", "reason"), BAD_FLAGS, ids=lambda value: str(value)[:30])
 def test_an_agent_that_would_not_be_protected_does_not_start(flags: list[str], reason: str) -> None:
     command = [sys.executable, "-m", "outrider.launch.cli", "agent", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 2
     assert reason in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
 async def test_a_host_beyond_loopback_is_not_dialled_without_tls() -> None:
-    with pytest.raises(OutriderError, match=r"hosts: far 10.0.0.2:7070 is not on loopback, so it needs mutual TLS"):
+    with pytest.raises(
+        OutriderError, match=r"hosts: far 10.0.0.2:7070 is not on loopback, so it needs mutual TLS"
+    ):
         async with remote_hosts({"far": "10.0.0.2:7070"}, None, "abc"):
             pass
 
@@ -375,13 +438,25 @@ def results(directory: Path) -> tuple[Folder, dict[str, Measurement]]:
     [about] = directory.glob("*/run.json")
     folder = Folder(about.parent)
     [cell] = folder.path.glob("cells/*")
-    return folder, {measurement.way: measurement for _, measurement in folder.measurements(cell.name)}
+    return folder, {
+        measurement.way: measurement for _, measurement in folder.measurements(cell.name)
+    }
 
 
 def run_with(*flags: str) -> str:
     """What `outrider experiment run` says when it refuses these flags."""
-    command = [sys.executable, "-m", "outrider.launch.cli", "experiment", "run", "experiments/small.yaml", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.launch.cli",
+        "experiment",
+        "run",
+        "experiments/small.yaml",
+        *flags,
+    ]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 2, ended.stderr
     return ended.stderr
 
@@ -401,5 +476,7 @@ def test_hosts_that_do_not_fit_the_experiment_are_refused(hosts: str, reason: st
 
 def test_a_host_of_the_experiment_without_an_address_is_named() -> None:
     named = Experiment.model_validate(yaml.safe_load(EXPERIMENT))
-    with pytest.raises(OutriderError, match="hosts must give the address of far, which the experiment names"):
+    with pytest.raises(
+        OutriderError, match="hosts must give the address of far, which the experiment names"
+    ):
         check_hosts([named], {"near": "127.0.0.1:1"})

@@ -31,9 +31,18 @@ def pushed(times: Times, acceptance: float, depth: int) -> arithmetic.Estimate:
 
 @pytest.mark.parametrize(
     ("acceptance", "depth", "tokens"),
-    [(0.8, 5, 3.68928), (0.5, 1, 1.5), (0.5, 3, 1.875), (0.0, 8, 1.0), (1.0, 4, 5.0), (0.9, 0, 1.0)],
+    [
+        (0.8, 5, 3.68928),
+        (0.5, 1, 1.5),
+        (0.5, 3, 1.875),
+        (0.0, 8, 1.0),
+        (1.0, 4, 5.0),
+        (0.9, 0, 1.0),
+    ],
 )
-def test_block_efficiency_has_hand_computed_values(acceptance: float, depth: int, tokens: float) -> None:
+def test_block_efficiency_has_hand_computed_values(
+    acceptance: float, depth: int, tokens: float
+) -> None:
     assert block_efficiency(acceptance, depth) == pytest.approx(tokens)
 
 
@@ -89,7 +98,10 @@ def test_no_way_is_slower_than_plain_decoding(times: Times, acceptance: float) -
 def test_hits_never_cost_and_the_verify_step_is_a_bound(times: Times, acceptance: float) -> None:
     synchronous = best(arithmetic.synchronous, times, acceptance).speed
     chain = best(arithmetic.chain, times, acceptance).speed
-    always = max(arithmetic.pushed(times, acceptance, depth, 1.0).speed for depth in range(len(times.verify_s)))
+    always = max(
+        arithmetic.pushed(times, acceptance, depth, 1.0).speed
+        for depth in range(len(times.verify_s))
+    )
     assert synchronous <= chain + 1e-9
     assert chain <= always + 1e-9
 
@@ -99,7 +111,9 @@ def test_the_break_even_round_trip_has_a_closed_form(times: Times, acceptance: f
     depths = range(len(times.verify_s))
     # E·p / (v + d + r) = 1.02, solved for r.
     longest = max(
-        block_efficiency(acceptance, depth) * times.plain_s / PAYS - times.verify_s[depth] - times.draft_s(depth)
+        block_efficiency(acceptance, depth) * times.plain_s / PAYS
+        - times.verify_s[depth]
+        - times.draft_s(depth)
         for depth in depths
         if depth > 0
     )

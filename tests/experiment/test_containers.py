@@ -16,10 +16,20 @@ from bench.experiment.places import StackPlaces
 from bench.experiment.remote import Hosts, ReachableHost
 from outrider.errors import OutriderError
 
-VERIFIER = Launch("verifier-1", "verifier_svc", ("--listen", "10.213.0.2:20000"), cores="0-1", shares=(Path("/models"),))
+VERIFIER = Launch(
+    "verifier-1",
+    "verifier_svc",
+    ("--listen", "10.213.0.2:20000"),
+    cores="0-1",
+    shares=(Path("/models"),),
+)
 GATEWAY = Launch("gateway-1", "gateway", ("--verifier", "10.213.0.2:20000"))
-LINK = Launch("link-wire", "bench.experiment.link_process", ("--forward", "10.213.1.3:20000=10.213.0.2:20000"))
-NGRAM = Launch("near-1", "drafter_svc", ("--family", "ngram", "--verifier", "10.213.1.3:20000", "--cores", "1"))
+LINK = Launch(
+    "link-wire", "bench.experiment.link_process", ("--forward", "10.213.1.3:20000=10.213.0.2:20000")
+)
+NGRAM = Launch(
+    "near-1", "drafter_svc", ("--family", "ngram", "--verifier", "10.213.1.3:20000", "--cores", "1")
+)
 MODEL = Launch("far-1", "drafter_svc", ("--family", "model", "--verifier", "10.213.0.2:20000"))
 REDIS = Launch("redis", "", ("--requirepass", "a$b"), program="redis-server")
 
@@ -27,8 +37,13 @@ REDIS = Launch("redis", "", ("--requirepass", "a$b"), program="redis-server")
 def services(*launches: Launch, **more: Any) -> dict[str, dict[str, Any]]:
     """The services that are written for these processes, each alone in the network core."""
     subnets = Subnets()
-    placed = [Service(launch, {"core": subnets.address("core", i + 1)}, **more) for i, launch in enumerate(launches)]
-    written: dict[str, dict[str, Any]] = yaml.safe_load(compose_file(placed, subnets, Images()))["services"]
+    placed = [
+        Service(launch, {"core": subnets.address("core", i + 1)}, **more)
+        for i, launch in enumerate(launches)
+    ]
+    written: dict[str, dict[str, Any]] = yaml.safe_load(compose_file(placed, subnets, Images()))[
+        "services"
+    ]
     return written
 
 
@@ -42,7 +57,10 @@ def places(found: Project | None, *, compose: bool) -> StackPlaces:
 
 
 def test_each_process_runs_in_the_image_that_has_it() -> None:
-    images = {name: service["image"] for name, service in services(VERIFIER, GATEWAY, LINK, NGRAM, MODEL, REDIS).items()}
+    images = {
+        name: service["image"]
+        for name, service in services(VERIFIER, GATEWAY, LINK, NGRAM, MODEL, REDIS).items()
+    }
     assert images == {
         "verifier-1": "outrider-verifier:dev",
         "gateway-1": "outrider-gateway:dev",
@@ -68,16 +86,24 @@ def test_a_container_can_write_nothing_and_gain_no_rights() -> None:
 
 def test_a_container_has_the_cores_that_the_launch_or_the_drafter_names() -> None:
     written = services(VERIFIER, NGRAM, MODEL)
-    assert [written[name].get("cpuset") for name in ("verifier-1", "near-1", "far-1")] == ["0-1", "1", None]
+    assert [written[name].get("cpuset") for name in ("verifier-1", "near-1", "far-1")] == [
+        "0-1",
+        "1",
+        None,
+    ]
 
 
 def test_memory_of_a_numa_node_needs_the_one_capability_for_it() -> None:
-    launch = Launch("far-1", "drafter_svc", ("--family", "model", "--cores", "0", "--numa-node", "0"))
+    launch = Launch(
+        "far-1", "drafter_svc", ("--family", "model", "--cores", "0", "--numa-node", "0")
+    )
     assert services(launch)["far-1"]["cap_add"] == ["SYS_NICE"]
 
 
 def test_a_process_on_a_gpu_has_that_gpu_and_the_image_for_it() -> None:
-    service = services(Launch("far-1", "drafter_svc", ("--family", "model", "--device", "cuda:1")))["far-1"]
+    service = services(Launch("far-1", "drafter_svc", ("--family", "model", "--device", "cuda:1")))[
+        "far-1"
+    ]
     [device] = service["deploy"]["resources"]["reservations"]["devices"]
     assert service["image"] == "outrider-drafter-model-gpu:dev"
     assert device["device_ids"] == ["1"]
@@ -89,16 +115,28 @@ def test_arguments_reach_the_process_as_they_are() -> None:
 
 
 def test_shared_directories_keep_their_path_and_files_are_read_only(tmp_path: Path) -> None:
-    launch = Launch("near-1", "drafter_svc", ("--family", "ngram", "--pool-secret-file", "{files}/secret"), shares=(tmp_path,))
+    launch = Launch(
+        "near-1",
+        "drafter_svc",
+        ("--family", "ngram", "--pool-secret-file", "{files}/secret"),
+        shares=(tmp_path,),
+    )
     service = services(launch, files=tmp_path)["near-1"]
     assert service["entrypoint"][-1] == f"{FILES_DIRECTORY}/secret"
     shared, files = service["volumes"]
     assert shared == {"type": "bind", "source": str(tmp_path), "target": str(tmp_path)}
-    assert files == {"type": "bind", "source": str(tmp_path), "target": FILES_DIRECTORY, "read_only": True}
+    assert files == {
+        "type": "bind",
+        "source": str(tmp_path),
+        "target": FILES_DIRECTORY,
+        "read_only": True,
+    }
 
 
 def test_a_container_finds_a_relative_path_where_the_caller_has_it() -> None:
-    launch = Launch("verifier-1", "verifier_svc", ("--target", "models/target"), shares=(Path("models/target"),))
+    launch = Launch(
+        "verifier-1", "verifier_svc", ("--target", "models/target"), shares=(Path("models/target"),)
+    )
     service = services(launch)["verifier-1"]
     [shared] = service["volumes"]
     assert shared["source"] == shared["target"] == f"{service['working_dir']}/models/target"
@@ -124,7 +162,9 @@ async def small_stack(directory: Path) -> dict[str, Any]:
     await verifier.start(Launch("gateway-1", "gateway", ("--verifier", address)))
     link = where.host("link-wire", None, False)
     front = f"{link.address}:{await link.free_port()}"
-    await link.start(Launch("link-wire", "bench.experiment.link_process", ("--forward", f"{front}={address}")))
+    await link.start(
+        Launch("link-wire", "bench.experiment.link_process", ("--forward", f"{front}={address}"))
+    )
     for name, dialled in (("far-1", front), ("near-1", address)):
         launch = Launch(name, "drafter_svc", ("--family", "ngram", "--verifier", dialled))
         await where.host(name, None, False).start(launch)
@@ -134,7 +174,9 @@ async def small_stack(directory: Path) -> dict[str, Any]:
 
 async def test_a_drafter_behind_a_link_reaches_nothing_but_the_link(tmp_path: Path) -> None:
     written = await small_stack(tmp_path)
-    networks = {name: set(service.get("networks", {})) for name, service in written["services"].items()}
+    networks = {
+        name: set(service.get("networks", {})) for name, service in written["services"].items()
+    }
     assert networks == {
         "verifier-1": {"core"},
         "gateway-1": set(),
@@ -152,11 +194,17 @@ async def test_a_gateway_shares_the_address_of_its_verifier(tmp_path: Path) -> N
 
 async def test_no_two_containers_have_the_same_address(tmp_path: Path) -> None:
     written = await small_stack(tmp_path)
-    placed = [network["ipv4_address"] for s in written["services"].values() for network in s.get("networks", {}).values()]
+    placed = [
+        network["ipv4_address"]
+        for s in written["services"].values()
+        for network in s.get("networks", {}).values()
+    ]
     assert len(placed) == len(set(placed)) == 5
 
 
-async def test_one_container_beside_processes_is_on_the_network_of_the_machine(tmp_path: Path) -> None:
+async def test_one_container_beside_processes_is_on_the_network_of_the_machine(
+    tmp_path: Path,
+) -> None:
     found = Recorded(tmp_path, ["docker-compose"], httpx.AsyncClient(), Images(), "172.17.0.1")
     where = places(found, compose=False)
     assert isinstance(where.host("verifier-1", None, False), ReachableHost)

@@ -138,7 +138,9 @@ def test_as_many_links_are_bad_as_the_file_says() -> None:
 
 @given(st.data())
 def test_filling_is_choosing_the_least_loaded_one_by_one(data: st.DataObject) -> None:
-    loads = data.draw(st.lists(st.one_of(st.integers(0, 6), st.just(ABSENT)), min_size=1, max_size=6))
+    loads = data.draw(
+        st.lists(st.one_of(st.integers(0, 6), st.just(ABSENT)), min_size=1, max_size=6)
+    )
     arrivals, room = data.draw(st.integers(0, 15)), data.draw(st.integers(1, 9))
     counts = fill(np.array([loads]), np.array([arrivals]), room)[0]
     slowly = np.array(loads)
@@ -174,7 +176,9 @@ def test_the_example_is_as_large_as_it_says() -> None:
         ),
     ],
 )
-def test_a_wrong_file_is_refused_by_the_name_of_the_field(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_file_is_refused_by_the_name_of_the_field(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -197,7 +201,9 @@ def test_findings_name_the_fewest_processes_that_are_as_fast() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("acceptance", "round_trip_ms"), [(0.5, 5.0), (0.8, 0.4)], ids=str)
-def test_it_agrees_with_the_engine_level_simulator(acceptance: float, round_trip_ms: float, tmp_path: Path) -> None:
+def test_it_agrees_with_the_engine_level_simulator(
+    acceptance: float, round_trip_ms: float, tmp_path: Path
+) -> None:
     """At loads between those at which rates are measured, over several verifiers and drafters."""
     rates = tmp_path / "rates.json"
     for verifiers, sequences, drafters in ((1, 3, 1), (1, 12, 1), (2, 20, 1), (1, 20, 4)):

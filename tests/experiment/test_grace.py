@@ -63,7 +63,9 @@ def test_a_way_of_drafting_that_the_table_lacks_is_named() -> None:
     strange = cell.experiment.drafters["gpu"].model_copy(update={"cost": "abacus"})
     drafters = {**cell.experiment.drafters, "gpu": strange}
     experiment = cell.experiment.model_copy(update={"drafters": drafters})
-    with pytest.raises(ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-on-target"):
+    with pytest.raises(
+        ValueError, match=r"drafters\.gpu\.cost: must be one of model, model-on-target"
+    ):
         Predictor([profile_of(GRACE)]).measurement(Cell({}, experiment, False), DRAFTED)
 
 
@@ -89,5 +91,7 @@ def test_the_gpu_drafts_faster_than_grace_and_grace_faster_than_none() -> None:
 
 def _cells(drafter: str, batch: int) -> list[Cell]:
     point = {"use": [drafter], "workload.batch": batch}
-    data = GRACE.model_dump(mode="json") | {"sweep": {path: [value] for path, value in point.items()}}
+    data = GRACE.model_dump(mode="json") | {
+        "sweep": {path: [value] for path, value in point.items()}
+    }
     return Experiment.model_validate({**data, "baseline": {}}).cells()

@@ -36,7 +36,9 @@ def test_a_large_batch_is_bound_by_arithmetic_and_a_small_one_by_memory() -> Non
     model, device = hardware.MODELS["llama-8b"], hardware.H100
     small = hardware.forward_s(device, 1, model, 1, 1)
     assert hardware.forward_s(device, 1, model, 1, 9) == small
-    assert hardware.forward_s(device, 1, model, 128, 1152) == pytest.approx(0.0003 + 1152 * 16e9 / (0.8 * 989.4e12))
+    assert hardware.forward_s(device, 1, model, 128, 1152) == pytest.approx(
+        0.0003 + 1152 * 16e9 / (0.8 * 989.4e12)
+    )
 
 
 def test_unknown_hardware_and_models_are_named(capsys: pytest.CaptureFixture[str]) -> None:

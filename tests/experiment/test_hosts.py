@@ -24,7 +24,9 @@ async def _said(handle: Handle, line: str) -> None:
 
 
 async def test_stop_ends_a_process_by_sigterm_even_when_it_is_paused() -> None:
-    handle = await LocalHost().start(_python("print('up', flush=True)\nimport time\ntime.sleep(60)"))
+    handle = await LocalHost().start(
+        _python("print('up', flush=True)\nimport time\ntime.sleep(60)")
+    )
     await _said(handle, "up")
     await handle.pause()
     await handle.stop()
@@ -52,7 +54,9 @@ async def test_a_paused_process_uses_no_cpu_time_until_it_is_resumed() -> None:
 
 async def test_a_process_reads_the_files_of_its_launch() -> None:
     code = "import sys; print(open(sys.argv[1]).read(), flush=True)"
-    launch = Launch("child", "", ("-c", code, f"{FILES}/secret"), sys.executable, files={"secret": "sesame"})
+    launch = Launch(
+        "child", "", ("-c", code, f"{FILES}/secret"), sys.executable, files={"secret": "sesame"}
+    )
     handle = await LocalHost().start(launch)
     await _said(handle, "sesame")
     await handle.stop()

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from bench.experiment.load import Played, _events, digest, timeline
 from bench.ways import Sample
 
-_EVENTS = [{"choices": [{"text": f"wörd {i}\n"}], "usage": {"completion_tokens": i}} for i in range(1, 6)]
+_EVENTS = [
+    {"choices": [{"text": f"wörd {i}\n"}], "usage": {"completion_tokens": i}} for i in range(1, 6)
+]
 _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
     + b"".join(b"data: " + json.dumps(event).encode() + b"\r\n\r\n" for event in _EVENTS)

@@ -23,7 +23,9 @@ def test_two_looks_at_this_machine_have_one_fingerprint() -> None:
 
 def _git(directory: Path, *words: str) -> None:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "-C", str(directory), *identity, *words], check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-C", str(directory), *identity, *words], check=True, capture_output=True
+    )
 
 
 def test_a_commit_is_told_from_the_same_one_with_changes(tmp_path: Path) -> None:
@@ -50,8 +52,12 @@ def test_a_commit_is_told_from_the_same_one_with_changes(tmp_path: Path) -> None
         ({"family": "model", "device": "cuda:77"}, r"drafters\.near\.device"),
     ],
 )
-def test_what_this_machine_lacks_is_refused_by_its_field(drafter: dict[str, object], problem: str) -> None:
-    experiment = Experiment.model_validate({"name": "small", "drafters": {"near": drafter}, "use": ["near"]})
+def test_what_this_machine_lacks_is_refused_by_its_field(
+    drafter: dict[str, object], problem: str
+) -> None:
+    experiment = Experiment.model_validate(
+        {"name": "small", "drafters": {"near": drafter}, "use": ["near"]}
+    )
     with pytest.raises(OutriderError, match=problem):
         machine.check(experiment)
 

@@ -41,7 +41,9 @@ def cell(**more: Any) -> Cell:
 def scenario(tmp_path: Path, way: str = DRAFTED, **more: Any) -> Scenario:
     experiment = cell(**more).experiment
     load = load_of(experiment, load_tokenizer("models/target"))
-    (tmp_path / "requests.jsonl").write_text("\n".join(json.dumps({"prompt_tokens": 1, "output_tokens": 1}) for _ in range(9)))
+    (tmp_path / "requests.jsonl").write_text(
+        "\n".join(json.dumps({"prompt_tokens": 1, "output_tokens": 1}) for _ in range(9))
+    )
     return scenario_of(experiment, way, made_up_profile(), load, tmp_path)
 
 
@@ -69,7 +71,9 @@ def test_a_drafter_on_the_targets_core_takes_all_of_its_time_from_forwards(tmp_p
 
 def test_a_container_on_the_targets_core_looks_like_another_host(tmp_path: Path) -> None:
     drafters = {"boxed": {**DRAFTERS["pinned"], "container": True}}
-    [drafter] = scenario(tmp_path, drafters=drafters, use=["boxed"], target={"threads": 1, "cores": "0"}).drafters
+    [drafter] = scenario(
+        tmp_path, drafters=drafters, use=["boxed"], target={"threads": 1, "cores": "0"}
+    ).drafters
     assert (drafter.on_target_cores, drafter.interference) == (False, 1.0)
 
 
@@ -87,12 +91,16 @@ def test_a_shared_drafter_has_a_connection_for_each_verifier(tmp_path: Path) -> 
     found = scenario(tmp_path, drafters=drafters, use=["all"], target={"threads": 1, "count": 3})
     assert found.sequences == [3]
     assert sorted({drafter.process for drafter in found.drafters}) == ["all-1", "all-2"]
-    assert sorted(drafter.verifier for drafter in found.drafters) == [f"verifier-{i}" for i in (1, 1, 2, 2, 3, 3)]
+    assert sorted(drafter.verifier for drafter in found.drafters) == [
+        f"verifier-{i}" for i in (1, 1, 2, 2, 3, 3)
+    ]
 
 
 def test_verifiers_that_share_cores_slow_each_other_down(tmp_path: Path) -> None:
     one = load_costs(scenario(tmp_path, PLAIN).costs).forward_s(1, 1)
-    four = load_costs(scenario(tmp_path, "idle", target={"threads": 1, "count": 4}).costs).forward_s(1, 1)
+    four = load_costs(
+        scenario(tmp_path, "idle", target={"threads": 1, "count": 4}).costs
+    ).forward_s(1, 1)
     assert four == pytest.approx(2 * one)
 
 
@@ -127,7 +135,9 @@ def test_requests_of_verifiers_that_serve_together_take_turns() -> None:
     assert len(two.measured) == 2 * len(one.measured)
     assert two.measured[::2] == one.measured
     turns = {**workload, "verifiers": "in-turn"}
-    assert load_of(cell(workload=turns, target={"threads": 1, "count": 2}).experiment, tokenizer) == Load(one.warm_up, one.measured)
+    assert load_of(
+        cell(workload=turns, target={"threads": 1, "count": 2}).experiment, tokenizer
+    ) == Load(one.warm_up, one.measured)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +170,9 @@ def test_what_a_profile_cannot_predict_is_named(given: dict[str, Any], complaint
 
 def test_a_prediction_repeats_bit_for_bit() -> None:
     given = {"use": ["words", "near"], "links": {"wire": {"round_trip_ms": 1, "jitter_ms": 1}}}
-    first, second = (Predictor([made_up_profile()]).measurement(cell(**given), DRAFTED) for _ in range(2))
+    first, second = (
+        Predictor([made_up_profile()]).measurement(cell(**given), DRAFTED) for _ in range(2)
+    )
     assert first.as_json() == second.as_json()
     assert first.samples[0].counters["spec_decode_num_drafts"] > 0
     assert first.links["wire"].up_bytes > 0
@@ -171,11 +183,15 @@ def test_plain_decoding_is_predicted_as_the_table_says() -> None:
     found = Predictor([made_up_profile(costs=costs)]).measurement(cell(), PLAIN)
     [sample] = found.samples
     # Beside the forward a step takes 0.15 ms of the host.
-    assert sample.counters["step_seconds_sum"] / sample.counters["step_seconds_count"] == pytest.approx(0.00415, rel=0.15)
+    assert sample.counters["step_seconds_sum"] / sample.counters[
+        "step_seconds_count"
+    ] == pytest.approx(0.00415, rel=0.15)
     assert sample.tokens == sample.counters["generation_tokens"]
 
 
-def test_predictions_are_written_beside_a_run_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_are_written_beside_a_run_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, profile, run = tmp_path / "e.yaml", tmp_path / "p.json", Folder(tmp_path / "run")
     text = json.dumps(cell(use=[]).experiment.model_dump(mode="json"))
     file.write_text(text)
@@ -191,7 +207,9 @@ def test_predictions_are_written_beside_a_run_and_compared(tmp_path: Path, capsy
     assert "+10.0" in capsys.readouterr().out
 
 
-def test_a_run_of_another_experiment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_another_experiment_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, profile, run = tmp_path / "e.yaml", tmp_path / "p.json", Folder(tmp_path / "run")
     file.write_text(json.dumps(cell().experiment.model_dump(mode="json")))
     made_up_profile().save(profile)

@@ -23,7 +23,9 @@ async def _never() -> bool:
 async def test_a_process_that_ends_while_others_start_is_an_error_with_its_last_words() -> None:
     processes = Processes()
     await processes.start(LocalHost(), _python("fine", _SLEEP))
-    await processes.start(LocalHost(), _python("broken", "print('no model here'); raise SystemExit(3)"))
+    await processes.start(
+        LocalHost(), _python("broken", "print('no model here'); raise SystemExit(3)")
+    )
     with pytest.raises(StackFailed, match=r"broken ended\n.*no model here\n.*ended with status 3"):
         await processes.until("the stack", _never)
     await processes.stop()

@@ -27,7 +27,9 @@ def test_a_profiles_file_round_trips(tmp_path: Path) -> None:
         (("serving", 0), r"serving\.0\.bogus: Extra inputs"),
     ],
 )
-def test_an_unknown_key_in_a_profile_is_refused(tmp_path: Path, place: tuple[str | int, ...], complaint: str) -> None:
+def test_an_unknown_key_in_a_profile_is_refused(
+    tmp_path: Path, place: tuple[str | int, ...], complaint: str
+) -> None:
     data = made_up_profile().model_dump(mode="json")
     inner = data
     for name in place:
@@ -77,7 +79,9 @@ def test_a_mean_steps_forward_is_priced_with_its_drafts_and_prompts() -> None:
         "draft_tokens": 8.0,
         "prompt_tokens": 10.0,
     }
-    assert expected_s(Step.model_validate(given), Costs.model_validate(COSTS)) == pytest.approx(0.005 + 10 * 0.00002)
+    assert expected_s(Step.model_validate(given), Costs.model_validate(COSTS)) == pytest.approx(
+        0.005 + 10 * 0.00002
+    )
 
 
 def test_a_directory_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:

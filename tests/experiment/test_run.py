@@ -71,8 +71,12 @@ def test_a_link_carried_what_its_counters_grew_by() -> None:
     assert _carried({"wire": before}, {"wire": after}) == {"wire": LinkTraffic(5, 20, 0, 2)}
 
 
-@pytest.mark.parametrize(("content", "problem"), [("name: [", "file.yaml"), ("name: a\ncolour: 1\n", "colour")])
-def test_a_wrong_file_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, problem: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"), [("name: [", "file.yaml"), ("name: a\ncolour: 1\n", "colour")]
+)
+def test_a_wrong_file_ends_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, problem: str
+) -> None:
     (tmp_path / "file.yaml").write_text(content)
     with pytest.raises(SystemExit) as raised:
         main([str(tmp_path / "file.yaml")])
@@ -81,9 +85,22 @@ def test_a_wrong_file_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def _start(out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "outrider.launch.cli", "experiment", "run", str(_SMALL), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.launch.cli",
+        "experiment",
+        "run",
+        str(_SMALL),
+        "--out",
+        str(out),
+    ]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
     )
 
 
@@ -92,7 +109,9 @@ def _saved(out: Path) -> dict[Path, int]:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_stopped_and_every_way_writes_the_same_texts(tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_where_it_stopped_and_every_way_writes_the_same_texts(
+    tmp_path: Path,
+) -> None:
     first = _start(tmp_path)
     deadline = time.monotonic() + 240
     while len(_saved(tmp_path)) < 3 and first.poll() is None:

@@ -17,7 +17,10 @@ _YEAR_S = 4e9  # after whatever `clear` was called at
 
 def _span(name: str, trace: bytes, began: float, ended: float, **seconds: float) -> Span:
     span = Span(name=name, trace_id=trace)
-    span.start_time_unix_nano, span.end_time_unix_nano = round((_YEAR_S + began) * 1e9), round((_YEAR_S + ended) * 1e9)
+    span.start_time_unix_nano, span.end_time_unix_nano = (
+        round((_YEAR_S + began) * 1e9),
+        round((_YEAR_S + ended) * 1e9),
+    )
     for key, value in seconds.items():
         span.attributes.add(key=f"outrider.{key}_seconds").value.double_value = value
     return span
@@ -63,8 +66,16 @@ async def test_steps_from_before_do_not_count_when_their_spans_come_late() -> No
     assert await _received(_span("verify", b"a", -_YEAR_S + 5.0, -_YEAR_S + 6.0, forward=1.0)) == {}
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=6), st.integers(0, 25), st.integers(25, 50))
-def test_an_overlap_counts_every_moment_once(pairs: list[tuple[int, int]], began: int, ended: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=6),
+    st.integers(0, 25),
+    st.integers(25, 50),
+)
+def test_an_overlap_counts_every_moment_once(
+    pairs: list[tuple[int, int]], began: int, ended: int
+) -> None:
     intervals = [(float(min(pair)), float(max(pair))) for pair in pairs]
-    covered = {at for low, high in intervals for at in range(int(low), int(high)) if began <= at < ended}
+    covered = {
+        at for low, high in intervals for at in range(int(low), int(high)) if began <= at < ended
+    }
     assert overlap_s((float(began), float(ended)), intervals) == len(covered)

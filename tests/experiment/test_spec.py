@@ -56,22 +56,48 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
         ({"links": {"wire": {"loss": 1.0}}}, "links.wire.loss: Input should be less than 1"),
         ({"links": {}}, "drafters.far.link: must be one of"),
         ({"use": ["middle"]}, "use: must be one of near, far, not 'middle'"),
-        ({"drafters": {"redis": {}}, "use": ["redis"]}, "drafters.redis: the name is that of another process"),
-        ({"drafters": {"near": {"transport": "unix", "link": "wire"}}, "use": ["near"]}, "transport unix takes no link"),
-        ({"workload": {"kinds": ["poems"]}}, "kinds must be of code, rewriting, json, chat, not 'poems'"),
-        ({"events": [{"at": 1, "who": "near", "what": "reset"}]}, "events.0.who, for reset: must be one of wire"),
-        ({"events": [{"at": 1, "who": "wire", "what": "outage"}]}, "seconds must be given with outage"),
+        (
+            {"drafters": {"redis": {}}, "use": ["redis"]},
+            "drafters.redis: the name is that of another process",
+        ),
+        (
+            {"drafters": {"near": {"transport": "unix", "link": "wire"}}, "use": ["near"]},
+            "transport unix takes no link",
+        ),
+        (
+            {"workload": {"kinds": ["poems"]}},
+            "kinds must be of code, rewriting, json, chat, not 'poems'",
+        ),
+        (
+            {"events": [{"at": 1, "who": "near", "what": "reset"}]},
+            "events.0.who, for reset: must be one of wire",
+        ),
+        (
+            {"events": [{"at": 1, "who": "wire", "what": "outage"}]},
+            "seconds must be given with outage",
+        ),
         ({"sweep": {"links.fog.loss": [0]}}, "sweep.links.fog.loss: there is no such place"),
-        ({"sweep": {"links.wire.loss": [0, 2]}}, "sweep, at links.wire.loss = 2: links.wire.loss: Input should be less"),
+        (
+            {"sweep": {"links.wire.loss": [0, 2]}},
+            "sweep, at links.wire.loss = 2: links.wire.loss: Input should be less",
+        ),
         ({"sweep": {"links.wire.los": [0]}}, "links.wire.los: Extra inputs"),
         ({"sweep": {"use": [["middle"]]}}, "use: must be one of near, far, not 'middle'"),
         ({"scene": "storm"}, r"scene: must be one of \(none\), not 'storm'"),
-        ({"scenes": {"storm": [{"at": 1, "who": "near", "what": "reset"}]}}, "scenes.storm.0.who, for reset"),
-        ({"sweep": {"question": ["a?", "a!"]}}, "sweep: two cells would have the name 'question=a-'"),
+        (
+            {"scenes": {"storm": [{"at": 1, "who": "near", "what": "reset"}]}},
+            "scenes.storm.0.who, for reset",
+        ),
+        (
+            {"sweep": {"question": ["a?", "a!"]}},
+            "sweep: two cells would have the name 'question=a-'",
+        ),
         ({"baseline": {"use": ["near"]}}, "baseline: must be one of"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_field(tmp_path: Path, more: dict[str, Any], problem: str) -> None:
+def test_a_wrong_file_is_refused_with_its_field(
+    tmp_path: Path, more: dict[str, Any], problem: str
+) -> None:
     path = _written(tmp_path, _experiment(**more))
     with pytest.raises(ValueError, match=problem) as raised:
         load(path)
@@ -83,13 +109,18 @@ def test_a_wrong_file_is_refused_with_its_field(tmp_path: Path, more: dict[str, 
     [
         ({"target": {"model": "models/absent"}}, r"target\.model.*models/absent"),
         ({"target": {"settings": {"draft_token": "auto"}}}, r"target\.settings.*draft_token"),
-        ({"drafters": {"far": {"settings": {"max_draft_len": 0}}}}, r"drafters\.far.*max-draft-len"),
+        (
+            {"drafters": {"far": {"settings": {"max_draft_len": 0}}}},
+            r"drafters\.far.*max-draft-len",
+        ),
         ({"drafters": {"far": {"family": "oracle"}}}, r"drafters\.far\.family.*oracle"),
         ({"drafters": {"far": {"container": True}}}, "container.*far-1 needs a container engine"),
         ({"drafters": {"far": {"host": "elsewhere"}}}, "host.*elsewhere of far-1 needs --hosts"),
     ],
 )
-def test_what_no_process_would_take_is_refused_before_any_starts(more: dict[str, Any], problem: str) -> None:
+def test_what_no_process_would_take_is_refused_before_any_starts(
+    more: dict[str, Any], problem: str
+) -> None:
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
         check(experiment, LocalPlaces())
@@ -121,7 +152,11 @@ def test_the_cells_of_a_baseline_are_marked() -> None:
 def test_a_sweep_over_scenes_adds_the_events_of_each_to_its_cell() -> None:
     cut = {"at": 2, "who": "wire", "what": "reset"}
     always = {"at": 1, "who": "far", "what": "leave"}
-    wanted = {"events": [always], "scenes": {"calm": [], "cut": [cut]}, "sweep": {"scene": ["calm", "cut"]}}
+    wanted = {
+        "events": [always],
+        "scenes": {"calm": [], "cut": [cut]},
+        "sweep": {"scene": ["calm", "cut"]},
+    }
     calm, cut_off = Experiment.model_validate(_experiment(**wanted)).cells()
     assert [event.what for event in calm.experiment.events] == ["leave"]
     assert [event.what for event in cut_off.experiment.events] == ["leave", "reset"]

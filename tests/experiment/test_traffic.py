@@ -29,7 +29,13 @@ def test_closed_arrivals_have_waves_and_lengths_around_the_mean(tokenizer: Token
     assert min(lengths) >= 32
     assert max(lengths) <= 96
     assert abs(mean(lengths) - 64) < 2
-    assert [request.kind for request in requests[:5]] == ["code", "rewriting", "json", "chat", "code"]
+    assert [request.kind for request in requests[:5]] == [
+        "code",
+        "rewriting",
+        "json",
+        "chat",
+        "code",
+    ]
 
 
 def test_verifiers_in_turn_get_the_same_requests_and_others_do_not(tokenizer: Tokenizer) -> None:
@@ -40,7 +46,9 @@ def test_verifiers_in_turn_get_the_same_requests_and_others_do_not(tokenizer: To
 
 def test_prompts_for_warming_up_are_never_measured(tokenizer: Tokenizer) -> None:
     workload = _workload(batch=16, waves=8)
-    measured = {tuple(r.prompt) for verifier in range(4) for r in requests_of(workload, tokenizer, verifier)}
+    measured = {
+        tuple(r.prompt) for verifier in range(4) for r in requests_of(workload, tokenizer, verifier)
+    }
     assert not measured & {tuple(r.prompt) for r in warm_up_of(workload, tokenizer)}
 
 
@@ -56,10 +64,17 @@ def test_a_recording_gives_times_and_lengths(tokenizer: Tokenizer, tmp_path: Pat
     path = tmp_path / "trace.jsonl"
     path.write_text('{"time": 0.5, "prompt_tokens": 700, "output_tokens": 3, "kind": "code"}\n')
     [request] = requests_of(_workload(arrivals="recorded", recording=path), tokenizer)
-    assert (request.at, request.kind, len(request.prompt), request.output_tokens) == (0.5, "code", 700, 3)
+    assert (request.at, request.kind, len(request.prompt), request.output_tokens) == (
+        0.5,
+        "code",
+        700,
+        3,
+    )
 
 
-def test_a_recording_with_an_unknown_key_is_refused_by_its_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_recording_with_an_unknown_key_is_refused_by_its_line(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"prompt_tokens": 7, "output_tokens": 3, "color": 1}\n')
     with pytest.raises(ValueError, match=r"workload\.recording: .*line 1"):

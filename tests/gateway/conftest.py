@@ -36,7 +36,9 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
         max_sequences=8,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "_POLL_READY_S", 0.05)  # so that a test need not wait a second to see a change
+        patch.setattr(
+            routing, "_POLL_READY_S", 0.05
+        )  # so that a test need not wait a second to see a change
         async with running_rig(settings, script, prompts) as rig:
             yield rig
     await server.stop(0)

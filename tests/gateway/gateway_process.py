@@ -39,16 +39,28 @@ class GatewayProcess:
 
 
 @asynccontextmanager
-async def gateway_process(prompts: Prompts, log: Path, *arguments: str, tokenizer: str = TARGET) -> AsyncIterator[GatewayProcess]:
+async def gateway_process(
+    prompts: Prompts, log: Path, *arguments: str, tokenizer: str = TARGET
+) -> AsyncIterator[GatewayProcess]:
     """One that is ready; its log is written to a file."""
     script = Script(ready(prompts.fingerprint), echo)
     server = rpc.Server("outrider.v1.VerifierService")
     serve_verifier(ScriptedVerifier(script), server.grpc)
     [port] = await server.start("127.0.0.1:0")
-    command = [sys.executable, "-m", "gateway", "--verifier", f"127.0.0.1:{port}", "--tokenizer", tokenizer]
+    command = [
+        sys.executable,
+        "-m",
+        "gateway",
+        "--verifier",
+        f"127.0.0.1:{port}",
+        "--tokenizer",
+        tokenizer,
+    ]
     command += ["--http-port", "0", "--grpc-listen", "127.0.0.1:0", *arguments]
     with log.open("w") as errors:
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=errors, env=os.environ)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=errors, env=os.environ
+        )
     try:
         assert process.stdout is not None
         words = (await process.stdout.readline()).decode().split()

@@ -36,7 +36,13 @@ class Rig:
     client: openai.AsyncOpenAI
     generation: generation_pb2_grpc.GenerationServiceAsyncStub
 
-    def says(self, text: str, chunk: int = 1, reason: FinishReason = FinishReason.STOP, pause_s: float = 0.0) -> list[int]:
+    def says(
+        self,
+        text: str,
+        chunk: int = 1,
+        reason: FinishReason = FinishReason.STOP,
+        pause_s: float = 0.0,
+    ) -> list[int]:
         """Let the verifier answer every request with a text, some tokens at a time; the text's ids."""
         ids = self.prompts.tokenizer.encode(text).ids
         pieces = [ids[at : at + chunk] for at in range(0, len(ids), chunk)]
@@ -64,15 +70,26 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
 
 
 @contextlib.asynccontextmanager
-async def running_rig(settings: GatewaySettings, script: Script, prompts: Prompts) -> AsyncIterator[Rig]:
+async def running_rig(
+    settings: GatewaySettings, script: Script, prompts: Prompts
+) -> AsyncIterator[Rig]:
     """A gateway of its own with its clients."""
     async with (
         running(settings, Metrics()) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url) as http,
-        openai.AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{gateway.http_url}/v1", api_key="any", max_retries=0
+        ) as client,
     ):
         channel = rpc.dial(gateway.grpc_address)
-        yield Rig(gateway, script, prompts, http, client, generation_pb2_grpc.GenerationServiceStub(channel))
+        yield Rig(
+            gateway,
+            script,
+            prompts,
+            http,
+            client,
+            generation_pb2_grpc.GenerationServiceStub(channel),
+        )
         await channel.close()
 
 
@@ -81,5 +98,7 @@ def model_with_template(folder: Path, template: object, **config: object) -> str
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(Path(TARGET) / name, folder)
     known = json.loads((Path(TARGET) / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(known | {"chat_template": template} | config))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(known | {"chat_template": template} | config)
+    )
     return str(folder)

@@ -11,7 +11,15 @@ import grpc
 
 from outrider.errors import OutriderError
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import FinishReason, ModelInfo, SpeculationStats, Stage, TokenChunk, TokenRequest, TokenSource
+from outrider.messages import (
+    FinishReason,
+    ModelInfo,
+    SpeculationStats,
+    Stage,
+    TokenChunk,
+    TokenRequest,
+    TokenSource,
+)
 from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model
@@ -43,14 +51,18 @@ def serve_verifier(servicer: ScriptedVerifier, server: grpc.aio.Server) -> None:
     token_streams_pb2_grpc.add_TokenStreamServiceServicer_to_server(servicer, server)
 
 
-class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer):
+class ScriptedVerifier(
+    verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer
+):
     """Plays a script."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
 
     @rpc.reports_errors
-    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Any) -> verifier_pb2.GetModelResponse:
+    async def GetModel(
+        self, request: verifier_pb2.GetModelRequest, context: Any
+    ) -> verifier_pb2.GetModelResponse:
         if self.script.unreachable:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         return wire_model.model_to_proto(self.script.info)
@@ -61,7 +73,10 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
     ) -> None:
         self.script.stream_count += 1
         stream = TokenStream(self._generate, aiter(request_iterator), context)
-        serving, hung_up = asyncio.ensure_future(stream.run()), asyncio.ensure_future(self._hang_up(stream))
+        serving, hung_up = (
+            asyncio.ensure_future(stream.run()),
+            asyncio.ensure_future(self._hang_up(stream)),
+        )
         try:
             await serving
         finally:
@@ -79,7 +94,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
     ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
         script = self.script
         info = script.info
-        asked = wire_requests.request_from_proto(request, vocab_size=info.vocab_size, context_length=info.context_length)
+        asked = wire_requests.request_from_proto(
+            request, vocab_size=info.vocab_size, context_length=info.context_length
+        )
         script.requests.append(asked)
         script.traceparents += [traceparent] if traceparent else []
         script.running += 1
@@ -103,7 +120,12 @@ def plain(token_ids: list[int]) -> TokenChunk:
     return TokenChunk(token_ids, [TokenSource.PLAIN] * len(token_ids))
 
 
-def last(token_ids: list[int], reason: FinishReason, stats: SpeculationStats | None = None, cached: int = 0) -> TokenChunk:
+def last(
+    token_ids: list[int],
+    reason: FinishReason,
+    stats: SpeculationStats | None = None,
+    cached: int = 0,
+) -> TokenChunk:
     """The chunk that ends a sequence."""
     return TokenChunk(
         token_ids,

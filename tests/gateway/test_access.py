@@ -56,11 +56,18 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("host", "bound", "allowed", "accepted"), HOSTS)
-async def test_a_host_is_this_gateways_or_foreign(host: str, bound: str, allowed: list[str], accepted: bool) -> None:
-    assert host_allowed(host, allowed_hosts(settings(http_host=bound, allowed_hosts=allowed))) is accepted
+async def test_a_host_is_this_gateways_or_foreign(
+    host: str, bound: str, allowed: list[str], accepted: bool
+) -> None:
+    assert (
+        host_allowed(host, allowed_hosts(settings(http_host=bound, allowed_hosts=allowed)))
+        is accepted
+    )
 
 
-@pytest.mark.parametrize("path", ["/", "/events", "/readyz", "/metrics", "/v1/models", "/web/index.html"])
+@pytest.mark.parametrize(
+    "path", ["/", "/events", "/readyz", "/metrics", "/v1/models", "/web/index.html"]
+)
 async def test_a_website_cannot_give_its_name_to_the_gateway(rig: Rig, path: str) -> None:
     answer = await rig.http.get(path, headers={"host": "evil.example"})
     assert answer.status_code == 403
@@ -68,11 +75,15 @@ async def test_a_website_cannot_give_its_name_to_the_gateway(rig: Rig, path: str
     assert "--allowed-hosts" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1"]
+)
 async def test_a_foreign_website_cannot_call_the_gateway(rig: Rig, origin: str) -> None:
     for answer in (
         await rig.http.post("/v1/completions", json=BODY, headers={"origin": origin}),
-        await rig.http.options("/v1/completions", headers={"origin": origin, "access-control-request-method": "POST"}),
+        await rig.http.options(
+            "/v1/completions", headers={"origin": origin, "access-control-request-method": "POST"}
+        ),
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
         assert "access-control-allow-origin" not in answer.headers
@@ -80,16 +91,22 @@ async def test_a_foreign_website_cannot_call_the_gateway(rig: Rig, origin: str) 
 
 
 async def test_the_gateways_own_page_may_call_it(rig: Rig) -> None:
-    answer = await rig.http.post("/v1/completions", json=BODY, headers={"origin": rig.gateway.http_url})
+    answer = await rig.http.post(
+        "/v1/completions", json=BODY, headers={"origin": rig.gateway.http_url}
+    )
     assert answer.status_code == 200
 
 
 async def test_behind_a_proxy_that_ends_tls_the_page_may_call_it() -> None:
     app = create_app(settings(allowed_hosts=["llm.example.com"]), *unused())
     headers = {"host": "llm.example.com", "origin": "https://llm.example.com"}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost"
+    ) as http:
         assert (await http.get("/livez", headers=headers)).status_code == 200
-        assert (await http.get("/livez", headers=headers | {"origin": "https://example.com"})).status_code == 403
+        assert (
+            await http.get("/livez", headers=headers | {"origin": "https://example.com"})
+        ).status_code == 403
 
 
 def unused() -> tuple[Any, Metrics]:
@@ -99,9 +116,17 @@ def unused() -> tuple[Any, Metrics]:
 
 
 async def test_a_website_that_the_operator_allows_gets_its_preflight_and_its_answers() -> None:
-    app = create_app(settings(allowed_origins=["https://chat.example.com", "http://localhost:*"]), *unused())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
-        for origin in ("https://chat.example.com", "http://localhost:5173", "http://localhost:3000"):
+    app = create_app(
+        settings(allowed_origins=["https://chat.example.com", "http://localhost:*"]), *unused()
+    )
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost:8000"
+    ) as http:
+        for origin in (
+            "https://chat.example.com",
+            "http://localhost:5173",
+            "http://localhost:3000",
+        ):
             asked = {
                 "origin": origin,
                 "access-control-request-method": "POST",
@@ -111,9 +136,18 @@ async def test_a_website_that_the_operator_allows_gets_its_preflight_and_its_ans
             assert preflight.status_code == 200
             assert preflight.headers["access-control-allow-origin"] == origin
             assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
-            refused = await http.post("/v1/chat/completions", json={"messages": []}, headers={"origin": origin})
-            assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (400, origin)
-        for origin in ("https://evil.example", "https://chat.example.com.evil.example", "https://localhost:1"):
+            refused = await http.post(
+                "/v1/chat/completions", json={"messages": []}, headers={"origin": origin}
+            )
+            assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (
+                400,
+                origin,
+            )
+        for origin in (
+            "https://evil.example",
+            "https://chat.example.com.evil.example",
+            "https://localhost:1",
+        ):
             assert (await http.get("/livez", headers={"origin": origin})).status_code == 403
 
 
@@ -130,5 +164,7 @@ async def test_a_website_that_the_operator_allows_gets_its_preflight_and_its_ans
         (["https://a.example"], "https://aXexample", False),
     ],
 )
-async def test_an_origin_matches_its_entry_as_a_whole(entries: list[str], origin: str, matches: bool) -> None:
+async def test_an_origin_matches_its_entry_as_a_whole(
+    entries: list[str], origin: str, matches: bool
+) -> None:
     assert (re.fullmatch(origin_pattern(entries), origin) is not None) is matches

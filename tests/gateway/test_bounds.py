@@ -43,7 +43,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     ],
     ids=["numbers", "objects with keys", "empty objects", "strings", "keys"],
 )
-async def test_a_body_of_too_many_small_values_is_refused_without_parsing_it(content: bytes, words: str) -> None:
+async def test_a_body_of_too_many_small_values_is_refused_without_parsing_it(
+    content: bytes, words: str
+) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
         check_size(content)
     assert caught.value.reason is Reason.REQUEST_TOO_LARGE
@@ -74,14 +76,19 @@ async def test_a_body_in_which_nothing_can_be_counted_is_refused(encoding: str) 
     ("body", "words"),
     [
         ({f"k{number}": 1 for number in range(MAX_KEYS + 1)}, f"more than {MAX_KEYS}"),
-        ({"speculation": {f"k{number}": 1 for number in range(MAX_KEYS + 1)}}, f"more than {MAX_KEYS}"),
+        (
+            {"speculation": {f"k{number}": 1 for number in range(MAX_KEYS + 1)}},
+            f"more than {MAX_KEYS}",
+        ),
         ({"logit_bias": {str(number): 1.0 for number in range(1025)}}, "1024"),
         ({"metadata": {str(number): "" for number in range(1025)}}, "1024"),
         ({"stop": [1] * 10_000}, "stop[0]"),
         ({"prompt": ["x"] * (MAX_PROMPTS + 1)}, f"at most {MAX_PROMPTS} prompts"),
     ],
 )
-async def test_lists_and_objects_are_bounded_in_length(rig: Rig, body: dict[str, Any], words: str) -> None:
+async def test_lists_and_objects_are_bounded_in_length(
+    rig: Rig, body: dict[str, Any], words: str
+) -> None:
     response = await rig.http.post("/v1/completions", json={"prompt": "x"} | body)
     assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")
     assert words in error_of(response)["message"]
@@ -94,9 +101,13 @@ async def test_messages_are_bounded_in_number(rig: Rig) -> None:
         response = await rig.http.post(path, json={"messages": [message] * (MAX_MESSAGES + 1)})
         assert (response.status_code, error_of(response)["param"]) == (400, "messages")
         assert str(MAX_MESSAGES) in error_of(response)["message"]
-    too_many = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="user")] * (MAX_MESSAGES + 1))
+    too_many = generation_pb2.Chat(
+        messages=[generation_pb2.ChatMessage(role="user")] * (MAX_MESSAGES + 1)
+    )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(aiter(rig.generation.GenerateText(generation_pb2.GenerateTextRequest(chat=too_many))))
+        await anext(
+            aiter(rig.generation.GenerateText(generation_pb2.GenerateTextRequest(chat=too_many)))
+        )
     assert rpc.error_of(caught.value).field == "chat.messages"
 
 
@@ -108,18 +119,25 @@ async def test_a_prompt_that_no_context_could_hold_is_refused_before_it_is_token
         patch.setattr(prompts, "tokenizer", None)
         for attempt in (
             prompts.encode("a" * (CONTEXT * longest + 1), "prompt", CONTEXT),
-            prompts.rendered([{"role": "user", "content": "a" * CONTEXT}] * (longest + 1), "prompt", CONTEXT),
+            prompts.rendered(
+                [{"role": "user", "content": "a" * CONTEXT}] * (longest + 1), "prompt", CONTEXT
+            ),
         ):
             with pytest.raises(OutriderError, match=f"{CONTEXT} tokens") as caught:
                 await attempt
-            assert (caught.value.reason, caught.value.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
+            assert (caught.value.reason, caught.value.field) == (
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                "prompt",
+            )
 
 
 async def test_a_prompt_that_just_fits_is_taken_whatever_it_consists_of(prompts: Prompts) -> None:
     names = sorted(prompts.tokenizer.get_vocab(), key=len)
     draw = random.Random(5)
     for kinds in (names[-3:], names[:40], names):
-        text = prompts.decode([prompts.tokenizer.token_to_id(draw.choice(kinds)) for _ in range(20_000)])
+        text = prompts.decode(
+            [prompts.tokenizer.token_to_id(draw.choice(kinds)) for _ in range(20_000)]
+        )
         ids = prompts.tokenizer.encode(text).ids
         assert await prompts.encode(text, "prompt", len(ids)) == ids
         with pytest.raises(OutriderError, match=f"{len(ids)} tokens"):
@@ -149,11 +167,17 @@ async def test_a_prediction_is_cut_and_never_tokenised_whole(prompts: Prompts) -
     ids = await prompts.encode_start(text, CONTEXT)
     assert len(ids) == CONTEXT
     assert text.startswith(prompts.decode(ids[:-2]))
-    assert await prompts.encode_start("one two", 99) == prompts.tokenizer.encode("one two", add_special_tokens=False).ids
+    assert (
+        await prompts.encode_start("one two", 99)
+        == prompts.tokenizer.encode("one two", add_special_tokens=False).ids
+    )
 
 
 async def test_tokenising_endpoints_are_bounded(rig: Rig) -> None:
-    for path, body in (("/tokenize", {"prompt": "é" * 30_000}), ("/detokenize", {"tokens": [5] * 20_000})):
+    for path, body in (
+        ("/tokenize", {"prompt": "é" * 30_000}),
+        ("/detokenize", {"tokens": [5] * 20_000}),
+    ):
         assert (await rig.http.post(path, json=body)).status_code == 200
     ids = list(range(300)) * 210
     texts = await rig.prompts.token_names(ids)
@@ -162,7 +186,10 @@ async def test_tokenising_endpoints_are_bounded(rig: Rig) -> None:
 
 
 async def test_an_unknown_key_is_shown_no_longer_than_needed(rig: Rig) -> None:
-    for body in ({"prompt": "x", "k" * 30_000: 1}, {"prompt": "x", "speculation": {"k" * 30_000: 1}}):
+    for body in (
+        {"prompt": "x", "k" * 30_000: 1},
+        {"prompt": "x", "speculation": {"k" * 30_000: 1}},
+    ):
         response = await rig.http.post("/v1/completions", json=body)
         assert (response.status_code, error_of(response)["code"]) == (400, "unknown_parameter")
         assert len(response.content) < 500
@@ -172,13 +199,20 @@ async def test_an_unknown_key_is_shown_no_longer_than_needed(rig: Rig) -> None:
 
 async def test_a_bad_value_is_shown_no_longer_than_needed(rig: Rig) -> None:
     for value in ("v" * 30_000, ["v" * 30_000], {"v" * 30_000: 1}, list(range(5000))):
-        response = await rig.http.post("/v1/completions", json={"prompt": "x", "temperature": value})
+        response = await rig.http.post(
+            "/v1/completions", json={"prompt": "x", "temperature": value}
+        )
         assert (response.status_code, error_of(response)["param"]) == (400, "temperature")
         assert len(response.content) < 500
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"prompt":"a","\\ud800":1}', b'{"prompt":"a","speculation":{"\\udfff":1}}', b'{"messages":[{"\\ud800":1}]}']
+    "body",
+    [
+        b'{"prompt":"a","\\ud800":1}',
+        b'{"prompt":"a","speculation":{"\\udfff":1}}',
+        b'{"messages":[{"\\ud800":1}]}',
+    ],
 )
 async def test_a_key_that_is_no_text_is_named_as_such(rig: Rig, body: bytes) -> None:
     path = "/v1/chat/completions" if b"messages" in body else "/v1/completions"

@@ -22,7 +22,12 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 # As guidellm 0.8 sends them.
 GUIDELLM: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x y", "max_tokens": 64, "stop": None, "ignore_eos": True},
-    "/v1/chat/completions": {"messages": CHAT, "max_completion_tokens": 64, "stop": None, "ignore_eos": True},
+    "/v1/chat/completions": {
+        "messages": CHAT,
+        "max_completion_tokens": 64,
+        "stop": None,
+        "ignore_eos": True,
+    },
 }
 # As `vllm bench serve` 0.32 sends them.
 VLLM_BENCH: dict[str, dict[str, Any]] = {
@@ -57,23 +62,39 @@ def chunks_of(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", GUIDELLM)
 async def test_guidellm_reads_the_usage_of_each_chunk(rig: Rig, path: str) -> None:
     ids = rig.says("if x then y", chunk=2)
-    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    response = await rig.http.post(path, json={"model": "models/target", **options, **GUIDELLM[path]})
+    options = {
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    response = await rig.http.post(
+        path, json={"model": "models/target", **options, **GUIDELLM[path]}
+    )
     *chunks, whole = chunks_of(response.text)
     prompt = whole["usage"]["prompt_tokens"]
-    assert all(set(chunk["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"} for chunk in chunks)
+    assert all(
+        set(chunk["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+        for chunk in chunks
+    )
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt}
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == whole["usage"]["completion_tokens"] == len(ids) + 1
     assert chunks[0]["usage"]["completion_tokens"] == (0 if "chat" in path else 2)
-    assert all(chunk["usage"]["total_tokens"] == prompt + count for chunk, count in zip(chunks, counts, strict=True))
+    assert all(
+        chunk["usage"]["total_tokens"] == prompt + count
+        for chunk, count in zip(chunks, counts, strict=True)
+    )
 
 
 async def test_the_usage_of_a_chunk_is_that_of_its_choice(rig: Rig) -> None:
     ids = rig.says("if x then y", chunk=2)
-    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    response = await rig.http.post("/v1/completions", json={"prompt": ["x y", "x"], "n": 2, **options})
+    options = {
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    response = await rig.http.post(
+        "/v1/completions", json={"prompt": ["x y", "x"], "n": 2, **options}
+    )
     *chunks, whole = chunks_of(response.text)
     latest = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in chunks}
     assert [latest[index]["prompt_tokens"] for index in range(4)] == [2, 2, 1, 1]
@@ -81,10 +102,16 @@ async def test_the_usage_of_a_chunk_is_that_of_its_choice(rig: Rig) -> None:
     assert whole["usage"]["completion_tokens"] == 4 * (len(ids) + 1)
 
 
-@pytest.mark.parametrize("stream_options", [{"include_usage": True}, {"continuous_usage_stats": True}])
-async def test_chunks_have_no_usage_unless_both_options_ask_for_it(rig: Rig, stream_options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "stream_options", [{"include_usage": True}, {"continuous_usage_stats": True}]
+)
+async def test_chunks_have_no_usage_unless_both_options_ask_for_it(
+    rig: Rig, stream_options: dict[str, bool]
+) -> None:
     rig.says("if x")
-    response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True, "stream_options": stream_options})
+    response = await rig.http.post(
+        "/v1/completions", json={"prompt": "x", "stream": True, "stream_options": stream_options}
+    )
     with_usage = [chunk for chunk in chunks_of(response.text) if chunk.get("usage")]
     assert len(with_usage) == (1 if "include_usage" in stream_options else 0)
 
@@ -110,18 +137,27 @@ async def spec_decode(rig: Rig) -> dict[str, float]:
 
 
 async def test_vllm_bench_finds_its_counters_before_any_request(rig: Rig) -> None:
-    assert {"num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total"} <= (await spec_decode(rig)).keys()
+    assert {"num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total"} <= (
+        await spec_decode(rig)
+    ).keys()
 
 
 @pytest.mark.parametrize("path", VLLM_BENCH)
 async def test_vllm_bench_reads_the_acceptance_of_what_it_asked_for(rig: Rig, path: str) -> None:
     before = await spec_decode(rig)
     steps = [drafted(3, 4), plain([5]), drafted(0, 2), drafted(1, 1)]
-    rig.script.answer = lambda _: [*steps, last([3], FinishReason.STOP, SpeculationStats(draft_count=3))]
+    rig.script.answer = lambda _: [
+        *steps,
+        last([3], FinishReason.STOP, SpeculationStats(draft_count=3)),
+    ]
     response = await rig.http.post(path, json=VLLM_BENCH[path])
     assert chunks_of(response.text)[-1]["usage"]["completion_tokens"] == 9
     after = await spec_decode(rig)
-    assert {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)} == {
+    assert {
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if value != before.get(name, 0)
+    } == {
         "num_drafts_total": 3,
         "num_draft_tokens_total": 7,
         "num_accepted_tokens_total": 4,
@@ -133,20 +169,37 @@ async def test_vllm_bench_reads_the_acceptance_of_what_it_asked_for(rig: Rig, pa
 
 async def test_a_whole_answer_counts_what_its_gathered_steps_did(rig: Rig) -> None:
     before = await spec_decode(rig)
-    stats = SpeculationStats(forward_count=5, draft_count=3, draft_token_count=7, accepted_token_count=3, histogram=[1, 1, 1])
+    stats = SpeculationStats(
+        forward_count=5,
+        draft_count=3,
+        draft_token_count=7,
+        accepted_token_count=3,
+        histogram=[1, 1, 1],
+    )
     gathered = drafted(3, 7)
     rig.script.answer = lambda _: [plain([5]), gathered, last([3], FinishReason.STOP, stats)]
     await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 30})
     after = await spec_decode(rig)
     changed = {name: value - before.get(name, 0) for name, value in after.items()}
-    assert (changed["num_drafts_total"], changed["num_draft_tokens_total"], changed["num_accepted_tokens_total"]) == (3, 7, 3)
-    assert (changed["num_accepted_tokens_per_pos_total0"], changed["num_accepted_tokens_per_pos_total1"]) == (2, 1)
+    assert (
+        changed["num_drafts_total"],
+        changed["num_draft_tokens_total"],
+        changed["num_accepted_tokens_total"],
+    ) == (3, 7, 3)
+    assert (
+        changed["num_accepted_tokens_per_pos_total0"],
+        changed["num_accepted_tokens_per_pos_total1"],
+    ) == (2, 1)
 
 
-async def test_an_answer_cut_off_before_its_steps_are_known_counts_no_draft_tokens(rig: Rig) -> None:
+async def test_an_answer_cut_off_before_its_steps_are_known_counts_no_draft_tokens(
+    rig: Rig,
+) -> None:
     before = await spec_decode(rig)
     rig.script.answer = lambda _: [plain([5]), drafted(3, 7), 60.0]
-    request = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 30}))
+    request = asyncio.create_task(
+        rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 30})
+    )
     await until(lambda: rig.script.running == 1)
     request.cancel()
     await until(lambda: rig.script.running == 0)
@@ -162,7 +215,9 @@ async def test_an_answer_cut_off_before_its_steps_are_known_counts_no_draft_toke
     ],
     ids=["messages", "limit", "prompt"],
 )
-async def test_litellm_and_langchain_know_the_overflow_of_the_context(rig: Rig, path: str, body: dict[str, Any]) -> None:
+async def test_litellm_and_langchain_know_the_overflow_of_the_context(
+    rig: Rig, path: str, body: dict[str, Any]
+) -> None:
     error = (await rig.http.post(path, json=body)).json()["error"]
     assert error["code"] == "context_length_exceeded"
     # litellm 1.106, is_error_str_context_window_exceeded: what makes it fall back to a larger model.
@@ -196,29 +251,47 @@ async def test_what_asks_for_nothing_changes_nothing(rig: Rig, extra: dict[str, 
     assert plain_request.prompt == with_extra.prompt
 
 
-@pytest.mark.parametrize("calls", [{"tool_calls": []}, {"tool_calls": None}, {"function_call": None, "audio": None}])
+@pytest.mark.parametrize(
+    "calls", [{"tool_calls": []}, {"tool_calls": None}, {"function_call": None, "audio": None}]
+)
 @pytest.mark.parametrize("content", ["Hello!", "", None])
-async def test_a_history_of_answers_without_calls_is_taken(rig: Rig, calls: dict[str, Any], content: str | None) -> None:
+async def test_a_history_of_answers_without_calls_is_taken(
+    rig: Rig, calls: dict[str, Any], content: str | None
+) -> None:
     history = [*CHAT, {"role": "assistant", "content": content, **calls}, *CHAT]
     response = await rig.http.post("/v1/chat/completions", json={"messages": history})
     assert response.status_code == 200
     assert rig.prompts.decode(rig.script.requests[0].prompt).count(content or "") >= 1
 
 
-@pytest.mark.parametrize("calls", [{"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}], ids=str)
-async def test_a_history_with_calls_is_refused_by_their_name_and_not_by_the_contents(rig: Rig, calls: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "calls", [{"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}], ids=str
+)
+async def test_a_history_with_calls_is_refused_by_their_name_and_not_by_the_contents(
+    rig: Rig, calls: dict[str, Any]
+) -> None:
     history = [*CHAT, {"role": "assistant", "content": None, **calls}]
-    error = (await rig.http.post("/v1/chat/completions", json={"messages": history})).json()["error"]
+    error = (await rig.http.post("/v1/chat/completions", json={"messages": history})).json()[
+        "error"
+    ]
     [name] = calls
     assert (error["param"], error["code"]) == (f"messages[1].{name}", "unsupported_parameter")
     assert error["message"].startswith(f"messages[1].{name} is not supported")
 
 
-@pytest.mark.parametrize("extra", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}], ids=str
+)
 async def test_tools_are_refused_with_what_to_do_instead(rig: Rig, extra: dict[str, Any]) -> None:
-    response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS, **extra})
+    response = await rig.http.post(
+        "/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS, **extra}
+    )
     error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
+    assert (response.status_code, error["param"], error["code"]) == (
+        400,
+        "tools",
+        "unsupported_parameter",
+    )
     assert 'tool_choice "none"' in error["message"]
     assert "response_format" in error["message"]
 
@@ -229,7 +302,9 @@ async def test_who_looks_for_the_responses_api_is_told_of_chat_completions(rig: 
     assert "POST /v1/chat/completions" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"]
+)
 async def test_head_is_answered_as_get_is_without_the_body(rig: Rig, path: str) -> None:
     head, get = await rig.http.head(path), await rig.http.get(path)
     assert (head.status_code, head.content) == (200, b"")
@@ -242,7 +317,10 @@ THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_think
 async def test_a_chats_template_is_told_its_variables(rig: Rig, tmp_path: Path) -> None:
     [verifier] = rig.gateway.router.replicas
     settings = GatewaySettings(
-        verifier=[verifier.address], tokenizer=model_with_template(tmp_path, THINKING), http_port=0, grpc_listen="127.0.0.1:0"
+        verifier=[verifier.address],
+        tokenizer=model_with_template(tmp_path, THINKING),
+        http_port=0,
+        grpc_listen="127.0.0.1:0",
     )
     async with running_rig(settings, rig.script, rig.prompts) as other:
         await until(lambda: is_ready(other.http))
@@ -251,12 +329,19 @@ async def test_a_chats_template_is_told_its_variables(rig: Rig, tmp_path: Path) 
             ({"chat_template_kwargs": {"enable_thinking": False}}, "hi"),
             ({"chat_template_kwargs": {"effort": " low"}}, "hi think low"),
             ({"reasoning_effort": "none"}, "hi"),
-            ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "hi think"),
+            (
+                {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+                "hi think",
+            ),
         ]
         for body, prompt in bodies:
-            assert (await other.http.post("/v1/chat/completions", json={"messages": CHAT, **body})).status_code == 200
+            assert (
+                await other.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
+            ).status_code == 200
             assert rig.prompts.decode(rig.script.requests[-1].prompt) == prompt
-        tokenized = await other.http.post("/tokenize", json={"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}})
+        tokenized = await other.http.post(
+            "/tokenize", json={"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+        )
         assert rig.prompts.decode(tokenized.json()["tokens"]) == "hi"
 
 
@@ -277,7 +362,9 @@ async def test_a_chats_template_is_told_its_variables(rig: Rig, tmp_path: Path) 
 )
 async def test_variables_of_a_template_are_bounded(rig: Rig, variables: Any, words: str) -> None:
     body = json.dumps({"messages": CHAT, "chat_template_kwargs": variables})
-    response = await rig.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    response = await rig.http.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
     assert words in error["message"]
@@ -285,12 +372,17 @@ async def test_variables_of_a_template_are_bounded(rig: Rig, variables: Any, wor
 
 async def test_the_last_message_can_be_left_open(rig: Rig) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "Sure: "}]
-    for extra in ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+    for extra in (
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ):
         response = await rig.http.post("/v1/chat/completions", json={"messages": messages, **extra})
         assert response.status_code == 200
         assert rig.prompts.decode(rig.script.requests[-1].prompt).endswith("<|assistant|>Sure: ")
         tokenized = await rig.http.post("/tokenize", json={"messages": messages, **extra})
         assert tokenized.json()["tokens"] == rig.script.requests[-1].prompt
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    error = (await rig.http.post("/v1/chat/completions", json={"messages": messages, **both})).json()["error"]
+    error = (
+        await rig.http.post("/v1/chat/completions", json={"messages": messages, **both})
+    ).json()["error"]
     assert (error["param"], error["code"]) == ("add_generation_prompt", "invalid_value")

@@ -23,13 +23,21 @@ from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-JSON, PROTO, WEB = "application/connect+json", "application/connect+proto", "application/grpc-web+proto"
+JSON, PROTO, WEB = (
+    "application/connect+json",
+    "application/connect+proto",
+    "application/grpc-web+proto",
+)
 every_encoding = pytest.mark.parametrize("encoding", [JSON, PROTO, WEB])
 TEXT = "def add(a, b):  # 😀"
 
 
 def envelope(encoding: str, request: GenerateTextRequest) -> bytes:
-    return framed(json_format.MessageToJson(request).encode() if encoding == JSON else request.SerializeToString())
+    return framed(
+        json_format.MessageToJson(request).encode()
+        if encoding == JSON
+        else request.SerializeToString()
+    )
 
 
 def framed(data: bytes) -> bytes:
@@ -47,10 +55,14 @@ async def frames(response: httpx.Response) -> AsyncIterator[tuple[int, bytes]]:
     assert buffer == b""
 
 
-async def post(rig: Rig, encoding: str, body: bytes, **headers: str) -> tuple[list[GenerateTextResponse], status_pb2.Status]:
+async def post(
+    rig: Rig, encoding: str, body: bytes, **headers: str
+) -> tuple[list[GenerateTextResponse], status_pb2.Status]:
     """A call's messages, and how it ended."""
     messages, ending = [], b""
-    async with rig.http.stream("POST", PATH, content=body, headers={"content-type": encoding, **headers}) as response:
+    async with rig.http.stream(
+        "POST", PATH, content=body, headers={"content-type": encoding, **headers}
+    ) as response:
         assert (response.status_code, response.headers["content-type"]) == (200, encoding)
         async for flags, data in frames(response):
             if flags:
@@ -66,14 +78,21 @@ def web_status(ending: bytes) -> status_pb2.Status:
     trailers = dict(line.split(": ", 1) for line in ending.decode().splitlines())
     if details := trailers.get("grpc-status-details-bin"):
         return status_pb2.Status.FromString(base64.b64decode(details + "==="))
-    return status_pb2.Status(code=int(trailers["grpc-status"]), message=trailers.get("grpc-message", ""))
+    return status_pb2.Status(
+        code=int(trailers["grpc-status"]), message=trailers.get("grpc-message", "")
+    )
 
 
 def connect_status(ending: bytes) -> status_pb2.Status:
     error = json.loads(ending).get("error", {"code": "ok"})
-    status = status_pb2.Status(code=code_pb2.Code.Value(error["code"].upper()), message=error.get("message", ""))
+    status = status_pb2.Status(
+        code=code_pb2.Code.Value(error["code"].upper()), message=error.get("message", "")
+    )
     for detail in error.get("details", ()):
-        status.details.add(type_url=f"type.googleapis.com/{detail['type']}", value=base64.b64decode(detail["value"] + "==="))
+        status.details.add(
+            type_url=f"type.googleapis.com/{detail['type']}",
+            value=base64.b64decode(detail["value"] + "==="),
+        )
     return status
 
 
@@ -95,7 +114,9 @@ async def test_a_browser_gets_the_messages_that_grpc_gives(rig: Rig, encoding: s
 async def test_messages_come_one_by_one(rig: Rig, encoding: str) -> None:
     rig.script.answer = lambda _: [plain([5]), 60.0]
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
-    async with rig.http.stream("POST", PATH, content=body, headers={"content-type": encoding}) as response:
+    async with rig.http.stream(
+        "POST", PATH, content=body, headers={"content-type": encoding}
+    ) as response:
         await anext(frames(response))
         assert rig.script.running == 1
 
@@ -114,7 +135,9 @@ async def test_messages_come_one_by_one(rig: Rig, encoding: str) -> None:
 async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
     rig: Rig, encoding: str, request_: GenerateTextRequest
 ) -> None:
-    rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full: 100 %\n", retry_after_s=2.5)]
+    rig.script.answer = lambda _: [
+        OutriderError(Reason.OVERLOADED, "full: 100 %\n", retry_after_s=2.5)
+    ]
     messages, status = await post(rig, encoding, envelope(encoding, request_))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rig.generation.GenerateText(request_).read()
@@ -122,7 +145,9 @@ async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
     assert (status.code, status.message) == (caught.value.code().value[0], caught.value.details())
     over_grpc, here = rpc.error_of(caught.value), rpc.error_in(status.SerializeToString())
     assert here == over_grpc
-    assert (here.field is None) == (here.retry_after_s is not None), "a field at fault, or a time to come back"
+    assert (here.field is None) == (here.retry_after_s is not None), (
+        "a field at fault, or a time to come back"
+    )
 
 
 @every_encoding
@@ -162,14 +187,18 @@ async def test_a_request_that_cannot_be_parsed_is_refused(
 async def test_a_deadline_ends_the_call_and_frees_its_sequence(rig: Rig, encoding: str) -> None:
     rig.script.answer = lambda _: [plain([5]), 60.0]
     deadline = {"grpc-timeout": "200m"} if encoding == WEB else {"connect-timeout-ms": "200"}
-    messages, status = await post(rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x")), **deadline)
+    messages, status = await post(
+        rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x")), **deadline
+    )
     assert (len(messages), status.code) == (1, code_pb2.DEADLINE_EXCEEDED)
     await until(lambda: (rig.script.running, rig.script.cancelled) == (0, 1), timeout_s=1.0)
 
 
 @every_encoding
 @pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
-async def test_a_browser_that_hangs_up_frees_its_sequence(rig: Rig, encoding: str, said: list[object]) -> None:
+async def test_a_browser_that_hangs_up_frees_its_sequence(
+    rig: Rig, encoding: str, said: list[object]
+) -> None:
     rig.script.answer = lambda _: [*said, 60.0]  # type: ignore[list-item]
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
     with pytest.raises(httpx.ReadTimeout):
@@ -178,20 +207,31 @@ async def test_a_browser_that_hangs_up_frees_its_sequence(rig: Rig, encoding: st
 
 
 @every_encoding
-async def test_headers_are_the_calls_metadata(rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_headers_are_the_calls_metadata(
+    rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
     headers = {"authorization": "Bearer key", "x-name": b"\xff\xfe".decode("latin-1")}
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
-    raw = [(name.encode(), value.encode("latin-1")) for name, value in {"content-type": encoding, **headers}.items()]
+    raw = [
+        (name.encode(), value.encode("latin-1"))
+        for name, value in {"content-type": encoding, **headers}.items()
+    ]
     assert (await rig.http.post(PATH, content=body, headers=raw)).status_code == 200
     assert rig.script.requests[0].tenant.startswith("key-")
     assert caplog.text == ""
 
 
 @every_encoding
-async def test_what_is_larger_than_a_grpc_message_may_be_is_refused(rig: Rig, encoding: str) -> None:
-    _, status = await post(rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 40_000)))
+async def test_what_is_larger_than_a_grpc_message_may_be_is_refused(
+    rig: Rig, encoding: str
+) -> None:
+    _, status = await post(
+        rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 40_000))
+    )
     assert (status.code, rig.script.requests) == (code_pb2.RESOURCE_EXHAUSTED, [])
-    _, status = await post(rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 70_000)))
+    _, status = await post(
+        rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 70_000))
+    )
     assert reason(status) is Reason.REQUEST_TOO_LARGE
 
 
@@ -199,12 +239,19 @@ async def test_json_of_more_values_than_are_quickly_made_a_message_is_refused(ri
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "MAX_JSON_VALUES", 1000)  # this gateway takes bodies of 64 KiB
         for count, refusal in ((900, None), (1001, Reason.REQUEST_TOO_LARGE)):
-            _, status = await post(rig, JSON, envelope(JSON, GenerateTextRequest(tokens=TokenPrompt(token_ids=[7] * count))))
+            _, status = await post(
+                rig,
+                JSON,
+                envelope(JSON, GenerateTextRequest(tokens=TokenPrompt(token_ids=[7] * count))),
+            )
             assert (reason(status) if status.code else None) is refusal
     assert len(rig.script.requests) == 1
 
 
-@pytest.mark.parametrize("encoding", ["application/json", "application/grpc", "application/grpc-web-text", "text/plain", ""])
+@pytest.mark.parametrize(
+    "encoding",
+    ["application/json", "application/grpc", "application/grpc-web-text", "text/plain", ""],
+)
 async def test_another_content_type_is_refused_with_those_that_are_taken(
     rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,15 +263,22 @@ async def test_another_content_type_is_refused_with_those_that_are_taken(
 
 async def test_another_method_of_http_or_of_the_service_is_refused(rig: Rig) -> None:
     assert (await rig.http.get(PATH)).json()["error"]["code"] == "method_not_allowed"
-    assert (await rig.http.post(f"{PATH}s", headers={"content-type": JSON})).json()["error"]["code"] == "route_not_found"
+    assert (await rig.http.post(f"{PATH}s", headers={"content-type": JSON})).json()["error"][
+        "code"
+    ] == "route_not_found"
 
 
 async def test_a_foreign_website_cannot_call_it(rig: Rig) -> None:
     headers = {"content-type": JSON, "origin": "http://evil.example"}
-    assert (await rig.http.post(PATH, content=framed(b'{"prompt": "x"}'), headers=headers)).status_code == 403
+    assert (
+        await rig.http.post(PATH, content=framed(b'{"prompt": "x"}'), headers=headers)
+    ).status_code == 403
     assert rig.script.requests == []
 
 
 async def test_its_answers_are_counted_under_its_path(rig: Rig) -> None:
     await post(rig, JSON, framed(b'{"prompt": "x"}'))
-    assert f'outrider:http_responses_total{{route="{PATH}",status="200"}}' in (await rig.http.get("/metrics")).text
+    assert (
+        f'outrider:http_responses_total{{route="{PATH}",status="200"}}'
+        in (await rig.http.get("/metrics")).text
+    )

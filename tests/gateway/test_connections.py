@@ -49,7 +49,9 @@ class Connection:
         self._where = urlsplit(gateway.http_url)
 
     async def __aenter__(self) -> Connection:
-        self.reader, self._writer = await asyncio.open_connection(self._where.hostname, self._where.port)
+        self.reader, self._writer = await asyncio.open_connection(
+            self._where.hostname, self._where.port
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -97,11 +99,15 @@ async def test_headers_above_the_bound_are_refused(gateway: Gateway, headers: by
 
 async def test_a_long_path_counts_as_a_header(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
-        await connection.send(b"GET /" + b"a" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await connection.send(
+            b"GET /" + b"a" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
         assert answer_of(await connection.to_the_end())[0] == 431
 
 
-async def test_a_header_that_never_ends_is_refused_when_it_has_become_too_long(gateway: Gateway) -> None:
+async def test_a_header_that_never_ends_is_refused_when_it_has_become_too_long(
+    gateway: Gateway,
+) -> None:
     """However many bytes the client sends: the gateway reads no more than the bound and what the system had read by then."""
     async with Connection(gateway) as connection:
         await connection.send(HEAD + b"X: ")
@@ -139,9 +145,14 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
     assert b"connection: close" not in said
 
 
-@pytest.mark.parametrize("beginning", [HEAD, b"\r\n", POST + b"Content-Length: 9\r\n\r\n", POST + b"Content-Length: 9\r\n\r\n{"])
+@pytest.mark.parametrize(
+    "beginning",
+    [HEAD, b"\r\n", POST + b"Content-Length: 9\r\n\r\n", POST + b"Content-Length: 9\r\n\r\n{"],
+)
 @pytest.mark.parametrize("after_a_request", [False, True])
-async def test_half_a_request_is_not_waited_for(gateway: Gateway, beginning: bytes, after_a_request: bool) -> None:
+async def test_half_a_request_is_not_waited_for(
+    gateway: Gateway, beginning: bytes, after_a_request: bool
+) -> None:
     async with Connection(gateway) as connection:
         if after_a_request:
             await connection.send(HEAD + b"\r\n")

@@ -51,9 +51,13 @@ async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
 @pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_client_that_hangs_up_frees_its_sequences(rig: Rig, said: list[Any], stream: bool, n: int) -> None:
+async def test_a_client_that_hangs_up_frees_its_sequences(
+    rig: Rig, said: list[Any], stream: bool, n: int
+) -> None:
     endless(rig, said)
-    request = asyncio.create_task(rig.client.completions.create(model="models/target", prompt="x", n=n, stream=stream))
+    request = asyncio.create_task(
+        rig.client.completions.create(model="models/target", prompt="x", n=n, stream=stream)
+    )
     await until(lambda: rig.script.running == n)
     if stream and said:
         await (await request).close()
@@ -73,7 +77,9 @@ async def test_a_client_that_hangs_up_between_tokens_frees_its_sequence(rig: Rig
 
 async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(rig: Rig) -> None:
     """The gateway is then in the middle of a write that its full socket does not take."""
-    rig.script.answer = lambda _: [step for _ in range(20_000) for step in (plain([5] * 200), 0.001)]
+    rig.script.answer = lambda _: [
+        step for _ in range(20_000) for step in (plain([5] * 200), 0.001)
+    ]
     connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
     await asyncio.sleep(1.0)
@@ -93,7 +99,9 @@ async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread
     assert other.choices[0].text == "It goes on."
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     with connection, connection.makefile("rb") as answer:
-        events = await asyncio.to_thread(lambda: [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")])
+        events = await asyncio.to_thread(
+            lambda: [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+        )
     *chunks, last_event = events
     assert len(chunks) >= MOST_UNREAD_CHUNKS
     assert all(chunk["choices"][0]["text"] for chunk in chunks)
@@ -102,7 +110,9 @@ async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread
 
 
 async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig: Rig) -> None:
-    rig.script.answer = lambda _: [step for _ in range(20) for step in (plain([5]), 0.005)] + [last([], FinishReason.LENGTH)]
+    rig.script.answer = lambda _: (
+        [step for _ in range(20) for step in (plain([5]), 0.005)] + [last([], FinishReason.LENGTH)]
+    )
 
     async def client(number: int) -> None:
         body = {"prompt": "x", "n": 1 + number % 3, "max_tokens": 64, "stream": number % 2 == 0}
@@ -113,7 +123,10 @@ async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig:
     await asyncio.gather(*(client(number) for number in range(48)))
     [replica] = rig.gateway.router.replicas
     await until(lambda: rig.script.running == 0 and not replica.sequences, timeout_s=10.0)
-    assert 'outrider:num_requests_running{model_name="models/target"} 0.0' in (await rig.http.get("/metrics")).text
+    assert (
+        'outrider:num_requests_running{model_name="models/target"} 0.0'
+        in (await rig.http.get("/metrics")).text
+    )
 
 
 @pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])

@@ -21,7 +21,10 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/chat/completions": ("ChatBody", {"messages": CHAT}),
 }
 # What a parameter needs beside it.
-BESIDE: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}, "max_tokens": {"prompt_logprobs": 0}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True},
+    "max_tokens": {"prompt_logprobs": 0},
+}
 BESIDE["max_completion_tokens"] = BESIDE["max_tokens"]
 
 
@@ -33,30 +36,49 @@ async def document(rig: Rig) -> Any:
 async def test_each_error_has_the_shape_of_errors_and_there_is_no_422(document: Any) -> None:
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            errors = {status: answer for status, answer in operation["responses"].items() if status != "200"}
+            errors = {
+                status: answer
+                for status, answer in operation["responses"].items()
+                if status != "200"
+            }
             assert "422" not in errors
             for status, answer in errors.items():
                 # Health checks answer 503 in their own way.
                 if (path, status) not in (("/readyz", "503"), ("/health", "503")):
-                    assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
+                    assert answer["content"]["application/json"]["schema"] == {
+                        "$ref": "#/components/schemas/Error"
+                    }
     for path in ENDPOINTS:
-        assert {"400", "404", "413", "429", "500", "503"} <= document["paths"][path]["post"]["responses"].keys()
+        assert {"400", "404", "413", "429", "500", "503"} <= document["paths"][path]["post"][
+            "responses"
+        ].keys()
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"]
+)
 async def test_the_media_type_is_the_documented_one(rig: Rig, document: Any, path: str) -> None:
-    documented = document["paths"]["/v1/models/{name}" if path.startswith("/v1/models/") else path]["get"]
+    documented = document["paths"]["/v1/models/{name}" if path.startswith("/v1/models/") else path][
+        "get"
+    ]
     expected = list(documented["responses"]["200"].get("content", {}))
     assert [(await rig.http.get(path)).headers.get("content-type")] == (expected or [None])
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_each_error_that_comes_is_documented(rig: Rig, document: Any, path: str, stream: bool) -> None:
+async def test_each_error_that_comes_is_documented(
+    rig: Rig, document: Any, path: str, stream: bool
+) -> None:
     documented = document["paths"][path]["post"]["responses"]
     body = {**ENDPOINTS[path][1], "stream": stream}
-    for reason in (Reason.INVALID_VALUE, Reason.DRAFTER_NOT_FOUND, Reason.OVERLOADED, Reason.INTERNAL):
+    for reason in (
+        Reason.INVALID_VALUE,
+        Reason.DRAFTER_NOT_FOUND,
+        Reason.OVERLOADED,
+        Reason.INTERNAL,
+    ):
         rig.script.answer = lambda _, reason=reason: [OutriderError(reason, "no")]
         answer = await rig.http.post(path, json=body)
         assert str(answer.status_code) in documented
@@ -73,16 +95,30 @@ def limits(schema: Any) -> list[tuple[str, Any, Any]]:
         step = 1 if whole else 0.001
         as_type = int if whole else float
         if "minimum" in parameter:
-            found.append((name, as_type(parameter["minimum"]), as_type(parameter["minimum"]) - step))
+            found.append(
+                (name, as_type(parameter["minimum"]), as_type(parameter["minimum"]) - step)
+            )
         if "maximum" in parameter:
-            found.append((name, as_type(parameter["maximum"]), as_type(parameter["maximum"]) + step))
+            found.append(
+                (name, as_type(parameter["maximum"]), as_type(parameter["maximum"]) + step)
+            )
         if "exclusiveMinimum" in parameter:
-            found.append((name, parameter["exclusiveMinimum"] + step, parameter["exclusiveMinimum"]))
+            found.append(
+                (name, parameter["exclusiveMinimum"] + step, parameter["exclusiveMinimum"])
+            )
         if "exclusiveMaximum" in parameter:
-            found.append((name, as_type(parameter["exclusiveMaximum"]) - step, as_type(parameter["exclusiveMaximum"])))
+            found.append(
+                (
+                    name,
+                    as_type(parameter["exclusiveMaximum"]) - step,
+                    as_type(parameter["exclusiveMaximum"]),
+                )
+            )
         if "maxItems" in parameter and name != "messages":
             item: Any = "x" if "choice" in name else 1
-            found.append((name, [item] * parameter["maxItems"], [item] * (parameter["maxItems"] + 1)))
+            found.append(
+                (name, [item] * parameter["maxItems"], [item] * (parameter["maxItems"] + 1))
+            )
         if "minItems" in parameter and "choice" in name:
             found.append((name, ["x"], []))
         if "minLength" in parameter:
@@ -91,7 +127,9 @@ def limits(schema: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_what_is_within_a_documented_limit_is_taken_and_what_is_beyond_is_refused(rig: Rig, document: Any, path: str) -> None:
+async def test_what_is_within_a_documented_limit_is_taken_and_what_is_beyond_is_refused(
+    rig: Rig, document: Any, path: str
+) -> None:
     rig.script.answer = lambda _: [last([], FinishReason.LENGTH)]
     schema, minimal = ENDPOINTS[path]
     checked = limits(document["components"]["schemas"][schema])
@@ -103,7 +141,9 @@ async def test_what_is_within_a_documented_limit_is_taken_and_what_is_beyond_is_
     for name, within, beyond in checked:
         for value, expected in ((within, 200), (beyond, 400)):
             body = {**minimal, **BESIDE.get(name, {}), name: value}
-            answer = await rig.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+            answer = await rig.http.post(
+                path, content=json.dumps(body), headers={"content-type": "application/json"}
+            )
             assert answer.status_code == expected, (name, value, answer.text)
 
 
@@ -120,5 +160,10 @@ async def test_each_form_of_a_prompt_that_is_documented_is_taken(rig: Rig, docum
     assert len(forms) == 4
     for prompt in ("x", ["x", "y"], [5, 6], [[5], [6, 7]]):
         assert (await rig.http.post("/v1/completions", json={"prompt": prompt})).status_code == 200
-    assert document["components"]["schemas"]["DetokenizeBody"]["properties"]["tokens"]["items"]["minimum"] == 0
+    assert (
+        document["components"]["schemas"]["DetokenizeBody"]["properties"]["tokens"]["items"][
+            "minimum"
+        ]
+        == 0
+    )
     assert (await rig.http.post("/detokenize", json={"tokens": [-1]})).status_code == 400

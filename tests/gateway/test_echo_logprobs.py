@@ -10,7 +10,14 @@ import pytest
 from gateway_rig import Rig
 from scripted_verifier import Step
 
-from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenRequest, TokenSource
+from outrider.messages import (
+    FinishReason,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprob,
+    TokenRequest,
+    TokenSource,
+)
 from outrider.process import rpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, TokenPrompt
 
@@ -30,14 +37,21 @@ def scoring(ids: list[int], part: int = 3) -> Any:
     """A verifier that scores a prompt in parts when asked, then says these tokens, the last part of the prompt with the first."""
 
     def answer(request: TokenRequest) -> list[Step]:
-        scored = [made_up(token) for token in request.prompt[1:]] if request.prompt_logprobs is not None else []
+        scored = (
+            [made_up(token) for token in request.prompt[1:]]
+            if request.prompt_logprobs is not None
+            else []
+        )
         parts = [scored[at : at + part] for at in range(0, len(scored), part)] or [[]]
         steps: list[Step] = [TokenChunk([], [], prompt_logprobs=found) for found in parts[:-1]]
         said = [*ids, END][: request.max_tokens]
         told = [made_up(token) for token in said] if request.top_logprobs is not None else []
         reason = FinishReason.STOP if END in said else FinishReason.LENGTH
         stats, sources = SpeculationStats(forward_count=1), [TokenSource.PLAIN] * len(said)
-        return [*steps, TokenChunk(said, sources, "", reason, stats, logprobs=told, prompt_logprobs=parts[-1])]
+        return [
+            *steps,
+            TokenChunk(said, sources, "", reason, stats, logprobs=told, prompt_logprobs=parts[-1]),
+        ]
 
     return answer
 
@@ -46,9 +60,14 @@ async def ask(rig: Rig, stream: bool, **body: Any) -> list[tuple[str, dict[str, 
     """The text of each choice, and its log probabilities; a stream's chunks put together."""
     if not stream:
         whole = await rig.client.completions.create(model="models/target", **body)
-        return [(choice.text, choice.logprobs.model_dump() if choice.logprobs else {}) for choice in whole.choices]
+        return [
+            (choice.text, choice.logprobs.model_dump() if choice.logprobs else {})
+            for choice in whole.choices
+        ]
     found: dict[int, tuple[str, dict[str, Any]]] = {}
-    async for chunk in await rig.client.completions.create(model="models/target", stream=True, **body):
+    async for chunk in await rig.client.completions.create(
+        model="models/target", stream=True, **body
+    ):
         for choice in chunk.choices:
             text, told = found.setdefault(choice.index, ("", {}))
             for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
@@ -66,9 +85,14 @@ PROMPTS = ["once upon a time", "naïve 日本語 😀!", "<|user|>hi<|end|><|ass
 async def test_an_echo_tells_of_the_prompts_tokens_and_then_of_all_generated_ones(
     rig: Rig, prompt: str, as_ids: bool, stream: bool
 ) -> None:
-    ids, said = rig.prompts.tokenizer.encode(prompt).ids, rig.prompts.tokenizer.encode(" and ü on").ids
+    ids, said = (
+        rig.prompts.tokenizer.encode(prompt).ids,
+        rig.prompts.tokenizer.encode(" and ü on").ids,
+    )
     rig.script.answer = scoring(said)
-    [(text, told)] = await ask(rig, stream, prompt=ids if as_ids else prompt, echo=True, logprobs=2, max_tokens=99)
+    [(text, told)] = await ask(
+        rig, stream, prompt=ids if as_ids else prompt, echo=True, logprobs=2, max_tokens=99
+    )
     echo = rig.prompts.tokenizer.decode(ids, skip_special_tokens=True) if as_ids else prompt
     assert text == echo + " and ü on"
     assert rig.script.requests[-1].prompt_logprobs == 2
@@ -76,8 +100,12 @@ async def test_an_echo_tells_of_the_prompts_tokens_and_then_of_all_generated_one
     assert told["tokens"] == [rig.prompts.decode([token]) for token in every]
     assert told["token_logprobs"] == [None, *(pytest.approx(-token / 100) for token in every[1:])]
     assert told["top_logprobs"][0] is None
-    for token, name, top in zip(every[1:], told["tokens"][1:], told["top_logprobs"][1:], strict=True):
-        assert top[name] == pytest.approx(-0.001 if rig.prompts.decode([token + 1]) == name else -token / 100)
+    for token, name, top in zip(
+        every[1:], told["tokens"][1:], told["top_logprobs"][1:], strict=True
+    ):
+        assert top[name] == pytest.approx(
+            -0.001 if rig.prompts.decode([token + 1]) == name else -token / 100
+        )
     # Tokens that are whole characters are found in the text where they are said to begin.
     for name, at in zip(told["tokens"], told["text_offset"], strict=True):
         if "\ufffd" not in name and not (name.startswith("<|") and (as_ids or at == len(text))):
@@ -87,19 +115,26 @@ async def test_an_echo_tells_of_the_prompts_tokens_and_then_of_all_generated_one
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_without_tokens_to_generate_the_prompt_alone_is_scored(rig: Rig, stream: bool) -> None:
+async def test_without_tokens_to_generate_the_prompt_alone_is_scored(
+    rig: Rig, stream: bool
+) -> None:
     rig.script.answer = scoring([50])
     for prompt in ("x", "once upon a time", [7] * CONTEXT_LENGTH):
         [(text, told)] = await ask(rig, stream, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
         ids = prompt if isinstance(prompt, list) else rig.prompts.tokenizer.encode(prompt).ids
         assert text == (prompt if isinstance(prompt, str) else rig.prompts.decode(prompt))
         assert len(told["tokens"]) == len(ids)
-        assert (rig.script.requests[-1].max_tokens, rig.script.requests[-1].prompt_logprobs) == (0, 0)
+        assert (rig.script.requests[-1].max_tokens, rig.script.requests[-1].prompt_logprobs) == (
+            0,
+            0,
+        )
 
 
 async def test_an_echo_of_no_further_tokens_needs_no_log_probabilities(rig: Rig) -> None:
     rig.script.answer = scoring([50])
-    answer = await rig.client.completions.create(model="models/target", prompt="x = 1", echo=True, max_tokens=0)
+    answer = await rig.client.completions.create(
+        model="models/target", prompt="x = 1", echo=True, max_tokens=0
+    )
     [choice] = answer.choices
     assert (choice.text, choice.logprobs, choice.finish_reason) == ("x = 1", None, "length")
     assert answer.usage is not None
@@ -108,24 +143,33 @@ async def test_an_echo_of_no_further_tokens_needs_no_log_probabilities(rig: Rig)
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_each_choice_repeats_its_prompt_and_scores_it(rig: Rig, stream: bool, max_tokens: int) -> None:
+async def test_each_choice_repeats_its_prompt_and_scores_it(
+    rig: Rig, stream: bool, max_tokens: int
+) -> None:
     said = [50, 51][:max_tokens]
     rig.script.answer = scoring(said)
     prompts = ["once upon a time", "x"]
-    found = await ask(rig, stream, prompt=prompts, echo=True, logprobs=1, n=3, max_tokens=max_tokens, seed=-1)
+    found = await ask(
+        rig, stream, prompt=prompts, echo=True, logprobs=1, n=3, max_tokens=max_tokens, seed=-1
+    )
     told = iter(found)
     for prompt in prompts:
         ids = [*rig.prompts.tokenizer.encode(prompt).ids, *said]
         for text, logprobs in (next(told) for _ in range(3)):
             assert text == prompt + rig.prompts.decode(said)
             assert logprobs["tokens"] == [rig.prompts.decode([token]) for token in ids]
-            assert logprobs["token_logprobs"] == [None, *(pytest.approx(-token / 100) for token in ids[1:])]
+            assert logprobs["token_logprobs"] == [
+                None,
+                *(pytest.approx(-token / 100) for token in ids[1:]),
+            ]
     assert len(found) == len(rig.script.requests) == 6
 
 
 async def test_choices_that_repeat_a_prompt_without_scores_count_it_once(rig: Rig) -> None:
     rig.script.answer = scoring([50])
-    answer = await rig.client.completions.create(model="models/target", prompt="x = 1", echo=True, max_tokens=0, n=3)
+    answer = await rig.client.completions.create(
+        model="models/target", prompt="x = 1", echo=True, max_tokens=0, n=3
+    )
     assert [(choice.text, choice.logprobs) for choice in answer.choices] == [("x = 1", None)] * 3
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(rig.prompts.tokenizer.encode("x = 1").ids)
@@ -136,9 +180,17 @@ async def test_of_several_tokens_with_one_text_the_likeliest_is_told(rig: Rig) -
     assert rig.prompts.decode([first]) == rig.prompts.decode([second])
     likely = TokenLogprob(-5.0, (first, 50), (-0.1, -2.0), 3)
     rig.script.answer = lambda request: [
-        TokenChunk([], [], finish_reason=FinishReason.LENGTH, stats=SpeculationStats(), prompt_logprobs=[likely])
+        TokenChunk(
+            [],
+            [],
+            finish_reason=FinishReason.LENGTH,
+            stats=SpeculationStats(),
+            prompt_logprobs=[likely],
+        )
     ]
-    [(_, told)] = await ask(rig, False, prompt=[second, second], echo=True, logprobs=2, max_tokens=0)
+    [(_, told)] = await ask(
+        rig, False, prompt=[second, second], echo=True, logprobs=2, max_tokens=0
+    )
     assert told["token_logprobs"] == [None, -5.0]
     assert list(told["top_logprobs"][1].values()) == [pytest.approx(-0.1), -2.0]
 
@@ -146,15 +198,23 @@ async def test_of_several_tokens_with_one_text_the_likeliest_is_told(rig: Rig) -
 async def test_vllms_prompt_logprobs_have_its_shape_in_both_endpoints(rig: Rig) -> None:
     rig.script.answer = scoring([50])
     extra = {"prompt_logprobs": 2}
-    completion = await rig.client.completions.create(model="models/target", prompt=[60, 70, 80], n=2, extra_body=extra)
-    chat = await rig.client.chat.completions.create(model="models/target", messages=CHAT, n=2, extra_body=extra)
+    completion = await rig.client.completions.create(
+        model="models/target", prompt=[60, 70, 80], n=2, extra_body=extra
+    )
+    chat = await rig.client.chat.completions.create(
+        model="models/target", messages=CHAT, n=2, extra_body=extra
+    )
     assert [choice.logprobs for choice in completion.choices] == [None, None]
     for choice in completion.choices:
         assert (choice.model_extra or {})["prompt_logprobs"] == [
             None,
             *(
                 {
-                    str(token): {"logprob": pytest.approx(-token / 100), "rank": 2, "decoded_token": rig.prompts.decode([token])},
+                    str(token): {
+                        "logprob": pytest.approx(-token / 100),
+                        "rank": 2,
+                        "decoded_token": rig.prompts.decode([token]),
+                    },
                     str(token + 1): {
                         "logprob": pytest.approx(-0.001),
                         "rank": 1,
@@ -166,7 +226,10 @@ async def test_vllms_prompt_logprobs_have_its_shape_in_both_endpoints(rig: Rig) 
         ]
     prompt = rig.script.requests[-1].prompt
     told = (chat.model_extra or {})["prompt_logprobs"]
-    assert (told[0], [next(iter(entry)) for entry in told[1:]]) == (None, [str(token) for token in prompt[1:]])
+    assert (told[0], [next(iter(entry)) for entry in told[1:]]) == (
+        None,
+        [str(token) for token in prompt[1:]],
+    )
     assert "prompt_logprobs" not in (chat.choices[0].model_extra or {})
 
 
@@ -182,7 +245,13 @@ async def test_a_conversation_can_be_scored_without_an_answer(rig: Rig) -> None:
 async def test_a_token_that_cannot_come_has_a_number_that_json_knows(rig: Rig) -> None:
     never = TokenLogprob(-math.inf, (50,), (0.0,), 4096)
     rig.script.answer = lambda request: [
-        TokenChunk([], [], finish_reason=FinishReason.LENGTH, stats=SpeculationStats(), prompt_logprobs=[never])
+        TokenChunk(
+            [],
+            [],
+            finish_reason=FinishReason.LENGTH,
+            stats=SpeculationStats(),
+            prompt_logprobs=[never],
+        )
     ]
     [(_, told)] = await ask(rig, False, prompt=[60, 70], echo=True, logprobs=1, max_tokens=0)
     assert told["token_logprobs"] == [None, -9999.0]
@@ -191,7 +260,11 @@ async def test_a_token_that_cannot_come_has_a_number_that_json_knows(rig: Rig) -
 async def test_a_prompts_parts_are_not_taken_for_the_first_token(rig: Rig) -> None:
     async def first_tokens() -> float:
         lines = (await rig.http.get("/metrics")).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("outrider:time_to_first_token_seconds_count"))
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("outrider:time_to_first_token_seconds_count")
+        )
 
     rig.script.answer = scoring([50])
     before = await first_tokens()
@@ -209,7 +282,9 @@ async def test_grpc_streams_a_prompts_log_probabilities_before_its_first_token(r
         responses = [response async for response in rig.generation.GenerateText(request)]
         assert [len(response.prompt_logprobs) for response in responses] == [3, 3, 3]
         told = [logprob for response in responses for logprob in response.prompt_logprobs]
-        assert [logprob.logprob for logprob in told] == [pytest.approx(-token / 100) for token in range(41, 50)]
+        assert [logprob.logprob for logprob in told] == [
+            pytest.approx(-token / 100) for token in range(41, 50)
+        ]
         assert all((logprob.rank, len(logprob.top_token_ids)) == (2, 2) for logprob in told)
         assert [token for response in responses for token in response.token_ids] == tokens
 
@@ -222,7 +297,9 @@ async def test_grpc_streams_a_prompts_log_probabilities_before_its_first_token(r
         ({"max_tokens": 0}, "max_tokens", "must be at least 1, not 0"),
     ],
 )
-async def test_grpc_names_the_field_and_the_limit(rig: Rig, settings: dict[str, int], field: str, message: str) -> None:
+async def test_grpc_names_the_field_and_the_limit(
+    rig: Rig, settings: dict[str, int], field: str, message: str
+) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
         [_ async for _ in rig.generation.GenerateText(GenerateTextRequest(prompt="x", **settings))]
     assert rpc.error_of(caught.value).field == field

@@ -11,12 +11,24 @@ import httpx
 import pytest
 from gateway_rig import TARGET
 
-COMMAND = [sys.executable, "-m", "gateway", "--verifier", "127.0.0.1:9", "--tokenizer", TARGET, "--http-port", "0"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "gateway",
+    "--verifier",
+    "127.0.0.1:9",
+    "--tokenizer",
+    TARGET,
+    "--http-port",
+    "0",
+]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_prints_where_it_listens_and_ends_on_a_signal(number: signal.Signals) -> None:
-    process = subprocess.Popen([*COMMAND, "--grpc-listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, "--grpc-listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -35,7 +47,11 @@ def test_it_prints_where_it_listens_and_ends_on_a_signal(number: signal.Signals)
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--http-port", "70000"], 2, "http-port: must be less than or equal to 65535, not '70000'"),
+        (
+            ["--http-port", "70000"],
+            2,
+            "http-port: must be less than or equal to 65535, not '70000'",
+        ),
         (["--colour", "red"], 2, "colour"),
         (["--tokenizer", "/nowhere"], 1, "there is no directory /nowhere"),
         (["--grpc-listen", "256.0.0.1:1"], 1, "cannot listen on 256.0.0.1:1"),

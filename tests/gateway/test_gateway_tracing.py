@@ -48,7 +48,15 @@ async def test_the_span_is_a_child_of_the_clients_and_the_parent_of_the_verifier
     rig: Rig, spans: InMemorySpanExporter, stream: bool
 ) -> None:
     ids = rig.says("if x")
-    asked = {"prompt": "x", "stream": stream, "n": 2, "temperature": 0.5, "max_tokens": 40, "stop": ["never"], "seed": 7}
+    asked = {
+        "prompt": "x",
+        "stream": stream,
+        "n": 2,
+        "temperature": 0.5,
+        "max_tokens": 40,
+        "stop": ["never"],
+        "seed": 7,
+    }
     answer = await rig.http.post("/v1/completions", json=asked, headers=PARENT)
     [span] = spans.get_finished_spans()
     assert span.name == "text_completion models/target"
@@ -80,20 +88,27 @@ async def test_what_a_request_logs_carries_the_ids_of_its_trace(
     rig.says("if x")
     with caplog.at_level(logging.INFO, "gateway.requests"):
         for stream in (True, False):
-            await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream}, headers=PARENT)
+            await rig.http.post(
+                "/v1/completions", json={"prompt": "x", "stream": stream}, headers=PARENT
+            )
     logged = [line for line in caplog.text.splitlines() if "tokens in" in line]
     assert len(logged) == 2
     for line, span in zip(logged, spans.get_finished_spans(), strict=True):
         assert line.endswith(f" trace_id={TRACE} span_id={span.context.span_id:016x}")
 
 
-async def test_a_span_has_the_settings_that_differ_from_the_default_alone(rig: Rig, spans: InMemorySpanExporter) -> None:
+async def test_a_span_has_the_settings_that_differ_from_the_default_alone(
+    rig: Rig, spans: InMemorySpanExporter
+) -> None:
     rig.says("if x")
     given = {"top_p": 0.9, "top_k": 5, "frequency_penalty": 0.5, "presence_penalty": 0.25}
     for settings in ({}, given):
         await rig.http.post("/v1/completions", json={"prompt": "x", **settings})
     plain, full = (dict(span.attributes or {}) for span in spans.get_finished_spans())
-    assert {name for name in plain if name.startswith("gen_ai.request.")} == {"gen_ai.request.model", "gen_ai.request.stream"}
+    assert {name for name in plain if name.startswith("gen_ai.request.")} == {
+        "gen_ai.request.model",
+        "gen_ai.request.stream",
+    }
     assert {name: full[f"gen_ai.request.{name}"] for name in given} == given
 
 
@@ -102,12 +117,17 @@ async def test_a_finished_request_is_no_error_and_has_the_attributes_of_http(
     rig: Rig, spans: InMemorySpanExporter, stream: bool
 ) -> None:
     rig.says("if x")
-    await rig.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "stream": stream})
+    await rig.http.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "x"}], "stream": stream},
+    )
     [span] = spans.get_finished_spans()
     assert span.status.status_code is StatusCode.UNSET
     attributes = dict(span.attributes or {})
     assert "error.type" not in attributes
-    assert {name: value for name, value in attributes.items() if name.startswith(("http.", "url."))} == {
+    assert {
+        name: value for name, value in attributes.items() if name.startswith(("http.", "url."))
+    } == {
         "http.request.method": "POST",
         "http.route": "/v1/chat/completions",
         "http.response.status_code": 200,
@@ -140,7 +160,9 @@ async def test_only_a_fault_of_the_servers_is_an_error_and_the_reason_is_named(
     assert seen == [(status, reason.name.lower(), code) for reason, status, code in expected]
 
 
-async def test_a_stream_that_fails_after_its_first_event_is_an_error_with_status_200(rig: Rig, spans: InMemorySpanExporter) -> None:
+async def test_a_stream_that_fails_after_its_first_event_is_an_error_with_status_200(
+    rig: Rig, spans: InMemorySpanExporter
+) -> None:
     rig.script.answer = lambda _: [plain([5]), OutriderError(Reason.INTERNAL, "broken")]
     await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True})
     [span] = spans.get_finished_spans()
@@ -155,7 +177,9 @@ async def test_a_client_that_hangs_up_is_no_error_of_the_servers(
     rig: Rig, spans: InMemorySpanExporter, said: list[TokenChunk], stream: bool
 ) -> None:
     rig.script.answer = lambda _: [*said, 60.0]
-    request = asyncio.create_task(rig.client.completions.create(model="models/target", prompt="x", stream=stream))
+    request = asyncio.create_task(
+        rig.client.completions.create(model="models/target", prompt="x", stream=stream)
+    )
     await until(lambda: rig.script.running == 1)
     if stream and said:
         await (await request).close()
@@ -169,11 +193,18 @@ async def test_a_client_that_hangs_up_is_no_error_of_the_servers(
     assert attributes["http.response.status_code"] == (200 if stream and said else 499)
 
 
-async def test_a_client_that_hangs_up_after_the_last_event_has_had_its_answer(rig: Rig, spans: InMemorySpanExporter) -> None:
+async def test_a_client_that_hangs_up_after_the_last_event_has_had_its_answer(
+    rig: Rig, spans: InMemorySpanExporter
+) -> None:
     shape = CompletionShape("models/target")
     span = telemetry.start_root("text_completion models/target", {})
     writer = ChunkWriter(shape, UsageTotals(1, 1), StreamOptions(), [1], metrics=False)
-    last_delta = TextDelta("x", [5], [TokenSource.PLAIN], finish=FinishInfo(FinishReason.STOP, 1, 1, 0, SpeculationStats()))
+    last_delta = TextDelta(
+        "x",
+        [5],
+        [TokenSource.PLAIN],
+        finish=FinishInfo(FinishReason.STOP, 1, 1, 0, SpeculationStats()),
+    )
 
     async def nothing_more() -> AsyncGenerator[Event, None]:
         for event in ():
@@ -190,7 +221,9 @@ async def test_a_client_that_hangs_up_after_the_last_event_has_had_its_answer(ri
 
 
 async def test_grpc_is_traced_as_well(rig: Rig, spans: InMemorySpanExporter) -> None:
-    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"), metadata=tuple(PARENT.items()))
+    call = rig.generation.GenerateText(
+        generation_pb2.GenerateTextRequest(prompt="x"), metadata=tuple(PARENT.items())
+    )
     _ = [response async for response in call]
     [span] = spans.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == TRACE
@@ -214,7 +247,12 @@ async def test_a_grpc_call_that_is_cancelled_is_no_error_and_one_that_is_refused
     await until(lambda: len(spans.get_finished_spans()) == 1)
     rig.script.answer = lambda _: [OutriderError(Reason.INVALID_VALUE, "no")]
     with pytest.raises(grpc.aio.AioRpcError):
-        _ = [response async for response in rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"))]
+        _ = [
+            response
+            async for response in rig.generation.GenerateText(
+                generation_pb2.GenerateTextRequest(prompt="x")
+            )
+        ]
     cancelled, refused = spans.get_finished_spans()
     assert [span.status.status_code for span in (cancelled, refused)] == [StatusCode.UNSET] * 2
     assert dict(cancelled.attributes or {})["rpc.response.status_code"] == "CANCELLED"

@@ -32,7 +32,11 @@ async def test_text_streams_in_whole_characters_with_its_tokens(rig: Rig) -> Non
     responses = await call(rig, GenerateTextRequest(prompt="x"))
     assert "".join(response.text for response in responses) == TEXT
     assert [token for response in responses for token in response.token_ids] == [*ids, 3]
-    assert all(source == common_pb2.TOKEN_SOURCE_PLAIN for response in responses for source in response.sources)
+    assert all(
+        source == common_pb2.TOKEN_SOURCE_PLAIN
+        for response in responses
+        for source in response.sources
+    )
     *others, final = responses
     assert final.finish_reason == common_pb2.FINISH_REASON_STOP
     assert (final.usage.prompt_token_count, final.usage.completion_token_count) == (1, len(ids) + 1)
@@ -42,14 +46,18 @@ async def test_text_streams_in_whole_characters_with_its_tokens(rig: Rig) -> Non
 @pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
 async def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused(rig: Rig, data: bytes) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(rig, GenerateTextRequest(prompt="x", grammar=common_pb2.Grammar.FromString(data)))
+        await call(
+            rig, GenerateTextRequest(prompt="x", grammar=common_pb2.Grammar.FromString(data))
+        )
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     error = rpc.error_of(caught.value)
     assert (error.reason, error.field) == (Reason.INVALID_VALUE, "grammar")
     assert "must have one of json_schema, json_object" in error.message
 
 
-async def test_a_request_that_cannot_be_parsed_is_refused(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_that_cannot_be_parsed_is_refused(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     async with rpc.dial(rig.gateway.grpc_address) as channel:
         unparsed = channel.unary_stream("/outrider.v1.GenerationService/GenerateText")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -83,11 +91,23 @@ async def test_the_three_forms_of_input_reach_the_verifier(rig: Rig) -> None:
 async def test_settings_reach_the_verifier(rig: Rig) -> None:
     sampling = common_pb2.SamplingParams(temperature=0.0, top_k=3, top_p=0.5, seed=2**63)
     speculation = common_pb2.SpeculationOptions(enabled=False, drafter="ngram", draft_tokens=2)
-    await call(rig, GenerateTextRequest(prompt="x", max_tokens=9, sampling=sampling, speculation=speculation))
+    await call(
+        rig,
+        GenerateTextRequest(prompt="x", max_tokens=9, sampling=sampling, speculation=speculation),
+    )
     await call(rig, GenerateTextRequest(prompt="x"))
     given, unset = rig.script.requests
-    assert (given.max_tokens, given.sampling.greedy, given.sampling.top_k, given.sampling.seed) == (9, True, 3, 2**63)
-    assert (given.speculation.enabled, given.speculation.drafter, given.speculation.draft_tokens) == (False, "ngram", 2)
+    assert (given.max_tokens, given.sampling.greedy, given.sampling.top_k, given.sampling.seed) == (
+        9,
+        True,
+        3,
+        2**63,
+    )
+    assert (
+        given.speculation.enabled,
+        given.speculation.drafter,
+        given.speculation.draft_tokens,
+    ) == (False, "ngram", 2)
     assert unset.max_tokens == 2048 - 1
 
 
@@ -106,17 +126,35 @@ async def test_stop_strings_end_the_text(rig: Rig) -> None:
         (GenerateTextRequest(tokens=TokenPrompt()), "tokens.token_ids"),
         (GenerateTextRequest(tokens=TokenPrompt(token_ids=[4096])), "tokens.token_ids"),
         (GenerateTextRequest(chat=Chat()), "chat.messages"),
-        (GenerateTextRequest(chat=Chat(messages=[ChatMessage(role="tool")])), "chat.messages[0].role"),
+        (
+            GenerateTextRequest(chat=Chat(messages=[ChatMessage(role="tool")])),
+            "chat.messages[0].role",
+        ),
         (GenerateTextRequest(prompt="x", max_tokens=0), "max_tokens"),
         (GenerateTextRequest(prompt="x", max_tokens=5000), "max_tokens"),
-        (GenerateTextRequest(prompt="x", sampling=common_pb2.SamplingParams(temperature=float("nan"))), "sampling.temperature"),
-        (GenerateTextRequest(prompt="x", sampling=common_pb2.SamplingParams(top_k=-1)), "sampling.top_k"),
+        (
+            GenerateTextRequest(
+                prompt="x", sampling=common_pb2.SamplingParams(temperature=float("nan"))
+            ),
+            "sampling.temperature",
+        ),
+        (
+            GenerateTextRequest(prompt="x", sampling=common_pb2.SamplingParams(top_k=-1)),
+            "sampling.top_k",
+        ),
         (GenerateTextRequest(prompt="x", stop=[""]), "stop[0]"),
-        (GenerateTextRequest(prompt="x", speculation=common_pb2.SpeculationOptions(draft_tokens=99)), "speculation.draft_tokens"),
+        (
+            GenerateTextRequest(
+                prompt="x", speculation=common_pb2.SpeculationOptions(draft_tokens=99)
+            ),
+            "speculation.draft_tokens",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_bad_input_names_its_field(rig: Rig, request_: GenerateTextRequest, field: str) -> None:
+async def test_bad_input_names_its_field(
+    rig: Rig, request_: GenerateTextRequest, field: str
+) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(rig, request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -144,11 +182,18 @@ async def test_an_unknown_model_is_not_found(rig: Rig) -> None:
 
 async def test_health_and_reflection_are_served(rig: Rig) -> None:
     channel = rpc.dial(rig.gateway.grpc_address)
-    health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService"))
+    health = await health_pb2_grpc.HealthStub(channel).Check(
+        health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
+    )
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol="outrider.v1.GenerationService")
+    asked = reflection_pb2.ServerReflectionRequest(
+        file_containing_symbol="outrider.v1.GenerationService"
+    )
     async for response in stub.ServerReflectionInfo(iter([asked])):
-        names = [FileDescriptorProto.FromString(data).name for data in response.file_descriptor_response.file_descriptor_proto]
+        names = [
+            FileDescriptorProto.FromString(data).name
+            for data in response.file_descriptor_response.file_descriptor_proto
+        ]
         assert "outrider/v1/generation.proto" in names
     await channel.close()

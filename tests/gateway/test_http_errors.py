@@ -43,7 +43,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt": [2**33], "echo": True}, "prompt", "invalid_value", "[0, 4096), not 8589934592"),
     ({"regex": "\ud800"}, "regex", "invalid_value", "surrogate"),
     ({"guided_choice": ["a", "\ud800"]}, "guided_choice[1]", "invalid_value", "surrogate"),
-    ({"structured_outputs": {"grammar": "\ud800"}}, "structured_outputs.grammar", "invalid_value", "surrogate"),
+    (
+        {"structured_outputs": {"grammar": "\ud800"}},
+        "structured_outputs.grammar",
+        "invalid_value",
+        "surrogate",
+    ),
     ({"speculation": {"drafter": "\ud800"}}, "speculation.drafter", "invalid_value", "surrogate"),
     ({"repetition_penalty": 1e-38}, "repetition_penalty", "invalid_value", "[0.01, 10], not 1e-38"),
     ({"prompt": [5] * 2048}, "prompt", "context_length_exceeded", "2048 tokens"),
@@ -82,20 +87,41 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"stop": [1]}, "stop[0]", "invalid_value", "valid string"),
     ({"stop_token_ids": [4096]}, "stop_token_ids[0]", "invalid_value", "[0, 4096)"),
     ({"stop_token_ids": [1] * 65}, "stop_token_ids", "invalid_value", "at most 64"),
-    ({"speculation": {"draft_tokens": 65}}, "speculation.draft_tokens", "invalid_value", "[0, 64], not 65"),
-    ({"speculation": {"draft_tokens": -1}}, "speculation.draft_tokens", "invalid_value", "[0, 64], not -1"),
+    (
+        {"speculation": {"draft_tokens": 65}},
+        "speculation.draft_tokens",
+        "invalid_value",
+        "[0, 64], not 65",
+    ),
+    (
+        {"speculation": {"draft_tokens": -1}},
+        "speculation.draft_tokens",
+        "invalid_value",
+        "[0, 64], not -1",
+    ),
     ({"speculation": {"drafter": "x" * 129}}, "speculation.drafter", "invalid_value", "128"),
     ({"speculation": {"speed": 9}}, "speculation.speed", "unknown_parameter", "not a parameter"),
     ({"speculation": True}, "speculation", "invalid_value", "valid dictionary"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "stream: true"),
+    (
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+        "invalid_value",
+        "stream: true",
+    ),
     ({"temprature": 1}, "temprature", "unknown_parameter", "not a parameter"),
     ({"model": "gpt-5"}, "model", "model_not_found", "there is models/target"),
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "code", "words"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
-async def test_a_bad_parameter_is_named_with_its_limit(rig: Rig, body: dict[str, Any], param: str, code: str, words: str) -> None:
-    response = await rig.http.post("/v1/completions", content=json.dumps({"prompt": "x"} | body), headers=JSON)
+@pytest.mark.parametrize(
+    ("body", "param", "code", "words"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40]
+)
+async def test_a_bad_parameter_is_named_with_its_limit(
+    rig: Rig, body: dict[str, Any], param: str, code: str, words: str
+) -> None:
+    response = await rig.http.post(
+        "/v1/completions", content=json.dumps({"prompt": "x"} | body), headers=JSON
+    )
     error = error_of(response)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
     assert words in error["message"]
@@ -121,7 +147,11 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 async def test_an_unsupported_parameter_is_refused_not_ignored(rig: Rig, name: str) -> None:
-    error = error_of(await rig.http.post("/v1/chat/completions", json={"messages": CHAT, name: UNSUPPORTED[name]}))
+    error = error_of(
+        await rig.http.post(
+            "/v1/chat/completions", json={"messages": CHAT, name: UNSUPPORTED[name]}
+        )
+    )
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
@@ -133,8 +163,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*CHAT, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+    ),
     ({"messages": [{"role": "user", "content": "x" * 60_000}]}, "messages"),
     ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": CHAT, "max_completion_tokens": 4000}, "max_completion_tokens"),
@@ -166,7 +202,9 @@ async def test_a_bad_chat_names_the_place(rig: Rig, body: dict[str, Any], param:
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_malformed_body_is_told_what_is_wrong(rig: Rig, content: bytes, headers: dict[str, str], words: str) -> None:
+async def test_a_malformed_body_is_told_what_is_wrong(
+    rig: Rig, content: bytes, headers: dict[str, str], words: str
+) -> None:
     response = await rig.http.post("/v1/completions", content=content, headers=headers)
     assert response.status_code == 400
     error = error_of(response)
@@ -177,7 +215,9 @@ async def test_a_malformed_body_is_told_what_is_wrong(rig: Rig, content: bytes, 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
 async def test_numbers_that_are_none_are_refused(rig: Rig, name: str, number: str) -> None:
-    response = await rig.http.post("/v1/completions", content=f'{{"prompt": "x", "{name}": {number}}}', headers=JSON)
+    response = await rig.http.post(
+        "/v1/completions", content=f'{{"prompt": "x", "{name}": {number}}}', headers=JSON
+    )
     assert (response.status_code, error_of(response)["param"]) == (400, name)
 
 
@@ -196,7 +236,11 @@ async def test_unknown_routes_and_methods_have_the_shape_too(rig: Rig) -> None:
     missing = await rig.http.get("/v1/nothing")
     assert (missing.status_code, error_of(missing)["code"]) == (404, "route_not_found")
     wrong = await rig.http.get("/v1/completions")
-    assert (wrong.status_code, error_of(wrong)["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert (wrong.status_code, error_of(wrong)["code"], wrong.headers["allow"]) == (
+        405,
+        "method_not_allowed",
+        "POST",
+    )
     model = await rig.http.get("/v1/models/gpt")
     assert (model.status_code, error_of(model)["code"]) == (404, "model_not_found")
 
@@ -204,26 +248,49 @@ async def test_unknown_routes_and_methods_have_the_shape_too(rig: Rig) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [(Reason.DRAFTER_NOT_FOUND, 404), (Reason.OVERLOADED, 429), (Reason.INTERNAL, 500), (Reason.DRAINING, 503)],
+    [
+        (Reason.DRAFTER_NOT_FOUND, 404),
+        (Reason.OVERLOADED, 429),
+        (Reason.INTERNAL, 500),
+        (Reason.DRAINING, 503),
+    ],
 )
-async def test_what_the_verifier_refuses_has_its_own_status(rig: Rig, reason: Reason, status: int, stream: bool) -> None:
-    rig.script.answer = lambda _: [OutriderError(reason, "because", "speculation.drafter", retry_after_s=3.0)]
+async def test_what_the_verifier_refuses_has_its_own_status(
+    rig: Rig, reason: Reason, status: int, stream: bool
+) -> None:
+    rig.script.answer = lambda _: [
+        OutriderError(reason, "because", "speculation.drafter", retry_after_s=3.0)
+    ]
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
     assert (response.status_code, response.headers["retry-after"]) == (status, "3")
     error = error_of(response)
-    assert (error["message"], error["code"], error["param"]) == ("because", reason.name.lower(), "speculation.drafter")
+    assert (error["message"], error["code"], error["param"]) == (
+        "because",
+        reason.name.lower(),
+        "speculation.drafter",
+    )
 
 
-async def test_what_a_verifier_says_of_a_grammar_names_the_callers_field_and_when_to_come_back(rig: Rig) -> None:
-    rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "grammar.regex: busy", "grammar.regex", retry_after_s=3.0)]
+async def test_what_a_verifier_says_of_a_grammar_names_the_callers_field_and_when_to_come_back(
+    rig: Rig,
+) -> None:
+    rig.script.answer = lambda _: [
+        OutriderError(Reason.OVERLOADED, "grammar.regex: busy", "grammar.regex", retry_after_s=3.0)
+    ]
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-    assert (error_of(response)["message"], error_of(response)["param"]) == ("guided_regex: busy", "guided_regex")
+    assert (error_of(response)["message"], error_of(response)["param"]) == (
+        "guided_regex: busy",
+        "guided_regex",
+    )
 
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_failure_in_mid_stream_is_the_last_event(rig: Rig, n: int) -> None:
-    rig.script.answer = lambda request: [plain([5]), OutriderError(Reason.INTERNAL, "the target's forward failed")]
+    rig.script.answer = lambda request: [
+        plain([5]),
+        OutriderError(Reason.INTERNAL, "the target's forward failed"),
+    ]
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True, "n": n})
     assert response.status_code == 200
     *texts, error, end = response.text.split("\n\n")
@@ -261,7 +328,10 @@ async def test_one_failed_choice_fails_the_request_and_cancels_its_siblings(rig:
 
 async def test_a_bad_request_disturbs_no_other(rig: Rig) -> None:
     ids = rig.prompts.tokenizer.encode("if x").ids
-    rig.script.answer = lambda _: [*(step for i in ids for step in (plain([i]), 0.05)), last([3], FinishReason.STOP)]
+    rig.script.answer = lambda _: [
+        *(step for i in ids for step in (plain([i]), 0.05)),
+        last([3], FinishReason.STOP),
+    ]
     good = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "x"}))
     for body in ({"prompt": ""}, {"prompt": "x", "n": 99}, {"prompt": [9999]}):
         assert (await rig.http.post("/v1/completions", json=body)).status_code == 400

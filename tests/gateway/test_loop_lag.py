@@ -38,7 +38,9 @@ MIB = 2**20
 # That of many models; the bundled pair's is shorter, so that more is refused at once.
 CONTEXT = 131_072
 HEADERS = {"content-type": "application/json"}
-_BUCKET = re.compile(r'^outrider:event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
+_BUCKET = re.compile(
+    r'^outrider:event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE
+)
 
 
 class Target:
@@ -53,7 +55,11 @@ class Target:
         assert (await self.http.post(path, content=body, headers=HEADERS)).status_code in statuses
 
     async def complete(self, *statuses: int, **body: object) -> None:
-        await self.post("/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1} | body).encode(), *statuses)
+        await self.post(
+            "/v1/completions",
+            json.dumps({"prompt": "x", "max_tokens": 1} | body).encode(),
+            *statuses,
+        )
 
     async def generate(self, request: bytes, status: grpc.StatusCode) -> None:
         """By gRPC."""
@@ -116,13 +122,17 @@ async def _target(prompts: Prompts, log: Path) -> AsyncIterator[Target]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def target(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Target]:
+async def target(
+    prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Target]:
     async with _target(prompts, tmp_path_factory.mktemp("target") / "log") as made:
         yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def control(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Target]:
+async def control(
+    prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Target]:
     """A gateway that nobody attacks: as late as the machine makes it."""
     async with _target(prompts, tmp_path_factory.mktemp("control") / "log") as made:
         yield made
@@ -133,7 +143,9 @@ def _keys(count: int, value: str = "1") -> str:
 
 
 def _chat(count: int) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "x"}] * count, "max_tokens": 1}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": "x"}] * count, "max_tokens": 1}
+    ).encode()
 
 
 async def _one_prompt_of_many_kinds(target: Target) -> None:
@@ -141,7 +153,9 @@ async def _one_prompt_of_many_kinds(target: Target) -> None:
 
 
 LONG_TEXT = generation_pb2.GenerateTextRequest(prompt="a " * (MIB - 50)).SerializeToString()
-LONG_GUESS = generation_pb2.GenerateTextRequest(prompt="a", prediction="a " * (MIB - 50), max_tokens=1).SerializeToString()
+LONG_GUESS = generation_pb2.GenerateTextRequest(
+    prompt="a", prediction="a " * (MIB - 50), max_tokens=1
+).SerializeToString()
 # A conversation of a million empty messages.
 EMPTY_MESSAGES = b"\x1a" + b"\xc0\xff\x7f" + b"\x0a\x00" * ((2 * MIB - 64) // 2)
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
@@ -150,34 +164,58 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     "a long prompt": lambda t: t.complete(400, prompt="a " * (2 * MIB - 50)),
     "a prompt of many characters": _one_prompt_of_many_kinds,
     "a prompt that just fits": lambda t: t.complete(200, prompt="a " * (CONTEXT - 8)),
-    "a long prediction": lambda t: t.complete(200, prediction={"type": "content", "content": "a " * (2 * MIB - 99)}),
-    "unknown keys": lambda t: t.post("/v1/completions", f'{{"prompt":"x",{_keys(300_000)}}}'.encode(), 413),
-    "as many unknown keys as are read": lambda t: t.post("/v1/completions", f'{{"prompt":"x",{_keys(32_000)}}}'.encode(), 400),
+    "a long prediction": lambda t: t.complete(
+        200, prediction={"type": "content", "content": "a " * (2 * MIB - 99)}
+    ),
+    "unknown keys": lambda t: t.post(
+        "/v1/completions", f'{{"prompt":"x",{_keys(300_000)}}}'.encode(), 413
+    ),
+    "as many unknown keys as are read": lambda t: t.post(
+        "/v1/completions", f'{{"prompt":"x",{_keys(32_000)}}}'.encode(), 400
+    ),
     "messages": lambda t: t.post("/v1/chat/completions", _chat(90_000), 413),
     "as many messages as allowed": lambda t: t.post("/v1/chat/completions", _chat(2048), 200),
     "a long message": lambda t: t.post(
-        "/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": "a " * (2 * MIB - 99)}]}).encode(), 400
+        "/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": "a " * (2 * MIB - 99)}]}).encode(),
+        400,
     ),
-    "a long logit_bias": lambda t: t.post("/v1/completions", f'{{"prompt":"x","logit_bias":{{{_keys(300_000)}}}}}'.encode(), 413),
-    "a bad logit_bias": lambda t: t.post("/v1/completions", f'{{"logit_bias":{{{_keys(32_000, "[]")}}}}}'.encode(), 400),
+    "a long logit_bias": lambda t: t.post(
+        "/v1/completions", f'{{"prompt":"x","logit_bias":{{{_keys(300_000)}}}}}'.encode(), 413
+    ),
+    "a bad logit_bias": lambda t: t.post(
+        "/v1/completions", f'{{"logit_bias":{{{_keys(32_000, "[]")}}}}}'.encode(), 400
+    ),
     "bad stops": lambda t: t.complete(400, stop=[1] * 250_000),
     "token ids": lambda t: t.complete(400, prompt=[5] * 262_000),
     "too many token ids": lambda t: t.complete(413, prompt=[5] * 1_000_000),
     "an echo of token ids": lambda t: t.complete(200, prompt=[5] * (CONTEXT - 8), echo=True),
-    "quotation marks": lambda t: t.post("/v1/completions", b'{"prompt":"' + b'\\"' * (2 * MIB - 50) + b'"}', 400),
+    "quotation marks": lambda t: t.post(
+        "/v1/completions", b'{"prompt":"' + b'\\"' * (2 * MIB - 50) + b'"}', 400
+    ),
     "tokens with their names": lambda t: t.post(
-        "/tokenize", json.dumps({"prompt": "a " * (CONTEXT - 8), "return_token_strs": True}).encode(), 200
+        "/tokenize",
+        json.dumps({"prompt": "a " * (CONTEXT - 8), "return_token_strs": True}).encode(),
+        200,
     ),
     "too many tokens with their names": lambda t: t.post(
-        "/tokenize", json.dumps({"prompt": "a " * (2 * MIB - 50), "return_token_strs": True}).encode(), 400
+        "/tokenize",
+        json.dumps({"prompt": "a " * (2 * MIB - 50), "return_token_strs": True}).encode(),
+        400,
     ),
-    "detokenising": lambda t: t.post("/detokenize", json.dumps({"tokens": [5] * CONTEXT}).encode(), 200),
+    "detokenising": lambda t: t.post(
+        "/detokenize", json.dumps({"tokens": [5] * CONTEXT}).encode(), 200
+    ),
     "a long prompt by gRPC": lambda t: t.generate(LONG_TEXT, grpc.StatusCode.INVALID_ARGUMENT),
     "a long prediction by gRPC": lambda t: t.generate(LONG_GUESS, grpc.StatusCode.OK),
-    "empty messages by gRPC": lambda t: t.generate(EMPTY_MESSAGES, grpc.StatusCode.INVALID_ARGUMENT),
+    "empty messages by gRPC": lambda t: t.generate(
+        EMPTY_MESSAGES, grpc.StatusCode.INVALID_ARGUMENT
+    ),
     "a long header": lambda t: t.say(GET + b"X: " + b"a" * MIB, 64),
     "a million headers": lambda t: t.say(GET + b"X: a\r\n" * 1_000_000),
-    "a long trailer": lambda t: t.say(GET + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * MIB, 64),
+    "a long trailer": lambda t: t.say(
+        GET + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * MIB, 64
+    ),
 }
 
 
@@ -188,18 +226,29 @@ def largest(before: dict[float, float], after: dict[float, float]) -> float:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_no_request_holds_up_the_event_loop(target: Target, control: Target, name: str) -> None:
+async def test_no_request_holds_up_the_event_loop(
+    target: Target, control: Target, name: str
+) -> None:
     seen = []
     for _ in range(TRIES):
-        before, before_control, before_s = await target.lags(), await control.lags(), target.waited_s()
+        before, before_control, before_s = (
+            await target.lags(),
+            await control.lags(),
+            target.waited_s(),
+        )
         await ATTACKS[name](target)
-        lag, machine = largest(before, await target.lags()), largest(before_control, await control.lags())
+        lag, machine = (
+            largest(before, await target.lags()),
+            largest(before_control, await control.lags()),
+        )
         # Threads that ended took along what they had waited.
         waited_s = max(0.0, target.waited_s() - before_s)
         if lag <= max(ALLOWED_S + waited_s, machine):
             return
         seen.append((lag, waited_s, machine))
-    pytest.fail(f"seconds by which the loop was late, waited for a processor, and by which another loop was late: {seen}")
+    pytest.fail(
+        f"seconds by which the loop was late, waited for a processor, and by which another loop was late: {seen}"
+    )
 
 
 async def test_the_lag_of_a_loop_that_is_held_up_is_seen(target: Target) -> None:

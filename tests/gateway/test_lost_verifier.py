@@ -22,7 +22,15 @@ from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import Gateway, running
 from outrider.errors import Reason
-from outrider.messages import DrafterInfo, FinishReason, Placement, Stage, TokenChunk, TokenLogprob, TokenSource
+from outrider.messages import (
+    DrafterInfo,
+    FinishReason,
+    Placement,
+    Stage,
+    TokenChunk,
+    TokenLogprob,
+    TokenSource,
+)
 from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2
 from outrider.wire import model as wire_model
@@ -83,11 +91,16 @@ class Pair:
         self.http: httpx.AsyncClient
 
     async def ask(self, **body: Any) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={"prompt": "if x", "temperature": 0} | body)
+        return await self.http.post(
+            "/v1/completions", json={"prompt": "if x", "temperature": 0} | body
+        )
 
     @property
     def problems(self) -> list[Reason | None]:
-        return [replica.problem.reason if replica.problem else None for replica in self.gateway.router.replicas]
+        return [
+            replica.problem.reason if replica.problem else None
+            for replica in self.gateway.router.replicas
+        ]
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -98,21 +111,33 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     async with contextlib.AsyncExitStack() as stack:
         servers = [rpc.Server() for _ in range(2)]
         servers[0].grpc.add_generic_rpc_handlers((_Raw(made.liar),))
-        for server, verifier in zip(servers, (made.liar, ScriptedVerifier(made.second)), strict=True):
+        for server, verifier in zip(
+            servers, (made.liar, ScriptedVerifier(made.second)), strict=True
+        ):
             serve_verifier(verifier, _GenericOnly(server))  # type: ignore[arg-type]
             await server.start("127.0.0.1:0")
             stack.push_async_callback(server.stop, 0)
         made.proxy = await stack.enter_async_context(chaos_proxy(servers[0].ports[0]))
         addresses = [f"127.0.0.1:{made.proxy.port}", f"127.0.0.1:{servers[1].ports[0]}"]
-        settings = GatewaySettings(verifier=addresses, tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0", drain_seconds=0)
+        settings = GatewaySettings(
+            verifier=addresses,
+            tokenizer=TARGET,
+            http_port=0,
+            grpc_listen="127.0.0.1:0",
+            drain_seconds=0,
+        )
         made.gateway = await stack.enter_async_context(running(settings, Metrics()))
-        made.http = await stack.enter_async_context(httpx.AsyncClient(base_url=made.gateway.http_url, timeout=30))
+        made.http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=made.gateway.http_url, timeout=30)
+        )
         await until(lambda: made.problems == [None, None])
         yield made
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(pair: Pair, stream: bool) -> None:
+async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(
+    pair: Pair, stream: bool
+) -> None:
     """The connection stays open, as when a machine dies: nothing ends the call itself for many seconds."""
     pair.first.answer = lambda _: [60.0]
     asked = asyncio.create_task(pair.ask(stream=stream))
@@ -124,9 +149,16 @@ async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(
 
 
 async def test_what_has_begun_does_not_move_and_goes_on_when_the_verifier_does(pair: Pair) -> None:
-    pair.first.answer = lambda request: [plain(request.prompt[:1]), 1.0, plain(request.prompt[1:]), last([3], FinishReason.STOP)]
+    pair.first.answer = lambda request: [
+        plain(request.prompt[:1]),
+        1.0,
+        plain(request.prompt[1:]),
+        last([3], FinishReason.STOP),
+    ]
     asked = asyncio.create_task(pair.ask(stream=True))
-    await until(lambda: len(pair.gateway.router.replicas[0].sequences) == 1 and pair.first.running == 1)
+    await until(
+        lambda: len(pair.gateway.router.replicas[0].sequences) == 1 and pair.first.running == 1
+    )
     await until(lambda: not pair.gateway.router.replicas[0].tokens._link._waiting)  # type: ignore[union-attr]
     pair.first.unreachable = True
     await until(lambda: pair.problems[0] is Reason.VERIFIER_UNAVAILABLE)
@@ -168,7 +200,16 @@ def _of(prompts: Prompts, **changes: Any) -> bytes:
 
 
 def _not_finite(prompts: Prompts) -> bytes:
-    drafter = DrafterInfo("a", "ngram", Placement("local", "h", "cpu", (), None, ""), True, 0, float("nan"), None, None)
+    drafter = DrafterInfo(
+        "a",
+        "ngram",
+        Placement("local", "h", "cpu", (), None, ""),
+        True,
+        0,
+        float("nan"),
+        None,
+        None,
+    )
     return _of(prompts, drafters=(drafter,))
 
 
@@ -181,7 +222,9 @@ LIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("lie", [pytest.param(lie, marks=[] if lie == "garbage" else pytest.mark.slow) for lie in LIES])
+@pytest.mark.parametrize(
+    "lie", [pytest.param(lie, marks=[] if lie == "garbage" else pytest.mark.slow) for lie in LIES]
+)
 async def test_a_verifier_whose_answer_cannot_be_read_is_polled_again(
     pair: Pair, prompts: Prompts, lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,11 +241,17 @@ async def test_a_verifier_whose_answer_cannot_be_read_is_polled_again(
     pair.liar.says = None
     await until(lambda: pair.problems == [None, None])
     # Told when it changed, not at each poll.
-    assert len([record for record in caplog.records if "cannot be read" in record.getMessage()]) == 1
+    assert (
+        len([record for record in caplog.records if "cannot be read" in record.getMessage()]) == 1
+    )
 
 
-@pytest.mark.parametrize("says", [_unknown_stage, lambda _: b""], ids=["of the future", "unspecified"])
-async def test_a_stage_that_is_not_known_takes_no_requests_and_is_asked_for_again(pair: Pair, prompts: Prompts, says: Any) -> None:
+@pytest.mark.parametrize(
+    "says", [_unknown_stage, lambda _: b""], ids=["of the future", "unspecified"]
+)
+async def test_a_stage_that_is_not_known_takes_no_requests_and_is_asked_for_again(
+    pair: Pair, prompts: Prompts, says: Any
+) -> None:
     pair.liar.says = says(prompts)
     await until(lambda: pair.problems[0] is not None)
     assert (await pair.ask()).status_code == 200
@@ -227,15 +276,21 @@ WRONG_CHUNKS: dict[str, TokenChunk] = {
     "no sources": TokenChunk([5], []),
     "too few log probabilities": TokenChunk([5, 6], [PLAIN, PLAIN], logprobs=[_logprob(5)]),
     "an alternative that there is not": TokenChunk([5], [PLAIN], logprobs=[_logprob(2**31)]),
-    "an alternative in the prompt that there is not": TokenChunk([5], [PLAIN], prompt_logprobs=[_logprob(4096)]),
+    "an alternative in the prompt that there is not": TokenChunk(
+        [5], [PLAIN], prompt_logprobs=[_logprob(4096)]
+    ),
 }
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", WRONG_CHUNKS)
-async def test_what_no_verifier_of_the_model_can_say_is_an_error_and_no_text(rig: Rig, lie: str, stream: bool) -> None:
+async def test_what_no_verifier_of_the_model_can_say_is_an_error_and_no_text(
+    rig: Rig, lie: str, stream: bool
+) -> None:
     rig.script.answer = lambda _: [WRONG_CHUNKS[lie], last([], FinishReason.LENGTH)]
-    response = await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": stream})
+    response = await rig.http.post(
+        "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": stream}
+    )
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
     assert "verifier 127.0.0.1:" in response.json()["error"]["message"]
     await until(lambda: rig.script.running == 0)
@@ -245,7 +300,9 @@ async def test_what_no_verifier_of_the_model_can_say_is_an_error_and_no_text(rig
 
 async def test_a_token_too_many_after_the_last_one_ends_a_stream_with_an_error(rig: Rig) -> None:
     rig.script.answer = lambda _: [plain([5, 5]), plain([5, 5, 5]), last([], FinishReason.LENGTH)]
-    response = await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": True})
+    response = await rig.http.post(
+        "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": True}
+    )
     assert '"code":"internal"' in response.text
     assert "more tokens than it was asked for" in response.text
     assert "[DONE]" not in response.text
@@ -253,13 +310,19 @@ async def test_a_token_too_many_after_the_last_one_ends_a_stream_with_an_error(r
 
 ENUMS = {
     "source": {"token_ids": [5], "sources": [77]},
-    "finish reason": {"token_ids": [5], "sources": [common_pb2.TOKEN_SOURCE_PLAIN], "finish_reason": 77},
+    "finish reason": {
+        "token_ids": [5],
+        "sources": [common_pb2.TOKEN_SOURCE_PLAIN],
+        "finish_reason": 77,
+    },
     "rule": {"finish_reason": 1, "stats": common_pb2.SpeculationStats(rules=[77])},
 }
 
 
 @pytest.mark.parametrize("name", ENUMS)
-async def test_an_enum_value_of_the_future_harms_no_other_sequence(rig: Rig, name: str, monkeypatch: Any) -> None:
+async def test_an_enum_value_of_the_future_harms_no_other_sequence(
+    rig: Rig, name: str, monkeypatch: Any
+) -> None:
     rig.script.answer = lambda _: [1.0, plain([5]), last([], FinishReason.LENGTH)]
     other = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "y"}))
     await until(lambda: rig.script.running == 1)

@@ -20,13 +20,18 @@ MESSAGES = [{"role": "user", "content": "Write add."}]
 
 async def test_a_completion_continues_the_prompt(rig: Rig) -> None:
     ids = rig.says(TEXT)
-    answer = await rig.client.completions.create(model="models/target", prompt="x = 1", max_tokens=64)
+    answer = await rig.client.completions.create(
+        model="models/target", prompt="x = 1", max_tokens=64
+    )
     [choice] = answer.choices
     assert (choice.text, choice.finish_reason, choice.index) == (TEXT, "stop", 0)
     assert answer.id.startswith("cmpl-")
     assert answer.usage is not None
     prompt_count = len(rig.prompts.tokenizer.encode("x = 1").ids)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_count, len(ids) + 1)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        prompt_count,
+        len(ids) + 1,
+    )
     assert answer.usage.total_tokens == prompt_count + len(ids) + 1
 
 
@@ -34,7 +39,9 @@ async def test_a_completion_continues_the_prompt(rig: Rig) -> None:
 async def test_a_stream_joins_to_the_whole_answer(rig: Rig, chunk: int) -> None:
     rig.says(TEXT, chunk)
     texts, reasons = [], []
-    async for part in await rig.client.completions.create(model="models/target", prompt="x", max_tokens=64, stream=True):
+    async for part in await rig.client.completions.create(
+        model="models/target", prompt="x", max_tokens=64, stream=True
+    ):
         texts.append(part.choices[0].text)
         reasons.append(part.choices[0].finish_reason)
     assert "".join(texts) == TEXT
@@ -46,20 +53,32 @@ async def test_a_chat_is_rendered_by_the_template_and_answered(rig: Rig) -> None
     answer = await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
     assert answer.choices[0].message.content == TEXT
     assert answer.choices[0].message.role == "assistant"
-    assert rig.prompts.decode(rig.script.requests[0].prompt) == "<|user|>Write add.<|end|><|assistant|>"
+    assert (
+        rig.prompts.decode(rig.script.requests[0].prompt)
+        == "<|user|>Write add.<|end|><|assistant|>"
+    )
 
 
 async def test_an_answer_can_be_sent_back_as_it_came(rig: Rig) -> None:
     answer = await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
-    history = [*MESSAGES, answer.choices[0].message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "Thanks"}]}]
+    history = [
+        *MESSAGES,
+        answer.choices[0].message.model_dump(),
+        {"role": "user", "content": [{"type": "text", "text": "Thanks"}]},
+    ]
     await rig.client.chat.completions.create(model="models/target", messages=history)
-    assert rig.prompts.decode(rig.script.requests[1].prompt).endswith("<|user|>Thanks<|end|><|assistant|>")
+    assert rig.prompts.decode(rig.script.requests[1].prompt).endswith(
+        "<|user|>Thanks<|end|><|assistant|>"
+    )
 
 
 async def test_a_chat_stream_has_the_role_first_and_the_usage_last(rig: Rig) -> None:
     ids = rig.says(TEXT, 3, reason=FinishReason.LENGTH)
     stream = await rig.client.chat.completions.create(
-        model="models/target", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        model="models/target",
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     parts = [part async for part in stream]
     first, *middle, closing, usage = parts
@@ -81,8 +100,13 @@ async def test_the_bytes_of_a_stream_are_openais(rig: Rig) -> None:
     assert lines[-2:] == ["data: [DONE]", ""]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     assert {event["object"] for event in events} == {"text_completion"}
-    assert all(event.keys() == {"id", "object", "created", "model", "system_fingerprint", "choices"} for event in events)
-    assert events[-1]["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
+    assert all(
+        event.keys() == {"id", "object", "created", "model", "system_fingerprint", "choices"}
+        for event in events
+    )
+    assert events[-1]["choices"] == [
+        {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
+    ]
     assert response.text.isascii()
 
 
@@ -103,9 +127,18 @@ async def test_parameters_reach_the_verifier(rig: Rig) -> None:
     )
     [request] = rig.script.requests
     sampling, speculation = request.sampling, request.speculation
-    assert (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.0, 0.5, 9)
+    assert (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (
+        7,
+        0.0,
+        0.5,
+        9,
+    )
     assert sampling.seed == 2**64 - 1
-    assert (speculation.enabled, speculation.drafter, speculation.draft_tokens) == (True, "ngram", 3)
+    assert (speculation.enabled, speculation.drafter, speculation.draft_tokens) == (
+        True,
+        "ngram",
+        3,
+    )
     assert (request.ignore_eos, request.stop_token_ids) == (True, {5})
 
 
@@ -115,7 +148,11 @@ async def test_defaults_are_openais(rig: Rig) -> None:
     completion, chat = rig.script.requests
     assert completion.max_tokens == 16
     assert chat.max_tokens == 2048 - len(chat.prompt)
-    assert (completion.sampling.temperature, completion.sampling.top_p, completion.sampling.seed) == (1.0, 1.0, None)
+    assert (
+        completion.sampling.temperature,
+        completion.sampling.top_p,
+        completion.sampling.seed,
+    ) == (1.0, 1.0, None)
     assert completion.speculation.enabled
 
 
@@ -148,25 +185,38 @@ async def test_prompts_come_as_text_or_ids_alone_or_in_lists(rig: Rig) -> None:
 async def test_choices_are_numbered_by_prompt_and_a_prompt_counts_once(rig: Rig) -> None:
     prompts = ["if", "while x", "for"]
     answer = await rig.client.completions.create(model="models/target", prompt=prompts, n=2, seed=5)
-    assert [(choice.index, choice.text) for choice in answer.choices] == [(i, prompts[i // 2]) for i in range(6)]
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (i, prompts[i // 2]) for i in range(6)
+    ]
     lengths = [len(rig.prompts.tokenizer.encode(prompt).ids) for prompt in prompts]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(lengths)
     assert answer.usage.completion_tokens == 2 * sum(length + 1 for length in lengths)
-    assert sorted(request.sampling.seed or 0 for request in rig.script.requests) == [5, 5, 5, 6, 6, 6]
+    assert sorted(request.sampling.seed or 0 for request in rig.script.requests) == [
+        5,
+        5,
+        5,
+        6,
+        6,
+        6,
+    ]
 
 
 async def test_streamed_choices_interleave_without_mixing(rig: Rig) -> None:
     rig.says(TEXT, 2, pause_s=0.001)
     texts = ["", "", ""]
-    async for part in await rig.client.completions.create(model="models/target", prompt="x", n=3, max_tokens=64, stream=True):
+    async for part in await rig.client.completions.create(
+        model="models/target", prompt="x", n=3, max_tokens=64, stream=True
+    ):
         texts[part.choices[0].index] += part.choices[0].text
     assert texts == [TEXT] * 3
 
 
 async def test_a_stop_string_ends_the_text_and_the_sequence(rig: Rig) -> None:
     ids = rig.says("one two three four five six", 1, pause_s=0.05)
-    answer = await rig.client.completions.create(model="models/target", prompt="x", stop=["three", "six"])
+    answer = await rig.client.completions.create(
+        model="models/target", prompt="x", stop=["three", "six"]
+    )
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one two ", "stop")
     used = next(n for n in range(len(ids)) if "three" in rig.prompts.tokenizer.decode(ids[:n]))
     assert answer.usage is not None
@@ -178,7 +228,9 @@ async def test_a_stop_string_ends_the_text_and_the_sequence(rig: Rig) -> None:
 async def test_the_token_that_ends_a_sequence_is_no_text_but_counts(rig: Rig) -> None:
     [word] = rig.prompts.tokenizer.encode("if").ids
     rig.script.answer = lambda _: [plain([word]), last([word], FinishReason.STOP)]
-    answer = await rig.client.completions.create(model="models/target", prompt="x", extra_body={"stop_token_ids": [word]})
+    answer = await rig.client.completions.create(
+        model="models/target", prompt="x", extra_body={"stop_token_ids": [word]}
+    )
     assert answer.choices[0].text == "if"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
@@ -189,7 +241,9 @@ STATS = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
 
 async def test_usage_and_metrics_tell_what_speculation_did(rig: Rig) -> None:
     rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, STATS, cached=1)]
-    answer = await rig.client.completions.create(model="models/target", prompt="x", extra_body={"speculation": {"metrics": True}})
+    answer = await rig.client.completions.create(
+        model="models/target", prompt="x", extra_body={"speculation": {"metrics": True}}
+    )
     details = answer.usage.completion_tokens_details if answer.usage else None
     assert details is not None
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 6)
@@ -226,10 +280,16 @@ async def test_a_sequence_ended_by_a_stop_string_still_has_its_statistics(rig: R
     step = TokenChunk(ids, sources, "d", draft_token_count=len(ids) + 2, cached_token_count=1)
     rig.script.answer = lambda _: [step, 60.0]
     answer = await rig.client.completions.create(
-        model="models/target", prompt="x", stop="stop", extra_body={"speculation": {"metrics": True}}
+        model="models/target",
+        prompt="x",
+        stop="stop",
+        extra_body={"speculation": {"metrics": True}},
     )
     metrics = answer.model_extra["metrics"]["speculative_decoding"]
-    assert (metrics["num_accepted_draft_tokens"], metrics["num_draft_tokens"]) == (len(ids) - 1, len(ids) + 2)
+    assert (metrics["num_accepted_draft_tokens"], metrics["num_draft_tokens"]) == (
+        len(ids) - 1,
+        len(ids) + 2,
+    )
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
@@ -243,7 +303,9 @@ async def test_a_synchronous_client_streams(rig: Rig) -> None:
 
     def call() -> str:
         with openai.OpenAI(base_url=rig.client.base_url, api_key="any", max_retries=0) as client:
-            stream = client.chat.completions.create(model="models/target", messages=MESSAGES, stream=True)
+            stream = client.chat.completions.create(
+                model="models/target", messages=MESSAGES, stream=True
+            )
             return "".join(part.choices[0].delta.content or "" for part in stream)
 
     assert await asyncio.to_thread(call) == TEXT
@@ -258,12 +320,18 @@ async def test_an_answer_has_its_id_in_the_header_and_at_the_verifier(rig: Rig) 
 
 async def test_the_openapi_document_describes_the_requests(rig: Rig) -> None:
     document = (await rig.http.get("/openapi.json")).json()
-    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/readyz"} <= document["paths"].keys()
-    assert {"temperature", "speculation", "prompt"} <= document["components"]["schemas"]["CompletionBody"]["properties"].keys()
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/readyz"} <= document[
+        "paths"
+    ].keys()
+    assert {"temperature", "speculation", "prompt"} <= document["components"]["schemas"][
+        "CompletionBody"
+    ]["properties"].keys()
 
 
 async def test_tokenize_and_detokenize_undo_each_other(rig: Rig) -> None:
-    answer = (await rig.http.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True})).json()
+    answer = (
+        await rig.http.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True})
+    ).json()
     ids = rig.prompts.tokenizer.encode(TEXT).ids
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 2048)
     assert len(answer["token_strs"]) == len(ids)

@@ -15,17 +15,28 @@ from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenS
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STATS = SpeculationStats(
-    forward_count=2, draft_count=2, draft_token_count=6, accepted_token_count=3, histogram=[1, 0, 0, 1], max_draft_tokens=4
+    forward_count=2,
+    draft_count=2,
+    draft_token_count=6,
+    accepted_token_count=3,
+    histogram=[1, 0, 0, 1],
+    max_draft_tokens=4,
 )
 
 
-def drafted(token_ids: list[int], *sources: TokenSource, drafter: str = "ngram-1", drafts: int = 3) -> TokenChunk:
+def drafted(
+    token_ids: list[int], *sources: TokenSource, drafter: str = "ngram-1", drafts: int = 3
+) -> TokenChunk:
     return TokenChunk(token_ids, list(sources), drafter_id=drafter, draft_token_count=drafts)
 
 
 async def chunks(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = (await rig.http.post("/v1/completions", json={**body, "stream": True})).text.split("\n\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    lines = (await rig.http.post("/v1/completions", json={**body, "stream": True})).text.split(
+        "\n\n"
+    )
+    return [
+        json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line
+    ]
 
 
 async def test_each_token_comes_with_its_author_and_together_they_are_the_text(rig: Rig) -> None:
@@ -35,9 +46,16 @@ async def test_each_token_comes_with_its_author_and_together_they_are_the_text(r
     rig.script.answer = lambda _: [drafted(ids, *sources), last([3], FinishReason.STOP, STATS)]
     streamed = await chunks(rig, {"prompt": "x", "speculation": {"tokens": True}})
     tokens = [
-        token for chunk in streamed for choice in chunk["choices"] for token in choice.get("speculation", {}).get("tokens", [])
+        token
+        for chunk in streamed
+        for choice in chunk["choices"]
+        for token in choice.get("speculation", {}).get("tokens", [])
     ]
-    whole = (await rig.http.post("/v1/completions", json={"prompt": "x", "speculation": {"tokens": True}})).json()
+    whole = (
+        await rig.http.post(
+            "/v1/completions", json={"prompt": "x", "speculation": {"tokens": True}}
+        )
+    ).json()
     assert whole["choices"][0]["speculation"]["tokens"] == tokens
     assert "".join(token["text"] for token in tokens) == whole["choices"][0]["text"] == text
     assert [token["source"] for token in tokens] == ["accepted"] * (len(ids) - 1) + ["bonus"]
@@ -51,7 +69,9 @@ async def test_nobody_who_did_not_ask_is_told_of_authors(rig: Rig) -> None:
 
 
 async def test_authors_do_not_go_with_stop_strings_which_would_show_through(rig: Rig) -> None:
-    answer = await rig.http.post("/v1/completions", json={"prompt": "x", "stop": "y", "speculation": {"tokens": True}})
+    answer = await rig.http.post(
+        "/v1/completions", json={"prompt": "x", "stop": "y", "speculation": {"tokens": True}}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "speculation.tokens"
 
@@ -69,12 +89,27 @@ async def events(rig: Rig, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(rig: Rig, stream: bool) -> None:
+async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(
+    rig: Rig, stream: bool
+) -> None:
     [before] = await events(rig, 1)
     accepted, recovered = TokenSource.ACCEPTED, TokenSource.RECOVERED
-    steps = [drafted([5, 6, 7, 8], accepted, accepted, accepted, TokenSource.BONUS), drafted([9], recovered)]
-    whole = TokenChunk([5, 6, 7, 8, 9], [s for step in steps for s in step.sources], "ngram-1", FinishReason.LENGTH, STATS, 0, 6)
-    rig.script.answer = lambda _: [*steps, last([], FinishReason.LENGTH, STATS)] if stream else [whole]
+    steps = [
+        drafted([5, 6, 7, 8], accepted, accepted, accepted, TokenSource.BONUS),
+        drafted([9], recovered),
+    ]
+    whole = TokenChunk(
+        [5, 6, 7, 8, 9],
+        [s for step in steps for s in step.sources],
+        "ngram-1",
+        FinishReason.LENGTH,
+        STATS,
+        0,
+        6,
+    )
+    rig.script.answer = lambda _: (
+        [*steps, last([], FinishReason.LENGTH, STATS)] if stream else [whole]
+    )
     await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
     _, after = await events(rig, 2)
     assert after["readiness"]["status"] == "ready"
@@ -90,12 +125,25 @@ async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(rig: 
         "bonus": 1,
     }
     assert sums["draft_tokens"] - base["draft_tokens"] == 6
-    counts = base["accepted_counts"] + [0] * (len(sums["accepted_counts"]) - len(base["accepted_counts"]))
-    assert [now - was for now, was in zip(sums["accepted_counts"], counts, strict=True)][:4] == [1, 0, 0, 1]
+    counts = base["accepted_counts"] + [0] * (
+        len(sums["accepted_counts"]) - len(base["accepted_counts"])
+    )
+    assert [now - was for now, was in zip(sums["accepted_counts"], counts, strict=True)][:4] == [
+        1,
+        0,
+        0,
+        1,
+    ]
 
 
-async def test_the_page_and_its_files_come_from_the_gateway_and_allow_no_other_host(rig: Rig) -> None:
-    for path, kind in (("/", "text/html"), ("/web/main.js", "text/javascript"), ("/web/vendor/uPlot.iife.js", "text/javascript")):
+async def test_the_page_and_its_files_come_from_the_gateway_and_allow_no_other_host(
+    rig: Rig,
+) -> None:
+    for path, kind in (
+        ("/", "text/html"),
+        ("/web/main.js", "text/javascript"),
+        ("/web/vendor/uPlot.iife.js", "text/javascript"),
+    ):
         answer = await rig.http.get(path)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(kind)

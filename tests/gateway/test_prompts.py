@@ -39,9 +39,13 @@ TEMPLATE = """\
 
 
 @pytest.mark.parametrize("generation_prompt", [True, False])
-def test_the_bundled_template_renders_as_in_transformers(prompts: Prompts, generation_prompt: bool) -> None:
+def test_the_bundled_template_renders_as_in_transformers(
+    prompts: Prompts, generation_prompt: bool
+) -> None:
     reference = AutoTokenizer.from_pretrained(TARGET)
-    expected = reference.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation_prompt)
+    expected = reference.apply_chat_template(
+        CHAT, tokenize=False, add_generation_prompt=generation_prompt
+    )
     assert prompts.render(CHAT, add_generation_prompt=generation_prompt) == expected
 
 
@@ -53,16 +57,22 @@ TRIMMING = (
 
 @pytest.mark.parametrize("template", [None, TRIMMING], ids=["bundled", "trimming"])
 @pytest.mark.parametrize("begun", ["Sure", "Sure: ", "two\n\nlines \n"])
-def test_a_message_left_open_renders_as_in_transformers(tmp_path: Path, prompts: Prompts, template: str | None, begun: str) -> None:
+def test_a_message_left_open_renders_as_in_transformers(
+    tmp_path: Path, prompts: Prompts, template: str | None, begun: str
+) -> None:
     model = TARGET if template is None else model_with_template(tmp_path, template)
     chat = [*CHAT, {"role": "assistant", "content": begun}]
-    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        chat, tokenize=False, continue_final_message=True
+    )
     rendered = Prompts(model).render(chat, add_generation_prompt=False, continue_final_message=True)
     assert rendered == expected
     assert rendered.endswith(begun if template is None else begun.strip())
 
 
-def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(tmp_path: Path) -> None:
+def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(
+    tmp_path: Path,
+) -> None:
     prompts = Prompts(model_with_template(tmp_path, "{{ messages[0].content }}"))
     with pytest.raises(OutriderError, match="does not show the last message") as caught:
         prompts.render(CHAT, add_generation_prompt=False, continue_final_message=True)
@@ -70,29 +80,49 @@ def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(tmp
 
 
 def test_variables_reach_the_template_as_in_transformers(tmp_path: Path) -> None:
-    template = (
-        "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} plain{% endif %}{{ documents }}"
-    )
+    template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} plain{% endif %}{{ documents }}"
     model = model_with_template(tmp_path, template)
     for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
-        expected = AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT, tokenize=False, **variables)
-        assert Prompts(model).render(CHAT, add_generation_prompt=False, variables=variables) == expected
+        expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
+            CHAT, tokenize=False, **variables
+        )
+        assert (
+            Prompts(model).render(CHAT, add_generation_prompt=False, variables=variables)
+            == expected
+        )
 
 
 async def test_a_rendered_chat_has_the_ids_of_transformers(prompts: Prompts) -> None:
-    expected = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
-    assert await prompts.encode(prompts.render(CHAT), "messages", 2048, add_special_tokens=False) == expected
+    expected = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(
+        CHAT, add_generation_prompt=True
+    )["input_ids"]
+    assert (
+        await prompts.encode(prompts.render(CHAT), "messages", 2048, add_special_tokens=False)
+        == expected
+    )
 
 
 def test_a_demanding_template_renders_as_in_transformers(tmp_path: Path) -> None:
-    model = model_with_template(tmp_path, TEMPLATE, bos_token={"content": "<|user|>", "__type": "AddedToken"})
-    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    model = model_with_template(
+        tmp_path, TEMPLATE, bos_token={"content": "<|user|>", "__type": "AddedToken"}
+    )
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        CHAT, tokenize=False, add_generation_prompt=True
+    )
     assert Prompts(model).render(CHAT) == expected
 
 
 def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-    assert Prompts(model_with_template(tmp_path, templates)).render([{"role": "user", "content": "hi"}]) == "hi"
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
+    assert (
+        Prompts(model_with_template(tmp_path, templates)).render(
+            [{"role": "user", "content": "hi"}]
+        )
+        == "hi"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +135,9 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
         ("{{ 1 // 0 }}", "zero"),
     ],
 )
-def test_what_a_template_refuses_is_an_error_with_its_words(tmp_path: Path, template: str, words: str) -> None:
+def test_what_a_template_refuses_is_an_error_with_its_words(
+    tmp_path: Path, template: str, words: str
+) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
         Prompts(model_with_template(tmp_path, template)).render([{"role": "user", "content": "hi"}])
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "messages")
@@ -125,7 +157,12 @@ def test_a_model_without_a_template_takes_no_chat(tmp_path: Path) -> None:
 async def test_a_long_prompt_is_tokenised_whole(tmp_path: Path, prompts: Prompts) -> None:
     model = model_with_template(tmp_path, None)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
-    tokenizer["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    tokenizer["truncation"] = {
+        "direction": "Right",
+        "max_length": 8,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     text = "x = 1\n" * 10_000
     ids = await Prompts(model).encode(text, "prompt", 2**17)
@@ -134,5 +171,7 @@ async def test_a_long_prompt_is_tokenised_whole(tmp_path: Path, prompts: Prompts
 
 def test_the_gateway_starts_without_torch_and_transformers() -> None:
     code = "import sys, gateway.__main__; print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -46,10 +46,25 @@ async def test_a_ready_verifier_makes_the_gateway_ready(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "reason", "words"),
     [
-        ({"stage": Stage.LOADING, "stage_detail": "reading weights 3/7"}, "loading", Reason.NOT_READY, "reading weights 3/7"),
-        ({"stage": Stage.WARMING_UP, "stage_detail": "trial forwards"}, "loading", Reason.NOT_READY, "trial forwards"),
+        (
+            {"stage": Stage.LOADING, "stage_detail": "reading weights 3/7"},
+            "loading",
+            Reason.NOT_READY,
+            "reading weights 3/7",
+        ),
+        (
+            {"stage": Stage.WARMING_UP, "stage_detail": "trial forwards"},
+            "loading",
+            Reason.NOT_READY,
+            "trial forwards",
+        ),
         ({"stage": Stage.DRAINING}, "draining", Reason.DRAINING, "draining"),
-        ({"stage": Stage.FAILED, "stage_detail": "no such file"}, "failed", Reason.NOT_READY, "no such file"),
+        (
+            {"stage": Stage.FAILED, "stage_detail": "no such file"},
+            "failed",
+            Reason.NOT_READY,
+            "no such file",
+        ),
         ({"tokenizer_fingerprint": "f00"}, "failed", Reason.NOT_READY, "fingerprint f00"),
     ],
 )
@@ -66,7 +81,9 @@ async def test_a_verifier_that_cannot_serve_makes_requests_fail_with_its_reason(
     assert (response.status_code, error["code"]) == (503, reason.name.lower())
     assert words in error["message"]
     channel = rpc.dial(rig.gateway.grpc_address)
-    health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=""))
+    health = await health_pb2_grpc.HealthStub(channel).Check(
+        health_pb2.HealthCheckRequest(service="")
+    )
     assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
     await channel.close()
 
@@ -78,7 +95,10 @@ async def test_the_mismatch_of_tokenizers_names_both(rig: Rig) -> None:
 
 
 async def test_a_lost_drafter_is_degraded_and_still_ready(rig: Rig) -> None:
-    drafters = tuple(DrafterInfo(name, "ngram", Placement(), name == "here", 0, None) for name in ("here", "gone"))
+    drafters = tuple(
+        DrafterInfo(name, "ngram", Placement(), name == "here", 0, None)
+        for name in ("here", "gone")
+    )
     rig.script.info = replace(rig.script.info, drafters=drafters)
     code, body = await becomes(rig, "degraded")
     assert (code, body["detail"]) == (200, "drafter gone is lost")
@@ -117,13 +137,22 @@ async def test_metrics_count_what_happened(rig: Rig) -> None:
     assert await value("outrider:num_requests_running") == 0
 
 
-async def test_shutting_down_lets_a_running_request_finish_and_refuses_new_ones(prompts: Prompts) -> None:
-    script = Script(ready(prompts.fingerprint), lambda _: [plain([5]), 0.6, last([6], FinishReason.LENGTH)])
+async def test_shutting_down_lets_a_running_request_finish_and_refuses_new_ones(
+    prompts: Prompts,
+) -> None:
+    script = Script(
+        ready(prompts.fingerprint), lambda _: [plain([5]), 0.6, last([6], FinishReason.LENGTH)]
+    )
     server = rpc.Server("outrider.v1.VerifierService")
     serve_verifier(ScriptedVerifier(script), server.grpc)
     [port] = await server.start("127.0.0.1:0")
-    settings = GatewaySettings(verifier=[f"127.0.0.1:{port}"], tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0")
-    async with running(settings, Metrics()) as gateway, httpx.AsyncClient(base_url=gateway.http_url) as http:
+    settings = GatewaySettings(
+        verifier=[f"127.0.0.1:{port}"], tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0"
+    )
+    async with (
+        running(settings, Metrics()) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
         await until(lambda: gateway.router.ready)
         request = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await until(lambda: script.running == 1)

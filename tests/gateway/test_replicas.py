@@ -38,7 +38,9 @@ class Pair:
         self.http: httpx.AsyncClient
 
     async def ask(self, *, stream: bool = False) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={"prompt": "if x", "temperature": 0, "stream": stream})
+        return await self.http.post(
+            "/v1/completions", json={"prompt": "if x", "temperature": 0, "stream": stream}
+        )
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -55,16 +57,24 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
             stack.push_async_callback(server.stop, 0)
             made.servers.append(server)
             addresses.append(f"127.0.0.1:{port}")
-        settings = GatewaySettings(verifier=addresses, tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0")
+        settings = GatewaySettings(
+            verifier=addresses, tokenizer=TARGET, http_port=0, grpc_listen="127.0.0.1:0"
+        )
         made.gateway = await stack.enter_async_context(running(settings, Metrics()))
-        made.http = await stack.enter_async_context(httpx.AsyncClient(base_url=made.gateway.http_url))
-        await until(lambda: all(replica.problem is None for replica in made.gateway.router.replicas))
+        made.http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=made.gateway.http_url)
+        )
+        await until(
+            lambda: all(replica.problem is None for replica in made.gateway.router.replicas)
+        )
         yield made
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reason", [Reason.DRAINING, Reason.NOT_READY])
-async def test_one_that_takes_nothing_any_more_costs_no_request(pair: Pair, reason: Reason, stream: bool) -> None:
+async def test_one_that_takes_nothing_any_more_costs_no_request(
+    pair: Pair, reason: Reason, stream: bool
+) -> None:
     pair.first.answer = lambda _: [OutriderError(reason, "not now", retry_after_s=1.0)]
     for _ in range(3):
         response = await pair.ask(stream=stream)
@@ -72,7 +82,10 @@ async def test_one_that_takes_nothing_any_more_costs_no_request(pair: Pair, reas
         assert "if x" in response.text
     # It was asked once; then it was known.
     assert (len(pair.first.requests), len(pair.second.requests)) == (1, 3)
-    assert 'outrider:request_failure_total{model_name="models/target"' not in (await pair.http.get("/metrics")).text
+    assert (
+        'outrider:request_failure_total{model_name="models/target"'
+        not in (await pair.http.get("/metrics")).text
+    )
 
 
 async def test_one_that_is_gone_costs_no_request(pair: Pair) -> None:
@@ -83,22 +96,31 @@ async def test_one_that_is_gone_costs_no_request(pair: Pair) -> None:
 
 
 async def test_what_was_begun_is_not_begun_elsewhere(pair: Pair) -> None:
-    pair.first.answer = lambda request: [plain(request.prompt[:1]), OutriderError(Reason.DRAINING, "too late")]
+    pair.first.answer = lambda request: [
+        plain(request.prompt[:1]),
+        OutriderError(Reason.DRAINING, "too late"),
+    ]
     response = await pair.ask(stream=True)
     assert '"code":"draining"' in response.text.replace(" ", "")
     assert pair.second.requests == []
 
 
 @pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.OVERLOADED, Reason.INVALID_VALUE])
-async def test_what_another_one_would_say_as_well_is_not_asked_twice(pair: Pair, reason: Reason) -> None:
+async def test_what_another_one_would_say_as_well_is_not_asked_twice(
+    pair: Pair, reason: Reason
+) -> None:
     pair.first.answer = lambda _: [OutriderError(reason, "no")]
     assert (await pair.ask()).json()["error"]["code"] == reason.name.lower()
     assert pair.second.requests == []
 
 
 async def test_when_all_go_the_last_one_says_why(pair: Pair) -> None:
-    pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0)]
-    pair.second.answer = lambda _: [OutriderError(Reason.DRAINING, "the second goes", retry_after_s=1.0)]
+    pair.first.answer = lambda _: [
+        OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0)
+    ]
+    pair.second.answer = lambda _: [
+        OutriderError(Reason.DRAINING, "the second goes", retry_after_s=1.0)
+    ]
     response = await pair.ask()
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert response.json()["error"]["message"] == "the second goes"
@@ -135,7 +157,11 @@ def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 async def test_a_request_runs_on_the_one_replica_that_it_was_checked_against(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], body: dict[str, Any], stream: bool
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: dict[str, int],
+    body: dict[str, Any],
+    stream: bool,
 ) -> None:
     await set_limits(pair, 1, **limits)
     picked = script_picks(pair, monkeypatch)
@@ -154,9 +180,15 @@ async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pa
     # What the context leaves is less there.
     assert (await pair.http.post("/v1/chat/completions", json=body)).status_code == 200
     [refused], [taken] = pair.first.requests, pair.second.requests
-    assert (refused.max_tokens, taken.max_tokens) == (2048 - len(refused.prompt), 64 - len(taken.prompt))
+    assert (refused.max_tokens, taken.max_tokens) == (
+        2048 - len(refused.prompt),
+        64 - len(taken.prompt),
+    )
     assert len(refused.prediction) > len(taken.prediction) == 64
-    for wrong, field in (({"banned_token_ids": [4050]}, "banned_token_ids"), ({"max_tokens": 99}, "max_tokens")):
+    for wrong, field in (
+        ({"banned_token_ids": [4050]}, "banned_token_ids"),
+        ({"max_tokens": 99}, "max_tokens"),
+    ):
         pair.gateway.router.replicas[0].problem = None
         response = await pair.http.post("/v1/chat/completions", json=body | wrong)
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
@@ -197,13 +229,21 @@ async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked
 async def test_requests_that_come_together_are_spread_over_the_replicas(pair: Pair, n: int) -> None:
     for script in (pair.first, pair.second):
         script.answer = lambda _: [600.0]
-    asked = [asyncio.create_task(pair.http.post("/v1/completions", json={"prompt": "if x", "n": n})) for _ in range(8)]
+    asked = [
+        asyncio.create_task(pair.http.post("/v1/completions", json={"prompt": "if x", "n": n}))
+        for _ in range(8)
+    ]
     try:
         await until(lambda: pair.first.running + pair.second.running == 8 * n)
         assert (pair.first.running, pair.second.running) == (4 * n, 4 * n)
-        assert [len(replica.sequences) for replica in pair.gateway.router.replicas] == [4 * n, 4 * n]
+        assert [len(replica.sequences) for replica in pair.gateway.router.replicas] == [
+            4 * n,
+            4 * n,
+        ]
     finally:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-    await until(lambda: [len(replica.sequences) for replica in pair.gateway.router.replicas] == [0, 0])
+    await until(
+        lambda: [len(replica.sequences) for replica in pair.gateway.router.replicas] == [0, 0]
+    )

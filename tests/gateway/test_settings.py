@@ -40,11 +40,20 @@ def with_logprobs(ids: list[int], *, chunk: int = 2) -> Any:
         steps: list[Step] = []
         for at in range(0, len(ids), chunk):
             part = ids[at : at + chunk]
-            told = [TokenLogprob(-0.5, (token, 7), (-0.5, -2.0)) for token in part] if request.top_logprobs is not None else []
+            told = (
+                [TokenLogprob(-0.5, (token, 7), (-0.5, -2.0)) for token in part]
+                if request.top_logprobs is not None
+                else []
+            )
             steps.append(TokenChunk(part, [TokenSource.PLAIN] * len(part), logprobs=told))
         end = [TokenLogprob(-0.1, (3, 8), (-0.1, -3.0))] if request.top_logprobs is not None else []
         stats = SpeculationStats(forward_count=1)
-        return [*steps, TokenChunk([3], [TokenSource.PLAIN], finish_reason=FinishReason.STOP, stats=stats, logprobs=end)]
+        return [
+            *steps,
+            TokenChunk(
+                [3], [TokenSource.PLAIN], finish_reason=FinishReason.STOP, stats=stats, logprobs=end
+            ),
+        ]
 
     return answer
 
@@ -73,7 +82,10 @@ async def test_every_sampling_setting_reaches_the_verifier(rig: Rig) -> None:
     assert (s.min_p, s.typical_p, s.repetition_penalty, s.min_tokens) == (0.1, 0.9, 1.2, 2)
     assert (s.presence_penalty, s.frequency_penalty) == (0.5, -0.5)
     assert (s.logit_bias, s.banned_token_ids) == (((7, -100.0), (50, 3.0)), (9,))
-    assert (request.speculation.acceptance, request.speculation.typical_epsilon) == (Acceptance.TYPICAL, 0.2)
+    assert (request.speculation.acceptance, request.speculation.typical_epsilon) == (
+        Acceptance.TYPICAL,
+        0.2,
+    )
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -121,7 +133,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=lambda value: str(value)[:50])
-async def test_a_bad_setting_is_refused_by_its_own_name(rig: Rig, body: dict[str, Any], param: str) -> None:
+async def test_a_bad_setting_is_refused_by_its_own_name(
+    rig: Rig, body: dict[str, Any], param: str
+) -> None:
     response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)
@@ -132,19 +146,39 @@ async def test_a_bad_setting_is_refused_by_its_own_name(rig: Rig, body: dict[str
 GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
     ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+            }
+        },
         Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
     ),
     ({"regex": "[0-9]+"}, Grammar(GrammarKind.REGEX, "[0-9]+")),
     ({"grammar": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
     ({"choice": ["yes", "no"]}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
-    ({"structural_tag": {"type": "structural_tag"}}, Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}')),
-    ({"structured_outputs": {"json": SCHEMA}}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))),
-    ({"structured_outputs": {"json": '{"type": "null"}'}}, Grammar(GrammarKind.JSON_SCHEMA, '{"type": "null"}')),
+    (
+        {"structural_tag": {"type": "structural_tag"}},
+        Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}'),
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA}},
+        Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    ),
+    (
+        {"structured_outputs": {"json": '{"type": "null"}'}},
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type": "null"}'),
+    ),
     ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_OBJECT)),
     ({"structured_outputs": {"regex": "[0-9]+"}}, Grammar(GrammarKind.REGEX, "[0-9]+")),
-    ({"structured_outputs": {"choice": ["yes", "no"]}}, Grammar(GrammarKind.CHOICE, choices=("yes", "no"))),
-    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
+    (
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        Grammar(GrammarKind.CHOICE, choices=("yes", "no")),
+    ),
+    (
+        {"structured_outputs": {"grammar": 'root ::= "a"'}},
+        Grammar(GrammarKind.EBNF, 'root ::= "a"'),
+    ),
     ({"structured_outputs": {"structural_tag": "{}"}}, Grammar(GrammarKind.STRUCTURAL_TAG, "{}")),
     ({"guided_json": SCHEMA}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))),
     ({"guided_regex": "[0-9]+"}, Grammar(GrammarKind.REGEX, "[0-9]+")),
@@ -154,7 +188,9 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
 
 
 @pytest.mark.parametrize(("body", "grammar"), GRAMMARS, ids=lambda value: str(value)[:40])
-async def test_what_the_answer_must_be_reaches_the_verifier(rig: Rig, body: dict[str, Any], grammar: Grammar) -> None:
+async def test_what_the_answer_must_be_reaches_the_verifier(
+    rig: Rig, body: dict[str, Any], grammar: Grammar
+) -> None:
     rig.says("x")
     for extra in (body, {**body, "stream": True}):
         response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **extra})
@@ -163,13 +199,22 @@ async def test_what_the_answer_must_be_reaches_the_verifier(rig: Rig, body: dict
 
 
 async def test_a_grammar_the_verifier_refuses_is_reported_under_the_callers_name(rig: Rig) -> None:
-    refusal = OutriderError(Reason.INVALID_VALUE, "grammar.json_schema has a loop", "grammar.json_schema")
+    refusal = OutriderError(
+        Reason.INVALID_VALUE, "grammar.json_schema has a loop", "grammar.json_schema"
+    )
     rig.script.answer = lambda request: [refusal]
-    body = {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+    body = {
+        "messages": CHAT,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+    }
     for stream in (False, True):
         response = await rig.http.post("/v1/chat/completions", json={**body, "stream": stream})
         error = response.json()["error"]
-        assert (response.status_code, error["param"], error["message"]) == (400, "response_format", "response_format has a loop")
+        assert (response.status_code, error["param"], error["message"]) == (
+            400,
+            "response_format",
+            "response_format has a loop",
+        )
 
 
 async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
@@ -182,27 +227,36 @@ async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
             messages=CHAT,
             prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]  # the client types want one of both
         )
-        assert rig.script.requests[-1].prediction == rig.prompts.tokenizer.encode(text, add_special_tokens=False).ids
+        assert (
+            rig.script.requests[-1].prediction
+            == rig.prompts.tokenizer.encode(text, add_special_tokens=False).ids
+        )
 
 
 async def test_chat_logprobs_have_openais_shape_and_leave_out_the_end(rig: Rig) -> None:
     ids = rig.says("one two")
     rig.script.answer = with_logprobs(ids)
-    answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT, logprobs=True, top_logprobs=2)
+    answer = await rig.client.chat.completions.create(
+        model="models/target", messages=CHAT, logprobs=True, top_logprobs=2
+    )
     assert rig.script.requests[-1].top_logprobs == 2
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert "".join(token.token for token in logprobs.content) == "one two"
     assert [token.logprob for token in logprobs.content] == [-0.5] * len(ids)
-    assert [bytes(token.bytes or []).decode() for token in logprobs.content] == [token.token for token in logprobs.content]
+    assert [bytes(token.bytes or []).decode() for token in logprobs.content] == [
+        token.token for token in logprobs.content
+    ]
     assert [top.logprob for top in logprobs.content[0].top_logprobs] == [-0.5, -2.0]
 
 
 async def test_streamed_logprobs_lose_no_token_even_inside_a_character(rig: Rig) -> None:
     ids = rig.says("naïve 日本語 ok")
     rig.script.answer = with_logprobs(ids, chunk=1)
-    stream = await rig.client.chat.completions.create(model="models/target", messages=CHAT, logprobs=True, stream=True)
+    stream = await rig.client.chat.completions.create(
+        model="models/target", messages=CHAT, logprobs=True, stream=True
+    )
     text, count = "", 0
     async for chunk in stream:
         text += chunk.choices[0].delta.content or ""
@@ -221,7 +275,9 @@ async def test_completion_logprobs_have_the_legacy_shape(rig: Rig) -> None:
     assert whole.tokens is not None
     assert whole.token_logprobs == [-0.5] * len(ids)
     assert whole.text_offset == [len("".join(whole.tokens[:i])) for i in range(len(ids))]
-    stream = await rig.client.completions.create(model="models/target", prompt="x", logprobs=2, stream=True)
+    stream = await rig.client.completions.create(
+        model="models/target", prompt="x", logprobs=2, stream=True
+    )
     tokens, offsets = [], []
     async for chunk in stream:
         if (found := chunk.choices[0].logprobs) is not None:
@@ -233,7 +289,9 @@ async def test_completion_logprobs_have_the_legacy_shape(rig: Rig) -> None:
 async def test_tokens_behind_a_stop_string_are_neither_shown_nor_counted(rig: Rig) -> None:
     ids = rig.says("one two three four five")
     rig.script.answer = with_logprobs(ids, chunk=len(ids))
-    answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT, stop=[" three"], logprobs=True)
+    answer = await rig.client.chat.completions.create(
+        model="models/target", messages=CHAT, stop=[" three"], logprobs=True
+    )
     assert answer.choices[0].message.content == "one two"
     assert answer.usage is not None
     logprobs = answer.choices[0].logprobs
@@ -245,9 +303,13 @@ async def test_tokens_behind_a_stop_string_are_neither_shown_nor_counted(rig: Ri
 async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
     ids = rig.says("and on")
     for prompt in ("once upon", rig.prompts.tokenizer.encode("once upon").ids):
-        whole = await rig.client.completions.create(model="models/target", prompt=prompt, echo=True, n=2)
+        whole = await rig.client.completions.create(
+            model="models/target", prompt=prompt, echo=True, n=2
+        )
         assert [choice.text for choice in whole.choices] == ["once uponand on"] * 2
-        stream = await rig.client.completions.create(model="models/target", prompt=prompt, echo=True, stream=True)
+        stream = await rig.client.completions.create(
+            model="models/target", prompt=prompt, echo=True, stream=True
+        )
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "once uponand on"
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 2 * (len(ids) + 1)
@@ -256,17 +318,24 @@ async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("rules", "told"),
     [
-        ([AcceptanceRule.TOKEN_WISE, AcceptanceRule.COUPLED], {"rules": ["coupled", "token-wise"], "lossless": True}),
+        (
+            [AcceptanceRule.TOKEN_WISE, AcceptanceRule.COUPLED],
+            {"rules": ["coupled", "token-wise"], "lossless": True},
+        ),
         ([AcceptanceRule.SYNTHETIC], {"rules": ["synthetic"], "lossless": False}),
         ([], None),
     ],
 )
-async def test_an_answer_says_which_rules_judged_its_drafts(rig: Rig, rules: list[AcceptanceRule], told: Any) -> None:
+async def test_an_answer_says_which_rules_judged_its_drafts(
+    rig: Rig, rules: list[AcceptanceRule], told: Any
+) -> None:
     stats = SpeculationStats(1, 1, 2, 1, [0, 1], 4, rules)
     rig.script.answer = lambda request: [last([3], FinishReason.STOP, stats)]
     answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT)
     assert (answer.model_extra or {}).get("speculation") == told
-    stream = await rig.client.chat.completions.create(model="models/target", messages=CHAT, stream=True)
+    stream = await rig.client.chat.completions.create(
+        model="models/target", messages=CHAT, stream=True
+    )
     assert [chunk async for chunk in stream][-1].model_dump().get("speculation") == told
 
 
@@ -279,7 +348,9 @@ async def test_grpc_takes_the_same_settings_and_tells_the_same(rig: Rig) -> None
         grammar=common_pb2.Grammar(choice=common_pb2.Choices(texts=["one two"])),
         prediction="one",
         sampling=common_pb2.SamplingParams(min_p=0.25, logit_bias={5: -1.0}),
-        speculation=common_pb2.SpeculationOptions(acceptance=common_pb2.ACCEPTANCE_RELAXED, relaxed_topk=3),
+        speculation=common_pb2.SpeculationOptions(
+            acceptance=common_pb2.ACCEPTANCE_RELAXED, relaxed_topk=3
+        ),
     )
     responses = [response async for response in rig.generation.GenerateText(request)]
     asked = rig.script.requests[-1]
@@ -293,4 +364,6 @@ async def test_grpc_takes_the_same_settings_and_tells_the_same(rig: Rig) -> None
 
 async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> None:
     """So a new one needs no code between the body and the verifier."""
-    assert {field.name for field in fields(SamplingParams) if field.init} <= GenerationBody.model_fields.keys()
+    assert {
+        field.name for field in fields(SamplingParams) if field.init
+    } <= GenerationBody.model_fields.keys()

@@ -47,23 +47,33 @@ async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]
 
 def is_draining(answer: httpx.Response) -> bool:
     error = answer.json()["error"]
-    return (answer.status_code, error["code"], answer.headers["retry-after"]) == (503, "draining", "1")
+    return (answer.status_code, error["code"], answer.headers["retry-after"]) == (
+        503,
+        "draining",
+        "1",
+    )
 
 
 async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with (
         gateway_process(prompts, log, "--drain-seconds", "1") as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60, limits=httpx.Limits(max_connections=None)) as http,
+        httpx.AsyncClient(
+            base_url=gateway.http_url, timeout=60, limits=httpx.Limits(max_connections=None)
+        ) as http,
     ):
         gateway.script.answer = half_said
 
         def ask(prompt: int, stream: bool) -> asyncio.Task[httpx.Response]:
-            return asyncio.create_task(http.post("/v1/completions", json={"prompt": [prompt], "stream": stream}))
+            return asyncio.create_task(
+                http.post("/v1/completions", json={"prompt": [prompt], "stream": stream})
+            )
 
         begun = [ask(BEGUN, True) for _ in range(EACH)]
         waiting = [ask(BEGUN + 1, stream) for stream in (False, True) for _ in range(EACH)]
-        by_grpc = [asyncio.create_task(asked_by_grpc(gateway, prompt)) for prompt in (BEGUN, BEGUN + 1)]
+        by_grpc = [
+            asyncio.create_task(asked_by_grpc(gateway, prompt)) for prompt in (BEGUN, BEGUN + 1)
+        ]
         await until(lambda: gateway.script.running == 3 * EACH + 2, timeout_s=30)
         gateway.terminate()
 
@@ -92,15 +102,21 @@ async def test_what_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path
         httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         gateway.script.answer = lambda _: [plain([5]), 1.0, last([5], FinishReason.LENGTH)]
-        asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": [5], "stream": True}))
+        asked = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": [5], "stream": True})
+        )
         await until(lambda: gateway.script.running == 1, timeout_s=30)
         gateway.terminate()
         assert (await asked).text.endswith("data: [DONE]\n\n")
         assert await gateway.ended() == 0
 
 
-@pytest.mark.parametrize("said", ["reads nothing", pytest.param("half a body", marks=pytest.mark.slow), "nothing"])
-async def test_a_client_that_does_not_take_part_holds_up_no_end(prompts: Prompts, tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize(
+    "said", ["reads nothing", pytest.param("half a body", marks=pytest.mark.slow), "nothing"]
+)
+async def test_a_client_that_does_not_take_part_holds_up_no_end(
+    prompts: Prompts, tmp_path: Path, said: str
+) -> None:
     log = tmp_path / "log"
     async with gateway_process(prompts, log, "--drain-seconds", "0.2") as gateway:
         gateway.script.answer = lambda _: [*[plain([5] * 5)] * 400, 600.0]
@@ -110,7 +126,9 @@ async def test_a_client_that_does_not_take_part_holds_up_no_end(prompts: Prompts
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             body = '{"prompt": [5], "max_tokens": 2000, "stream": true, "speculation": {"tokens": true}}'
             if said != "nothing":
-                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body if said == 'reads nothing' else '{'}".encode())
+                connection.sendall(
+                    f"{head}Content-Length: {len(body)}\r\n\r\n{body if said == 'reads nothing' else '{'}".encode()
+                )
             if said == "reads nothing":
                 await until(lambda: gateway.script.running == 1, timeout_s=30)
             gateway.terminate()

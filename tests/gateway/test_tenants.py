@@ -20,14 +20,22 @@ async def tenants(rig: Rig, *headers: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_each_key_is_a_tenant_of_its_own_and_requests_without_one_are_the_default_tenants(rig: Rig) -> None:
+async def test_each_key_is_a_tenant_of_its_own_and_requests_without_one_are_the_default_tenants(
+    rig: Rig,
+) -> None:
     first, second, again, none = await tenants(
-        rig, {"authorization": "Bearer one"}, {"authorization": "Bearer two"}, {"Authorization": "bearer one"}, {}
+        rig,
+        {"authorization": "Bearer one"},
+        {"authorization": "Bearer two"},
+        {"Authorization": "bearer one"},
+        {},
     )
     assert len({first, second, none}) == 3
     assert (again, none) == (first, "")
     assert first == "key-" + hashlib.sha256(b"one").hexdigest()[:32]
-    call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"), metadata=(("authorization", "Bearer one"),))
+    call = rig.generation.GenerateText(
+        generation_pb2.GenerateTextRequest(prompt="x"), metadata=(("authorization", "Bearer one"),)
+    )
     _ = [response async for response in call]
     assert rig.script.requests[-1].tenant == first
 

@@ -13,7 +13,9 @@ from gateway.prompts import Prompts
 from gateway.text import Detokenizer, StopScanner, TextStream, TokenOffsets, TokenTable
 
 VOCAB_SIZE = 4096
-TEXTS = st.text(max_size=40) | st.sampled_from(["naïve 😀 family 👨‍👩‍👧 ok", "日本語テキスト", "a\u2028b\x00c", "é" * 20])
+TEXTS = st.text(max_size=40) | st.sampled_from(
+    ["naïve 😀 family 👨‍👩‍👧 ok", "日本語テキスト", "a\u2028b\x00c", "é" * 20]
+)
 ANY_IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
 
 
@@ -28,7 +30,9 @@ def table(prompts: Prompts) -> TokenTable:
 
 
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 60)))
-def test_chunks_of_any_text_join_to_the_text(text: str, cuts: list[int], prompts: Prompts, table: TokenTable) -> None:
+def test_chunks_of_any_text_join_to_the_text(
+    text: str, cuts: list[int], prompts: Prompts, table: TokenTable
+) -> None:
     detokenizer = Detokenizer(table)
     pieces = [detokenizer.push(chunk) for chunk in chunks(prompts.tokenizer.encode(text).ids, cuts)]
     assert "".join(pieces) + detokenizer.finish() == text
@@ -36,14 +40,20 @@ def test_chunks_of_any_text_join_to_the_text(text: str, cuts: list[int], prompts
 
 
 @given(ids=ANY_IDS, cuts=st.lists(st.integers(0, 40)))
-def test_chunks_of_any_ids_join_to_their_decoding(ids: list[int], cuts: list[int], prompts: Prompts, table: TokenTable) -> None:
+def test_chunks_of_any_ids_join_to_their_decoding(
+    ids: list[int], cuts: list[int], prompts: Prompts, table: TokenTable
+) -> None:
     detokenizer = Detokenizer(table)
     pieces = [detokenizer.push(chunk) for chunk in chunks(ids, cuts)]
-    assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(
+        ids, skip_special_tokens=True
+    )
 
 
 @given(text=TEXTS)
-def test_the_bytes_of_tokens_join_to_those_of_the_text(text: str, prompts: Prompts, table: TokenTable) -> None:
+def test_the_bytes_of_tokens_join_to_those_of_the_text(
+    text: str, prompts: Prompts, table: TokenTable
+) -> None:
     ids = prompts.tokenizer.encode(text, add_special_tokens=False).ids
     assert b"".join(table.piece_and_bytes(token)[1] for token in ids) == text.encode()
 
@@ -51,13 +61,22 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(text: str, prompts: Promp
 def test_bytes_that_have_tokens_of_their_own_are_those() -> None:
     """As sentencepiece's byte fallback has them; a token that is really called U+FFFD is that character."""
     vocabulary = {"<unk>": 0, "é": 1, "<0xC3>": 2, "<0xA9>": 3, "\ufffd": 4}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.decoder = decoders.ByteFallback()
     table = TokenTable(tokenizer)
-    assert [table.piece_and_bytes(token)[1] for token in (1, 2, 3, 4)] == ["é".encode(), b"\xc3", b"\xa9", "\ufffd".encode()]
+    assert [table.piece_and_bytes(token)[1] for token in (1, 2, 3, 4)] == [
+        "é".encode(),
+        b"\xc3",
+        b"\xa9",
+        "\ufffd".encode(),
+    ]
 
 
-def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(prompts: Prompts, table: TokenTable) -> None:
+def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(
+    prompts: Prompts, table: TokenTable
+) -> None:
     [emoji_start, *emoji_rest] = prompts.tokenizer.encode("😀").ids
     ids = [emoji_start] * 2000 + emoji_rest
     detokenizer = Detokenizer(table)
@@ -66,7 +85,9 @@ def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(
     assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(ids)
 
 
-def test_a_character_of_several_tokens_comes_whole_with_its_last(prompts: Prompts, table: TokenTable) -> None:
+def test_a_character_of_several_tokens_comes_whole_with_its_last(
+    prompts: Prompts, table: TokenTable
+) -> None:
     ids = prompts.tokenizer.encode("😀").ids
     assert len(ids) > 1, "the bundled tokenizer has no token for this emoji"
     detokenizer = Detokenizer(table)
@@ -76,10 +97,22 @@ def test_a_character_of_several_tokens_comes_whole_with_its_last(prompts: Prompt
 def byte_fallback() -> Tokenizer:
     """As Llama 2's: "<unk>", "<s>", "▁Hello", "▁world", and the bytes of 😀 and é."""
     words = ["<unk>", "<s>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in "😀é".encode())]
-    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {word: index for index, word in enumerate(words)},
+            [],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer
 
@@ -127,7 +160,9 @@ ALPHABET = "ab\n"
     cuts=st.lists(st.integers(0, 30)),
 )
 @example(text="abcX", stops=["abcX", "b"], cuts=[1, 2])
-def test_stop_strings_cut_the_same_text_however_it_is_chunked(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_cut_the_same_text_however_it_is_chunked(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     scanner = StopScanner(stops)
     out = ""
     for start, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
@@ -153,7 +188,9 @@ def test_the_text_of_tokens_is_cut_before_the_stop(
     assert out + ("" if stream.stopped else stream.finish()) == cut_at_stop(text, stops)
 
 
-def test_tokens_are_counted_up_to_the_one_that_completes_the_stop(prompts: Prompts, table: TokenTable) -> None:
+def test_tokens_are_counted_up_to_the_one_that_completes_the_stop(
+    prompts: Prompts, table: TokenTable
+) -> None:
     ids = prompts.tokenizer.encode("one two three four").ids
     upto = next(n for n in range(len(ids)) if "three" in prompts.tokenizer.decode(ids[:n]))
     stream = TextStream(table, ["three"])

@@ -40,7 +40,9 @@ async def test_requests_one_after_the_other_and_at_once_share_a_stream(rig: Rig)
     assert rig.script.stream_count == before
 
 
-async def test_a_verifier_that_hangs_up_fails_what_it_owes_and_the_next_request_opens_another_stream(rig: Rig) -> None:
+async def test_a_verifier_that_hangs_up_fails_what_it_owes_and_the_next_request_opens_another_stream(
+    rig: Rig,
+) -> None:
     rig.script.answer = lambda _: [plain([5]), 60.0]
     asked = [asyncio.create_task(ask(rig)) for _ in range(3)]
     await until(lambda: rig.script.running == 3)
@@ -60,7 +62,9 @@ async def test_a_verifier_that_hangs_up_fails_what_it_owes_and_the_next_request_
 
 async def test_one_sequence_that_fails_leaves_the_stream_to_the_others(rig: Rig) -> None:
     refused = OutriderError(Reason.OVERLOADED, "64 requests are waiting already", retry_after_s=1.0)
-    rig.script.answer = lambda request: [refused] if len(request.prompt) > 2 else [0.2, plain([5]), last([], FinishReason.LENGTH)]
+    rig.script.answer = lambda request: (
+        [refused] if len(request.prompt) > 2 else [0.2, plain([5]), last([], FinishReason.LENGTH)]
+    )
     good = asyncio.create_task(ask(rig))
     await until(lambda: rig.script.running == 1)
     with pytest.raises(openai.RateLimitError, match="64 requests are waiting already"):
@@ -68,7 +72,9 @@ async def test_one_sequence_that_fails_leaves_the_stream_to_the_others(rig: Rig)
     assert await good
 
 
-async def test_what_cannot_be_made_out_fails_its_own_sequence_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_made_out_fails_its_own_sequence_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = wire_requests.chunk_from_proto
 
     def of_another_version(proto: verifier_pb2.GenerateTokensResponse) -> TokenChunk:
@@ -77,8 +83,14 @@ async def test_what_cannot_be_made_out_fails_its_own_sequence_alone(rig: Rig, mo
         return read(proto)
 
     monkeypatch.setattr(wire_requests, "chunk_from_proto", of_another_version)
-    rig.script.answer = lambda request: [0.2, plain([len(request.prompt) + 3]), *([60.0] if len(request.prompt) == 3 else LASTLY)]
-    good = asyncio.create_task(rig.client.completions.create(model="models/target", prompt=[5, 6], max_tokens=5))
+    rig.script.answer = lambda request: [
+        0.2,
+        plain([len(request.prompt) + 3]),
+        *([60.0] if len(request.prompt) == 3 else LASTLY),
+    ]
+    good = asyncio.create_task(
+        rig.client.completions.create(model="models/target", prompt=[5, 6], max_tokens=5)
+    )
     with pytest.raises(openai.InternalServerError, match="StreamTokens failed"):
         await rig.client.completions.create(model="models/target", prompt=[5, 6, 7], max_tokens=5)
     assert (await good).choices[0].text
@@ -87,7 +99,9 @@ async def test_what_cannot_be_made_out_fails_its_own_sequence_alone(rig: Rig, mo
 
 
 async def test_an_error_in_a_message_is_the_one_that_was_put_there() -> None:
-    error = OutriderError(Reason.OVERLOADED, "too many", "max_tokens", retry_after_s=2.5, metadata={"a": "b"})
+    error = OutriderError(
+        Reason.OVERLOADED, "too many", "max_tokens", retry_after_s=2.5, metadata={"a": "b"}
+    )
     assert rpc.error_in(rpc.status_of(error).SerializeToString()) == error
 
 

@@ -57,6 +57,12 @@ def _emulated_amx() -> ctypes.CDLL:
     emulation = Path(__file__).parent / "amx_emulation.h"
     with tempfile.TemporaryDirectory() as directory:
         built = Path(directory) / "amx.so"
-        command = ["cc", *_FLAGS, f'-DEMULATED_TILES="{emulation}"', *(str(source / name) for name in _SOURCES), "-lm"]
+        command = [
+            "cc",
+            *_FLAGS,
+            f'-DEMULATED_TILES="{emulation}"',
+            *(str(source / name) for name in _SOURCES),
+            "-lm",
+        ]
         subprocess.run([*command, "-o", str(built)], check=True)
         return ctypes.CDLL(str(built))

@@ -16,11 +16,22 @@ from outrider.sampling import noise_kernel
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def compiled(kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any]) -> Any:
+def compiled(
+    kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any]
+) -> Any:
     names = kernel.arg_names
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in types.items()
+        if kind.startswith("*")
+    }
     signature = {name: types.get(name, "constexpr") for name in names}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        aligned,
+    )
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32))
 
 
@@ -47,11 +58,22 @@ def attend(
     }
     sizes = {"KEY_SIZE": size, "VALUE_SIZE": size, "KEY_LANES": lanes, "VALUE_LANES": lanes}
     flags = {"WINDOWED": windowed, "CAPPED": capped, "EXACT": dtype is torch.float32}
-    constants = {"GROUP": 4, "KV_HEADS": 8, "PAGE_SIZE": 16, "ROWS": rows, "KEYS": keys, "PART": 1024, **sizes, **flags}
+    constants = {
+        "GROUP": 4,
+        "KV_HEADS": 8,
+        "PAGE_SIZE": 16,
+        "ROWS": rows,
+        "KEYS": keys,
+        "PART": 1024,
+        **sizes,
+        **flags,
+    }
     return compiled(triton_attention._attend, architecture, types, constants)
 
 
-def join(architecture: int, dtype: torch.dtype, size: int, positions: str, *, windowed: bool) -> Any:
+def join(
+    architecture: int, dtype: torch.dtype, size: int, positions: str, *, windowed: bool
+) -> Any:
     types = {
         "parts": "*fp32",
         "sums": "*fp32",
@@ -60,12 +82,24 @@ def join(architecture: int, dtype: torch.dtype, size: int, positions: str, *, wi
         "row_count": "i32",
         "window": "i32",
     }
-    constants = {"HEADS": 32, "SIZE": size, "LANES": triton_attention.lanes(size), "PART": 1024, "WINDOWED": windowed}
+    constants = {
+        "HEADS": 32,
+        "SIZE": size,
+        "LANES": triton_attention.lanes(size),
+        "PART": 1024,
+        "WINDOWED": windowed,
+    }
     return compiled(triton_attention._join, architecture, types, constants)
 
 
 def race(architecture: int) -> Any:
-    types = {"probs": "*fp32", "keys": "*i64", "best": "*fp64", "tokens": "*i64", "vocab_size": "i32"}
+    types = {
+        "probs": "*fp32",
+        "keys": "*i64",
+        "best": "*fp64",
+        "tokens": "*i64",
+        "vocab_size": "i32",
+    }
     return compiled(noise_kernel._race, architecture, types, {"BLOCK": noise_kernel._BLOCK})
 
 
@@ -73,10 +107,14 @@ if __name__ == "__main__":
     for architecture in (80, 90):
         kernels = {
             "one token each, bfloat16": attend(architecture, torch.bfloat16, 128, 1),
-            "short texts, bfloat16": attend(architecture, torch.bfloat16, 128, 6, windowed=True, whole=True),
+            "short texts, bfloat16": attend(
+                architecture, torch.bfloat16, 128, 6, windowed=True, whole=True
+            ),
             "drafts, bfloat16": attend(architecture, torch.bfloat16, 128, 6),
             "prompts, bfloat16": attend(architecture, torch.bfloat16, 128, 512),
-            "large heads, bfloat16": attend(architecture, torch.bfloat16, 256, 512, windowed=True, capped=True),
+            "large heads, bfloat16": attend(
+                architecture, torch.bfloat16, 256, 512, windowed=True, capped=True
+            ),
             "heads of 80, float16": attend(architecture, torch.float16, 80, 6, capped=True),
             "float32": attend(architecture, torch.float32, 128, 512),
             "large heads, float32": attend(architecture, torch.float32, 256, 512),
@@ -86,4 +124,13 @@ if __name__ == "__main__":
         }
         for name, kernel in kernels.items():
             tensor_cores = any(word in kernel.asm["ptx"] for word in ("mma.sync", "wgmma."))
-            print(json.dumps({"architecture": architecture, "name": name, "shared": kernel.metadata.shared, "mma": tensor_cores}))
+            print(
+                json.dumps(
+                    {
+                        "architecture": architecture,
+                        "name": name,
+                        "shared": kernel.metadata.shared,
+                        "mma": tensor_cores,
+                    }
+                )
+            )

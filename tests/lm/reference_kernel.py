@@ -23,7 +23,9 @@ def _attend(
     softcap: float,
 ) -> torch.Tensor:
     assert {ends.dtype, key_counts.dtype, block_table.dtype} == {torch.int32}
-    out = query.new_full((*query.shape[:2], values.shape[-1]), torch.nan)  # rows in no sequence are left as memory has them
+    out = query.new_full(
+        (*query.shape[:2], values.shape[-1]), torch.nan
+    )  # rows in no sequence are left as memory has them
     for i, count in enumerate(key_counts.tolist()):
         begin, end = ends[i : i + 2].tolist()
         assert end - begin <= longest
@@ -54,4 +56,6 @@ def paged_attention(
 ) -> torch.Tensor:
     """In place of the kernel, on any device."""
     arguments = batch.ends, batch.key_counts, batch.block_table, batch.positions, batch.longest
-    return _attend(query_THD, keys, values, *arguments, most_keys, scale, window or 0, softcap or 0.0)
+    return _attend(
+        query_THD, keys, values, *arguments, most_keys, scale, window or 0, softcap or 0.0
+    )

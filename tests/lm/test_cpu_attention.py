@@ -31,11 +31,15 @@ class Case:
         free = random.Random(0).sample(range(PAGE_COUNT), PAGE_COUNT)
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         self.pages = [[free.pop() for _ in range(-(-end // page_size))] for end in ends]
-        self.keys, self.values = (torch.randn(PAGE_COUNT, page_size, kv_heads, size).to(dtype) for _ in range(2))
+        self.keys, self.values = (
+            torch.randn(PAGE_COUNT, page_size, kv_heads, size).to(dtype) for _ in range(2)
+        )
         tokens = sum(lengths)
         # As models hand them over: [1, heads, T, size], with the heads of a token side by side.
         self.query = torch.randn(1, tokens, heads, size).to(dtype).transpose(1, 2)
-        self.key, self.value = (torch.randn(1, tokens, kv_heads, size).to(dtype).transpose(1, 2) for _ in range(2))
+        self.key, self.value = (
+            torch.randn(1, tokens, kv_heads, size).to(dtype).transpose(1, 2) for _ in range(2)
+        )
         self.slots = [
             pages[position // page_size] * page_size + position % page_size
             for pages, start, end in zip(self.pages, starts, ends, strict=True)
@@ -51,14 +55,22 @@ class Case:
     def expected(self, window: int | None = None) -> torch.Tensor:
         """In float32, sequence by sequence; looks at the cache, so `attend` has to come first."""
         out = []
-        for row, length, start, pages in zip(self.rows, self.lengths, self.starts, self.pages, strict=True):
+        for row, length, start, pages in zip(
+            self.rows, self.lengths, self.starts, self.pages, strict=True
+        ):
             key, value = (
-                cache[pages].flatten(0, 1)[: start + length].float().transpose(0, 1).repeat_interleave(self.group, 0)
+                cache[pages]
+                .flatten(0, 1)[: start + length]
+                .float()
+                .transpose(0, 1)
+                .repeat_interleave(self.group, 0)
                 for cache in (self.keys, self.values)
             )
             distance = torch.arange(start, start + length)[:, None] - torch.arange(start + length)
             seen = (distance >= 0) & (distance < (window or start + length))
-            scores = (self.query[0, :, row : row + length].float() @ key.transpose(1, 2) * SCALE).masked_fill(~seen, -torch.inf)
+            scores = (
+                self.query[0, :, row : row + length].float() @ key.transpose(1, 2) * SCALE
+            ).masked_fill(~seen, -torch.inf)
             out.append((scores.softmax(-1) @ value).transpose(0, 1))
         return torch.cat(out)
 
@@ -84,7 +96,9 @@ SHAPES = {
 @pytest.mark.parametrize("window", [None, 1, 19])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
-def test_it_is_attention(shape: str, dtype: torch.dtype, tolerance: float, window: int | None) -> None:
+def test_it_is_attention(
+    shape: str, dtype: torch.dtype, tolerance: float, window: int | None
+) -> None:
     starts, lengths, options = SHAPES[shape]
     case = Case(dtype, starts, lengths, **options)
     out = case.attend(window)
@@ -95,9 +109,13 @@ def test_it_is_attention(shape: str, dtype: torch.dtype, tolerance: float, windo
 def test_keys_and_values_of_all_tokens_are_stored_whether_they_are_attended_for_or_not() -> None:
     case = Case(torch.bfloat16, [20, 40], [3, 2])
     layer = PagedAttention(case.keys, case.values)
-    layer.attend(PagedBatch(case.slots, [], [], [], []), case.query, case.key, case.value, SCALE, None)
+    layer.attend(
+        PagedBatch(case.slots, [], [], [], []), case.query, case.key, case.value, SCALE, None
+    )
     for cache, new in ((case.keys, case.key), (case.values, case.value)):
-        torch.testing.assert_close(cache.flatten(0, 1)[case.slots], new[0].transpose(0, 1), atol=0, rtol=0)
+        torch.testing.assert_close(
+            cache.flatten(0, 1)[case.slots], new[0].transpose(0, 1), atol=0, rtol=0
+        )
 
 
 def test_what_a_page_held_before_is_not_looked_at_even_if_it_is_no_number() -> None:
@@ -140,6 +158,8 @@ def test_a_query_whose_last_dimension_is_not_contiguous_is_taken_too() -> None:
         (torch.float32, 64, 32, False),
     ],
 )
-def test_layers_that_it_can_do_are_taken(dtype: torch.dtype, key_size: int, value_size: int, taken: bool) -> None:
+def test_layers_that_it_can_do_are_taken(
+    dtype: torch.dtype, key_size: int, value_size: int, taken: bool
+) -> None:
     keys, values = (torch.zeros(1, 16, 2, size, dtype=dtype) for size in (key_size, value_size))
     assert PagedAttention.takes(keys, values) == taken

@@ -42,11 +42,16 @@ SIZES: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TAKEN: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
-    "llama with biases and tied embeddings": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "llama 3's rotation": LlamaConfig(
-        **SIZES, rope_parameters={**LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 64}
+    "llama with biases and tied embeddings": LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
-    "llama, large heads, one for all": LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=128),
+    "llama 3's rotation": LlamaConfig(
+        **SIZES,
+        rope_parameters={**LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 64},
+    ),
+    "llama, large heads, one for all": LlamaConfig(
+        **SIZES | {"num_key_value_heads": 1}, head_dim=128
+    ),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=64),
@@ -86,11 +91,15 @@ def settled(config: PreTrainedConfig, dtype: torch.dtype, page_size: int = 16) -
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 @pytest.mark.parametrize("config", TAKEN.values(), ids=TAKEN.keys())
-def test_it_is_as_near_to_exact_numbers_as_the_models_own_forward(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+def test_it_is_as_near_to_exact_numbers_as_the_models_own_forward(
+    config: PreTrainedConfig, dtype: torch.dtype
+) -> None:
     runner, tokens = settled(config, dtype), ids(90)
     assert runner.decoder is not None
     exact_model = build(config).to(dtype).double()
@@ -99,12 +108,16 @@ def test_it_is_as_near_to_exact_numbers_as_the_models_own_forward(config: PreTra
         own = build(config).to(dtype)(torch.tensor([tokens])).logits[0].float()
     pages = [40, 3, 17, 5, 60, 21]
     parts = [slice(0, 50), slice(50, 51), slice(51, 56), slice(56, 90)]
-    mine = torch.cat([runner.forward([Slice(tokens[s], s.start, pages, s.stop - s.start)]) for s in parts])
+    mine = torch.cat(
+        [runner.forward([Slice(tokens[s], s.start, pages, s.stop - s.start)]) for s in parts]
+    )
     assert (mine - exact).abs().mean() < 1.2 * (own - exact).abs().mean()
     assert (mine - exact).abs().max() < 2 * (own - exact).abs().max()
 
 
-def test_a_sequence_gets_the_same_logits_to_the_bit_whatever_runs_beside_it(dtype: torch.dtype) -> None:
+def test_a_sequence_gets_the_same_logits_to_the_bit_whatever_runs_beside_it(
+    dtype: torch.dtype,
+) -> None:
     runner = settled(TAKEN["llama"], dtype)
     assert runner.decoder is not None
     others = [Slice(ids(1 + i % 7, i), 0, [2 + i], 1 + i % 7) for i in range(40)]
@@ -115,12 +128,16 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_whatever_runs_beside_it(dtyp
     assert torch.equal(alone, beside[first : first + 5])
 
 
-def test_it_gets_the_same_with_any_number_of_others_however_they_share_out_the_work(dtype: torch.dtype) -> None:
+def test_it_gets_the_same_with_any_number_of_others_however_they_share_out_the_work(
+    dtype: torch.dtype,
+) -> None:
     runner = settled(TAKEN["llama"], dtype)
     mine, others = Slice(ids(2), 0, [0], 2), [Slice(ids(1, i), 0, [1 + i], 1) for i in range(40)]
     alone = runner.forward([mine])
     for count in range(1, len(others) + 1):
-        assert torch.equal(runner.forward([*others[:count], mine])[count:], alone), f"beside {count}"
+        assert torch.equal(runner.forward([*others[:count], mine])[count:], alone), (
+            f"beside {count}"
+        )
 
 
 def test_only_the_wanted_logits_are_computed(dtype: torch.dtype) -> None:
@@ -131,31 +148,49 @@ def test_only_the_wanted_logits_are_computed(dtype: torch.dtype) -> None:
     assert runner.forward([Slice(tokens, 0, [0], 0)]).shape == (0, VOCAB_SIZE)
 
 
-def test_a_text_gets_the_same_logits_to_the_bit_however_it_is_cut_into_forwards(dtype: torch.dtype) -> None:
+def test_a_text_gets_the_same_logits_to_the_bit_however_it_is_cut_into_forwards(
+    dtype: torch.dtype,
+) -> None:
     runner, tokens = settled(TAKEN["llama"], dtype), ids(300)
     whole = runner.forward([Slice(tokens, 0, list(range(19)), 300)])
     cuts = [0, 1, 2, 30, 37, 127, 128, 129, 200, 206, 299, 300]
     pages = list(range(60, 41, -1))
-    parts = [runner.forward([Slice(tokens[a:b], a, pages, b - a)]) for a, b in itertools.pairwise(cuts)]
+    parts = [
+        runner.forward([Slice(tokens[a:b], a, pages, b - a)]) for a, b in itertools.pairwise(cuts)
+    ]
     assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("limit", [VOCAB_SIZE + 19, VOCAB_SIZE, VOCAB_SIZE - 19, 7])
-def test_a_greedy_continuation_is_what_one_forward_a_token_gives(limit: int, dtype: torch.dtype) -> None:
+def test_a_greedy_continuation_is_what_one_forward_a_token_gives(
+    limit: int, dtype: torch.dtype
+) -> None:
     count, lengths = 21, [1, 15, 16, 30, 47]
     texts = [ids(length, length) for length in lengths]
     pages = [[5 * i + 4, 5 * i + 1, 5 * i + 3, 5 * i, 5 * i + 2] for i in range(len(texts))]
 
     def read(runner: ModelRunner) -> list[Slice]:
         """All but the last token of each text is in the cache; the slices are of the last ones."""
-        runner.forward([Slice(text[:-1], 0, held, 0) for text, held in zip(texts, pages, strict=True) if len(text) > 1])
-        return [Slice(text[-1:], len(text) - 1, held, 1) for text, held in zip(texts, pages, strict=True)]
+        runner.forward(
+            [
+                Slice(text[:-1], 0, held, 0)
+                for text, held in zip(texts, pages, strict=True)
+                if len(text) > 1
+            ]
+        )
+        return [
+            Slice(text[-1:], len(text) - 1, held, 1)
+            for text, held in zip(texts, pages, strict=True)
+        ]
 
     runner = settled(TAKEN["llama"], dtype)
     slices, expected = read(runner), []
     for _ in range(count):
         expected.append(runner.forward(slices)[:, :limit].argmax(-1).tolist())
-        slices = [Slice([token], s.start + 1, s.pages, 1) for token, s in zip(expected[-1], slices, strict=True)]
+        slices = [
+            Slice([token], s.start + 1, s.pages, 1)
+            for token, s in zip(expected[-1], slices, strict=True)
+        ]
     after = runner.forward(slices)
 
     runner = settled(TAKEN["llama"], dtype)
@@ -164,11 +199,16 @@ def test_a_greedy_continuation_is_what_one_forward_a_token_gives(limit: int, dty
 
 
 def test_a_continuation_is_of_single_tokens_only(dtype: torch.dtype) -> None:
-    assert settled(TAKEN["llama"], dtype).continue_greedily([Slice(ids(2), 0, [0], 1)], 2, VOCAB_SIZE) is None
+    assert (
+        settled(TAKEN["llama"], dtype).continue_greedily([Slice(ids(2), 0, [0], 1)], 2, VOCAB_SIZE)
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, large heads, one for all"])
-def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(name: str, dtype: torch.dtype, a_build: str) -> None:
+def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(
+    name: str, dtype: torch.dtype, a_build: str
+) -> None:
     tokens = ids(150)
     outputs = []
     for page_size in (16, 32, 8, 12):
@@ -179,15 +219,21 @@ def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(name: str, dtyp
     assert torch.equal(whole_tiles, as_well)
     for other in others:
         # Tiles are of AMX alone; vectors end with a page.
-        assert a_build != "_cpu_amx" or dtype is torch.float32 or not torch.equal(whole_tiles, other)
+        assert (
+            a_build != "_cpu_amx" or dtype is torch.float32 or not torch.equal(whole_tiles, other)
+        )
         tolerance = {torch.bfloat16: 0.1, torch.float32: 1e-5}[dtype]
-        torch.testing.assert_close(whole_tiles, other, rtol=0, atol=tolerance * float(whole_tiles.std()))
+        torch.testing.assert_close(
+            whole_tiles, other, rtol=0, atol=tolerance * float(whole_tiles.std())
+        )
 
 
 def test_two_threads_compute_to_the_bit_what_one_does(dtype: torch.dtype, a_build: str) -> None:
     runner = settled(TAKEN["llama"], dtype)
     # Among them a long prompt, whose rows are divided among threads.
-    slices = [Slice(ids(1 + i, i), 0, [i], 1 + i) for i in range(12)] + [Slice(ids(300), 0, list(range(20, 39)), 300)]
+    slices = [Slice(ids(1 + i, i), 0, [i], 1 + i) for i in range(12)] + [
+        Slice(ids(300), 0, list(range(20, 39)), 300)
+    ]
     alone = runner.forward(slices)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -200,7 +246,9 @@ def test_two_threads_compute_to_the_bit_what_one_does(dtype: torch.dtype, a_buil
 
 
 @pytest.mark.parametrize("count", [5, 16, 21, 37, 140])
-def test_what_lies_in_the_cache_behind_a_text_does_not_matter(count: int, dtype: torch.dtype) -> None:
+def test_what_lies_in_the_cache_behind_a_text_does_not_matter(
+    count: int, dtype: torch.dtype
+) -> None:
     tokens, pages = ids(count), list(range(30, 20, -1))
     clean, dirty = settled(TAKEN["llama"], dtype), settled(TAKEN["llama"], dtype)
     for cache in dirty._layers.values():
@@ -238,7 +286,9 @@ def test_float16_models_are_not_touched() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("outs", [32, 40, 97, 8])
-def test_tiles_give_their_weight_back_and_take_no_other_type(outs: int, has_bias: bool, dtype: torch.dtype) -> None:
+def test_tiles_give_their_weight_back_and_take_no_other_type(
+    outs: int, has_bias: bool, dtype: torch.dtype
+) -> None:
     layer = torch.nn.Linear(96, outs, bias=has_bias).to(dtype)
     tiled = TiledLinear(layer.weight, layer.bias)
     assert torch.equal(tiled.weight, layer.weight)
@@ -256,7 +306,9 @@ def test_tiles_multiply_like_a_linear_layer(outs: int, has_bias: bool, dtype: to
     tiled = TiledLinear(layer.weight, layer.bias)
     for rows in (0, 1, 15, 16, 17, 32, 33, 100):
         x = torch.randn(2, rows, 96).to(dtype)
-        exact = torch.nn.functional.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+        exact = torch.nn.functional.linear(
+            x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+        )
         torch.testing.assert_close(tiled(x).double(), exact, rtol=tolerance, atol=tolerance)
         # Of a transposed input the rows do not lie one behind the other.
         assert torch.equal(tiled(x.transpose(0, 1)), tiled(x).transpose(0, 1))

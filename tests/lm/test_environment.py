@@ -14,9 +14,15 @@ def test_openmp_is_told_how_long_to_spin_before_torch_is_loaded(service: str) ->
     code = f"import os, sys, {service}.__main__; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
 
     def said(**more: str) -> str:
-        environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+        }
         command = [sys.executable, "-c", code]
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment | more).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment | more
+        ).stdout.strip()
 
     assert said() == "False 20000"
     assert said(GOMP_SPINCOUNT="7") == "False 7"

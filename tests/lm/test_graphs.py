@@ -24,7 +24,13 @@ from outrider.lm.runner import Bounds, ModelRunner, Slice
 
 PAGE_COUNT = 6
 BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)
-NAMES = ["llama", "qwen3", "mistral, sliding window", "gemma3, alternating windows", "gpt2, learned positions"]
+NAMES = [
+    "llama",
+    "qwen3",
+    "mistral, sliding window",
+    "gemma3, alternating windows",
+    "gpt2, learned positions",
+]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -35,7 +41,11 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+}
 """What waits for the device, which no graph can."""
 
 
@@ -102,7 +112,12 @@ def text(seed: int, length: int) -> list[int]:
 def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Tensor:
     """The logits of each text's last tokens."""
     with torch.inference_mode():
-        return torch.cat([model(torch.tensor([ids])).logits[0, len(ids) - n :] for ids, n in zip(texts, counts, strict=True)])
+        return torch.cat(
+            [
+                model(torch.tensor([ids])).logits[0, len(ids) - n :]
+                for ids, n in zip(texts, counts, strict=True)
+            ]
+        )
 
 
 @pytest.mark.usefixtures("capture")
@@ -112,21 +127,36 @@ def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Ten
     [[1], [1, 1, 1], [4], [2, 1, 4], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1], [1, 4]],
     ids=lambda counts: "+".join(map(str, counts)),
 )
-def test_a_padded_batch_has_the_logits_of_its_sequences_alone(name: str, counts: list[int], capture: Capture) -> None:
-    runner, reference = ModelRunner(build(CONFIGS[name]), page_size=256, page_count=PAGE_COUNT), build(CONFIGS[name])
+def test_a_padded_batch_has_the_logits_of_its_sequences_alone(
+    name: str, counts: list[int], capture: Capture
+) -> None:
+    runner, reference = (
+        ModelRunner(build(CONFIGS[name]), page_size=256, page_count=PAGE_COUNT),
+        build(CONFIGS[name]),
+    )
     runner.capture(BOUNDS)
     texts = [text(i, 30 + 7 * i) for i in range(len(counts))]
     for i, ids in enumerate(texts):
         runner.forward([Slice(ids[: -counts[i]], 0, [i], 0)])
     capture.replays = 0
-    batch = [Slice(ids[-n:], len(ids) - n, [i], n) for i, (ids, n) in enumerate(zip(texts, counts, strict=True))]
+    batch = [
+        Slice(ids[-n:], len(ids) - n, [i], n)
+        for i, (ids, n) in enumerate(zip(texts, counts, strict=True))
+    ]
     for _ in range(2):  # the second time over what the first has left
-        torch.testing.assert_close(runner.forward(batch), expected(reference, texts, counts), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            runner.forward(batch), expected(reference, texts, counts), atol=1e-4, rtol=0
+        )
     assert capture.replays == 2
 
 
-def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_theirs(capture: Capture) -> None:
-    runner, reference = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT), build(CONFIGS["llama"])
+def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_theirs(
+    capture: Capture,
+) -> None:
+    runner, reference = (
+        ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT),
+        build(CONFIGS["llama"]),
+    )
     runner.capture(BOUNDS)
     recorded, rng = len(capture.recordings), random.Random(5)
     texts: dict[int, list[int]] = {page: text(page, 20 + 9 * page) for page in range(PAGE_COUNT)}
@@ -136,11 +166,16 @@ def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_t
     for _ in range(30):
         pages = rng.sample(range(PAGE_COUNT), rng.randint(1, 4))
         new = {page: text(rng.randrange(10**6), rng.randint(1, 3)) for page in pages}
-        batch = [Slice(ids, len(texts[page]), [page], rng.randint(0, len(ids))) for page, ids in new.items()]
+        batch = [
+            Slice(ids, len(texts[page]), [page], rng.randint(0, len(ids)))
+            for page, ids in new.items()
+        ]
         logits = runner.forward(batch)
         for page, ids in new.items():
             texts[page] += ids
-        wanted = expected(reference, [texts[page] for page in pages], [part.logit_count for part in batch])
+        wanted = expected(
+            reference, [texts[page] for page in pages], [part.logit_count for part in batch]
+        )
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
     assert (capture.replays, len(capture.recordings)) == (30, recorded)
 
@@ -159,7 +194,12 @@ def test_larger_batches_longer_slices_and_prompts_run_as_they_are(capture: Captu
 
 def test_whatever_is_within_the_bounds_has_a_graph(capture: Capture) -> None:
     bounds = Bounds(sequences=37, tokens_each=9, tokens=150)
-    made = graphs.Graphs(lambda ids, *_: torch.zeros(len(ids), 4), graphs.CacheShape(16, 2, 9), 4, torch.device("cpu"))
+    made = graphs.Graphs(
+        lambda ids, *_: torch.zeros(len(ids), 4),
+        graphs.CacheShape(16, 2, 9),
+        4,
+        torch.device("cpu"),
+    )
     made.prepare(bounds)
     for count in range(1, 38):
         for total in range(count, min(9 * count, 150) + 1):
@@ -192,7 +232,9 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
     config = CONFIGS["llama"]
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     runner = ModelRunner(
-        build(type(config)(**config.to_diff_dict() | {"rope_parameters": rope})), page_size=256, page_count=PAGE_COUNT
+        build(type(config)(**config.to_diff_dict() | {"rope_parameters": rope})),
+        page_size=256,
+        page_count=PAGE_COUNT,
     )
     with caplog.at_level(logging.WARNING):
         runner.capture(BOUNDS)
@@ -201,10 +243,14 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
     assert capture.replays == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the tests above have a recording instead")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU; the tests above have a recording instead"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_graphs_have_the_logits_of_forwards_that_are_not_captured(name: str) -> None:
-    eager, graphed = (ModelRunner(build(CONFIGS[name]).cuda().bfloat16(), page_count=64) for _ in range(2))
+    eager, graphed = (
+        ModelRunner(build(CONFIGS[name]).cuda().bfloat16(), page_count=64) for _ in range(2)
+    )
     graphed.capture(BOUNDS)
     assert graphed._graphs is not None
     assert graphed._graphs._graphs
@@ -213,5 +259,10 @@ def test_on_a_gpu_graphs_have_the_logits_of_forwards_that_are_not_captured(name:
         for i, ids in enumerate(texts):
             runner.forward([Slice(ids, 0, list(range(8 * i, 8 * i + 8)), 0)])
     for counts in ([1], [4], [1, 2, 3], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]):
-        batch = [Slice(text(n, n), len(texts[i]), list(range(8 * i, 8 * i + 8)), n) for i, n in enumerate(counts)]
-        torch.testing.assert_close(graphed.forward(batch).clone(), eager.forward(batch), atol=0.1, rtol=0.05)
+        batch = [
+            Slice(text(n, n), len(texts[i]), list(range(8 * i, 8 * i + 8)), n)
+            for i, n in enumerate(counts)
+        ]
+        torch.testing.assert_close(
+            graphed.forward(batch).clone(), eager.forward(batch), atol=0.1, rtol=0.05
+        )

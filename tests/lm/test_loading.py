@@ -25,7 +25,12 @@ from outrider.tokenizer import load_tokenizer
 
 MODELS = Path(__file__).parents[2] / "models"
 _SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
-_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+_HEADS: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
 _EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -36,14 +41,22 @@ def save(model: Any, directory: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("name", ["target", "draft"])
 @pytest.mark.parametrize(
-    "prompt", ["def fibonacci(n):\n", '{"name": "Ada", "born": 1815}\n', "The licensor grants", "import os\nimport sys\n\n\nclass"]
+    "prompt",
+    [
+        "def fibonacci(n):\n",
+        '{"name": "Ada", "born": 1815}\n',
+        "The licensor grants",
+        "import os\nimport sys\n\n\nclass",
+    ],
 )
 def test_greedy_decoding_of_the_bundled_models_equals_generate(name: str, prompt: str) -> None:
     path = str(MODELS / name)
     runner = ModelRunner.load(path, dtype="float32", device="cpu", page_count=16)
     prompt_ids = load_tokenizer(path).encode(prompt).ids
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    expected = reference.generate(torch.tensor([prompt_ids]), max_new_tokens=32, do_sample=False)[0].tolist()
+    expected = reference.generate(torch.tensor([prompt_ids]), max_new_tokens=32, do_sample=False)[
+        0
+    ].tolist()
     tokens, read = list(prompt_ids), 0
     while len(tokens) < len(expected):
         logits_1V = runner.forward([Slice(tokens[read:], read, list(range(16)), 1)])
@@ -57,9 +70,18 @@ def test_a_runner_says_what_its_model_is(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [2, 5]
     reports: list[str] = []
     runner = ModelRunner.load(
-        save(model, tmp_path), dtype="bfloat16", device="cpu", page_size=32, page_count=9, progress=reports.append
+        save(model, tmp_path),
+        dtype="bfloat16",
+        device="cpu",
+        page_size=32,
+        page_count=9,
+        progress=reports.append,
     )
-    assert (runner.vocab_size, runner.context_length, runner.eos_token_ids) == (VOCAB_SIZE, CONTEXT_LENGTH, (2, 5))
+    assert (runner.vocab_size, runner.context_length, runner.eos_token_ids) == (
+        VOCAB_SIZE,
+        CONTEXT_LENGTH,
+        (2, 5),
+    )
     assert (runner.device, runner.dtype) == (torch.device("cpu"), torch.bfloat16)
     assert (runner.page_size, runner.page_count, runner.model_id) == (32, 9, str(tmp_path))
     assert reports == [f"reading {tmp_path}", "moving the weights to cpu"]
@@ -71,7 +93,9 @@ def test_by_default_the_cache_holds_whole_contexts_but_no_more_than_is_useful() 
     assert CONTEXT_LENGTH // 16 <= runner.page_count <= 64 * CONTEXT_LENGTH // 16
 
 
-def test_on_a_gpu_the_cache_takes_its_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_cache_takes_its_share_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner = ModelRunner(build(CONFIGS["llama"]), page_count=1)
     runner.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * 2**20, 2**30))
@@ -88,25 +112,48 @@ def test_ids_that_end_a_text_and_have_no_logit_are_dropped() -> None:
 
 
 def test_dtype_auto_keeps_the_checkpoints(tmp_path: Path) -> None:
-    assert ModelRunner.load(save(build(CONFIGS["llama"]).half(), tmp_path), device="cpu", page_count=4).dtype == torch.float16
+    assert (
+        ModelRunner.load(
+            save(build(CONFIGS["llama"]).half(), tmp_path), device="cpu", page_count=4
+        ).dtype
+        == torch.float16
+    )
 
 
 def test_longrope_is_served_up_to_where_one_long_sequence_would_change_the_others() -> None:
     factors = [1.0] * 4
-    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 1e4}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "rope_theta": 1e4,
+    }
     config = Phi3Config(
-        **_SMALL, **_HEADS, max_position_embeddings=512, original_max_position_embeddings=128, rope_parameters=rope, pad_token_id=0
+        **_SMALL,
+        **_HEADS,
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        rope_parameters=rope,
+        pad_token_id=0,
     )
     assert ModelRunner(build(config), page_count=4).context_length == 128
 
 
 REFUSED = {
     "linear attention": (
-        Qwen3NextConfig(**_SMALL | {"num_hidden_layers": 4}, **_HEADS, num_experts=2, num_experts_per_tok=1),
+        Qwen3NextConfig(
+            **_SMALL | {"num_hidden_layers": 4}, **_HEADS, num_experts=2, num_experts_per_tok=1
+        ),
         "do not attend through the attention interface|linear_attention",
     ),
-    "state space": (MambaConfig(**_SMALL), "2 of 2 layers do not attend through the attention interface"),
-    "own attention code": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "2 of 2 layers do not attend"),
+    "state space": (
+        MambaConfig(**_SMALL),
+        "2 of 2 layers do not attend through the attention interface",
+    ),
+    "own attention code": (
+        BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
+        "2 of 2 layers do not attend",
+    ),
     "attention sinks": (GptOssConfig(**_SMALL, **_HEADS, **_EXPERTS), "attention sinks"),
     "chunked attention by mask": (
         Llama4TextConfig(**_SMALL, **_HEADS, **_EXPERTS, intermediate_size_mlp=48),
@@ -137,7 +184,9 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 def test_quantised_weights_are_refused_by_name(tmp_path: Path, method: str) -> None:
     path = save(build(CONFIGS["llama"]), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}})
+    )
     with pytest.raises(OutriderError, match=rf"its weights are quantised \({method}\)") as error:
         ModelRunner.load(path, device="cpu")
     assert error.value.reason is Reason.INVALID_VALUE

@@ -28,7 +28,9 @@ class Text:
         tokens = self.token_ids[start : start + count]
         assert self.pool.reserve(self.kv, start + len(tokens))
         self.kv.length += len(tokens)
-        return Slice(tokens, start, list(self.kv.pages), len(tokens) if logit_count is None else logit_count)
+        return Slice(
+            tokens, start, list(self.kv.pages), len(tokens) if logit_count is None else logit_count
+        )
 
 
 class Pair:
@@ -44,7 +46,9 @@ class Pair:
 
     def expected(self, token_ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits: torch.Tensor = self.reference(torch.tensor([token_ids]), use_cache=False).logits[0]
+            logits: torch.Tensor = self.reference(
+                torch.tensor([token_ids]), use_cache=False
+            ).logits[0]
         return logits
 
     def check(self, logits_RV: torch.Tensor, expected_RV: torch.Tensor) -> None:
@@ -84,7 +88,10 @@ def test_texts_of_different_lengths_packed_in_one_row(pair: Pair) -> None:
         if before:
             pair.runner.forward([text.next_slice(before, 0)])
     logits = pair.runner.forward([text.next_slice(90) for text in texts])
-    rows = [pair.expected(t.token_ids)[before:] for t, before in zip(texts, (50, 0, 1, 16, 30), strict=True)]
+    rows = [
+        pair.expected(t.token_ids)[before:]
+        for t, before in zip(texts, (50, 0, 1, 16, 30), strict=True)
+    ]
     pair.check(logits, torch.cat(rows))
 
 
@@ -96,15 +103,23 @@ def test_any_interleaving_of_prefill_decoding_and_verification(pair: Pair) -> No
         chosen = draw.sample(unread, draw.randint(1, len(unread)))
         starts = [texts[i].kv.length for i in chosen]
         slices = [texts[i].next_slice(draw.choice([1, 1, 4, 5, 40])) for i in chosen]
-        rows = [expected[i][start : start + len(s.token_ids)] for i, start, s in zip(chosen, starts, slices, strict=True)]
+        rows = [
+            expected[i][start : start + len(s.token_ids)]
+            for i, start, s in zip(chosen, starts, slices, strict=True)
+        ]
         pair.check(pair.runner.forward(slices), torch.cat(rows))
 
 
 def test_logits_come_for_the_wanted_tokens_only_in_the_order_of_the_slices(pair: Pair) -> None:
     texts = [pair.text(30, seed=seed) for seed in range(3)]
-    logits = pair.runner.forward([text.next_slice(30, wanted) for text, wanted in zip(texts, (1, 0, 4), strict=True)])
+    logits = pair.runner.forward(
+        [text.next_slice(30, wanted) for text, wanted in zip(texts, (1, 0, 4), strict=True)]
+    )
     assert logits.shape == (5, pair.runner.vocab_size)
-    pair.check(logits, torch.cat([pair.expected(texts[0].token_ids)[-1:], pair.expected(texts[2].token_ids)[-4:]]))
+    pair.check(
+        logits,
+        torch.cat([pair.expected(texts[0].token_ids)[-1:], pair.expected(texts[2].token_ids)[-4:]]),
+    )
 
 
 def test_a_forward_without_wanted_logits_still_reads(pair: Pair) -> None:
@@ -124,7 +139,10 @@ def test_after_a_rewind_other_tokens_are_read_as_if_the_first_had_never_been(pai
 def test_pages_of_a_finished_text_serve_the_next(pair: Pair) -> None:
     for seed in range(3):
         text = pair.text(PAGE_COUNT * PAGE_SIZE // 2, seed=seed)
-        pair.check(pair.runner.forward([text.next_slice(PAGE_COUNT * PAGE_SIZE)]), pair.expected(text.token_ids))
+        pair.check(
+            pair.runner.forward([text.next_slice(PAGE_COUNT * PAGE_SIZE)]),
+            pair.expected(text.token_ids),
+        )
         pair.pool.free(text.kv)
 
 
@@ -136,7 +154,10 @@ def test_a_text_that_starts_on_a_shared_prefix_reads_on_as_if_alone(pair: Pair) 
     assert pair.pool.attach_prefix(second.kv, second.token_ids, "tenant") == 40
     first.token_ids += pair.text(9, seed=9).token_ids
     logits = pair.runner.forward([second.next_slice(30), first.next_slice(30)])
-    pair.check(logits, torch.cat([pair.expected(second.token_ids)[40:], pair.expected(first.token_ids)[50:]]))
+    pair.check(
+        logits,
+        torch.cat([pair.expected(second.token_ids)[40:], pair.expected(first.token_ids)[50:]]),
+    )
 
 
 def test_two_runners_in_two_threads_do_not_disturb_each_other() -> None:

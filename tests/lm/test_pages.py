@@ -121,7 +121,9 @@ def test_nothing_is_shared_when_prefix_caching_is_off() -> None:
     assert pool.attach_prefix(KVSequence(), TEXT, "") == 0
 
 
-def test_a_rewind_into_a_shared_page_goes_back_to_its_beginning_so_that_its_reader_is_safe() -> None:
+def test_a_rewind_into_a_shared_page_goes_back_to_its_beginning_so_that_its_reader_is_safe() -> (
+    None
+):
     pool = PagePool(16, PAGE_SIZE)
     writer = computed(pool, TEXT)
     reader = KVSequence()
@@ -177,7 +179,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.live: dict[KVSequence, tuple[list[int], str]] = {}
         self.written: dict[tuple[int, int], tuple[list[int], str]] = {}
 
-    @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from(["", "a"]))
+    @rule(
+        target=sequences,
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        salt=st.sampled_from(["", "a"]),
+    )
     def start(self, tokens: list[int], salt: str) -> KVSequence:
         sequence = KVSequence()
         covered = self.pool.attach_prefix(sequence, tokens, salt)
@@ -195,11 +201,18 @@ class PoolMachine(RuleBasedStateMachine):
             assert (self.pool.free_count, sequence.pages) == (free, before)
             return
         for position in range(sequence.length, end):
-            self.written[sequence.pages[position // 2], position % 2] = (tokens[: position + 1], salt)
+            self.written[sequence.pages[position // 2], position % 2] = (
+                tokens[: position + 1],
+                salt,
+            )
         sequence.length = max(sequence.length, end)
 
-    @rule(sequence=sequences, length=st.integers(0, 9), tail=st.lists(st.integers(0, 1), max_size=4))
-    def rewind_and_go_on_differently(self, sequence: KVSequence, length: int, tail: list[int]) -> None:
+    @rule(
+        sequence=sequences, length=st.integers(0, 9), tail=st.lists(st.integers(0, 1), max_size=4)
+    )
+    def rewind_and_go_on_differently(
+        self, sequence: KVSequence, length: int, tail: list[int]
+    ) -> None:
         self.pool.truncate(sequence, length)
         assert sequence.length <= length
         tokens, salt = self.live[sequence]
@@ -224,7 +237,10 @@ class PoolMachine(RuleBasedStateMachine):
     def every_sequence_finds_its_own_keys_where_it_looks(self) -> None:
         for sequence, (tokens, salt) in self.live.items():
             for position in range(sequence.length):
-                assert self.written[sequence.pages[position // 2], position % 2] == (tokens[: position + 1], salt)
+                assert self.written[sequence.pages[position // 2], position % 2] == (
+                    tokens[: position + 1],
+                    salt,
+                )
 
 
 TestAnyInterleaving = PoolMachine.TestCase

@@ -44,7 +44,9 @@ def compare(
 ) -> None:
     query = torch.randn(layout.positions.numel(), heads, size, dtype=dtype, device=DEVICE)
     keys = torch.randn(pages, layout.page_size, kv_heads, size, dtype=dtype, device=DEVICE)
-    values = torch.randn(pages, layout.page_size, kv_heads, value_size or size, dtype=dtype, device=DEVICE)
+    values = torch.randn(
+        pages, layout.page_size, kv_heads, value_size or size, dtype=dtype, device=DEVICE
+    )
     given = {"most_keys": most_keys, "scale": size**-0.5, **how}
     out = triton_attention.paged_attention(query, keys, values, layout.kernel, **given)  # type: ignore[arg-type]
     expected = reference(query, keys, values, layout.kernel, **given)  # type: ignore[arg-type]
@@ -62,7 +64,11 @@ ROOT = Path(__file__).parents[2]
 MIXED = [(1, 0), (1, 40), (5, 12), (33, 0), (3, 61), (40, 23)]
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 19}, {"softcap": 2.0}, {"window": 1}, {"window": 70, "softcap": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window": 19}, {"softcap": 2.0}, {"window": 1}, {"window": 70, "softcap": 0.5}],
+    ids=str,
+)
 def test_prompts_drafts_and_single_tokens_in_one_batch(how: dict[str, float]) -> None:
     compare(batch(MIXED, 16, 64), **how)  # type: ignore[arg-type]
 
@@ -98,19 +104,37 @@ def test_long_texts_are_read_in_parts(how: dict[str, int]) -> None:
 
 
 def test_the_longest_texts_have_sixteen_parts() -> None:
-    assert [triton_attention.part_length(most) for most in (1, 1024, 16384, 16385, 131072)] == [1024, 1024, 1024, 2048, 8192]
+    assert [triton_attention.part_length(most) for most in (1, 1024, 16384, 16385, 131072)] == [
+        1024,
+        1024,
+        1024,
+        2048,
+        8192,
+    ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2, soft cap and alternating windows", "gpt2, learned positions"])
-def test_a_model_has_its_own_logits_by_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2, soft cap and alternating windows", "gpt2, learned positions"]
+)
+def test_a_model_has_its_own_logits_by_the_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention.LayerCache, "takes_kernel", lambda self, device: True)
     monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
-    runner, model = ModelRunner(build(CONFIGS[name]).to(DEVICE), page_count=16), build(CONFIGS[name])
+    runner, model = (
+        ModelRunner(build(CONFIGS[name]).to(DEVICE), page_count=16),
+        build(CONFIGS[name]),
+    )
     texts = [torch.randint(VOCAB_SIZE, (n,)).tolist() for n in (50, 7, 70)]
     pages = [[3, 9, 1, 12], [4], [0, 2, 5, 6, 7]]
     for text, numbers in zip(texts, pages, strict=True):
         runner.forward([Slice(text[:-4], 0, numbers, 0)])
-    logits = runner.forward([Slice(text[-4:], len(text) - 4, numbers, 4) for text, numbers in zip(texts, pages, strict=True)])
+    logits = runner.forward(
+        [
+            Slice(text[-4:], len(text) - 4, numbers, 4)
+            for text, numbers in zip(texts, pages, strict=True)
+        ]
+    )
     with torch.inference_mode():
         expected = torch.cat([model(torch.tensor([text])).logits[0, -4:] for text in texts])
     torch.testing.assert_close(logits.cpu(), expected, atol=1e-4, rtol=0)
@@ -118,7 +142,13 @@ def test_a_model_has_its_own_logits_by_the_kernel(name: str, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("device", "size", "taken"),
-    [("cuda", 128, True), ("cuda", 100, True), ("cuda", 256, True), ("cuda", 512, False), ("cpu", 128, False)],
+    [
+        ("cuda", 128, True),
+        ("cuda", 100, True),
+        ("cuda", 256, True),
+        ("cuda", 512, False),
+        ("cpu", 128, False),
+    ],
 )
 def test_the_kernel_is_chosen_where_it_can_do_the_layer(
     device: str, size: int, taken: bool, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +165,9 @@ def test_the_kernels_compile_for_gpus_that_are_not_here_and_fit_the_smallest() -
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
     script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 22
@@ -151,7 +183,11 @@ def test_the_kernels_compile_for_gpus_that_are_not_here_and_fit_the_smallest() -
 
 @pytest.mark.parametrize(
     ("capability", "compiler", "lacking"),
-    [((9, 0), "/usr/bin/gcc", None), ((7, 5), "/usr/bin/gcc", "no GPU of compute capability 8.0"), ((9, 0), None, "no C compiler")],
+    [
+        ((9, 0), "/usr/bin/gcc", None),
+        ((7, 5), "/usr/bin/gcc", "no GPU of compute capability 8.0"),
+        ((9, 0), None, "no C compiler"),
+    ],
 )
 def test_where_kernels_cannot_run_that_is_said(
     capability: tuple[int, int],

@@ -13,7 +13,8 @@ from outrider.lm.cpu import weights
 from outrider.lm.cpu.weights import JointLinear, PackedLinear, TiledLinear, settle_on_cpu
 
 needs_bfloat16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor multiplies no bfloat16, so nothing is packed on it"
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this processor multiplies no bfloat16, so nothing is packed on it",
 )
 
 
@@ -46,19 +47,28 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
     ],
 )
 def test_weights_in_another_order_give_the_same_logits(
-    packed: type[torch.nn.Module], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    packed: type[torch.nn.Module],
+    dtype: torch.dtype,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if packed is PackedLinear:
         monkeypatch.setattr(weights, "library", lambda: None)
     model = tiny(dtype)
     expected = logits(model)
     settle_on_cpu(model)
-    assert [type(module) for module in model.model.layers[0].mlp.children()][:3] == [JointLinear, JointLinear, packed]
+    assert [type(module) for module in model.model.layers[0].mlp.children()][:3] == [
+        JointLinear,
+        JointLinear,
+        packed,
+    ]
     assert type(model.lm_head) is packed
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=tolerance)
 
 
-def test_float32_weights_without_the_library_keep_their_numbers_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_weights_without_the_library_keep_their_numbers_and_stay_tied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(weights, "library", lambda: None)
     model = tiny(torch.float32)
     expected = logits(model)
@@ -69,13 +79,17 @@ def test_float32_weights_without_the_library_keep_their_numbers_and_stay_tied(mo
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 2, 2)])
-def test_layers_that_share_an_input_give_their_own_outputs_in_whatever_order_they_are_called(order: tuple[int, ...]) -> None:
+def test_layers_that_share_an_input_give_their_own_outputs_in_whatever_order_they_are_called(
+    order: tuple[int, ...],
+) -> None:
     plain, joint = (tiny(torch.float32).model.layers[0].self_attn for _ in range(2))
     settle_on_cpu(joint)
     names = ("q_proj", "k_proj", "v_proj")
     for x in torch.randn(2, 1, 3, 64):
         for index in order:
-            torch.testing.assert_close(getattr(joint, names[index])(x), getattr(plain, names[index])(x))
+            torch.testing.assert_close(
+                getattr(joint, names[index])(x), getattr(plain, names[index])(x)
+            )
 
 
 def test_layers_that_share_an_input_let_go_of_it_with_the_last_call() -> None:

@@ -32,7 +32,10 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_ALTERNATING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SIZES),
@@ -44,9 +47,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma2, soft cap and alternating windows": Gemma2Config(
         **_SIZES, **_ALTERNATING, head_dim=16, attn_logit_softcapping=0.5, query_pre_attn_scalar=16
     ),
-    "gemma3, alternating windows": Gemma3TextConfig(**_SIZES, **_ALTERNATING, head_dim=16, query_pre_attn_scalar=16),
+    "gemma3, alternating windows": Gemma3TextConfig(
+        **_SIZES, **_ALTERNATING, head_dim=16, query_pre_attn_scalar=16
+    ),
     "gpt2, learned positions": GPT2Config(
-        vocab_size=VOCAB_SIZE, n_positions=CONTEXT_LENGTH, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCAB_SIZE,
+        n_positions=CONTEXT_LENGTH,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
 }
 

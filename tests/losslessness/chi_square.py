@@ -29,7 +29,9 @@ class Comparison:
 
     def must_agree(self, sees: float) -> None:
         """Fail if there is a bias, or if the test is too weak to see one of `sees`, for want of draws."""
-        assert self.visible <= sees, f"sees no bias below {self.visible:.3f}, and not {sees}: more draws are needed"
+        assert self.visible <= sees, (
+            f"sees no bias below {self.visible:.3f}, and not {sees}: more draws are needed"
+        )
         assert self.p > LEAST_P
 
 
@@ -54,5 +56,7 @@ def visible_distance(cells: int, draws: int) -> float:
     """
     freedom = cells - 1
     threshold = stats.chi2.isf(LEAST_P, freedom)
-    needed = optimize.brentq(lambda shift: stats.ncx2.sf(threshold, freedom, shift) - POWER, 1e-6, 10 * threshold)
+    needed = optimize.brentq(
+        lambda shift: stats.ncx2.sf(threshold, freedom, shift) - POWER, 1e-6, 10 * threshold
+    )
     return float(0.5 * np.sqrt(needed / draws))

@@ -88,7 +88,9 @@ class LawDrafter:
         self._opened: dict[int, int] = {}
         # What was guessed behind each text and still stands.
         self._guesses: dict[int, list[int]] = {}
-        self._handle = engine.drafting.join(Hello("laws", "laws", "f", 8, distributions=offers), self._told)
+        self._handle = engine.drafting.join(
+            Hello("laws", "laws", "f", 8, distributions=offers), self._told
+        )
         self._batch = DraftBatch()
         self._late = late
         self._branches = branches
@@ -128,7 +130,9 @@ class LawDrafter:
             positions += range(length, length + MOST)
         if not coupled:
             return {}
-        noise = coupled_exponentials(torch.from_numpy(coupled_keys(seeds, positions)), VOCAB).numpy()
+        noise = coupled_exponentials(
+            torch.from_numpy(coupled_keys(seeds, positions)), VOCAB
+        ).numpy()
         return dict(zip(coupled, noise.reshape(-1, MOST, VOCAB), strict=True))
 
     def _propose(self, sequence_id: int, noise: Law | None) -> None:
@@ -137,7 +141,9 @@ class LawDrafter:
         distributions: list[SparseDistribution | None] = []
         for i in range(int(self._rng.integers(0, MOST + 1))):
             known = self._known((*text, *tokens))
-            token = self._draw(rule, known) if noise is None else int((known.law / noise[i]).argmax())
+            token = (
+                self._draw(rule, known) if noise is None else int((known.law / noise[i]).argmax())
+            )
             if self._drops(float(known.law[token])):
                 break
             tokens.append(token)
@@ -146,7 +152,9 @@ class LawDrafter:
         if tokens:
             sends = rule is Rule.SPARSE or self._sends_distributions
             length = self._opened[sequence_id] + len(text)
-            self._batch.proposals.append(Proposal(sequence_id, length, list(tokens), [], distributions if sends else []))
+            self._batch.proposals.append(
+                Proposal(sequence_id, length, list(tokens), [], distributions if sends else [])
+            )
             if self._branches:
                 self._propose_branches(sequence_id, length, tokens)
 
@@ -164,7 +172,9 @@ class LawDrafter:
                     known = _Known.of(law / law.sum(), law / law.sum())
                 tokens.append(int(known.cumulative.searchsorted(self._rng.random(), "right")))
                 distributions.append(known.claimed)
-            self._batch.proposals.append(Proposal(sequence_id, length, [*main[:at], *tokens], [], distributions))
+            self._batch.proposals.append(
+                Proposal(sequence_id, length, [*main[:at], *tokens], [], distributions)
+            )
 
     def _draw(self, rule: Rule, known: _Known) -> int:
         if rule is Rule.SPARSE or self._sends_distributions:
@@ -175,7 +185,9 @@ class LawDrafter:
         """Say what has gathered, and deliver what is due."""
         self._step += 1
         if self._batch.proposals:
-            self._under_way.append((self._step + int(self._rng.integers(0, self._late + 1)), self._batch))
+            self._under_way.append(
+                (self._step + int(self._rng.integers(0, self._late + 1)), self._batch)
+            )
             self._batch = DraftBatch()
         while self._under_way and self._under_way[0][0] <= self._step:
             self.make_engine.drafting.take(self._handle, self._under_way.popleft()[1])
@@ -204,12 +216,22 @@ def generate(
     texts: list[list[int]] = [[] for _ in range(draws)]
     # The engine would draw a seed from the system; here the test has to come out the same each time.
     own = np.random.default_rng(seed + 1)
-    with mock.patch("secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))):
+    with mock.patch(
+        "secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))
+    ):
         # A third of the time would go into looking for cycles among what all these requests hold.
         thresholds = gc.get_threshold()
         gc.set_threshold(200_000, 50, 100)
         try:
-            _run(engine, laws, sampling, draws, seeded, speculation or SpeculationOptions(draft_tokens=5), texts)
+            _run(
+                engine,
+                laws,
+                sampling,
+                draws,
+                seeded,
+                speculation or SpeculationOptions(draft_tokens=5),
+                texts,
+            )
         finally:
             gc.set_threshold(*thresholds)
     return np.array([[*tokens[:LENGTH], *[END] * (LENGTH - len(tokens))] for tokens in texts])
@@ -272,7 +294,12 @@ def _collect(chunk: object, tokens: list[int], finish: Callable[[], None]) -> No
 _MANY = Limits(DepthPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
 
 
-def make_engine(sampled_rule: AcceptanceRule, trust: bool, limits: Limits = _MANY, page_count: int = 8 * CONCURRENT) -> Engine:
+def make_engine(
+    sampled_rule: AcceptanceRule,
+    trust: bool,
+    limits: Limits = _MANY,
+    page_count: int = 8 * CONCURRENT,
+) -> Engine:
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
             sink(argument)
@@ -283,5 +310,12 @@ def make_engine(sampled_rule: AcceptanceRule, trust: bool, limits: Limits = _MAN
     draft_verifier = DraftVerifier(sampled_rule)
     # No draft is left out because it would not pay.
     return Engine(
-        runner, pool, deliver, Metrics("exact"), limits, draft_verifier, trust_draft_distributions=trust, always_draft=True
+        runner,
+        pool,
+        deliver,
+        Metrics("exact"),
+        limits,
+        draft_verifier,
+        trust_draft_distributions=trust,
+        always_draft=True,
     )

@@ -83,7 +83,9 @@ class _OutputPenalties:
         self._presence, self._frequency = presence, frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = torch.stack([torch.bincount(row[len(PROMPT) :], minlength=VOCAB) for row in input_ids])
+        counts = torch.stack(
+            [torch.bincount(row[len(PROMPT) :], minlength=VOCAB) for row in input_ids]
+        )
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
@@ -91,7 +93,9 @@ def processors(s: SamplingParams) -> LogitsProcessorList:
     """transformers' processors for the settings, in the order in which it puts them."""
     found = LogitsProcessorList()
     if s.logit_bias:
-        found.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias]))
+        found.append(
+            SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias])
+        )
     if s.repetition_penalty != 1:
         found.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
     if s.presence_penalty or s.frequency_penalty:

@@ -140,7 +140,9 @@ class Guesser:
         self._heard.clear()
         self._said.clear()
         self.connected = True
-        self._handle = engine.drafting.join(Hello(self.name, self.name, "f", 12, distributions=self._offers), self._hear)
+        self._handle = engine.drafting.join(
+            Hello(self.name, self.name, "f", 12, distributions=self._offers), self._hear
+        )
 
     def leave(self) -> None:
         self._engine.drafting.leave(self._handle)
@@ -177,7 +179,10 @@ class Guesser:
             del self._sequences[closed.sequence_id]
 
     def _grow(self) -> None:
-        rooms = [(sequence, min(sequence.room, int(self._rng.integers(*self._lengths)))) for sequence in self._sequences.values()]
+        rooms = [
+            (sequence, min(sequence.room, int(self._rng.integers(*self._lengths))))
+            for sequence in self._sequences.values()
+        ]
         growing = [(sequence, count) for sequence, count in rooms if count]
         for (sequence, count), noise in zip(growing, self._noise(growing), strict=True):
             self._grow_chain(sequence, count, noise)
@@ -191,7 +196,9 @@ class Guesser:
             for i in range(count)
         ]
         if places:
-            keys = torch.from_numpy(coupled_keys(*(np.array(column, np.uint64) for column in zip(*places, strict=True))))
+            keys = torch.from_numpy(
+                coupled_keys(*(np.array(column, np.uint64) for column in zip(*places, strict=True)))
+            )
             numbers = coupled_exponentials(keys, VOCAB).numpy()
         first = 0
         for sequence, count in growing:
@@ -287,7 +294,9 @@ class Traffic:
         """What `draws` requests generate, [draws, length], in the order of the requests."""
         # The engine would draw seeds from the system; here a test has to come out the same each time.
         own = np.random.default_rng(7)
-        with mock.patch("secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))):
+        with mock.patch(
+            "secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))
+        ):
             return self.run_with_the_systems_seeds(draws, *drafters)
 
     def run_with_the_systems_seeds(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
@@ -298,13 +307,17 @@ class Traffic:
         started = 0
         for tick in itertools.count():
             self.events(tick)
-            room = 0 if self.in_waves and engine.sequences else self.concurrent - len(engine.sequences)
+            room = (
+                0 if self.in_waves and engine.sequences else self.concurrent - len(engine.sequences)
+            )
             for _ in range(min(room, draws - started)):
                 self._submit(started, texts[started])
                 started += 1
             if started == draws and not engine.sequences:
                 break
-            assigned = [a for sequence in engine.sequences.values() for a in sequence.assignments.values()]
+            assigned = [
+                a for sequence in engine.sequences.values() for a in sequence.assignments.values()
+            ]
             self.paused_ticks += not all(assignment.asked for assignment in assigned)
             engine.drain_inbox()
             for drafter in drafters:
@@ -328,13 +341,20 @@ class Traffic:
     def expected(self, draws: int) -> Law:
         """How often each prompt and each text of `LENGTH` tokens should come, [prompts * VOCAB ** LENGTH]."""
         counts = np.bincount(np.arange(draws) % len(self.prompts), minlength=len(self.prompts))
-        return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in zip(self.prompts, counts, strict=True)])
+        return np.concatenate(
+            [
+                count * self._joint(prompt).flatten()
+                for prompt, count in zip(self.prompts, counts, strict=True)
+            ]
+        )
 
     def _joint(self, prompt: Text) -> Law:
         """Of the tokens that are looked at, whatever is before them; [VOCAB] * LENGTH."""
         found = np.zeros([VOCAB] * LENGTH)
         for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):
-            found[text[self.first :]] += np.prod([self.law((*prompt, *text[:i]))[token] for i, token in enumerate(text)])
+            found[text[self.first :]] += np.prod(
+                [self.law((*prompt, *text[:i]))[token] for i, token in enumerate(text)]
+            )
         return found
 
     def observed(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

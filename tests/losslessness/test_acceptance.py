@@ -47,7 +47,9 @@ def make_draft(
     return Draft(context, seed, rule if distributions else own, distributions, step=step)
 
 
-def draw(table: Table, contexts: npt.NDArray[np.int64], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def draw(
+    table: Table, contexts: npt.NDArray[np.int64], numbers: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
     return (table[contexts].cumsum(-1) > numbers[:, None]).argmax(-1)
 
 
@@ -74,10 +76,18 @@ def generate(
             for _ in range(depth):
                 last = tokens[-1] if tokens else context
                 law = drafter[last]
-                tokens.append(int(law.cumsum().searchsorted(rng.random(), "right")) if sparse else int(law.argmax()))
+                tokens.append(
+                    int(law.cumsum().searchsorted(rng.random(), "right"))
+                    if sparse
+                    else int(law.argmax())
+                )
                 distributions.append(SparseDistribution(np.arange(VOCAB), law))
             rows += [target[t] for t in (context, *tokens)]
-            drafts.append(make_draft(SAMPLED, i, len(done[i]), tokens, distributions if sparse else (), rule, step))
+            drafts.append(
+                make_draft(
+                    SAMPLED, i, len(done[i]), tokens, distributions if sparse else (), rule, step
+                )
+            )
         step += 1
         logits = torch.from_numpy(np.log(np.array(rows) + 1e-300)).float()
         for i, draft, outcome in zip(unfinished, drafts, accept(logits, drafts), strict=True):
@@ -87,17 +97,25 @@ def generate(
 
 def against_enumeration(samples: npt.NDArray[np.int64], target: Table) -> Comparison:
     """The joint distribution of two tokens after token 0 against exact enumeration."""
-    expected = np.array([target[0, a] * target[a, b] for a, b in itertools.product(range(VOCAB), repeat=2)])
+    expected = np.array(
+        [target[0, a] * target[a, b] for a, b in itertools.product(range(VOCAB), repeat=2)]
+    )
     observed = np.bincount(samples[:, 0] * VOCAB + samples[:, 1], minlength=VOCAB**2)
     return compare(observed, expected * len(samples))
 
 
 # One step is enumerated in test_exact_step.py; here steps follow one another, with the noise that is really used.
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "depth", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3]
+)
 @pytest.mark.parametrize("sparse", [False, True], ids=["one-hot", "sparse"])
 @pytest.mark.parametrize(
     "drafter",
-    [CLOSE, pytest.param(REVERSED, marks=pytest.mark.slow), pytest.param(TARGET, marks=pytest.mark.slow)],
+    [
+        CLOSE,
+        pytest.param(REVERSED, marks=pytest.mark.slow),
+        pytest.param(TARGET, marks=pytest.mark.slow),
+    ],
     ids=["close", "reversed", "equal"],
 )
 def test_sampled_output_follows_the_target(drafter: Table, sparse: bool, depth: int) -> None:
@@ -106,7 +124,9 @@ def test_sampled_output_follows_the_target(drafter: Table, sparse: bool, depth: 
 
 @pytest.mark.parametrize("rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_coins_that_were_looked_at_once_decide_nothing_again(rule: AcceptanceRule, depth: int) -> None:
+def test_coins_that_were_looked_at_once_decide_nothing_again(
+    rule: AcceptanceRule, depth: int
+) -> None:
     against_enumeration(generate(EVEN, HEADS, depth, sparse=True, rule=rule), EVEN).must_agree(SEES)
 
 
@@ -151,7 +171,9 @@ def test_the_rejection_rule_accepts_with_one_minus_the_total_variation_distance(
     law = SparseDistribution(np.arange(VOCAB), CLOSE[0])
     drafts = [make_draft(SAMPLED, i, 0, [int(token)], [law]) for i, token in enumerate(tokens)]
     rows = np.stack([TARGET[[0] * DRAWS], TARGET[tokens]], 1).reshape(-1, VOCAB)
-    rate = np.mean([outcome.accepted_count for outcome in accept(torch.from_numpy(np.log(rows)), drafts)])
+    rate = np.mean(
+        [outcome.accepted_count for outcome in accept(torch.from_numpy(np.log(rows)), drafts)]
+    )
     assert rate == pytest.approx(1 - abs(TARGET[0] - CLOSE[0]).sum() / 2, abs=0.02)
 
 
@@ -163,11 +185,17 @@ def batches(make: Callable[..., object]) -> tuple[list[Draft], torch.Tensor]:
     drafts, rows = [], []
     for i, length in enumerate(lengths):
         sampling = SamplingParams(
-            temperature=float(rng.choice([0.0, 0.7, 1.0])), top_k=int(rng.integers(0, 4)), top_p=float(rng.choice([1, 0.8]))
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.integers(0, 4)),
+            top_p=float(rng.choice([1, 0.8])),
         )
         laws = rng.dirichlet(np.ones(VOCAB), length)
         tokens = [int(rng.choice(VOCAB, p=law)) for law in laws]
-        distributions = [SparseDistribution(np.arange(VOCAB), law) for law in laws] if rng.random() < 0.5 else []
+        distributions = (
+            [SparseDistribution(np.arange(VOCAB), law) for law in laws]
+            if rng.random() < 0.5
+            else []
+        )
         drafts.append(make_draft(sampling, int(rng.integers(2**63)), 10 * i, tokens, distributions))
         rows.append(rng.normal(size=(length + 1, VOCAB)))
     return drafts, torch.from_numpy(np.concatenate(rows)).float()
@@ -175,7 +203,9 @@ def batches(make: Callable[..., object]) -> tuple[list[Draft], torch.Tensor]:
 
 @given(batches())
 @settings(max_examples=60)
-def test_a_sequence_is_judged_alike_alone_and_in_any_batch(batch: tuple[list[Draft], torch.Tensor]) -> None:
+def test_a_sequence_is_judged_alike_alone_and_in_any_batch(
+    batch: tuple[list[Draft], torch.Tensor],
+) -> None:
     drafts, logits = batch
     together = accept(logits, drafts)
     row = 0

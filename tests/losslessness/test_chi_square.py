@@ -11,7 +11,9 @@ def test_a_bias_of_the_visible_distance_is_seen_nine_times_in_ten(cells: int, dr
     law = np.full(cells, 1 / cells)
     biased = law * (1 + 2 * visible_distance(cells, draws) * np.resize([1, -1], cells))
     found = [compare(rng.multinomial(draws, biased), law * draws) for _ in range(1_000)]
-    assert np.mean([comparison.p < LEAST_P for comparison in found]) == pytest.approx(POWER, abs=0.03)
+    assert np.mean([comparison.p < LEAST_P for comparison in found]) == pytest.approx(
+        POWER, abs=0.03
+    )
     assert {comparison.visible for comparison in found} == {visible_distance(cells, draws)}
 
 

@@ -96,7 +96,11 @@ class Batch:
         self.trials, self._patch = trials, patch
         self.width = 1 + max(trial.scenario.length for trial in trials)
         self._drafts = [_draft(i, trial) for i, trial in enumerate(trials)]
-        rows = [trial.scenario.target(trial.tokens[:n]) for trial in trials for n in range(len(trial.tokens) + 1)]
+        rows = [
+            trial.scenario.target(trial.tokens[:n])
+            for trial in trials
+            for n in range(len(trial.tokens) + 1)
+        ]
         with np.errstate(divide="ignore"):
             self._logits = torch.from_numpy(np.log(np.array(rows)))
 
@@ -119,9 +123,18 @@ class Batch:
         self._patch.setattr(acceptance, "uniforms", uniforms)
         self._patch.setattr(acceptance, "coupled_keys", keys)
         self._patch.setattr(acceptance, "coupled_sample", coupled_sample)
-        return [(outcome.accepted_count, outcome.next_token) for outcome in accept(self._logits, self._drafts)]
+        return [
+            (outcome.accepted_count, outcome.next_token)
+            for outcome in accept(self._logits, self._drafts)
+        ]
 
-    def bisect(self, coins: Coins, table: Law, column: Sequence[int], holds: Callable[[int, int, int], bool]) -> Law:
+    def bisect(
+        self,
+        coins: Coins,
+        table: Law,
+        column: Sequence[int],
+        holds: Callable[[int, int, int], bool],
+    ) -> Law:
         """For each trial, up to which value of its coin in a column of `table`, a part of `coins`, something holds; [N]."""
         at = np.arange(len(self.trials)), np.array(column)
 
@@ -140,18 +153,29 @@ class Batch:
 
 def _draft(number: int, trial: Trial) -> Draft:
     scenario, tokens = trial.scenario, trial.tokens
-    laws = [scenario.drafter(tokens[:i]) for i in range(len(tokens))] if scenario.drafter is not None else []
+    laws = (
+        [scenario.drafter(tokens[:i]) for i in range(len(tokens))]
+        if scenario.drafter is not None
+        else []
+    )
     distributions = []
     for law in laws:
         ids = np.flatnonzero(law)[::-1].copy()  # in no order that means anything
         distributions.append(SparseDistribution(ids, law[ids]))
     rule = scenario.rule if distributions else COUPLED
-    return Draft(Context(SamplingParams(), [0] * POSITION, drafted=tokens), number, rule, distributions)
+    return Draft(
+        Context(SamplingParams(), [0] * POSITION, drafted=tokens), number, rule, distributions
+    )
 
 
 def find_thresholds(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
     """Of the coin of each token of sampled drafts, those before it standing and those after it not."""
-    pairs = [(trial, i) for trial in trials if trial.scenario.drafter is not None for i in range(len(trial.tokens))]
+    pairs = [
+        (trial, i)
+        for trial in trials
+        if trial.scenario.drafter is not None
+        for i in range(len(trial.tokens))
+    ]
     if not pairs:
         return
     batch = Batch([trial for trial, _ in pairs], patch)
@@ -159,21 +183,29 @@ def find_thresholds(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
     for n, (_, i) in enumerate(pairs):
         coins.accept[n, :i] = 0.0
     columns = [i for _, i in pairs]
-    found = batch.bisect(coins, coins.accept, columns, lambda n, accepted, token: accepted > columns[n])
+    found = batch.bisect(
+        coins, coins.accept, columns, lambda n, accepted, token: accepted > columns[n]
+    )
     for (trial, _), threshold in zip(pairs, found, strict=True):
         trial.thresholds.append(float(threshold))
 
 
 def find_counts(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
     """How many tokens stand for each way in which the coins can fall."""
-    cases = [(trial, sides) for trial in trials for sides in itertools.product((True, False), repeat=len(trial.thresholds))]
+    cases = [
+        (trial, sides)
+        for trial in trials
+        for sides in itertools.product((True, False), repeat=len(trial.thresholds))
+    ]
     batch = Batch([trial for trial, _ in cases], patch)
     coins, chances = batch.coins(0.5), np.ones(len(cases))
     for n, (trial, sides) in enumerate(cases):
         for i, (stands, threshold) in enumerate(zip(sides, trial.thresholds, strict=True)):
             coins.accept[n, i] = threshold / 2 if stands else (1 + threshold) / 2
             chances[n] *= threshold if stands else 1 - threshold
-    for n, ((trial, sides), (accepted, _)) in enumerate(zip(cases, batch.judge(coins), strict=True)):
+    for n, ((trial, sides), (accepted, _)) in enumerate(
+        zip(cases, batch.judge(coins), strict=True)
+    ):
         trial.fallen[sides] = accepted
         if chances[n] > 0 and trial.scenario.drafter is not None:
             trial.counts[accepted] = trial.counts.get(accepted, 0.0) + chances[n]
@@ -193,7 +225,12 @@ def find_next(trials: Sequence[Trial], vocab: int, patch: pytest.MonkeyPatch) ->
                 if chance > 0 and count:
                     chance *= float(trial.next_law(count - 1)[trial.tokens[count - 1]])
                 trial.counts[count] = chance
-        pairs = [(trial, token) for trial in trials if trial.counts.get(count, 0.0) > 0 for token in range(vocab)]
+        pairs = [
+            (trial, token)
+            for trial in trials
+            if trial.counts.get(count, 0.0) > 0
+            for token in range(vocab)
+        ]
         batch = Batch([trial for trial, _ in pairs], patch)
         coins = batch.coins(0.5)
         for n, (trial, _) in enumerate(pairs):
@@ -205,7 +242,13 @@ def find_next(trials: Sequence[Trial], vocab: int, patch: pytest.MonkeyPatch) ->
                     coins.draw[n, i] = (below + trial.steps[i][token]) / 2
         columns = [count] * len(pairs)
 
-        def up_to(n: int, accepted: int, token: int, count: int = count, pairs: list[tuple[Trial, int]] = pairs) -> bool:
+        def up_to(
+            n: int,
+            accepted: int,
+            token: int,
+            count: int = count,
+            pairs: list[tuple[Trial, int]] = pairs,
+        ) -> bool:
             # Past the count the draft's own token was drawn.
             drawn = pairs[n][0].tokens[count] if accepted > count else token
             return drawn <= pairs[n][1]
@@ -228,7 +271,10 @@ def joint_law(trials: Sequence[Trial], target: Laws, vocab: int, length: int) ->
                 law[trial.tokens[count]] = 0.0  # then one more is accepted
             for token in np.flatnonzero(law):
                 committed[(*trial.tokens[:count], int(token))] += trial.chance * chance * law[token]
-    return sum((chance * _continued(text, target, vocab, length) for text, chance in committed.items()), np.zeros([vocab] * length))
+    return sum(
+        (chance * _continued(text, target, vocab, length) for text, chance in committed.items()),
+        np.zeros([vocab] * length),
+    )
 
 
 def _continued(text: Text, target: Laws, vocab: int, length: int) -> Law:
@@ -242,7 +288,9 @@ def _continued(text: Text, target: Laws, vocab: int, length: int) -> Law:
 
 def deviation(scenarios: Sequence[Scenario], vocab: int, patch: pytest.MonkeyPatch) -> float:
     """The largest deviation of a joint probability from the target's, over all scenarios, judged in one batch."""
-    trials = [[Trial(scenario, *draft) for draft in scenario.drafts(vocab)] for scenario in scenarios]
+    trials = [
+        [Trial(scenario, *draft) for draft in scenario.drafts(vocab)] for scenario in scenarios
+    ]
     together = [trial for some in trials for trial in some]
     find_thresholds(together, patch)
     find_counts(together, patch)
@@ -254,7 +302,9 @@ def deviation(scenarios: Sequence[Scenario], vocab: int, patch: pytest.MonkeyPat
         expected = _continued((), scenario.target, vocab, length)
         groups = [some] if scenario.drafter is not None else [[trial] for trial in some]
         for group in groups:
-            worst = max(worst, abs(joint_law(group, scenario.target, vocab, length) - expected).max())
+            worst = max(
+                worst, abs(joint_law(group, scenario.target, vocab, length) - expected).max()
+            )
     return worst
 
 
@@ -263,12 +313,21 @@ def check_at_random_coins(trials: Sequence[Trial], patch: pytest.MonkeyPatch) ->
     rng = np.random.default_rng(0)
     batch = Batch([trial for trial in trials for _ in range(5)], patch)
     coins = Coins(*(rng.random((len(batch.trials), batch.width)) for _ in range(2)))
-    for trial, accepts, draws, outcome in zip(batch.trials, coins.accept, coins.draw, batch.judge(coins), strict=True):
+    for trial, accepts, draws, outcome in zip(
+        batch.trials, coins.accept, coins.draw, batch.judge(coins), strict=True
+    ):
         if trial.scenario.drafter is None:
-            drawn = [int((trial.steps[i] <= draws[i]).sum()) if i in trial.steps else -1 for i in range(len(trial.tokens) + 1)]
-            count = next((i for i, token in enumerate(trial.tokens) if drawn[i] != token), len(trial.tokens))
+            drawn = [
+                int((trial.steps[i] <= draws[i]).sum()) if i in trial.steps else -1
+                for i in range(len(trial.tokens) + 1)
+            ]
+            count = next(
+                (i for i, token in enumerate(trial.tokens) if drawn[i] != token), len(trial.tokens)
+            )
         else:
-            count = trial.fallen[tuple(bool(accepts[i] < threshold) for i, threshold in enumerate(trial.thresholds))]
+            count = trial.fallen[
+                tuple(bool(accepts[i] < threshold) for i, threshold in enumerate(trial.thresholds))
+            ]
         assert outcome == (count, int((trial.steps[count] <= draws[count]).sum()))
 
 
@@ -316,12 +375,22 @@ def mixed(rule: AcceptanceRule, vocab: int, longest: int, seed: int, zeros: int)
     found = []
     for i, length in enumerate([longest, *range(longest)]):
         to = target(vocab, seed + i, zeros=zeros)
-        found += [Scenario(rule, length, to, drafter(to, vocab, seed + i, kind)) for kind in KINDS[: 4 if length else 1]]
+        found += [
+            Scenario(rule, length, to, drafter(to, vocab, seed + i, kind))
+            for kind in KINDS[: 4 if length else 1]
+        ]
     return [*found, Scenario(COUPLED, longest, to, None), Scenario(COUPLED, 1, to, None)]
 
 
 CASES = [
-    pytest.param(rule, vocab, longest, zeros, id=f"{rule.name.lower()}-{vocab}-{longest}-{zeros}", marks=[pytest.mark.slow] * slow)
+    pytest.param(
+        rule,
+        vocab,
+        longest,
+        zeros,
+        id=f"{rule.name.lower()}-{vocab}-{longest}-{zeros}",
+        marks=[pytest.mark.slow] * slow,
+    )
     for slow, sizes in ((False, ((3, 2), (3, 3))), (True, ((5, 2), (4, 3), (3, 4))))
     for vocab, longest in sizes
     for rule in (BLOCK, TOKEN_WISE)
@@ -333,4 +402,7 @@ CASES = [
 def test_a_step_commits_the_targets_joint_law(
     rule: AcceptanceRule, vocab: int, longest: int, zeros: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert deviation(mixed(rule, vocab, longest, 10 * longest + zeros, zeros), vocab, monkeypatch) < TOLERANCE
+    assert (
+        deviation(mixed(rule, vocab, longest, 10 * longest + zeros, zeros), vocab, monkeypatch)
+        < TOLERANCE
+    )

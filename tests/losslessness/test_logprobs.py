@@ -6,19 +6,36 @@ import torch
 from drafted import LawDrafter, make_engine
 from exact import PROMPT, equal_to_target, tiny_model
 
-from outrider.messages import AcceptanceRule, Rule, SamplingParams, SpeculationOptions, TokenChunk, TokenRequest, TokenSource
+from outrider.messages import (
+    AcceptanceRule,
+    Rule,
+    SamplingParams,
+    SpeculationOptions,
+    TokenChunk,
+    TokenRequest,
+    TokenSource,
+)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_logprobs_of_accepted_recovered_and_bonus_tokens_equal_a_rescoring_forward(temperature: float) -> None:
+def test_logprobs_of_accepted_recovered_and_bonus_tokens_equal_a_rescoring_forward(
+    temperature: float,
+) -> None:
     plain = SamplingParams()
     engine = make_engine(AcceptanceRule.BLOCK, trust=True)
-    drafter = LawDrafter(engine, equal_to_target(plain), frozenset({Rule.SPARSE}), np.random.default_rng(0))
+    drafter = LawDrafter(
+        engine, equal_to_target(plain), frozenset({Rule.SPARSE}), np.random.default_rng(0)
+    )
     sampling = SamplingParams(temperature, 8, repetition_penalty=1.2)
     chunks: dict[int, list[TokenChunk]] = {i: [] for i in range(40)}
     for found in chunks.values():
         request = TokenRequest(
-            PROMPT, 8, sampling=sampling, speculation=SpeculationOptions(draft_tokens=5), top_logprobs=5, min_chunk_tokens=3
+            PROMPT,
+            8,
+            sampling=sampling,
+            speculation=SpeculationOptions(draft_tokens=5),
+            top_logprobs=5,
+            min_chunk_tokens=3,
         )
         engine.submit(request, found.append)  # type: ignore[arg-type]  # an error fails the test as well
     while engine.sequences:
@@ -31,11 +48,20 @@ def test_logprobs_of_accepted_recovered_and_bonus_tokens_equal_a_rescoring_forwa
         logprobs = [logprob for chunk in found for logprob in chunk.logprobs]
         sources |= {source for chunk in found for source in chunk.sources}
         with torch.inference_mode():
-            expected = tiny_model()(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+            expected = (
+                tiny_model()(torch.tensor([[*PROMPT, *tokens]]))
+                .logits[0, len(PROMPT) - 1 : -1]
+                .log_softmax(-1)
+            )
         assert len(logprobs) == len(tokens) == 8
         for token, row, got in zip(tokens, expected, logprobs, strict=True):
             assert got.logprob == pytest.approx(row[token].item(), abs=1e-4)
             top = row.topk(5)
             assert got.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
             assert list(got.top_token_ids) == top.indices.tolist()
-    assert {TokenSource.ACCEPTED, TokenSource.RECOVERED, TokenSource.BONUS, TokenSource.PLAIN} <= sources
+    assert {
+        TokenSource.ACCEPTED,
+        TokenSource.RECOVERED,
+        TokenSource.BONUS,
+        TokenSource.PLAIN,
+    } <= sources

@@ -38,7 +38,9 @@ SETTINGS = {
     "top-p": SamplingParams(1.3, top_p=0.8),
     "min-p": SamplingParams(min_p=0.02),
     "typical-p": SamplingParams(1.2, typical_p=0.7),
-    "penalties": SamplingParams(repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.5),
+    "penalties": SamplingParams(
+        repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.5
+    ),
     "bias and bans": SamplingParams(logit_bias=((2, 4.0), (12, -3.0)), banned_token_ids=(8, 1)),
     "min-tokens": SamplingParams(1.5, logit_bias=((END, 6.0),), min_tokens=2),
     "everything": SamplingParams(
@@ -66,17 +68,26 @@ RULES: dict[str, dict[str, Any]] = {
 EXTREMES = ("plain", "everything")
 QUICK = [(setting, "reversed") for setting in EXTREMES]
 BOTH_RULES = ["token-wise", pytest.param("block", marks=pytest.mark.slow)]
-DRAFTERS = {"equal": equal_to_target, "reversed": reversed_target, "unlikely": on_an_unlikely_token, "flat": flat}
+DRAFTERS = {
+    "equal": equal_to_target,
+    "reversed": reversed_target,
+    "unlikely": on_an_unlikely_token,
+    "flat": flat,
+}
 
 
 def compared(rule: str, setting: str, drafter: str, draws: int, **more: Any) -> Comparison:
     sampling = SETTINGS[setting]
-    return against_enumeration(generate(sampling, DRAFTERS[drafter](sampling), draws, **RULES[rule], **more), sampling)
+    return against_enumeration(
+        generate(sampling, DRAFTERS[drafter](sampling), draws, **RULES[rule], **more), sampling
+    )
 
 
 @pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
 @pytest.mark.parametrize("rule", RULES)
-def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_trace(rule: str, drafter: str) -> None:
+def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_trace(
+    rule: str, drafter: str
+) -> None:
     compared(rule, "plain", drafter, 5_000, late=2).must_agree(sees=0.065)
 
 
@@ -89,15 +100,21 @@ def test_sampled_branches_that_come_late_leave_no_trace(rule: str, drafter: str)
 @pytest.mark.parametrize(
     ("setting", "drafter"),
     [
-        pytest.param(setting, drafter, marks=[] if (setting, drafter) in QUICK else pytest.mark.slow)
+        pytest.param(
+            setting, drafter, marks=[] if (setting, drafter) in QUICK else pytest.mark.slow
+        )
         for setting in SETTINGS
         for drafter in DRAFTERS
     ],
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_output_follows_the_target_for_every_rule_setting_and_drafter(rule: str, setting: str, drafter: str) -> None:
+def test_output_follows_the_target_for_every_rule_setting_and_drafter(
+    rule: str, setting: str, drafter: str
+) -> None:
     quick = (setting, drafter) in QUICK
-    compared(rule, setting, drafter, 5_000 if quick else 8_000, seed=1).must_agree(sees=0.066 if quick else 0.061)
+    compared(rule, setting, drafter, 5_000 if quick else 8_000, seed=1).must_agree(
+        sees=0.066 if quick else 0.061
+    )
 
 
 @pytest.mark.slow
@@ -106,7 +123,10 @@ def test_two_hundred_thousand_draws_show_no_bias(rule: str) -> None:
     compared(rule, "plain", "reversed", 200_000, seed=2).must_agree(sees=0.017)
 
 
-@pytest.mark.parametrize("setting", [pytest.param(name, marks=[] if name in EXTREMES else pytest.mark.slow) for name in SETTINGS])
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(name, marks=[] if name in EXTREMES else pytest.mark.slow) for name in SETTINGS],
+)
 def test_without_a_drafter_output_follows_the_target(setting: str) -> None:
     sampling = SETTINGS[setting]
     against_enumeration(generate(sampling, None, 8_000), sampling).must_agree(sees=0.061)
@@ -124,24 +144,35 @@ def reused_uniform(
 
 def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     points = uniform_R.double().unsqueeze(-1)
-    return torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points).squeeze(-1).clamp(max=VOCAB - 1)
+    return (
+        torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points)
+        .squeeze(-1)
+        .clamp(max=VOCAB - 1)
+    )
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_noise_that_serves_two_purposes_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_serves_two_purposes_is_caught(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(acceptance, "uniforms", reused_uniform)
     assert compared(rule, "plain", "flat", 5_000).p < LEAST_P
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_a_residual_that_is_not_normalised_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_residual_that_is_not_normalised_is_caught(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(acceptance, "inverse_cdf", unnormalised)
     assert compared(rule, "plain", "reversed", 5_000).p < LEAST_P
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
 def test_a_drafter_that_drops_tokens_it_is_unsure_of_is_caught(rule: str) -> None:
-    assert compared(rule, "plain", "equal", 5_000, drops=lambda probability: probability < 0.5).p < LEAST_P
+    assert (
+        compared(rule, "plain", "equal", 5_000, drops=lambda probability: probability < 0.5).p
+        < LEAST_P
+    )
 
 
 # --- trust ---
@@ -170,7 +201,9 @@ def claims_the_target(sampling: SamplingParams) -> Drafting:
 
 @pytest.mark.parametrize("claim", ["unlikely", "target"])
 @pytest.mark.parametrize("sampled_rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
-def test_a_liar_forces_its_token_where_it_is_trusted(sampled_rule: AcceptanceRule, claim: str) -> None:
+def test_a_liar_forces_its_token_where_it_is_trusted(
+    sampled_rule: AcceptanceRule, claim: str
+) -> None:
     sampling = SETTINGS["plain"]
     claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
     trusted: dict[str, Any] = {"offers": SAMPLES, "trust": True, "sampled_rule": sampled_rule}
@@ -183,7 +216,15 @@ def test_a_liar_forces_its_token_where_it_is_trusted(sampled_rule: AcceptanceRul
 def test_a_liar_that_is_not_trusted_leaves_no_trace(claim: str) -> None:
     sampling = SETTINGS["plain"]
     claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
-    samples = generate(sampling, always_rare, 8_000, claims=claims, offers=SAMPLES, trust=False, sends_distributions=True)
+    samples = generate(
+        sampling,
+        always_rare,
+        8_000,
+        claims=claims,
+        offers=SAMPLES,
+        trust=False,
+        sends_distributions=True,
+    )
     against_enumeration(samples, sampling).must_agree(sees=0.056)
 
 

@@ -27,7 +27,9 @@ def drafters(stops: Callable[[int, float], bool], longest: int = 5) -> tuple[Gue
     """One that samples and says from what, and one that draws with the target's own noise and law."""
     always: Any = {"silent": 0.0, "shortest": 1}
     sparse = Guesser("sparse", near(target_law), {Rule.ONE_HOT, Rule.SPARSE}, longest=1, **always)
-    coupled = Guesser("coupled", target_law, {Rule.ONE_HOT, Rule.COUPLED}, longest=longest, stops=stops, **always)
+    coupled = Guesser(
+        "coupled", target_law, {Rule.ONE_HOT, Rule.COUPLED}, longest=longest, stops=stops, **always
+    )
     return sparse, coupled
 
 
@@ -46,7 +48,11 @@ RULES = [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pyt
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    "stops", [pytest.param(stops, id=name, marks=[pytest.mark.slow] * (i > 0)) for i, (name, stops) in enumerate(STOPS.items())]
+    "stops",
+    [
+        pytest.param(stops, id=name, marks=[pytest.mark.slow] * (i > 0))
+        for i, (name, stops) in enumerate(STOPS.items())
+    ],
 )
 def test_a_drafter_that_knows_the_noise_decides_nothing_beside_one_that_samples(
     rule: AcceptanceRule, stops: Callable[[int, float], bool]
@@ -56,7 +62,9 @@ def test_a_drafter_that_knows_the_noise_decides_nothing_beside_one_that_samples(
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("late", ["sparse", "coupled"])
-def test_nor_does_it_where_one_of_the_two_joins_when_texts_are_under_way(rule: AcceptanceRule, late: str) -> None:
+def test_nor_does_it_where_one_of_the_two_joins_when_texts_are_under_way(
+    rule: AcceptanceRule, late: str
+) -> None:
     traffic, present = make_traffic(rule), drafters(STOPS["stops where it is unsure"], longest=2)
     [joins] = [drafter for drafter in present if drafter.name == late]
     # The first token is there before it joins.

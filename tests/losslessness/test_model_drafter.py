@@ -23,12 +23,23 @@ from outrider.depth_policy import DepthPolicy
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
-from outrider.messages import AcceptanceRule, Hello, Rule, SamplingParams, StepBatch, TokenChunk, TokenRequest
+from outrider.messages import (
+    AcceptanceRule,
+    Hello,
+    Rule,
+    SamplingParams,
+    StepBatch,
+    TokenChunk,
+    TokenRequest,
+)
 from verifier_svc.engine.target import Limits
 
 CONCURRENT = 256
 ENTRIES = 6
-SETTINGS = {"plain": SamplingParams(), "penalties": SamplingParams(0.8, top_p=0.9, repetition_penalty=1.3)}
+SETTINGS = {
+    "plain": SamplingParams(),
+    "penalties": SamplingParams(0.8, top_p=0.9, repetition_penalty=1.3),
+}
 
 
 def near_target() -> torch.nn.Module:
@@ -49,7 +60,9 @@ def family() -> Iterator[ModelFamily]:
         yield ModelFamily(model, VOCAB)
 
 
-def generate(family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int) -> npt.NDArray[np.int64]:
+def generate(
+    family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int
+) -> npt.NDArray[np.int64]:
     """The first three tokens of so many requests, [draws, 3], drafted by the family as over its stream."""
     limits = Limits(DepthPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
     engine = make_engine(rule, True, limits, 8 * CONCURRENT)
@@ -61,17 +74,29 @@ def generate(family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule
         assert all(opened.rule is Rule.SPARSE for opened in step.opened)
         session.apply(step)
 
-    handle = engine.drafting.join(Hello("model", "model", "f", 12, distributions=family.distributions), hear)
+    handle = engine.drafting.join(
+        Hello("model", "model", "f", 12, distributions=family.distributions), hear
+    )
     own, started = np.random.default_rng(3), 0
-    with asyncio.Runner() as loop, mock.patch("secrets.randbits", lambda bits: int(own.integers(2**bits, dtype=np.uint64))):
+    with (
+        asyncio.Runner() as loop,
+        mock.patch("secrets.randbits", lambda bits: int(own.integers(2**bits, dtype=np.uint64))),
+    ):
         while started < draws or engine.sequences:
             while started < draws and len(engine.sequences) < CONCURRENT:
                 text = texts[started]
-                engine.submit(TokenRequest(PROMPT, LENGTH + 2, sampling), lambda chunk, text=text: collect(chunk, text))  # type: ignore[misc]
+                engine.submit(
+                    TokenRequest(PROMPT, LENGTH + 2, sampling),
+                    lambda chunk, text=text: collect(chunk, text),
+                )  # type: ignore[misc]
                 started += 1
             engine.drain_inbox()
             batch = loop.run(session.round(lambda: False))
-            sampled += sum(given is not None for proposal in batch.proposals for given in proposal.distributions)
+            sampled += sum(
+                given is not None
+                for proposal in batch.proposals
+                for given in proposal.distributions
+            )
             engine.drafting.take(handle, batch)
             engine.step()
             engine.outgoing.tell_clients()
@@ -106,6 +131,11 @@ def test_a_draft_model_that_draws_from_another_law_than_it_claims_is_caught(
     family: ModelFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = forwards.inverse_cdf
-    monkeypatch.setattr(forwards, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers))
+    monkeypatch.setattr(
+        forwards, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers)
+    )
     sampling = SETTINGS["plain"]
-    assert against_enumeration(generate(family, sampling, AcceptanceRule.BLOCK, 3_000), sampling).p < LEAST_P
+    assert (
+        against_enumeration(generate(family, sampling, AcceptanceRule.BLOCK, 3_000), sampling).p
+        < LEAST_P
+    )

@@ -9,7 +9,14 @@ from drafted import LawDrafter, make_engine
 from exact import VOCAB, equal_to_target, tiny_model
 
 from outrider.depth_policy import DepthPolicy
-from outrider.messages import AcceptanceRule, FinishReason, Rule, SamplingParams, TokenChunk, TokenRequest
+from outrider.messages import (
+    AcceptanceRule,
+    FinishReason,
+    Rule,
+    SamplingParams,
+    TokenChunk,
+    TokenRequest,
+)
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 
@@ -52,19 +59,35 @@ def check(chunks: list[TokenChunk], request: TokenRequest) -> None:
         top = row.topk(TOP)
         assert list(got.top_token_ids) == top.indices.tolist()
         assert got.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
-    first = next(i for i, chunk in enumerate(chunks) if chunk.token_ids or chunk.finish_reason is not None)
+    first = next(
+        i for i, chunk in enumerate(chunks) if chunk.token_ids or chunk.finish_reason is not None
+    )
     assert not any(chunk.prompt_logprobs for chunk in chunks[first + 1 :])
     assert sum(len(chunk.token_ids) for chunk in chunks) == request.max_tokens
 
 
-LIMITS = {"at once": Limits(POLICY), "in chunks": Limits(POLICY, max_batch_tokens=7), "a few rows a step": few_rows(3)}
+LIMITS = {
+    "at once": Limits(POLICY),
+    "in chunks": Limits(POLICY, max_batch_tokens=7),
+    "a few rows a step": few_rows(3),
+}
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are_verified(limits: Limits) -> None:
+def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are_verified(
+    limits: Limits,
+) -> None:
     engine = make_engine(AcceptanceRule.BLOCK, True, limits)
-    drafter = LawDrafter(engine, equal_to_target(SamplingParams()), frozenset({Rule.SPARSE}), np.random.default_rng(0))
-    requests = [replace(SCORED, prompt=TEXT[at : at + length]) for at, length in enumerate((1, 2, 3, 8, 9, 21, 40))]
+    drafter = LawDrafter(
+        engine,
+        equal_to_target(SamplingParams()),
+        frozenset({Rule.SPARSE}),
+        np.random.default_rng(0),
+    )
+    requests = [
+        replace(SCORED, prompt=TEXT[at : at + length])
+        for at, length in enumerate((1, 2, 3, 8, 9, 21, 40))
+    ]
     found = [submit(engine, request) for request in requests]
     run(engine, drafter)
     for chunks, request in zip(found, requests, strict=True):
@@ -93,7 +116,9 @@ def test_a_prompt_that_is_preempted_half_way_goes_on_where_it_was() -> None:
     interrupted = False
     while engine.sequences:
         engine.step()
-        interrupted |= any(1 < sequence.unscored.start < 40 for sequence in engine.scheduler.waiting)
+        interrupted |= any(
+            1 < sequence.unscored.start < 40 for sequence in engine.scheduler.waiting
+        )
     assert interrupted
     check(chunks, SCORED)
     check(older, replace(SCORED, prompt=TEXT[:4], max_tokens=40))

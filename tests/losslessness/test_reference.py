@@ -25,8 +25,12 @@ RULES: dict[AcceptanceRule, Judge] = {
     AcceptanceRule.COUPLED: lambda target, _, draft, coins: reference.coupled(target, draft, coins),
     AcceptanceRule.TOKEN_WISE: reference.token_wise,
     AcceptanceRule.BLOCK: reference.block,
-    AcceptanceRule.TYPICAL: lambda target, _, draft, coins: reference.typical(target, draft, coins, EPSILON),
-    AcceptanceRule.RELAXED: lambda target, _, draft, coins: reference.relaxed(target, draft, coins, TOPK, DELTA),
+    AcceptanceRule.TYPICAL: lambda target, _, draft, coins: reference.typical(
+        target, draft, coins, EPSILON
+    ),
+    AcceptanceRule.RELAXED: lambda target, _, draft, coins: reference.relaxed(
+        target, draft, coins, TOPK, DELTA
+    ),
 }
 
 
@@ -46,7 +50,9 @@ def situations(draw: st.DrawFn) -> tuple[Probs, Probs, list[int], reference.Coin
     count = draw(st.integers(1, 5))
     target, drafter = draw(distributions(count + 1)), draw(distributions(count))
     draft = [draw(st.sampled_from(np.flatnonzero(row).tolist())) for row in drafter]
-    coins = reference.Coins(draw(st.integers(0, 2**64 - 1)), draw(st.integers(1, 50)), draw(st.integers(0, 9)))
+    coins = reference.Coins(
+        draw(st.integers(0, 2**64 - 1)), draw(st.integers(1, 50)), draw(st.integers(0, 9))
+    )
     return target, drafter, draft, coins
 
 
@@ -60,14 +66,20 @@ def test_a_batch_accepts_what_the_reference_accepts(
     is_sampled = rule in (AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK)
     drafts, rows, expected = [], [], []
     for target, drafter, draft, coins in batch:
-        claims = [SparseDistribution(np.flatnonzero(row), row[np.flatnonzero(row)]) for row in drafter]
+        claims = [
+            SparseDistribution(np.flatnonzero(row), row[np.flatnonzero(row)]) for row in drafter
+        ]
         context = Context(sampling, [0] * coins.position, drafted=draft)
         thinking = [True] * len(draft)
         distributions = claims if is_sampled else ()
-        drafts.append(Draft(context, coins.seed, rule, distributions, OPTIONS, thinking, coins.step))
+        drafts.append(
+            Draft(context, coins.seed, rule, distributions, OPTIONS, thinking, coins.step)
+        )
         rows += list(target)
         expected.append(RULES[rule](target, drafter, draft, coins))
     logits = torch.from_numpy(np.log(np.maximum(np.array(rows), 1e-300))).float()
     logits[torch.from_numpy(np.array(rows) == 0)] = -torch.inf
     found = accept(logits, drafts)
-    assert [(f.accepted_count, f.next_token) for f in found] == [(e.count, e.next_token) for e in expected]
+    assert [(f.accepted_count, f.next_token) for f in found] == [
+        (e.count, e.next_token) for e in expected
+    ]

@@ -36,7 +36,9 @@ class Case:
     events: Callable[[Traffic, list[Guesser], int], object] = lambda traffic, drafters, tick: None
     timed: bool = False
 
-    def run(self, draws: int, offers: frozenset[Rule], **settings: Any) -> tuple[Traffic, np.ndarray]:
+    def run(
+        self, draws: int, offers: frozenset[Rule], **settings: Any
+    ) -> tuple[Traffic, np.ndarray]:
         """The traffic, and what its requests generated."""
         clock = VirtualClock()
         traffic = Traffic(**{**self.settings, **settings}, clock=clock if self.timed else monotonic)
@@ -57,31 +59,51 @@ def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
 
 
 def two(offers: frozenset[Rule], **settings: Any) -> list[Guesser]:
-    return [Guesser("first", CLOSE, offers, **settings), Guesser("second", OTHER, ONE_HOT, **settings)]
+    return [
+        Guesser("first", CLOSE, offers, **settings),
+        Guesser("second", OTHER, ONE_HOT, **settings),
+    ]
 
 
 CASES = {
     "ahead and late, with branches": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=2, branches=True)],
-        lambda traffic, drafters: traffic.engine.drafting.rejections == [] and drafters[0].connected,
+        lambda traffic, drafters: (
+            traffic.engine.drafting.rejections == [] and drafters[0].connected
+        ),
     ),
-    "two drafters": Case(two, lambda traffic, drafters: all(sum(drafter.proposed.values()) > 1000 for drafter in drafters)),
-    "two drafters, depth auto": Case(two, settings={"policy": DepthPolicy("auto", 5), "concurrent": 24}),
+    "two drafters": Case(
+        two,
+        lambda traffic, drafters: all(
+            sum(drafter.proposed.values()) > 1000 for drafter in drafters
+        ),
+    ),
+    "two drafters, depth auto": Case(
+        two, settings={"policy": DepthPolicy("auto", 5), "concurrent": 24}
+    ),
     "pauses": Case(
-        lambda offers: [Guesser("first", POOR, offers, late=1), Guesser("second", CLOSE, ONE_HOT, late=2)],
-        lambda traffic, drafters: traffic.paused_ticks > 20 and all(sum(drafter.proposed.values()) > 200 for drafter in drafters),
+        lambda offers: [
+            Guesser("first", POOR, offers, late=1),
+            Guesser("second", CLOSE, ONE_HOT, late=2),
+        ],
+        lambda traffic, drafters: (
+            traffic.paused_ticks > 20
+            and all(sum(drafter.proposed.values()) > 200 for drafter in drafters)
+        ),
         {"policy": DepthPolicy("goodput", 5), "always": False, "concurrent": 48, "length": 9},
         timed=True,
     ),
     "preemption, chunks and cached prefixes": Case(
         lambda offers: [Guesser("first", CLOSE, offers, late=1)],
         lambda traffic, drafters: (
-            traffic.engine.scheduler.preemption_count > 50 and traffic.engine.scheduler.cached_token_count > 1000
+            traffic.engine.scheduler.preemption_count > 50
+            and traffic.engine.scheduler.cached_token_count > 1000
         ),
         {"page_size": 2, "page_count": 48, "concurrent": 16, "max_batch_tokens": 24, "length": 9},
     ),
     "joins and leaves": Case(
-        lambda offers: [Guesser("first", CLOSE, offers, late=1), Guesser("second", OTHER, ONE_HOT)], events=come_and_go
+        lambda offers: [Guesser("first", CLOSE, offers, late=1), Guesser("second", OTHER, ONE_HOT)],
+        events=come_and_go,
     ),
 }
 WAYS: dict[str, tuple[frozenset[Rule], AcceptanceRule]] = {
@@ -113,7 +135,10 @@ def test_texts_follow_the_target_over_many_draws(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_seed_gives_each_request_its_text_whatever_goes_on(name: str, way: str) -> None:
     offers, rule = WAYS[way]
-    seeds: dict[str, Any] = {"seed": lambda number: (number + 1) * 0x9E3779B97F4A7C15 % 2**64, "rule": rule}
+    seeds: dict[str, Any] = {
+        "seed": lambda number: (number + 1) * 0x9E3779B97F4A7C15 % 2**64,
+        "rule": rule,
+    }
     plain = Traffic(**seeds, length=CASES[name].settings.get("length", 5)).run(600)
     assert len({tuple(text) for text in plain.tolist()}) > 300
     _, texts = CASES[name].run(600, offers, **seeds)
@@ -124,8 +149,12 @@ EVEN = fixed_law(*[0.5, 0.5, *[0.0] * (VOCAB - 2)])
 HEADS = fixed_law(*[0.9, 0.1, *[0.0] * (VOCAB - 2)])
 
 
-@pytest.mark.parametrize("rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)])
-def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(rule: AcceptanceRule) -> None:
+@pytest.mark.parametrize(
+    "rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
+)
+def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(
+    rule: AcceptanceRule,
+) -> None:
     """Whether a block ends early tells most about the coins behind its end where a drafter takes a fair coin for a loaded one."""
     traffic = Traffic(EVEN, prompts=((2,),), rule=rule, policy=DepthPolicy("fixed", 4), length=4)
     texts = traffic.run(6_000, Guesser("heads", HEADS, SPARSE, silent=0.0))
@@ -134,5 +163,7 @@ def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(ru
 
 def test_a_thousand_requests_without_a_seed_have_texts_of_their_own() -> None:
     """With 2^64 seeds none occurs twice; with a few hundred, most texts of 24 tokens would."""
-    texts = Traffic(fixed_law(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24).run_with_the_systems_seeds(1_000)
+    texts = Traffic(
+        fixed_law(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24
+    ).run_with_the_systems_seeds(1_000)
     assert len({tuple(text) for text in texts.tolist()}) == 1_000

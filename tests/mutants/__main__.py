@@ -23,7 +23,9 @@ from tests.mutants.table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 _LONGEST_S = 600
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "models", "build", "*.egg-info")
+_LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "models", "build", "*.egg-info"
+)
 
 
 def main(names: list[str]) -> int:
@@ -53,7 +55,11 @@ def verdict(mutant: Mutant, killer: str | None) -> str:
     """What the table says of a mutant that this test noticed, or none."""
     if killer is None:
         return f"nothing: {mutant.equivalent}" if mutant.equivalent else "**nothing**"
-    return f"`{killer}`" if not mutant.equivalent else f"`{killer}`, **though it should change nothing**"
+    return (
+        f"`{killer}`"
+        if not mutant.equivalent
+        else f"`{killer}`, **though it should change nothing**"
+    )
 
 
 def planted(copy: Path, mutant: Mutant) -> str | None:
@@ -69,10 +75,23 @@ def planted(copy: Path, mutant: Mutant) -> str | None:
 
 def run(copy: Path, tests: Iterable[str]) -> str | None:
     """The first test that fails in the copy, if any does."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        *tests,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LONGEST_S)
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LONGEST_S
+        )
     except subprocess.TimeoutExpired:
         return f"no end within {_LONGEST_S} s"
     if done.returncode == 0:

@@ -8,7 +8,9 @@ DRAFT_SEQUENCE, MODEL = "outrider/drafter/draft_sequence.py", "drafter_svc/famil
 FORWARDS, CACHED_DRAFT = "drafter_svc/families/forwards.py", "drafter_svc/families/cached_draft.py"
 DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
 DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
-REAL_MODEL = ("tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",)
+REAL_MODEL = (
+    "tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",
+)
 
 _UNSURE = """            self._forward(drafts)
             for draft in drafts:

@@ -15,7 +15,11 @@ VERIFICATION, RULE_CHOICE, GRAMMAR_MASKS = (
     "verifier_svc/verification/rule_choice.py",
     "verifier_svc/verification/grammar_masks.py",
 )
-TRIE, COMMIT, DRAFTING = "verifier_svc/state/trie.py", "verifier_svc/engine/commit.py", "verifier_svc/drafts/exchange.py"
+TRIE, COMMIT, DRAFTING = (
+    "verifier_svc/state/trie.py",
+    "verifier_svc/engine/commit.py",
+    "verifier_svc/drafts/exchange.py",
+)
 ADMISSION = "verifier_svc/engine/admission.py"
 SAMPLING, NOISE, LOGITS, PAGES = (
     "outrider/sampling/sampler.py",
@@ -25,8 +29,12 @@ SAMPLING, NOISE, LOGITS, PAGES = (
 )
 
 EXACT = ("tests/losslessness/test_exact_step.py",)
-COINS = ("tests/losslessness/test_acceptance.py::test_coins_that_were_looked_at_once_decide_nothing_again",)
-IN_ANY_BATCH = ("tests/losslessness/test_acceptance.py::test_a_sequence_is_judged_alike_alone_and_in_any_batch",)
+COINS = (
+    "tests/losslessness/test_acceptance.py::test_coins_that_were_looked_at_once_decide_nothing_again",
+)
+IN_ANY_BATCH = (
+    "tests/losslessness/test_acceptance.py::test_a_sequence_is_judged_alike_alone_and_in_any_batch",
+)
 RULES = ("tests/verifier/test_rules.py",)
 COUPLING = ("tests/shared/test_coupling.py",)
 LAWS = "tests/losslessness/test_losslessness.py"
@@ -70,7 +78,14 @@ MUTANTS = (
         EXACT,
         "only rounding rejects a token where target and draft are equal",
     ),
-    Mutant("A5", "padding counts with the target's mass of id 0", ACCEPTANCE, " * (draft_SE > 0)", "", EXACT),
+    Mutant(
+        "A5",
+        "padding counts with the target's mass of id 0",
+        ACCEPTANCE,
+        " * (draft_SE > 0)",
+        "",
+        EXACT,
+    ),
     Mutant(
         "A6",
         "seeds count with 32 bits",
@@ -120,9 +135,21 @@ MUTANTS = (
         "weight_B * ratio_B",
         EXACT,
     ),
-    Mutant("R3", "what the drafter never draws is not weighted", BLOCK, "outside_B = weight_B * (1", "outside_B = (1", EXACT),
     Mutant(
-        "R4", "what the drafter never draws is forgotten", BLOCK, "excess_B = outside_B + (weight_B", "excess_B = (weight_B", EXACT
+        "R3",
+        "what the drafter never draws is not weighted",
+        BLOCK,
+        "outside_B = weight_B * (1",
+        "outside_B = (1",
+        EXACT,
+    ),
+    Mutant(
+        "R4",
+        "what the drafter never draws is forgotten",
+        BLOCK,
+        "excess_B = outside_B + (weight_B",
+        "excess_B = (weight_B",
+        EXACT,
     ),
     Mutant(
         "R6",
@@ -141,7 +168,14 @@ MUTANTS = (
         "& (drafts.lengths_B >= i) & (accepted_B == i - 1)",
         EXACT,
     ),
-    Mutant("R8", "token-wise rejection goes on behind a rejection", TOKEN_WISE, ".cumprod(-1).sum(-1)", ".sum(-1)", EXACT),
+    Mutant(
+        "R8",
+        "token-wise rejection goes on behind a rejection",
+        TOKEN_WISE,
+        ".cumprod(-1).sum(-1)",
+        ".sum(-1)",
+        EXACT,
+    ),
     Mutant(
         "R9",
         "token-wise rejection never accepts what is likelier than drafted",
@@ -174,8 +208,22 @@ MUTANTS = (
         "0,\n                path.token_ids",
         (f"{LAWS}::test_without_a_drafter_output_follows_the_target[everything]",),
     ),
-    Mutant("U1", "drafts are sampled though there is a seed", RULE_CHOICE, " and request.sampling.seed is None", "", RULES),
-    Mutant("U2", "drafts are sampled by whoever is not trusted", RULE_CHOICE, "trusted and exact and", "exact and", RULES),
+    Mutant(
+        "U1",
+        "drafts are sampled though there is a seed",
+        RULE_CHOICE,
+        " and request.sampling.seed is None",
+        "",
+        RULES,
+    ),
+    Mutant(
+        "U2",
+        "drafts are sampled by whoever is not trusted",
+        RULE_CHOICE,
+        "trusted and exact and",
+        "exact and",
+        RULES,
+    ),
     Mutant(
         "U3",
         "a drafter is told the noise of a sequence that accepts sampled drafts",
@@ -225,14 +273,23 @@ MUTANTS = (
         "(probs_RV[i : i + count].float() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1]).float()).argmax(-1)",
         COUPLING,
     ),
-    Mutant("S7", "keys of noise have 32 bits", NOISE, "(words[0] | words[1] << _32)", "words[0]", COUPLING),
+    Mutant(
+        "S7",
+        "keys of noise have 32 bits",
+        NOISE,
+        "(words[0] | words[1] << _32)",
+        "words[0]",
+        COUPLING,
+    ),
     Mutant(
         "S8",
         "the likeliest tokens are always candidates enough",
         SAMPLING,
         "return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])",
         "return kept_RV, torch.ones_like(drop[:, -1])",
-        ("tests/shared/test_sampling.py::test_candidates_keep_what_all_tokens_would_whatever_ties",),
+        (
+            "tests/shared/test_sampling.py::test_candidates_keep_what_all_tokens_would_whatever_ties",
+        ),
     ),
     Mutant(
         "S11",
@@ -323,8 +380,22 @@ MUTANTS = (
         "sequence.tokens[-1:]",
         ("tests/verifier/test_waiting.py",),
     ),
-    Mutant("P1", "a rewind goes into a page that others read", PAGES, "if published < len(sequence.digests):", "if False:", POOLS),
-    Mutant("P3", "tenants share pages", PAGES, "hashlib.sha256(salt.encode()).digest()", 'hashlib.sha256(b"").digest()', POOLS),
+    Mutant(
+        "P1",
+        "a rewind goes into a page that others read",
+        PAGES,
+        "if published < len(sequence.digests):",
+        "if False:",
+        POOLS,
+    ),
+    Mutant(
+        "P3",
+        "tenants share pages",
+        PAGES,
+        "hashlib.sha256(salt.encode()).digest()",
+        'hashlib.sha256(b"").digest()',
+        POOLS,
+    ),
     Mutant(
         "P4",
         "from the third page on, what precedes it does not count",

@@ -23,15 +23,23 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
-_DEPLOYMENTS = [f"{scheme}{kind}" for kind in ("", "+sentinel", "+cluster") for scheme in ("redis", "rediss")]
+_DEPLOYMENTS = [
+    f"{scheme}{kind}" for kind in ("", "+sentinel", "+cluster") for scheme in ("redis", "rediss")
+]
 _QUICK = ("redis", "rediss+cluster")
 
 
 @pytest.fixture(
-    scope="session", params=[pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow) for name in _DEPLOYMENTS]
+    scope="session",
+    params=[
+        pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow)
+        for name in _DEPLOYMENTS
+    ],
 )
 def _deployment(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    certificates: Certificates,
 ) -> Iterator[Deployment]:
     scheme: str = request.param
     made = _KINDS[scheme.replace("rediss", "redis")](

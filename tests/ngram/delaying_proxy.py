@@ -14,7 +14,9 @@ import uvloop
 _DELAY_S = 0.002
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random | None) -> None:
+async def _pass_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random | None
+) -> None:
     """As it comes; with `rng`, each read in up to three pieces, each after a wait."""
     try:
         while data := await reader.read(65_536):
@@ -37,7 +39,9 @@ async def _serve(port: int) -> None:
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(_pass_on(reader, server_writer, None), _pass_on(server_reader, writer, rng))
+        await asyncio.gather(
+            _pass_on(reader, server_writer, None), _pass_on(server_reader, writer, rng)
+        )
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -47,7 +51,9 @@ async def _serve(port: int) -> None:
 @asynccontextmanager
 async def delaying_proxy(port: int) -> AsyncIterator[int]:
     """One before the server at `port`, as a process, by its port."""
-    process = await asyncio.create_subprocess_exec(sys.executable, Path(__file__), str(port), stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, Path(__file__), str(port), stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     try:
         yield int(await process.stdout.readline())

@@ -22,9 +22,23 @@ Ngrams = list[list[int]]
 @asynccontextmanager
 async def pool(server: RedisServer, **options: Any) -> AsyncIterator[RedisPool]:
     """A replica's pool, with time enough for any lookup; names in `options` are those of PoolKeys, RedisPool and RedisOptions."""
-    keys = PoolKeys(options.pop("secret", SECRET), options.pop("namespace", "default"), public=options.pop("public", False))
-    fingerprint, observe = options.pop("fingerprint", FINGERPRINT), options.pop("observe", lambda seconds: None)
-    made = RedisPool(server, keys, fingerprint, 4096, RedisOptions(**{"budget_s": 2.0, **options}), observe=observe)
+    keys = PoolKeys(
+        options.pop("secret", SECRET),
+        options.pop("namespace", "default"),
+        public=options.pop("public", False),
+    )
+    fingerprint, observe = (
+        options.pop("fingerprint", FINGERPRINT),
+        options.pop("observe", lambda seconds: None),
+    )
+    made = RedisPool(
+        server,
+        keys,
+        fingerprint,
+        4096,
+        RedisOptions(**{"budget_s": 2.0, **options}),
+        observe=observe,
+    )
     try:
         yield made
     finally:
@@ -38,7 +52,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         await asyncio.sleep(0.01)
 
 
-async def written(made: RedisPool, *pairs: tuple[list[int], list[int]], tenant: str = TENANT) -> None:
+async def written(
+    made: RedisPool, *pairs: tuple[list[int], list[int]], tenant: str = TENANT
+) -> None:
     """Have the pairs written, and wait until they are."""
     before, keys = made.counters.written, made.tenant(tenant)
     for ngram, continuation in pairs:

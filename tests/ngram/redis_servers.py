@@ -48,10 +48,28 @@ class Certificates:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.ca, self.key, self.certificate = (directory / name for name in ("ca.crt", "server.key", "server.crt"))
+        self.ca, self.key, self.certificate = (
+            directory / name for name in ("ca.crt", "server.key", "server.crt")
+        )
         ca_key = directory / "ca.key"
-        new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-        of_server = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"]
+        new = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+        ]
+        of_server = [
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-addext",
+            "basicConstraints=CA:FALSE",
+        ]
         for arguments in (
             [*new, "-keyout", ca_key, "-out", self.ca, "-subj", "/CN=authority"],
             [
@@ -75,18 +93,32 @@ class Certificates:
 class RedisProcess:
     """May be killed and started again on the same port."""
 
-    def __init__(self, directory: Path, *directives: str, tls: Certificates | None = None, sentinel: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *directives: str,
+        tls: Certificates | None = None,
+        sentinel: bool = False,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self._tls = tls
-        self._command = ["redis-server", str(directory / "redis.conf"), *(["--sentinel"] if sentinel else [])]
+        self._command = [
+            "redis-server",
+            str(directory / "redis.conf"),
+            *(["--sentinel"] if sentinel else []),
+        ]
         binary = shutil.which("redis-server")
         assert binary, "redis-server is missing; `make test` installs it"
         user = acl_line("sentinel" if sentinel else "data").replace(">PASSWORD", f'">{PASSWORD}"')
         lines = ["bind 127.0.0.1", f"dir {directory}", *directives, user]
         if tls is not None:
-            lines += [f"port 0\ntls-port {self.port}\ntls-auth-clients no\ntls-replication yes\ntls-cluster yes"]
-            lines += [f"tls-cert-file {tls.certificate}\ntls-key-file {tls.key}\ntls-ca-cert-file {tls.ca}"]
+            lines += [
+                f"port 0\ntls-port {self.port}\ntls-auth-clients no\ntls-replication yes\ntls-cluster yes"
+            ]
+            lines += [
+                f"tls-cert-file {tls.certificate}\ntls-key-file {tls.key}\ntls-ca-cert-file {tls.ca}"
+            ]
         else:
             lines += [f"port {self.port}"]
         if not sentinel:
@@ -222,7 +254,9 @@ class Cluster(Deployment):
         bounds = [0, 5461, 10923, 16384]
         for number, node in enumerate(self.data):
             with node.admin() as client:
-                client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+                client.execute_command(
+                    "CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1
+                )
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in self.data[1:]:
             self._meet(node)
@@ -237,14 +271,20 @@ class Cluster(Deployment):
 
     def _meet(self, node: RedisProcess) -> None:
         with self.data[0].admin() as client:
-            client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, self._buses[node.port])
+            client.execute_command(
+                "CLUSTER", "MEET", "127.0.0.1", node.port, self._buses[node.port]
+            )
 
     def grow(self) -> RedisProcess:
         """A new node that has no slots, once all know of it."""
         node = self._node()
         self._meet(node)
         self.data.append(node)
-        until(lambda: all(self.is_whole(each) and self.knows(each) == len(self.data) for each in self.data))
+        until(
+            lambda: all(
+                self.is_whole(each) and self.knows(each) == len(self.data) for each in self.data
+            )
+        )
         return node
 
     def knows(self, node: RedisProcess) -> int:

@@ -50,7 +50,9 @@ class Liar:
 async def lying(liar: Liar) -> AsyncIterator[RedisServer]:
     server = await asyncio.start_server(liar.connected, "127.0.0.1", 0)
     try:
-        yield RedisServer.parse(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None)
+        yield RedisServer.parse(
+            f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None
+        )
     finally:
         server.close()
 
@@ -66,7 +68,9 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-async def test_a_reply_too_large_to_be_true_is_a_failed_lookup(name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reply_too_large_to_be_true_is_a_failed_lookup(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     liar = Liar(LIES[name].pieces, LIES[name].endless)
     async with lying(liar) as server, pool(server) as made:
         assert await found(made, [[1]]) == [[]]
@@ -83,11 +87,16 @@ async def test_a_reply_too_large_to_be_true_is_a_failed_lookup(name: str, caplog
 @pytest.mark.parametrize("scheme", ["redis", "redis+sentinel", "redis+cluster"])
 async def test_replies_are_bounded_in_every_topology(scheme: str) -> None:
     path = "/mymaster/0" if scheme == "redis+sentinel" else ""
-    client = redis_client.RedisClient(RedisServer.parse(f"{scheme}://127.0.0.1:1{path}", None, None))
+    client = redis_client.RedisClient(
+        RedisServer.parse(f"{scheme}://127.0.0.1:1{path}", None, None)
+    )
     for made in (client._client, client._lookups):
         if isinstance(made, RedisCluster):
             nodes = made.nodes_manager
-            settings = [nodes.connection_kwargs, *(node.connection_kwargs for node in nodes.startup_nodes.values())]
+            settings = [
+                nodes.connection_kwargs,
+                *(node.connection_kwargs for node in nodes.startup_nodes.values()),
+            ]
         else:
             settings = [made.connection_pool.connection_kwargs]
         assert {one["parser_class"] for one in settings} == {redis_client.BoundedParser}

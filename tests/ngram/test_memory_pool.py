@@ -26,13 +26,17 @@ def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
 
 
 @given(texts, st.integers(1, 4), st.integers(1, 6))
-def test_a_lookup_finds_what_a_search_through_the_text_finds(text: list[int], size: int, length: int) -> None:
+def test_a_lookup_finds_what_a_search_through_the_text_finds(
+    text: list[int], size: int, length: int
+) -> None:
     pool = pool_of(text, max_matching_ngram_size=size, max_draft_len=length)
     assert pool.continuation(text, length) == newest_by_search(text, size, length)
 
 
 @given(texts, st.lists(st.integers(1, 5), max_size=10))
-def test_a_text_taken_in_piece_by_piece_is_known_as_if_at_once(text: list[int], pieces: list[int]) -> None:
+def test_a_text_taken_in_piece_by_piece_is_known_as_if_at_once(
+    text: list[int], pieces: list[int]
+) -> None:
     whole = pool_of(text)
     grown, pool, at = [text[0]], MemoryPool(NgramOptions(), 10_000), 0
     pool.index(grown, 0)

@@ -14,7 +14,9 @@ from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, Wind
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
     """With a window of so great a depth, for a verifier that takes 4 tokens."""
-    return Opened(sequence_id, tokens, SamplingParams(0.0), Rule.ONE_HOT, Window(4 * depth, depth), 4)
+    return Opened(
+        sequence_id, tokens, SamplingParams(0.0), Rule.ONE_HOT, Window(4 * depth, depth), 4
+    )
 
 
 async def test_a_repeated_text_is_proposed_up_to_the_window() -> None:
@@ -48,7 +50,10 @@ async def test_what_else_followed_is_prepared_for_and_found_by_the_verdict() -> 
     *_, last = (await rig.drafts()).proposals
     assert last.token_ids[:2] == [3, 4]
     at = last.token_ids.index(8)
-    assert (last.token_ids[at : at + 3], last.parents[at : at + 3]) == ([8, 9, 7], [0, at + 1, at + 2])
+    assert (last.token_ids[at : at + 3], last.parents[at : at + 3]) == (
+        [8, 9, 7],
+        [0, at + 1, at + 2],
+    )
     rig.commit(1, 8)
     assert rig.guesses(1) == [9, 7]
     first = (await rig.draft()).proposals[0]
@@ -58,7 +63,11 @@ async def test_what_else_followed_is_prepared_for_and_found_by_the_verdict() -> 
 async def test_a_branch_is_prepared_at_every_place_where_a_draft_can_end() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4, max_matching_ngram_size=1), 1000))
     # Every token was followed by another one before.
-    rig.open(replace(opened(1, [1, 11, 2, 12, 3, 13, 4, 14, 1, 2, 3, 4, 5, 1], depth=3), window=Window(40, 6)))
+    rig.open(
+        replace(
+            opened(1, [1, 11, 2, 12, 3, 13, 4, 14, 1, 2, 3, 4, 5, 1], depth=3), window=Window(40, 6)
+        )
+    )
     chain, *_, last = (await rig.drafts()).proposals
     assert chain.token_ids == [2, 3, 4, 5]
     firsts = zip(last.parents, last.token_ids, strict=True)
@@ -101,7 +110,9 @@ async def learn(rig: Rig, made: RedisPool, tokens: list[int], tenant: str = "") 
 
 async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as first, pool(redis_server.server) as second:
-        one, other = (Rig(NgramFamily(NgramOptions(), 1000, None, each)) for each in (first, second))
+        one, other = (
+            Rig(NgramFamily(NgramOptions(), 1000, None, each)) for each in (first, second)
+        )
         await learn(one, first, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
         other.open(opened(2, [20, 1, 2]))
         assert (await other.drafts()).proposals[0].token_ids == [3, 4, 5, 6, 7, 8]
@@ -110,7 +121,9 @@ async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: S
         assert (await other.drafts()).proposals[0].token_ids == [31, 30]
 
 
-async def test_in_redis_tenants_learn_from_themselves_alone_unless_the_pool_is_public(redis_server: Standalone) -> None:
+async def test_in_redis_tenants_learn_from_themselves_alone_unless_the_pool_is_public(
+    redis_server: Standalone,
+) -> None:
     for public in (False, True):
         async with pool(redis_server.server, public=public) as made:
             rig = Rig(NgramFamily(NgramOptions(), 1000, None, made))
@@ -118,11 +131,15 @@ async def test_in_redis_tenants_learn_from_themselves_alone_unless_the_pool_is_p
             rig.open(replace(opened(2, [20, 1, 2]), tenant="b"))
             rig.open(replace(opened(3, [20, 1, 2]), tenant="a"))
             said = await rig.drafts()
-            assert {proposal.sequence_id for proposal in said.proposals} == ({2, 3} if public else {3})
+            assert {proposal.sequence_id for proposal in said.proposals} == (
+                {2, 3} if public else {3}
+            )
             assert {skip.sequence_id for skip in said.skips} >= (set() if public else {2})
 
 
-async def test_one_round_trip_to_redis_serves_all_that_nothing_here_knows(redis_server: Standalone) -> None:
+async def test_one_round_trip_to_redis_serves_all_that_nothing_here_knows(
+    redis_server: Standalone,
+) -> None:
     async with pool(redis_server.server) as made:
         rig = Rig(NgramFamily(NgramOptions(), 1000, None, made))
         await learn(rig, made, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])

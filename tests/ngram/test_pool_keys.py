@@ -17,7 +17,9 @@ NAMED = st.tuples(st.text(max_size=9), st.text(max_size=9), TOKENS)
 
 
 @given(TOKENS, st.text(max_size=20))
-def test_all_n_grams_that_end_a_text_share_a_slot_with_their_index(tokens: list[int], tenant: str) -> None:
+def test_all_n_grams_that_end_a_text_share_a_slot_with_their_index(
+    tokens: list[int], tenant: str
+) -> None:
     keys = PoolKeys(SECRET).tenant(tenant, "fingerprint")
     ngrams = [tokens[-size:] for size in range(len(tokens), 0, -1)]
     found = keys.keys(ngrams)
@@ -28,7 +30,10 @@ def test_all_n_grams_that_end_a_text_share_a_slot_with_their_index(tokens: list[
 
 
 def test_a_tenants_n_grams_are_spread_over_slots_that_are_not_anothers() -> None:
-    slots = [{key_slot(PoolKeys(SECRET).tenant(name, "f").index([token])) for token in range(1000)} for name in ("a", "b", "c")]
+    slots = [
+        {key_slot(PoolKeys(SECRET).tenant(name, "f").index([token])) for token in range(1000)}
+        for name in ("a", "b", "c")
+    ]
     assert len(set.union(*slots)) > 2.5 * BUCKETS
 
 
@@ -36,25 +41,37 @@ def test_a_tenants_n_grams_are_spread_over_slots_that_are_not_anothers() -> None
 def test_no_two_n_grams_tokenizers_or_tenants_share_a_key(
     one: tuple[str, str, list[int]], other: tuple[str, str, list[int]]
 ) -> None:
-    keys = [PoolKeys(SECRET).tenant(tenant, fingerprint).keys([ngram])[0] for tenant, fingerprint, ngram in (one, other)]
+    keys = [
+        PoolKeys(SECRET).tenant(tenant, fingerprint).keys([ngram])[0]
+        for tenant, fingerprint, ngram in (one, other)
+    ]
     assert (keys[0] == keys[1]) == (one == other)
 
 
 def test_a_name_that_goes_on_where_anothers_fingerprint_begins_is_another() -> None:
-    assert PoolKeys(SECRET).tenant("ab", "c").keys([[1]]) != PoolKeys(SECRET).tenant("a", "bc").keys([[1]])
+    assert PoolKeys(SECRET).tenant("ab", "c").keys([[1]]) != PoolKeys(SECRET).tenant(
+        "a", "bc"
+    ).keys([[1]])
 
 
 def test_no_tenant_is_called_so_that_it_gets_the_public_pool() -> None:
     public = PoolKeys(SECRET, public=True)
     assert public.tenant("a", "f").keys([[1]]) == public.tenant("b", "f").keys([[1]])
     for name in ("", "public", "a"):
-        assert PoolKeys(SECRET).tenant(name, "f").keys([[1]]) != public.tenant(name, "f").keys([[1]])
+        assert PoolKeys(SECRET).tenant(name, "f").keys([[1]]) != public.tenant(name, "f").keys(
+            [[1]]
+        )
         assert PoolKeys(SECRET).pattern(name) != public.pattern(name)
 
 
 def test_neither_tenant_nor_n_gram_can_be_recomputed_without_the_secret() -> None:
-    ours, theirs = (PoolKeys(secret).tenant("tenant", "f").keys([[1, 2]])[0] for secret in (SECRET, b"another secret, as long"))
-    assert ours.partition(b"{")[2].partition(b".")[0] != theirs.partition(b"{")[2].partition(b".")[0]
+    ours, theirs = (
+        PoolKeys(secret).tenant("tenant", "f").keys([[1, 2]])[0]
+        for secret in (SECRET, b"another secret, as long")
+    )
+    assert (
+        ours.partition(b"{")[2].partition(b".")[0] != theirs.partition(b"{")[2].partition(b".")[0]
+    )
     assert ours[-16:] != theirs[-16:]
     assert b"tenant" not in ours
 
@@ -67,9 +84,15 @@ def test_the_secret_is_its_file_without_the_end_of_the_line(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "cannot be read: No such file"), (b"short\n", "must hold at least 16 bytes"), (b"", "at least 16")],
+    [
+        (None, "cannot be read: No such file"),
+        (b"short\n", "must hold at least 16 bytes"),
+        (b"", "at least 16"),
+    ],
 )
-def test_a_secret_that_is_none_is_refused_by_its_settings_name(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_a_secret_that_is_none_is_refused_by_its_settings_name(
+    tmp_path: Path, content: bytes | None, said: str
+) -> None:
     path = tmp_path / "secret"
     if content is not None:
         path.write_bytes(content)

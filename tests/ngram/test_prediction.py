@@ -11,7 +11,16 @@ FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
 
 
 def opened(prediction: list[int]) -> Opened:
-    return Opened(1, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(24, 6), 4, prediction=prediction, prompt_length=3)
+    return Opened(
+        1,
+        [1, 2, 3],
+        SamplingParams(0.0),
+        Rule.ONE_HOT,
+        Window(24, 6),
+        4,
+        prediction=prediction,
+        prompt_length=3,
+    )
 
 
 def test_a_prediction_is_offered_from_its_first_token_on() -> None:
@@ -20,7 +29,9 @@ def test_a_prediction_is_offered_from_its_first_token_on() -> None:
 
 def test_an_output_that_follows_its_prediction_gets_all_of_it_in_order() -> None:
     prediction = Prediction(FILE, 3)
-    assert [prediction.continuation(FILE[:n], 1) for n in range(len(FILE))] == [[token] for token in FILE]
+    assert [prediction.continuation(FILE[:n], 1) for n in range(len(FILE))] == [
+        [token] for token in FILE
+    ]
 
 
 def test_of_equal_places_the_one_nearest_to_the_last_is_meant() -> None:

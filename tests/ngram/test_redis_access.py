@@ -38,7 +38,9 @@ def used(process: RedisProcess) -> set[str]:
         return {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
 
 
-async def test_every_right_that_is_documented_is_needed_and_no_other(deployment: Deployment) -> None:
+async def test_every_right_that_is_documented_is_needed_and_no_other(
+    deployment: Deployment,
+) -> None:
     deployment.each("CONFIG", "RESETSTAT")
     deployment.each("ACL", "LOG", "RESET")
     await use(deployment.server)
@@ -55,12 +57,16 @@ async def test_a_database_of_its_own_needs_select(redis_server: Standalone) -> N
 
 
 @pytest.mark.parametrize("kind", ["data", "sentinel"])
-def test_no_right_is_of_a_dangerous_kind_but_the_sentinels_one(kind: str, redis_server: Standalone) -> None:
+def test_no_right_is_of_a_dangerous_kind_but_the_sentinels_one(
+    kind: str, redis_server: Standalone
+) -> None:
     line = acl_line(kind)
     assert "-@all" in line
     assert "+@" not in line
     with redis_server.data[0].admin() as client:
-        forbidden = {name for category in ("admin", "dangerous") for name in client.acl_cat(category)}
+        forbidden = {
+            name for category in ("admin", "dangerous") for name in client.acl_cat(category)
+        }
     assert allowed(line) & forbidden == set()
     assert kind == "sentinel" or "~outrider:*" in line.split()
     assert kind == "data" or allowed(line) == {"sentinel|masters"}
@@ -68,8 +74,16 @@ def test_no_right_is_of_a_dangerous_kind_but_the_sentinels_one(kind: str, redis_
 
 async def test_the_user_reaches_no_other_key_and_no_other_command(redis_server: Standalone) -> None:
     with redis_server.data[0].admin() as client:
-        for command in (["GET", "outrider:x"], ["MGET", "other"], ["FLUSHALL"], ["KEYS", "*"], ["CONFIG", "GET", "*"]):
-            assert b"permissions" in client.execute_command("ACL", "DRYRUN", "outrider", *command), command
+        for command in (
+            ["GET", "outrider:x"],
+            ["MGET", "other"],
+            ["FLUSHALL"],
+            ["KEYS", "*"],
+            ["CONFIG", "GET", "*"],
+        ):
+            assert b"permissions" in client.execute_command(
+                "ACL", "DRYRUN", "outrider", *command
+            ), command
         assert client.execute_command("ACL", "DRYRUN", "outrider", "MGET", "outrider:x") == b"OK"
 
 
@@ -92,11 +106,16 @@ async def test_a_wrong_password_costs_guesses_and_one_warning(
 ) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
-    await refused(RedisServer.parse(deployment.url, wrong, deployment.tls.ca if deployment.tls else None), caplog)
+    await refused(
+        RedisServer.parse(deployment.url, wrong, deployment.tls.ca if deployment.tls else None),
+        caplog,
+    )
 
 
 @pytest.mark.slow
-async def test_missing_rights_cost_guesses_and_one_warning(redis_server: Standalone, caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing_rights_cost_guesses_and_one_warning(
+    redis_server: Standalone, caplog: pytest.LogCaptureFixture
+) -> None:
     with redis_server.data[0].admin() as client:
         client.execute_command("ACL", "SETUSER", "outrider", "-mget", "-eval")
     await refused(redis_server.server, caplog)
@@ -115,7 +134,9 @@ async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
 
 
 @pytest.mark.slow
-async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_is_well(redis_server: Standalone) -> None:
+async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_is_well(
+    redis_server: Standalone,
+) -> None:
     """The default user would be let in without a password; the pool must not be that user."""
     async with pool(redis_server.server) as made:
         await written(made, ([1], [2]))

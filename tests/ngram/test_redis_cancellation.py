@@ -74,7 +74,9 @@ def through_pool(made: RedisPool) -> Lookup:
 async def pool_behind_proxy(server: Standalone) -> AsyncIterator[RedisPool]:
     async with delaying_proxy(server.data[0].port) as port, pool(server.server) as direct:
         await written(direct, *(([i], [i]) for i in range(_KEYS)))
-        async with pool(replace(server.server, addresses=(("127.0.0.1", port),)), budget_s=0.004) as made:
+        async with pool(
+            replace(server.server, addresses=(("127.0.0.1", port),)), budget_s=0.004
+        ) as made:
             yield made
             await until(lambda: not made._running)
 
@@ -117,7 +119,11 @@ class _NaiveClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def lookup(self, wanted: int) -> int | None:
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = (
+            self._idle.pop()
+            if self._idle
+            else await asyncio.open_connection("127.0.0.1", self._port)
+        )
         try:
             writer.write(b"ECHO %d\r\n" % wanted)
             await reader.readline()
@@ -131,7 +137,9 @@ class _NaiveClient:
             await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
-def test_a_client_that_keeps_the_connection_of_a_cancelled_read_is_found_out(redis_server: Standalone) -> None:
+def test_a_client_that_keeps_the_connection_of_a_cancelled_read_is_found_out(
+    redis_server: Standalone,
+) -> None:
     async def run() -> None:
         async with delaying_proxy(redis_server.data[0].port) as port:
             client, tally = _NaiveClient(port), Tally()

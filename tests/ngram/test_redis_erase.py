@@ -19,56 +19,88 @@ def secret_file(tmp_path: Path) -> Path:
 async def erase(*flags: str) -> tuple[int, str, str]:
     """Exit status, output and errors."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "drafter_svc", "erase", *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "drafter_svc",
+        "erase",
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, error = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
     return process.returncode, out.decode(), error.decode()
 
 
-async def test_only_the_tenants_n_grams_go_of_every_namespace_and_tokenizer(deployment: Deployment, secret_file: Path) -> None:
+async def test_only_the_tenants_n_grams_go_of_every_namespace_and_tokenizer(
+    deployment: Deployment, secret_file: Path
+) -> None:
     pairs = [([i], [i + 1]) for i in range(1500)]
-    async with pool(deployment.server) as made, pool(deployment.server, namespace="b", fingerprint="f") as second:
+    async with (
+        pool(deployment.server) as made,
+        pool(deployment.server, namespace="b", fingerprint="f") as second,
+    ):
         await written(made, *pairs, tenant="goes")
         await written(second, *pairs[:10], tenant="goes")
         await written(made, *pairs, tenant="stays")
         kept = len(deployment.all_keys())
-        status, out, error = await erase(*deployment.flags(), "--tenant", "goes", "--pool-secret-file", str(secret_file))
+        status, out, error = await erase(
+            *deployment.flags(), "--tenant", "goes", "--pool-secret-file", str(secret_file)
+        )
         assert (status, out, error) == (0, "1510 n-grams erased\n", "")
         # Each pool's indexes, of 16 buckets at most, go as well.
         assert kept - len(deployment.all_keys()) == 1510 + 16 + 10
         assert await found(made, *([[i]] for i in range(1500)), tenant="goes") == [[]] * 1500
-        assert await found(made, *([[i]] for i in range(1500)), tenant="stays") == [[i + 1] for i in range(1500)]
+        assert await found(made, *([[i]] for i in range(1500)), tenant="stays") == [
+            [i + 1] for i in range(1500)
+        ]
 
 
-async def test_the_tenant_without_a_name_is_one_like_others(redis_server: Standalone, secret_file: Path) -> None:
+async def test_the_tenant_without_a_name_is_one_like_others(
+    redis_server: Standalone, secret_file: Path
+) -> None:
     async with pool(redis_server.server) as made:
         await written(made, ([1], [2]), tenant="")
         await written(made, ([1], [2]), tenant="a")
-        _, out, _ = await erase(*redis_server.flags(), "--tenant", "", "--pool-secret-file", str(secret_file))
+        _, out, _ = await erase(
+            *redis_server.flags(), "--tenant", "", "--pool-secret-file", str(secret_file)
+        )
         assert out == "1 n-grams erased\n"
         assert await found(made, [[1]], tenant="a") == [[2]]
 
 
 async def test_the_public_pool_goes_alone(redis_server: Standalone, secret_file: Path) -> None:
-    async with pool(redis_server.server, public=True) as public, pool(redis_server.server) as private:
+    async with (
+        pool(redis_server.server, public=True) as public,
+        pool(redis_server.server) as private,
+    ):
         await written(public, ([1], [2]), ([2], [3]))
         await written(private, ([1], [2]))
-        _, out, _ = await erase(*redis_server.flags(), "--is-public-pool", "--pool-secret-file", str(secret_file))
+        _, out, _ = await erase(
+            *redis_server.flags(), "--is-public-pool", "--pool-secret-file", str(secret_file)
+        )
         assert out == "2 n-grams erased\n"
         assert await found(private, [[1]]) == [[2]]
 
 
 @pytest.mark.slow
-async def test_what_is_missing_or_fails_is_said(redis_server: Standalone, secret_file: Path) -> None:
+async def test_what_is_missing_or_fails_is_said(
+    redis_server: Standalone, secret_file: Path
+) -> None:
     secret = ["--pool-secret-file", str(secret_file)]
     for flags, said in (
         (["--tenant", "a", *secret], "redis must be given"),
         ([*redis_server.flags(), *secret], "tenant must be given, or is-public-pool"),
-        ([*redis_server.flags(), *secret, "--tenant", "a", "--is-public-pool"], "tenant must be given, or is-public-pool"),
+        (
+            [*redis_server.flags(), *secret, "--tenant", "a", "--is-public-pool"],
+            "tenant must be given, or is-public-pool",
+        ),
         ([*redis_server.flags(), "--tenant", "a"], "pool-secret-file must be given"),
         (["--redis", "nowhere", "--tenant", "a", *secret], "redis must look like"),
-        (["--redis", "redis://127.0.0.1:1", "--tenant", "a", *secret], "Redis failed, so some may be left"),
+        (
+            ["--redis", "redis://127.0.0.1:1", "--tenant", "a", *secret],
+            "Redis failed, so some may be left",
+        ),
     ):
         status, out, error = await erase(*flags)
         assert (status, out) == (1, "")

@@ -14,10 +14,16 @@ from drafter_svc.pools.keys import is_index
 from drafter_svc.pools.redis_server import RedisServer
 
 
-async def test_what_one_replica_writes_another_finds_the_longest_n_gram_first(deployment: Deployment) -> None:
+async def test_what_one_replica_writes_another_finds_the_longest_n_gram_first(
+    deployment: Deployment,
+) -> None:
     async with pool(deployment.server) as one, pool(deployment.server) as other:
         await written(one, ([1, 2, 3], [4, 5]), ([3], [9]))
-        assert await found(other, [[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]) == [[4, 5], [9], []]
+        assert await found(other, [[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]) == [
+            [4, 5],
+            [9],
+            [],
+        ]
         assert (other.counters.found, other.counters.missed, other.counters.lookups) == (2, 1, 1)
 
 
@@ -28,12 +34,19 @@ async def test_a_batch_of_many_sequences_is_found_whole(deployment: Deployment) 
         assert await found(made, *queries) == [[i + 2] for i in range(300)]
 
 
-async def test_tenants_namespaces_tokenizers_and_secrets_are_apart_and_the_public_pool_from_all(deployment: Deployment) -> None:
+async def test_tenants_namespaces_tokenizers_and_secrets_are_apart_and_the_public_pool_from_all(
+    deployment: Deployment,
+) -> None:
     async with pool(deployment.server) as made:
         await written(made, ([1], [2]))
         for tenant in ("", "other", "public"):
             assert await found(made, [[1]], tenant=tenant) == [[]]
-        others: list[dict[str, Any]] = [{"namespace": "other"}, {"fingerprint": "f" * 20}, {"secret": b"b" * 20}, {"public": True}]
+        others: list[dict[str, Any]] = [
+            {"namespace": "other"},
+            {"fingerprint": "f" * 20},
+            {"secret": b"b" * 20},
+            {"public": True},
+        ]
         for options in others:
             async with pool(deployment.server, **options) as other:
                 assert await found(other, [[1]]) == [[]]
@@ -64,15 +77,22 @@ async def test_one_tenants_writing_does_not_push_out_anothers(deployment: Deploy
         assert await found(made, [[1]], tenant="small") == [[2]]
 
 
-async def test_the_newest_continuation_wins_unless_the_oldest_is_wanted(deployment: Deployment) -> None:
-    async with pool(deployment.server) as newest, pool(deployment.server, use_oldest=True, namespace="old") as oldest:
+async def test_the_newest_continuation_wins_unless_the_oldest_is_wanted(
+    deployment: Deployment,
+) -> None:
+    async with (
+        pool(deployment.server) as newest,
+        pool(deployment.server, use_oldest=True, namespace="old") as oldest,
+    ):
         for made, expected in ((newest, [3]), (oldest, [2])):
             await written(made, ([1], [2]))
             await written(made, ([1], [3]))
             assert await found(made, [[1]]) == [expected]
 
 
-async def test_rubbish_in_redis_is_dropped_and_counted_and_a_shorter_n_gram_is_taken(redis_server: Standalone) -> None:
+async def test_rubbish_in_redis_is_dropped_and_counted_and_a_shorter_n_gram_is_taken(
+    redis_server: Standalone,
+) -> None:
     async with pool(redis_server.server) as made:
         await written(made, ([0], [7]))
         with redis_server.data[0].admin() as client:
@@ -88,7 +108,9 @@ async def test_a_batch_is_one_round_trip_on_one_server(redis_server: Standalone)
         with redis_server.data[0].admin() as client:
             before = client.info("stats")["total_commands_processed"]
             await found(made, *([[i, i + 1], [i + 1]] for i in range(32)))
-            assert client.info("stats")["total_commands_processed"] - before == 2  # the lookup, and this question
+            assert (
+                client.info("stats")["total_commands_processed"] - before == 2
+            )  # the lookup, and this question
 
 
 async def test_what_lookups_take_is_told_to_who_observes(redis_server: Standalone) -> None:
@@ -148,7 +170,9 @@ async def test_a_redis_that_was_never_there_costs_nothing() -> None:
             made.offer(made.tenant(TENANT), [1], [2])
 
 
-async def test_whatever_the_client_stumbles_over_neither_lookups_nor_writing_end(redis_server: Standalone) -> None:
+async def test_whatever_the_client_stumbles_over_neither_lookups_nor_writing_end(
+    redis_server: Standalone,
+) -> None:
     broken = replace(redis_server.server, options={"socket_keepalive_options": {"no": "option"}})
     async with pool(broken) as made:
         for _ in range(2):

@@ -27,7 +27,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_goes_on(sentinels: Sentinels) -> None:
+async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_goes_on(
+    sentinels: Sentinels,
+) -> None:
     async with pool(sentinels.server) as made:
         await written(made, *(([i], [i + 1]) for i in range(300)))
         with sentinels.replica.admin() as replica:
@@ -49,12 +51,17 @@ async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_g
         assert await found(made, [[1000]]) == [[7]]
 
 
-async def test_a_sequences_keys_are_one_mget_of_one_slot_and_a_batchs_are_on_all_nodes(cluster: Cluster) -> None:
+async def test_a_sequences_keys_are_one_mget_of_one_slot_and_a_batchs_are_on_all_nodes(
+    cluster: Cluster,
+) -> None:
     async with pool(cluster.server) as made:
         tenant = made.tenant(TENANT)
         await written(made, *(([i, i + 1, i + 2], [9]) for i in range(32)))
         queries = [Query(tenant, [[i, i + 1, i + 2], [i + 1, i + 2], [i + 2]]) for i in range(32)]
-        assert all(len({key_slot(key) for key in query.tenant.keys(query.ngrams)}) == 1 for query in queries)
+        assert all(
+            len({key_slot(key) for key in query.tenant.keys(query.ngrams)}) == 1
+            for query in queries
+        )
         cluster.each("CONFIG", "RESETSTAT")
         assert await made.lookup(queries[:1]) == [[9]]
         assert sorted(calls(cluster)) == [0, 0, 1]
@@ -68,7 +75,10 @@ async def test_a_sequences_keys_are_one_mget_of_one_slot_and_a_batchs_are_on_all
 
 def calls(cluster: Cluster) -> list[int]:
     """How often each node was asked by MGET."""
-    return [stats.get("cmdstat_mget", {"calls": 0})["calls"] for stats in cluster.each("INFO", "commandstats")]
+    return [
+        stats.get("cmdstat_mget", {"calls": 0})["calls"]
+        for stats in cluster.each("INFO", "commandstats")
+    ]
 
 
 @pytest.mark.slow
@@ -77,7 +87,9 @@ async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> No
     """All slots of the first node are moved away behind the pool's back, one of them slowly."""
     async with pool(cluster.server) as made:
         await written(made, *(([i], [i + 1]) for i in range(64)))
-        slots = sorted({key_slot(made.tenant(TENANT).index([i])) for i in range(16)} & set(range(5461)))
+        slots = sorted(
+            {key_slot(made.tenant(TENANT).index([i])) for i in range(16)} & set(range(5461))
+        )
         source, target = cluster.data[0], cluster.grow() if grown else cluster.data[1]
         assert slots
         with source.admin() as one, target.admin() as other:
@@ -89,7 +101,9 @@ async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> No
                 one.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
                 if number == 0:
                     # Between the two: the source sends whoever asks to the target, for this once.
-                    token = next(i for i in range(16) if key_slot(made.tenant(TENANT).index([i])) == slot)
+                    token = next(
+                        i for i in range(16) if key_slot(made.tenant(TENANT).index([i])) == slot
+                    )
                     if grown:
                         # redis-py knows no node without a slot, so nothing is found there, and nothing worse happens.
                         assert await found(made, [[token]], [[token + 1]]) == [[], [token + 2]]

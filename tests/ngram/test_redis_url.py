@@ -28,7 +28,9 @@ def test_every_form_is_understood(url: str, expected: tuple[Any, ...]) -> None:
     assert server.options.get("ssl", False) == url.startswith("rediss")
 
 
-def test_user_and_password_come_from_the_url_or_the_password_from_its_file_each_time(tmp_path: Path) -> None:
+def test_user_and_password_come_from_the_url_or_the_password_from_its_file_each_time(
+    tmp_path: Path,
+) -> None:
     def credentials(*arguments: Any) -> object:
         return RedisServer.parse(*arguments).options["credential_provider"].get_credentials()
 
@@ -72,18 +74,30 @@ def test_a_bad_url_is_refused_without_being_repeated(url: str, said: str) -> Non
     assert "hunter2" not in str(caught.value)
 
 
-def test_bad_files_are_refused_by_their_settings_names(tmp_path: Path, certificates: Certificates) -> None:
+def test_bad_files_are_refused_by_their_settings_names(
+    tmp_path: Path, certificates: Certificates
+) -> None:
     missing, empty, rubbish = (tmp_path / name for name in ("missing", "empty", "rubbish"))
     empty.write_text("\n")
     rubbish.write_text("not a certificate")
     for url, password, ca, said in (
-        ("redis://u@host", missing, None, "redis-password-file .*missing cannot be read: No such file"),
+        (
+            "redis://u@host",
+            missing,
+            None,
+            "redis-password-file .*missing cannot be read: No such file",
+        ),
         ("redis://u@host", tmp_path, None, "redis-password-file .* cannot be read: Is a directory"),
         ("redis://u@host", empty, None, "redis-password-file .*empty is empty"),
         ("redis://u:p@host", rubbish, None, "redis-password-file must not be given"),
         ("rediss://host", None, missing, "redis-ca-file .*missing is no file of PEM certificates"),
         ("rediss://host", None, rubbish, "redis-ca-file .*rubbish is no file of PEM certificates"),
-        ("redis://host", None, certificates.ca, "redis-ca-file goes with a URL whose scheme begins with rediss"),
+        (
+            "redis://host",
+            None,
+            certificates.ca,
+            "redis-ca-file goes with a URL whose scheme begins with rediss",
+        ),
     ):
         with pytest.raises(OutriderError, match=said):
             RedisServer.parse(url, password, ca)

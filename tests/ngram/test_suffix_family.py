@@ -9,7 +9,16 @@ from outrider.messages import Opened, Rule, SamplingParams, Skip, Window
 
 def opened(sequence_id: int, tokens: list[int], tenant: str = "") -> Opened:
     window = Window(64, 16)
-    return Opened(sequence_id, tokens, SamplingParams(0.0), Rule.ONE_HOT, window, 4, tenant=tenant, prompt_length=len(tokens))
+    return Opened(
+        sequence_id,
+        tokens,
+        SamplingParams(0.0),
+        Rule.ONE_HOT,
+        window,
+        4,
+        tenant=tenant,
+        prompt_length=len(tokens),
+    )
 
 
 async def proposed(rig: Rig) -> list[list[int]]:

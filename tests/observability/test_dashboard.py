@@ -51,13 +51,17 @@ def prometheus(directory: Path, targets: dict[str, list[int]]) -> Iterator[str]:
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
     for job in config["scrape_configs"]:
         del job["dns_sd_configs"]
-        job["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]}]
+        job["static_configs"] = [
+            {"targets": [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]}
+        ]
     (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
     port = free_port()
     binary = shutil.which("prometheus")
     assert binary is not None, "no Prometheus on this machine; `make test` installs one"
     flags = [f"--config.file={directory}/prometheus.yaml", f"--storage.tsdb.path={directory}/data"]
-    with Popen([binary, *flags, f"--web.listen-address=127.0.0.1:{port}"], stdout=DEVNULL, stderr=DEVNULL) as process:
+    with Popen(
+        [binary, *flags, f"--web.listen-address=127.0.0.1:{port}"], stdout=DEVNULL, stderr=DEVNULL
+    ) as process:
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -78,7 +82,10 @@ def observed_stack(directory: Path, redis_port: int) -> Iterator[tuple[str, dict
     gateway = Process("gateway", "--verifier", stack.address, "--tokenizer", TARGET, *listen)
     try:
         stack.wait_ready()
-        yield f"http://127.0.0.1:{gateway_port}", {"gateway": [gateway_port], "verifier": [verifier_port], "drafter": drafter_ports}
+        yield (
+            f"http://127.0.0.1:{gateway_port}",
+            {"gateway": [gateway_port], "verifier": [verifier_port], "drafter": drafter_ports},
+        )
     finally:
         gateway.stop()
         gateway.log.close()
@@ -93,14 +100,27 @@ async def traffic(url: str) -> None:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
         for drafter in ("ngram", "model", ""):
-            common: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "speculation": {"drafter": drafter}}
-            await asyncio.gather(*(client.post("/v1/completions", json={**common, "prompt": prompt}) for prompt in PROMPTS))
+            common: dict[str, Any] = {
+                "max_tokens": 40,
+                "temperature": 0,
+                "speculation": {"drafter": drafter},
+            }
+            await asyncio.gather(
+                *(
+                    client.post("/v1/completions", json={**common, "prompt": prompt})
+                    for prompt in PROMPTS
+                )
+            )
         chat = {"messages": [{"role": "user", "content": "Say x."}], "max_completion_tokens": 16}
         await client.post("/v1/chat/completions", json=chat)
-        assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": -1})).status_code == 400
+        assert (
+            await client.post("/v1/completions", json={"prompt": "x", "max_tokens": -1})
+        ).status_code == 400
         unknown = {"prompt": "x", "speculation": {"drafter": "nobody"}}
         assert (await client.post("/v1/completions", json=unknown)).is_client_error
-        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900, "stream": True}) as response:
+        async with client.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900, "stream": True}
+        ) as response:
             await anext(response.aiter_bytes())
 
 
@@ -147,8 +167,14 @@ def test_each_query_has_an_answer(url: str, expression: str) -> None:
     assert not all(math.isnan(value) for value in values), "nothing but NaN"
 
 
-def test_every_metric_of_ours_that_a_query_names_is_exposed_and_every_panel_has_a_query(url: str) -> None:
+def test_every_metric_of_ours_that_a_query_names_is_exposed_and_every_panel_has_a_query(
+    url: str,
+) -> None:
     exposed = set(httpx.get(f"{url}/api/v1/label/__name__/values").json()["data"])
-    named = {name for query in QUERIES for name in re.findall(r"(?:outrider:|gen_ai_)\w+", str(query.values[0]))}
+    named = {
+        name
+        for query in QUERIES
+        for name in re.findall(r"(?:outrider:|gen_ai_)\w+", str(query.values[0]))
+    }
     assert {name for name in named if name.startswith("outrider:") or "_seconds" in name} <= exposed
     assert all(panel.get("targets") for panel in DASHBOARD["panels"] if panel["type"] != "row")

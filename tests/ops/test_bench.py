@@ -62,7 +62,9 @@ async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_d
 @pytest.mark.slow
 def test_seeds_texts_are_compared_under_drafts_batches_and_cached_prefixes() -> None:
     _, found = seeds.measure(MODELS, 12, ["float32"])
-    assert {"drafts of 3, alone", "cached prefix, batch 8, drafts of 4"} <= set(found["torch, float32"])
+    assert {"drafts of 3, alone", "cached prefix, batch 8, drafts of 4"} <= set(
+        found["torch, float32"]
+    )
     for counts in found.values():
         for name, count in counts.items():
             assert count["differing"] == 0
@@ -78,7 +80,11 @@ async def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "blocks", [[b"data: 1\n\n", b"data: [DO", b"NE]\n\n"], [b'HTTP/1.1 400 \r\n\r\n{"error": "no such model"}']]
+    "blocks",
+    [
+        [b"data: 1\n\n", b"data: [DO", b"NE]\n\n"],
+        [b'HTTP/1.1 400 \r\n\r\n{"error": "no such model"}'],
+    ],
 )
 async def test_a_stream_is_read_to_its_end_and_an_error_is_raised(blocks: list[bytes]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,13 +119,26 @@ def results() -> Results:
     found = Results("tiny, 1 M, float32")
     phases = dict.fromkeys(("wait", "pack", "forward", "accept", "commit", "send"), 0.1)
     counters = {f"step_phase_seconds.{name}": seconds for name, seconds in phases.items()}
-    counters |= {"step_seconds_count": 10, "generation_tokens": 30, "spec_decode_num_accepted_tokens": 20}
-    counters |= {"decode_seconds": 2.0, "decode_isolated_forward_seconds": 1.5, "draft_lookups.chain": 3, "draft_lookups.miss": 1}
+    counters |= {
+        "step_seconds_count": 10,
+        "generation_tokens": 30,
+        "spec_decode_num_accepted_tokens": 20,
+    }
+    counters |= {
+        "decode_seconds": 2.0,
+        "decode_isolated_forward_seconds": 1.5,
+        "draft_lookups.chain": 3,
+        "draft_lookups.miss": 1,
+    }
     for batch in (1, 8):
         found.add(Cell("code", 0.0, batch), "transformers", Sample(30, 3.0))
         # Two requests of 15 tokens; while both are under way, the first second, 15 of the one come and 8 of the other.
         requests = [(0.0, 1.0, 15), (0.5, 1.5, 15)]
-        found.add(Cell("code", 0.0, batch), "outrider, ngram", Sample(30, 1.5, [0.2], [0.03], counters, requests, 1.0))
+        found.add(
+            Cell("code", 0.0, batch),
+            "outrider, ngram",
+            Sample(30, 1.5, [0.2], [0.03], counters, requests, 1.0),
+        )
     return found
 
 
@@ -127,7 +146,13 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     console = Console(record=True, width=220, file=(tmp_path / "printed").open("w"))
     for table in tables(results(), ["transformers", "outrider, ngram"]):
         console.print(table)
-    paths = write(tmp_path, "bench", {"pairs": results().as_json()}, console, plot(results(), ["transformers"]))
+    paths = write(
+        tmp_path,
+        "bench",
+        {"pairs": results().as_json()},
+        console,
+        plot(results(), ["transformers"]),
+    )
     console.file.close()
     printed = (tmp_path / "printed").read_text()
     assert "20.0 (20.0–20.0)" in printed
@@ -136,7 +161,9 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     full = next(line for line in printed.splitlines() if "23.0 (23.0–23.0)" in line)
     assert full.count("1.00") == 2
     assert "Median TPOT (ms)" in printed
-    step = next(line for line in printed.splitlines() if "outrider, ngram" in line and "0.75" in line)
+    step = next(
+        line for line in printed.splitlines() if "outrider, ngram" in line and "0.75" in line
+    )
     cells = [cell.strip() for cell in step.split("│")]
     assert {"3.00", "26.7", "0.75", "0.25"} <= set(cells)
     assert [path.suffix for path in paths] == [".json", ".html", ".png"]
@@ -146,7 +173,12 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("wanted", "trees", "drafters", "ways"),
     [
-        ("outrider*", True, ["ngram", "suffix", "model"], ["plain", "ngram", "suffix", "model", "auto"]),
+        (
+            "outrider*",
+            True,
+            ["ngram", "suffix", "model"],
+            ["plain", "ngram", "suffix", "model", "auto"],
+        ),
         ("outrider*", False, ["ngram", "model"], ["plain", "ngram", "model", "auto"]),
         ("outrider, auto", True, ["ngram", "suffix", "model"], ["auto"]),
         ("outrider, [np]*", True, ["ngram", "model"], ["plain", "ngram"]),
@@ -179,7 +211,9 @@ def test_a_record_names_the_versions_and_the_gpu_where_there_is_one_and_needs_no
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    versions = f", torch {torch.__version__}, transformers {transformers.__version__}, commit unknown"
+    versions = (
+        f", torch {torch.__version__}, transformers {transformers.__version__}, commit unknown"
+    )
     alone = bench._machine()
     assert alone.endswith(versions)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

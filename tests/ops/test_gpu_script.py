@@ -23,15 +23,23 @@ def test_the_script_is_bash_and_says_what_it_takes() -> None:
     subprocess.run(["bash", "-n", ROOT / "bench" / "gpu.sh"], check=True)
     told = subprocess.run([ROOT / "bench" / "gpu.sh"], capture_output=True, text=True, check=False)
     assert told.returncode == 2
-    assert {"bench/gpu.sh wheels", "bench/gpu.sh run"} <= set(re.findall(r"bench/gpu\.sh \w+", told.stdout))
+    assert {"bench/gpu.sh wheels", "bench/gpu.sh run"} <= set(
+        re.findall(r"bench/gpu\.sh \w+", told.stdout)
+    )
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "tokenizers", "matplotlib"])
 def test_what_torch_transformers_and_matplotlib_need_does_not_travel(package: str) -> None:
     needs = map(Requirement, requires(package) or [])
-    here = {canonicalize_name(need.name) for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
+    here = {
+        canonicalize_name(need.name)
+        for need in needs
+        if need.marker is None or need.marker.evaluate({"extra": ""})
+    }
     # Nothing else brings CUDA's. Of typing-extensions any newer one serves, and pydantic's must be new.
-    assert {name for name in here - THERE if not name.startswith(("cuda-", "nvidia-"))} <= {"typing-extensions"}
+    assert {name for name in here - THERE if not name.startswith(("cuda-", "nvidia-"))} <= {
+        "typing-extensions"
+    }
 
 
 def test_what_the_generated_code_was_made_with_travels() -> None:
@@ -40,7 +48,11 @@ def test_what_the_generated_code_was_made_with_travels() -> None:
 
 def test_the_grown_shape_is_one_that_holds_the_target_and_has_8_b_parameters() -> None:
     [shape] = re.findall(r"--grown-shape '(\[.+?\])'", SCRIPT)
-    config = grown_config(LlamaConfig.from_pretrained(ROOT / "models" / "target"), Shape(*json.loads(shape)), torch.bfloat16)
+    config = grown_config(
+        LlamaConfig.from_pretrained(ROOT / "models" / "target"),
+        Shape(*json.loads(shape)),
+        torch.bfloat16,
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     assert round(model.num_parameters() / 1e9) == 8

@@ -67,7 +67,9 @@ def test_a_checkpoint_is_made_once_and_one_whose_growth_was_killed_is_made_anew(
             grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32")
     made = grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32")
     assert list(tmp_path.iterdir()) == [made]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in made.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in made.iterdir()
+    }
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", killed)
     assert grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32") == made
 
@@ -89,4 +91,8 @@ def test_a_shape_that_cannot_hold_the_small_model_is_refused(small: Any, shape: 
 
 def test_a_hidden_size_that_is_no_multiple_of_the_heads_is_refused(small: Any) -> None:
     with pytest.raises(ValueError, match="multiple"):
-        grow(small, Shape(hidden=100, layers=4, heads=12, kv_heads=4, intermediate=160), torch.float32)
+        grow(
+            small,
+            Shape(hidden=100, layers=4, heads=12, kv_heads=4, intermediate=160),
+            torch.float32,
+        )

@@ -43,7 +43,12 @@ class Rig:
 
     def start(self, stdout: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command, cwd=self.directory, env=self.environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+            self.command,
+            cwd=self.directory,
+            env=self.environment,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     @property
@@ -65,7 +70,11 @@ def rig(tmp_path: Path) -> Rig:
 def small_file_system(directory: Path) -> Iterator[Path | None]:
     """256 KiB of a tmpfs; None where this user may not mount one."""
     directory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", directory], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", directory],
+        capture_output=True,
+        check=False,
+    )
     try:
         yield directory if mounted.returncode == 0 else None
     finally:
@@ -96,7 +105,9 @@ def stops_in_good_order(rig: Rig, serving: subprocess.Popen[str]) -> None:
     assert not Path(f"/proc/{rig.progress[0]}").exists()
 
 
-def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(rig: Rig, tmp_path: Path) -> None:
+def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(
+    rig: Rig, tmp_path: Path
+) -> None:
     with small_file_system(tmp_path / "small") as small:
         path = small / "log" if small else Path("/dev/full")
         if small:
@@ -109,7 +120,8 @@ def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(r
             (small / "filler").unlink()
             until(lambda: "lines were dropped: the log could not be written" in path.read_text())
             assert all(
-                line.endswith(("xxx", "restarting it in 0.5 s", "written", "...")) for line in path.read_text().splitlines()[:-1]
+                line.endswith(("xxx", "restarting it in 0.5 s", "written", "..."))
+                for line in path.read_text().splitlines()[:-1]
             )
         stops_in_good_order(rig, serving)
 
@@ -128,7 +140,10 @@ def test_a_reader_that_leaves_ends_it_without_a_traceback(rig: Rig) -> None:
     assert all(serving.stdout.readline() for _ in range(3))
     serving.stdout.close()
     serving.stdout = None
-    assert serving.communicate(timeout=20)[1] == "outrider serve: stopped, since nobody reads its output any more\n"
+    assert (
+        serving.communicate(timeout=20)[1]
+        == "outrider serve: stopped, since nobody reads its output any more\n"
+    )
     assert serving.returncode == 1
     assert not Path(f"/proc/{rig.progress[0]}").exists()
 

@@ -96,7 +96,9 @@ def test_children_end_in_good_order_when_their_supervisor_is_killed(tmp_path: Pa
     (tmp_path / "waits.py").write_text(LEAVES_A_NOTE)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", SUPERVISES]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as supervisor:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as supervisor:
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "waits: up\n"
         supervisor.kill()
@@ -129,5 +131,11 @@ async def test_an_interrupted_stop_still_kills_who_ignores_sigterm(rig: Rig) -> 
 
 
 async def test_a_line_longer_than_any_buffer_does_no_harm(rig: Rig) -> None:
-    rig.start("loud", "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)")
-    await rig.until(lambda: ("loud", "after") in rig.lines or any(line.endswith("after") for _, line in rig.lines))
+    rig.start(
+        "loud", "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)"
+    )
+    await rig.until(
+        lambda: (
+            ("loud", "after") in rig.lines or any(line.endswith("after") for _, line in rig.lines)
+        )
+    )

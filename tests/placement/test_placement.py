@@ -76,7 +76,9 @@ def test_grace_can_be_told_which_socket_and_cores(tmp_path: Path) -> None:
         (GRACE_MIDR, "Amazon EC2", "in a machine that calls itself Amazon EC2"),
     ],
 )
-def test_grace_fails_with_the_reason_on_a_machine_that_has_none(tmp_path: Path, midr: str, vendor: str, reason: str) -> None:
+def test_grace_fails_with_the_reason_on_a_machine_that_has_none(
+    tmp_path: Path, midr: str, vendor: str, reason: str
+) -> None:
     with pytest.raises(OutriderError, match=reason) as caught:
         plan("grace", None, None, None, tree(tmp_path, "0-63", {0: "0-63"}, midr, vendor))
     assert caught.value.field == "placement"
@@ -99,7 +101,12 @@ def test_cpu_takes_a_nodes_cores_or_all_there_are(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
-    tmp_path: Path, cores: str | None, node: int | None, threads: int | None, field: str, message: str
+    tmp_path: Path,
+    cores: str | None,
+    node: int | None,
+    threads: int | None,
+    field: str,
+    message: str,
 ) -> None:
     with pytest.raises(OutriderError, match=message) as caught:
         plan("cpu", cores, node, threads, two_sockets(tmp_path))
@@ -130,7 +137,9 @@ import torch
 place = chosen.describe("cpu")
 print(json.dumps([early, sorted(os.sched_getaffinity(0)), torch.get_num_threads(), list(place.cores), place.kind]))
 """
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert json.loads(output) == [False, [core], 1, [core], "cpu"]
 
 

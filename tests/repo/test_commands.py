@@ -7,13 +7,40 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = ("README.md", "CHANGELOG.md", "DECISIONS.md", "clients/browser/README.md", "compose/README.md", "models/README.md")
+NAMED = (
+    "README.md",
+    "CHANGELOG.md",
+    "DECISIONS.md",
+    "clients/browser/README.md",
+    "compose/README.md",
+    "models/README.md",
+)
 PAGES = [ROOT / name for name in NAMED] + sorted((ROOT / "docs").glob("*.md"))
-FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+FILES = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.splitlines()
 
 CLIENTS = {
-    *("backend", "base-url", "constraint", "custom-output-len", "data", "dataset-name", "dataset-path", "endpoint", "ignore-eos"),
-    *("max-concurrency", "model", "num-prompts", "output", "profile", "random-input-len", "random-output-len"),
+    *(
+        "backend",
+        "base-url",
+        "constraint",
+        "custom-output-len",
+        "data",
+        "dataset-name",
+        "dataset-path",
+        "endpoint",
+        "ignore-eos",
+    ),
+    *(
+        "max-concurrency",
+        "model",
+        "num-prompts",
+        "output",
+        "profile",
+        "random-input-len",
+        "random-output-len",
+    ),
     *("skip-chat-template", "temperature", "tokenizer"),
 }
 """Flags of `vllm bench serve` and `guidellm run` that the pages name."""
@@ -54,10 +81,15 @@ def test_every_flag_named_is_some_commands(path: Path) -> None:
             "bench/simulator/scenario.py",
         )
         for field in re.findall(
-            r"^    (\w+): ", (ROOT / name).read_text() + (ROOT / "outrider/process/config.py").read_text(), re.MULTILINE
+            r"^    (\w+): ",
+            (ROOT / name).read_text() + (ROOT / "outrider/process/config.py").read_text(),
+            re.MULTILINE,
         )
     }
-    named = {flag.removeprefix("no-") for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())} - {"help"}
+    named = {
+        flag.removeprefix("no-")
+        for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", path.read_text())
+    } - {"help"}
     # What protoc names begins with the language.
     others = {"models", "max-tokens", "service", "timeout", "version", "grpc", "ruby", "transcript"}
     others |= {"compare", "out", "rates", "processes"}  # of `outrider fleet`

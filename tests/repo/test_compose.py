@@ -41,32 +41,57 @@ def test_every_service_that_stays_is_limited_and_restarted(name: str) -> None:
 
 
 def test_compose_waits_longer_than_any_process_drains() -> None:
-    drains = [schema.model_fields["drain_seconds"].default for schema in (VerifierSettings, GatewaySettings)]
-    assert {float(service["stop_grace_period"].removesuffix("s")) > max(drains) for service in SERVICES.values()} == {True}
+    drains = [
+        schema.model_fields["drain_seconds"].default
+        for schema in (VerifierSettings, GatewaySettings)
+    ]
+    assert {
+        float(service["stop_grace_period"].removesuffix("s")) > max(drains)
+        for service in SERVICES.values()
+    } == {True}
 
 
 def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert len(ports) >= 3
-    assert [port for port in ports if not re.match(r"\$\{OUTRIDER_(VERIFIER_)?BIND:-127\.0\.0\.1\}:", port)] == []
+    assert [
+        port
+        for port in ports
+        if not re.match(r"\$\{OUTRIDER_(VERIFIER_)?BIND:-127\.0\.0\.1\}:", port)
+    ] == []
 
 
 def test_only_redis_and_ngram_drafters_see_secrets_and_each_other() -> None:
     with_secrets = {
-        name for name, service in SERVICES.items() if any("/run/outrider/secrets" in v for v in service.get("volumes", []))
+        name
+        for name, service in SERVICES.items()
+        if any("/run/outrider/secrets" in v for v in service.get("volumes", []))
     }
     assert all(name.startswith(("redis", "secrets", "drafter-ngram")) for name in with_secrets)
-    assert {name for name, service in SERVICES.items() if "pool" in service.get("networks", [])} == with_secrets - {"secrets"}
+    assert {
+        name for name, service in SERVICES.items() if "pool" in service.get("networks", [])
+    } == with_secrets - {"secrets"}
 
 
 def test_every_setting_is_one_of_its_process() -> None:
     files = TEXT + (COMPOSE / "Dockerfile").read_text()
-    named = set(re.findall(r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]", files, re.MULTILINE))
+    named = set(
+        re.findall(
+            r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]", files, re.MULTILINE
+        )
+    )
     assert len(named) > 20
-    known = {process: {name for schema in schemas for name in schema.model_fields} for process, schemas in SETTINGS.items()}
+    known = {
+        process: {name for schema in schemas for name in schema.model_fields}
+        for process, schemas in SETTINGS.items()
+    }
     assert [name for process, name in named if name.lower() not in known[process]] == []
 
 
 def test_every_variable_is_in_the_readme() -> None:
-    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT)) | set(re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE))
-    assert [name for name in variables if f"`{name}`" not in (COMPOSE / "README.md").read_text()] == []
+    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT)) | set(
+        re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE)
+    )
+    assert [
+        name for name in variables if f"`{name}`" not in (COMPOSE / "README.md").read_text()
+    ] == []

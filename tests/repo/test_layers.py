@@ -43,7 +43,11 @@ def test_what_is_shared_imports_no_service() -> None:
     for path in sources("outrider"):
         services = {name for name in imported(path) if name.partition(".")[0] in SERVICES}
         settings = ("drafter_svc.config.", "drafter_svc.families.registry.")
-        allowed = {name for name in services if name.startswith(settings)} if path.name == "stack.py" else set()
+        allowed = (
+            {name for name in services if name.startswith(settings)}
+            if path.name == "stack.py"
+            else set()
+        )
         assert services == allowed, path
 
 
@@ -53,7 +57,9 @@ def test_protobuf_stays_in_wire_servicers_and_streams() -> None:
     for package in ("outrider", *SERVICES):
         for path in sources(package):
             # The conformance kit is about the messages themselves.
-            if path.parent.name not in ("conformance", "wire") and any(name.startswith("outrider.v1") for name in imported(path)):
+            if path.parent.name not in ("conformance", "wire") and any(
+                name.startswith("outrider.v1") for name in imported(path)
+            ):
                 assert path.name in allowed, path
 
 
@@ -61,13 +67,20 @@ def test_what_is_no_service_or_stream_of_the_verifier_knows_no_grpc() -> None:
     speaks = {"server.py", "servicer.py", "draft_streams.py", "token_streams.py"}
     for path in sources("verifier_svc"):
         known = any(
-            name.startswith(("grpc", "google", "outrider.process.rpc", "outrider.v1", "outrider.wire")) for name in imported(path)
+            name.startswith(
+                ("grpc", "google", "outrider.process.rpc", "outrider.v1", "outrider.wire")
+            )
+            for name in imported(path)
         )
         assert known == (path.name in speaks), path
 
 
 def test_drafter_families_and_sampling_know_no_grpc() -> None:
-    for path in (*sources("drafter_svc/families"), *sources("drafter_svc/pools"), *sources("outrider/sampling")):
+    for path in (
+        *sources("drafter_svc/families"),
+        *sources("drafter_svc/pools"),
+        *sources("outrider/sampling"),
+    ):
         assert "grpc" not in roots(path), path
 
 
@@ -105,17 +118,28 @@ def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
     ],
 )
 def test_what_needs_no_model_starts_without_torch(module: str) -> None:
-    program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    program = (
+        f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["verifier_svc --target x", "drafter_svc --family model --model x"])
+@pytest.mark.parametrize(
+    "command", ["verifier_svc --target x", "drafter_svc --family model --model x"]
+)
 def test_what_runs_a_model_names_the_extra_that_is_missing(command: str) -> None:
     """As after `pip install outrider` alone: None in sys.modules is how Python marks a module that cannot be found."""
     module, *arguments = command.split()
     without = f"import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = {arguments}"
     program = f"{without}; runpy.run_module({module!r}, run_name='__main__')"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ended.returncode == 1
     assert "needs torch; in Outrider's sources" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -125,5 +149,9 @@ def test_nothing_unpickles_or_evaluates() -> None:
     for package in ("outrider", *SERVICES):
         for path in sources(package):
             assert not roots(path) & {"pickle", "marshal", "shelve", "dill"}, path
-            called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+            called = {
+                ast.unparse(node.func)
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Call)
+            }
             assert not called & {"eval", "exec", "torch.load"}, path

@@ -17,10 +17,16 @@ def test_a_mutant_has_one_place_and_tests_that_exist(mutant: Mutant) -> None:
     compile(mutant.applied(source), mutant.path, "exec")
     for test in mutant.tests:
         path, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text() if name else (ROOT / path).exists(), test
+        assert (
+            f"def {name.partition('[')[0]}(" in (ROOT / path).read_text()
+            if name
+            else (ROOT / path).exists()
+        ), test
 
 
 def test_there_are_many_mutants_and_each_has_a_name() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert sum(not mutant.equivalent for mutant in MUTANTS) >= 40
-    assert {mutant.name for mutant in MUTANTS} <= set((ROOT / "docs/losslessness.md").read_text().replace("|", " ").split())
+    assert {mutant.name for mutant in MUTANTS} <= set(
+        (ROOT / "docs/losslessness.md").read_text().replace("|", " ").split()
+    )

@@ -116,7 +116,15 @@ def named(build: Callable[..., object], field: str) -> Callable[[Any], object]:
     return lambda value: build(**{field: value})
 
 
-SAMPLING = ["temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"]
+SAMPLING = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+]
 SAMPLING += ["frequency_penalty", "min_tokens"]
 SPECULATION = ["draft_tokens", "typical_epsilon", "relaxed_topk", "relaxed_delta"]
 # For each limit, what reads a value of the field, or so many entries of it.
@@ -139,8 +147,12 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Proposal.token_ids": lambda n: drafts(proposals=[drafts_pb2.Proposal(token_ids=[1] * n)]),
     "DraftBatch.proposals": lambda n: drafts(skips=[drafts_pb2.Skip()] * n),
     "GenerateTextRequest.stop": lambda n: check_stop(["a"] * n),
-    "GenerateTextRequest.top_logprob_count": partial(wire_requests.check_logprobs, "top_logprob_count"),
-    "GenerateTextRequest.prompt_logprob_count": partial(wire_requests.check_logprobs, "prompt_logprob_count"),
+    "GenerateTextRequest.top_logprob_count": partial(
+        wire_requests.check_logprobs, "top_logprob_count"
+    ),
+    "GenerateTextRequest.prompt_logprob_count": partial(
+        wire_requests.check_logprobs, "prompt_logprob_count"
+    ),
     "GenerateTokensRequest.request_id": lambda n: request(request_id="a" * n),
     "GenerateTokensRequest.tenant": lambda n: request(tenant="a" * n),
     "GenerateTokensRequest.stop_token_ids": lambda n: request(stop_token_ids=[1] * n),

@@ -15,10 +15,23 @@ MOST_BYTES = 2**20
 LARGE = {"models/target/model.safetensors", "models/draft/model.safetensors"}
 # Generated from protos/, and compared with what they generate by CI.
 GENERATED = {"outrider/v1", "outrider/internal/v1"}
-FOLDERS = {"node_modules", "site-packages", "vendor", "third_party", ".venv", "dist", "build", "gen", "target", "__pycache__"}
+FOLDERS = {
+    "node_modules",
+    "site-packages",
+    "vendor",
+    "third_party",
+    ".venv",
+    "dist",
+    "build",
+    "gen",
+    "target",
+    "__pycache__",
+}
 # The bundled target model is no build output.
 NAMED_ALIKE = ("models/target/",)
-BUILT = re.compile(r"\.(o|a|so|dll|dylib|class|jar|war|exe|pyc|whl|egg|gem|tgz|zip|tar|gz|wasm|map)$|\.min\.(js|css)$")
+BUILT = re.compile(
+    r"\.(o|a|so|dll|dylib|class|jar|war|exe|pyc|whl|egg|gem|tgz|zip|tar|gz|wasm|map)$|\.min\.(js|css)$"
+)
 PROTOBUF = re.compile(r"(_pb2?(_grpc)?\.(py|pyi|rb|js|ts|d\.ts)|\.pb\.(go|cc|h)|_services_pb\.rb)$")
 LOCKS = re.compile(r"(^|/)(package-lock\.json|yarn\.lock|pnpm-lock\.yaml|Cargo\.lock|go\.sum)$")
 
@@ -26,8 +39,14 @@ LOCKS = re.compile(r"(^|/)(package-lock\.json|yarn\.lock|pnpm-lock\.yaml|Cargo\.
 @cache
 def tracked() -> tuple[str, ...]:
     """Paths of all files in git's index, from the repository's root."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    return tuple(path for path in listed.split("\0") if path and (ROOT / path).is_file() and not (ROOT / path).is_symlink())
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
+    return tuple(
+        path
+        for path in listed.split("\0")
+        if path and (ROOT / path).is_file() and not (ROOT / path).is_symlink()
+    )
 
 
 def problem(path: str, size: int) -> str | None:
@@ -46,7 +65,9 @@ def problem(path: str, size: int) -> str | None:
 
 def test_every_tracked_file_was_written_here() -> None:
     assert len(tracked()) > 300
-    problems = {path: found for path in tracked() if (found := problem(path, (ROOT / path).stat().st_size))}
+    problems = {
+        path: found for path in tracked() if (found := problem(path, (ROOT / path).stat().st_size))
+    }
     assert not problems
 
 

@@ -19,13 +19,22 @@ def schemas(count: int, seed: int = 0) -> list[Schema]:
     rng = random.Random(seed)
     found: dict[str, Schema] = {}
     while len(found) < count:
-        schema = rng.choice((_object, _object, _array, _tuple, _leaf, _union, _recursive, _referring))(rng, 2)
+        schema = rng.choice(
+            (_object, _object, _array, _tuple, _leaf, _union, _recursive, _referring)
+        )(rng, 2)
         found.setdefault(json.dumps(schema, sort_keys=True), schema)
     return list(found.values())
 
 
 def _any(rng: random.Random, depth: int) -> Schema:
-    makers: tuple[Callable[[random.Random, int], Schema], ...] = (_leaf, _leaf, _object, _array, _tuple, _union)
+    makers: tuple[Callable[[random.Random, int], Schema], ...] = (
+        _leaf,
+        _leaf,
+        _object,
+        _array,
+        _tuple,
+        _union,
+    )
     return rng.choice(makers if depth > 0 else (_leaf,))(rng, depth - 1)
 
 
@@ -34,14 +43,25 @@ def _leaf(rng: random.Random, depth: int) -> Schema:
     return rng.choice(
         (
             {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 200)},
-            {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + rng.randint(2, 30)},
+            {
+                "type": "integer",
+                "exclusiveMinimum": low,
+                "exclusiveMaximum": low + rng.randint(2, 30),
+            },
             {"type": "boolean"},
             {"type": "null"},
             {"type": "string", "maxLength": rng.randint(1, 12)},
             {"type": "string", "minLength": 2, "maxLength": rng.randint(2, 9)},
             {
                 "type": "string",
-                "pattern": rng.choice(("^[a-c]{1,4}$", "^v[0-9]\\.[0-9]$", "^(red|green|blue)$", "^[A-Z]{2}-[0-9]{3}$")),
+                "pattern": rng.choice(
+                    (
+                        "^[a-c]{1,4}$",
+                        "^v[0-9]\\.[0-9]$",
+                        "^(red|green|blue)$",
+                        "^[A-Z]{2}-[0-9]{3}$",
+                    )
+                ),
             },
             {"type": "string", "format": "uuid"},
             {"enum": rng.sample(["a", "bc", 1, 2.5, None, True, "déf"], rng.randint(1, 4))},
@@ -63,7 +83,12 @@ def _object(rng: random.Random, depth: int) -> Schema:
 
 def _array(rng: random.Random, depth: int) -> Schema:
     least = rng.randint(0, 2)
-    return {"type": "array", "items": _any(rng, depth), "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": _any(rng, depth),
+        "minItems": least,
+        "maxItems": least + rng.randint(0, 2),
+    }
 
 
 def _tuple(rng: random.Random, depth: int) -> Schema:
@@ -80,17 +105,34 @@ def _union(rng: random.Random, depth: int) -> Schema:
 def _recursive(rng: random.Random, depth: int) -> Schema:
     """A list that has to be kept short by its own shape: each node may end it, and the model chooses."""
     value = _leaf(rng, 0)
-    end = {"$defs": {"end": {"type": "object", "properties": {"v": value}, "required": ["v"], "additionalProperties": False}}}
+    end = {
+        "$defs": {
+            "end": {
+                "type": "object",
+                "properties": {"v": value},
+                "required": ["v"],
+                "additionalProperties": False,
+            }
+        }
+    }
     inner: Schema = {"$ref": "#/$defs/end"}
     for _ in range(rng.randint(1, 3)):
-        inner = {"type": "object", "properties": {"v": value, "next": inner}, "required": ["v"], "additionalProperties": False}
+        inner = {
+            "type": "object",
+            "properties": {"v": value, "next": inner},
+            "required": ["v"],
+            "additionalProperties": False,
+        }
     return inner | end
 
 
 def _referring(rng: random.Random, depth: int) -> Schema:
     return {
         "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/part"}, "b": {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2}},
+        "properties": {
+            "a": {"$ref": "#/$defs/part"},
+            "b": {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2},
+        },
         "required": ["a", "b"],
         "additionalProperties": False,
         "$defs": {"part": _any(rng, 1)},

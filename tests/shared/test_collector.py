@@ -76,7 +76,9 @@ def until(condition: Callable[[], bool]) -> None:
             time.sleep(0.02)
 
 
-def test_a_collector_that_goes_and_comes_back_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collector_that_goes_and_comes_back_is_told_once_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     port = free_port("127.0.0.1")
     attempts: list[object] = []
@@ -86,12 +88,16 @@ def test_a_collector_that_goes_and_comes_back_is_told_once_each(caplog: pytest.L
         with collector(port):
             until(lambda: "again" in caplog.text)
         until(lambda: caplog.text.count("takes no") == 2)
-    said = [record.getMessage().partition(f"http://127.0.0.1:{port} ")[2] for record in caplog.records]
+    said = [
+        record.getMessage().partition(f"http://127.0.0.1:{port} ")[2] for record in caplog.records
+    ]
     assert [text.partition(" ")[2].partition(" ")[0] for text in said] == ["no", "spans", "no"]
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_collector_that_does_not_answer_holds_up_no_end(listens: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collector_that_does_not_answer_holds_up_no_end(
+    listens: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listens:

@@ -29,12 +29,21 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
     ("arguments", "complaint"),
     [
         ("--bogus 1", "there is no setting --bogus; outrider serve --help lists them"),
-        ("--http_port 1", "there is no setting --http_port (did you mean --http-port?); outrider serve --help lists them"),
+        (
+            "--http_port 1",
+            "there is no setting --http_port (did you mean --http-port?); outrider serve --help lists them",
+        ),
         ("--dtype float8", f"dtype: must be {DTYPES}, not 'float8'"),
         ("--device gpu", "device: must be auto, cpu, cuda or cuda:N, not 'gpu'"),
-        ("--threads two", "threads: must be a valid integer, unable to parse string as an integer, not 'two'"),
+        (
+            "--threads two",
+            "threads: must be a valid integer, unable to parse string as an integer, not 'two'",
+        ),
         ("--target other", "target is given twice"),
-        ("--redis redis://a", "redis is for n-gram drafters, and there is none; add --drafter ngram"),
+        (
+            "--redis redis://a",
+            "redis is for n-gram drafters, and there is none; add --drafter ngram",
+        ),
         ("--redis-ca-file a --drafter ngram", "redis-ca-file has no meaning without --redis URL"),
         ("--config /nowhere", "config: /nowhere is not a file"),
     ],
@@ -51,21 +60,38 @@ def test_what_is_wrong_with_a_setting_is_one_line(
 
 @pytest.mark.parametrize(
     "arguments",
-    ["models/target --draft-tokens auto", "--target models/target --draft-tokens=auto", "--draft-tokens auto models/target"],
+    [
+        "models/target --draft-tokens auto",
+        "--target models/target --draft-tokens=auto",
+        "--draft-tokens auto models/target",
+    ],
 )
-def test_the_target_may_be_given_without_its_flag(arguments: str, served: list[ServeSettings]) -> None:
+def test_the_target_may_be_given_without_its_flag(
+    arguments: str, served: list[ServeSettings]
+) -> None:
     assert invoke(app, "outrider", ["serve", *arguments.split()]) == 0
-    assert [(settings.target, settings.draft_tokens) for settings in served] == [("models/target", "auto")]
+    assert [(settings.target, settings.draft_tokens) for settings in served] == [
+        ("models/target", "auto")
+    ]
 
 
 @pytest.mark.parametrize(
     ("drafter", "complaint"),
     [
         ("ngram,bogus=1", "ngram has no setting bogus; it has cores, id, is_keep_all, "),
-        ("ngram,max_draft_length=4", "ngram has no setting max_draft_length (did you mean max_draft_len?); it has "),
+        (
+            "ngram,max_draft_length=4",
+            "ngram has no setting max_draft_length (did you mean max_draft_len?); it has ",
+        ),
         ("ngram,branches=4", "ngram has no setting branches; it has "),
-        ("ngram,max-draft-len=1000", "drafter ngram: max-draft-len: must be less than or equal to 64, not '1000'"),
-        ("model=m,placement=gpu", "drafter model: placement: must be 'local', 'cpu' or 'grace', not 'gpu'"),
+        (
+            "ngram,max-draft-len=1000",
+            "drafter ngram: max-draft-len: must be less than or equal to 64, not '1000'",
+        ),
+        (
+            "model=m,placement=gpu",
+            "drafter model: placement: must be 'local', 'cpu' or 'grace', not 'gpu'",
+        ),
         ("ngram,redis=redis://a", "redis needs --pool-secret-file FILE"),
     ],
 )
@@ -101,7 +127,9 @@ def test_a_file_that_holds_no_settings_is_named(
 
 
 @pytest.mark.parametrize("arguments", ["version", "--version"])
-def test_the_version_is_a_command_and_a_flag(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_a_command_and_a_flag(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert not invoke(app, "outrider", [arguments])
     assert capsys.readouterr().out == f"{__version__}\n"
 
@@ -116,7 +144,13 @@ def test_the_version_is_a_command_and_a_flag(arguments: str, capsys: pytest.Capt
     ],
 )
 def test_a_shell_completes_commands_flags_values_and_files(words: str, completed: str) -> None:
-    asked = {"_OUTRIDER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    asked = {
+        "_OUTRIDER_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
     command = [sys.executable, "-m", "outrider.launch.cli"]
-    answer = subprocess.run(command, cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        command, cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=True
+    )
     assert answer.stdout.strip() == completed

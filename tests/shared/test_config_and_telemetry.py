@@ -16,7 +16,9 @@ from outrider.process import telemetry
 from outrider.process.config import parse
 
 
-def test_flags_go_before_environment_and_that_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_go_before_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("target: from-file\ndraft_tokens: 1\nhttp_port: 1\n")
     monkeypatch.setenv("OUTRIDER_DRAFT_TOKENS", "2")
@@ -27,8 +29,12 @@ def test_flags_go_before_environment_and_that_before_the_file(tmp_path: Path, mo
     assert parse(ServeSettings, "serve", []).target == "from-file"
 
 
-@pytest.mark.parametrize(("text", "drafters"), [("ngram", ["ngram"]), ('["ngram", "suffix"]', ["ngram", "suffix"])])
-def test_a_list_in_the_environment_is_one_value_or_json(monkeypatch: pytest.MonkeyPatch, text: str, drafters: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "drafters"), [("ngram", ["ngram"]), ('["ngram", "suffix"]', ["ngram", "suffix"])]
+)
+def test_a_list_in_the_environment_is_one_value_or_json(
+    monkeypatch: pytest.MonkeyPatch, text: str, drafters: list[str]
+) -> None:
     monkeypatch.setenv("OUTRIDER_DRAFTER", text)
     assert parse(ServeSettings, "serve", ["--target", "x"]).drafter == drafters
 
@@ -43,13 +49,17 @@ def test_a_list_in_the_environment_that_is_broken_is_refused_by_name(
 
 
 @pytest.mark.parametrize("text", ["", "a:1,", ",a:1", "a:1, ,b:2"])
-def test_a_gateway_refuses_an_address_that_is_empty(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gateway_refuses_an_address_that_is_empty(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse(GatewaySettings, "gateway", [f"--verifier={text}", "--tokenizer", "t"])
     assert "verifier: must name host:port" in capsys.readouterr().err
 
 
-def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "drafter.yaml").write_text("family: ngram\nredis: redis://r\n")
     monkeypatch.setenv("OUTRIDER_DRAFTER_CONFIG", str(tmp_path / "drafter.yaml"))
     settings = parse(EraseSettings, "erase", ["--tenant", "t"])
@@ -57,9 +67,14 @@ def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(tmp_path: 
     assert parse(settings_schema("ngram"), "drafter", []).family == "ngram"
 
 
-@pytest.mark.parametrize("arguments", [["--verifier", "a:1, b:2"], ["--verifier", "a:1", "--verifier", "b:2"]])
+@pytest.mark.parametrize(
+    "arguments", [["--verifier", "a:1, b:2"], ["--verifier", "a:1", "--verifier", "b:2"]]
+)
 def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: list[str]) -> None:
-    assert parse(GatewaySettings, "gateway", [*arguments, "--tokenizer", "t"]).verifier == ["a:1", "b:2"]
+    assert parse(GatewaySettings, "gateway", [*arguments, "--tokenizer", "t"]).verifier == [
+        "a:1",
+        "b:2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +82,10 @@ def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: lis
     [
         ("bogus_key: 1\n", "serve: there is no setting bogus_key\n"),
         ("http_prot: 1\n", "serve: there is no setting http_prot (did you mean http_port?)\n"),
-        ("dtype: float8\n", "serve: dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', not 'float8'\n"),
+        (
+            "dtype: float8\n",
+            "serve: dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', not 'float8'\n",
+        ),
         ("draft_tokens: many\n", "draft-tokens: must be goodput, goodput:MAX, auto or fixed:K"),
         ("draft_tokens: 65\n", "with at most 64, not '65'"),
     ],
@@ -84,13 +102,18 @@ def test_a_file_with_unknown_or_wrong_settings_is_refused_by_name(
 
 
 def test_unknown_flags_and_missing_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in ((["--bogus", "1"], "--bogus"), (["--config", "/nowhere.yaml"], "/nowhere.yaml is not a file")):
+    for arguments, message in (
+        (["--bogus", "1"], "--bogus"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml is not a file"),
+    ):
         with pytest.raises(SystemExit):
             parse(ServeSettings, "serve", ["--target", "x", *arguments])
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,cores=,1"])
+@pytest.mark.parametrize(
+    "text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,cores=,1"]
+)
 def test_a_drafter_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         DrafterSpec.parse(text)
@@ -106,7 +129,9 @@ def planned(directory: Path, *arguments: str) -> dict[str, dict[str, str]]:
 
 
 def test_a_drafters_own_settings_become_its_flags(tmp_path: Path) -> None:
-    children = planned(tmp_path, "--drafter", "model=m,placement=cpu,cores=0,2,4-7", "--drafter", "ngram")
+    children = planned(
+        tmp_path, "--drafter", "model=m,placement=cpu,cores=0,2,4-7", "--drafter", "ngram"
+    )
     assert list(children) == ["verifier", "model-1", "ngram-1", "gateway"]
     assert (children["model-1"]["--cores"], children["model-1"]["--model"]) == ("0,2,4-7", "m")
 
@@ -132,9 +157,13 @@ def test_a_gateway_hears_of_all_names_and_websites_that_are_allowed(tmp_path: Pa
         "http://localhost:*",
     ]
     settings = parse(
-        ServeSettings, "serve", ["--target", "t", "--http-port", "0", "--grpc-port", "0", "--verifier-port", "0", *allowed]
+        ServeSettings,
+        "serve",
+        ["--target", "t", "--http-port", "0", "--grpc-port", "0", "--verifier-port", "0", *allowed],
     )
-    [gateway] = [child for child in plan_stack(settings, tmp_path).children if child.name == "gateway"]
+    [gateway] = [
+        child for child in plan_stack(settings, tmp_path).children if child.name == "gateway"
+    ]
     told = parse(GatewaySettings, "gateway", gateway.arguments)
     assert told.allowed_hosts == ["a.example", "*.b.example", "c.example"]
     assert told.allowed_origins == ["http://localhost:*"]
@@ -144,12 +173,32 @@ def test_a_verifier_that_lets_other_machines_in_is_dialled_at_home(tmp_path: Pat
     children = planned(tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0")
     host, _, port = children["verifier"]["--listen"].partition(":")
     assert host == "0.0.0.0"
-    assert children["ngram-1"]["--verifier"] == children["gateway"]["--verifier"] == f"127.0.0.1:{port}"
+    assert (
+        children["ngram-1"]["--verifier"]
+        == children["gateway"]["--verifier"]
+        == f"127.0.0.1:{port}"
+    )
 
 
-def test_n_gram_drafters_share_redis_by_tenant_and_others_hear_nothing_of_it(tmp_path: Path) -> None:
-    redis = ["--redis", "redis+sentinel://u@a,b/pool", "--redis-password-file", "password", "--pool-secret-file", "secret"]
-    drafters = ["--drafter", "ngram", "--drafter", "suffix", "--drafter", "ngram,is_public_pool=true"]
+def test_n_gram_drafters_share_redis_by_tenant_and_others_hear_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    redis = [
+        "--redis",
+        "redis+sentinel://u@a,b/pool",
+        "--redis-password-file",
+        "password",
+        "--pool-secret-file",
+        "secret",
+    ]
+    drafters = [
+        "--drafter",
+        "ngram",
+        "--drafter",
+        "suffix",
+        "--drafter",
+        "ngram,is_public_pool=true",
+    ]
     children = planned(tmp_path, *drafters, *redis)
     for name in ("ngram-1", "ngram-2"):
         assert dict(pairwise(redis)).items() <= children[name].items()
@@ -172,7 +221,10 @@ def test_off_there_is_one_span_that_is_nothing() -> None:
 
 
 def test_a_child_joins_its_parents_trace_by_the_header_alone(spans: InMemorySpanExporter) -> None:
-    with telemetry.start_root("request", {}) as root, telemetry.start("step", root.traceparent, seconds_ago=1.0) as child:
+    with (
+        telemetry.start_root("request", {}) as root,
+        telemetry.start("step", root.traceparent, seconds_ago=1.0) as child,
+    ):
         child.set(outrider__base_length=3)
     step, request = spans.get_finished_spans()
     assert step.context.trace_id == request.context.trace_id

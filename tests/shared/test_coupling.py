@@ -20,7 +20,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs/coupling.md"
 TEXT = DOCUMENT.read_text()
 ROW = re.compile(r"^\| (\d+) \| (\d+) \| (0x[0-9a-f]+) \| (\d+) \| ([0-9.]+) \|", re.MULTILINE)
 VECTORS = [(int(s), int(p), int(k, 16), int(t), float(e)) for s, p, k, t, e in ROW.findall(TEXT)]
-EDGE = re.compile(r"^\| (0x[0-9a-f]{16}) \| (\d+) \| (0x[0-9a-f]{16}) \| ([0-9.e-]+) \|", re.MULTILINE)
+EDGE = re.compile(
+    r"^\| (0x[0-9a-f]{16}) \| (\d+) \| (0x[0-9a-f]{16}) \| ([0-9.e-]+) \|", re.MULTILINE
+)
 EDGES = [(int(k, 16), int(t), int(z, 16), float(e)) for k, t, z, e in EDGE.findall(TEXT)]
 DRAW = re.compile(r"^\| (\d+) \| (\d+) \| (\d+) \| ([0-9.]+) \|", re.MULTILINE)
 DRAWS = [(int(s), int(p), int(t), float(score)) for s, p, t, score in DRAW.findall(TEXT)]
@@ -60,7 +62,9 @@ def test_the_documents_vectors_hold_for_the_code_and_for_its_own_text(
 ) -> None:
     keys = coupled_keys([seed], [position])
     assert int(keys[0]) % 2**64 == key
-    assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(noise, rel=TWO_ULP)
+    assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(
+        noise, rel=TWO_ULP
+    )
     assert by_the_document(seed, position, token) == (key, pytest.approx(noise, rel=TWO_ULP))
 
 
@@ -74,13 +78,21 @@ def test_the_file_for_other_languages_agrees_with_the_code() -> None:
         assert output(int(row["key"], 16), row["token"]) == int(row["z"], 16)
     for row in FILE["draws"]:
         seed, position = int(row["seed"]), int(row["position"])
-        drawn = coupled_sample(torch.tensor([row["probs"]]), torch.from_numpy(coupled_keys([seed], [position])))
+        drawn = coupled_sample(
+            torch.tensor([row["probs"]]), torch.from_numpy(coupled_keys([seed], [position]))
+        )
         assert drawn.item() == row["token"] == coupled_draw(row["probs"], seed, position)
 
 
 def test_the_file_has_the_documents_vectors_and_more() -> None:
-    edges = [(int(row["key"], 16), row["token"], int(row["z"], 16), row["exponential"]) for row in FILE["edges"]]
-    draws = [(int(row["seed"]), int(row["position"]), row["token"], row["score"]) for row in FILE["draws"]]
+    edges = [
+        (int(row["key"], 16), row["token"], int(row["z"], 16), row["exponential"])
+        for row in FILE["edges"]
+    ]
+    draws = [
+        (int(row["seed"]), int(row["position"]), row["token"], row["score"])
+        for row in FILE["draws"]
+    ]
     assert edges == EDGES
     assert draws[:3] == DRAWS
     assert any(int(row["position"]) > 2**32 and int(row["seed"]) == MASK64 for row in FILE["noise"])
@@ -96,7 +108,9 @@ def signed(key: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("key", "token", "z", "noise"), EDGES)
-def test_the_edges_of_the_noise_are_positive_and_finite(key: int, token: int, z: int, noise: float) -> None:
+def test_the_edges_of_the_noise_are_positive_and_finite(
+    key: int, token: int, z: int, noise: float
+) -> None:
     assert output(key, token) == z
     number = coupled_exponentials(signed(key), 8)[0, token].item()
     assert number == pytest.approx(noise, rel=TWO_ULP)
@@ -104,7 +118,9 @@ def test_the_edges_of_the_noise_are_positive_and_finite(key: int, token: int, z:
 
 
 @pytest.mark.parametrize(("key", "token"), [edge[:2] for edge in EDGES])
-def test_at_the_edges_a_token_of_probability_0_never_wins_and_a_certain_one_always_does(key: int, token: int) -> None:
+def test_at_the_edges_a_token_of_probability_0_never_wins_and_a_certain_one_always_does(
+    key: int, token: int
+) -> None:
     banned = torch.full((1, 8), 1 / 7)
     banned[0, token] = 0.0
     assert coupled_sample(banned, signed(key)).item() != token
@@ -119,8 +135,12 @@ def test_the_largest_noise_makes_an_unlikely_token_win() -> None:
 
 
 @pytest.mark.parametrize(("seed", "position", "token", "score"), DRAWS)
-def test_whole_draws_are_those_of_the_document(seed: int, position: int, token: int, score: float) -> None:
-    drawn = coupled_sample(torch.tensor([PROBS]), torch.from_numpy(coupled_keys([seed], [position])))
+def test_whole_draws_are_those_of_the_document(
+    seed: int, position: int, token: int, score: float
+) -> None:
+    drawn = coupled_sample(
+        torch.tensor([PROBS]), torch.from_numpy(coupled_keys([seed], [position]))
+    )
     assert drawn.item() == token
     races = [p / by_the_document(seed, position, t)[1] for t, p in enumerate(PROBS)]
     assert races.index(max(races)) == token
@@ -153,12 +173,21 @@ def test_two_laws_agree_at_least_as_often_as_the_bound_says() -> None:
     keys = torch.from_numpy(coupled_keys(np.full(20_000, 4), np.arange(20_000)))
     for concentration in (0.3, 1.0, 5.0):
         one, other = (torch.from_numpy(rng.dirichlet(np.full(50, concentration))) for _ in range(2))
-        agree = (coupled_sample(one.repeat(20_000, 1), keys) == coupled_sample(other.repeat(20_000, 1), keys)).double().mean()
+        agree = (
+            (
+                coupled_sample(one.repeat(20_000, 1), keys)
+                == coupled_sample(other.repeat(20_000, 1), keys)
+            )
+            .double()
+            .mean()
+        )
         distance = (one - other).abs().sum() / 2
         assert agree > (1 - distance) / (1 + distance) - 0.01
 
 
-def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys = torch.from_numpy(coupled_keys([1] * 20, range(20)))
     probs = torch.rand(20, 300, generator=torch.Generator().manual_seed(0))
     whole = coupled_sample(probs, keys)
@@ -169,7 +198,10 @@ def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(monkeypatch:
 def test_a_seed_counts_with_all_of_its_bits_when_the_verifier_draws() -> None:
     seeds = [high * 2**32 + low for low in range(20) for high in (0, 1, 2**31, 2**32 - 1)]
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=(1, 50)))
-    drawn = [accept(logits, [Draft(Context(SamplingParams(), [0] * 4), seed)])[0].next_token for seed in seeds]
+    drawn = [
+        accept(logits, [Draft(Context(SamplingParams(), [0] * 4), seed)])[0].next_token
+        for seed in seeds
+    ]
     noise = [[by_the_document(seed, 4, token)[1] for token in range(50)] for seed in seeds]
     assert drawn == (logits.softmax(-1).numpy() / np.array(noise)).argmax(-1).tolist()
     assert len({tuple(drawn[high::4]) for high in range(4)}) == 4

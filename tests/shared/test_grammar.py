@@ -77,18 +77,26 @@ def test_random_walks_under_a_schema_satisfy_it(backend: Backend) -> None:
 
 
 OTHERS = [
-    (Grammar(GrammarKind.REGEX, "[a-f]{2,5}-[0-9]+"), lambda text: re.fullmatch("[a-f]{2,5}-[0-9]+", text)),
+    (
+        Grammar(GrammarKind.REGEX, "[a-f]{2,5}-[0-9]+"),
+        lambda text: re.fullmatch("[a-f]{2,5}-[0-9]+", text),
+    ),
     (
         Grammar(GrammarKind.CHOICE, choices=("yes", 'no "really"', "naïve 😀\n")),
         lambda text: text in ("yes", 'no "really"', "naïve 😀\n"),
     ),
-    (Grammar(GrammarKind.EBNF, 'root ::= "<" [a-z]+ ">" | "none"'), lambda text: re.fullmatch("<[a-z]+>|none", text)),
+    (
+        Grammar(GrammarKind.EBNF, 'root ::= "<" [a-z]+ ">" | "none"'),
+        lambda text: re.fullmatch("<[a-z]+>|none", text),
+    ),
     (Grammar(GrammarKind.JSON_OBJECT), lambda text: isinstance(json.loads(text), dict)),
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("grammar", "right"), OTHERS, ids=lambda value: getattr(getattr(value, "kind", ""), "value", ""))
+@pytest.mark.parametrize(
+    ("grammar", "right"), OTHERS, ids=lambda value: getattr(getattr(value, "kind", ""), "value", "")
+)
 def test_every_kind_of_grammar_is_kept_to(grammar: Grammar, right: Any, backend: Backend) -> None:
     texts = [walk(compiler(backend).compile(grammar), random.Random(seed)) for seed in range(12)]
     finished = [text for text in texts if text is not None]
@@ -102,10 +110,18 @@ def test_a_structural_tag_constrains_its_part() -> None:
         "format": {
             "type": "triggered_tags",
             "triggers": ["<f>"],
-            "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}}, "end": "</f>"}],
+            "tags": [
+                {
+                    "begin": "<f>",
+                    "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+                    "end": "</f>",
+                }
+            ],
         },
     }
-    matcher = compiler("xgrammar").compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))).matcher()
+    matcher = (
+        compiler("xgrammar").compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))).matcher()
+    )
     for token in TOKENIZER.encode("free text <f>", add_special_tokens=False).ids:
         assert matcher.accept(token)
     assert not matcher.accept(TOKENIZER.encode("x", add_special_tokens=False).ids[0])
@@ -113,8 +129,12 @@ def test_a_structural_tag_constrains_its_part() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_accepted_can_be_taken_back_and_what_is_refused_changes_nothing(backend: Backend) -> None:
-    compiled = compiler(backend).compile(schema({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}))
+def test_what_is_accepted_can_be_taken_back_and_what_is_refused_changes_nothing(
+    backend: Backend,
+) -> None:
+    compiled = compiler(backend).compile(
+        schema({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
+    )
     tokens = TOKENIZER.encode('{"a": "x"}', add_special_tokens=False).ids
     matcher, width = compiled.matcher(), -(-VOCAB // 32)
     masks = np.zeros((len(tokens) + 1, width), np.int32)
@@ -185,7 +205,9 @@ BAD: list[Grammar] = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grammar", BAD, ids=lambda grammar: grammar.text[:40])
-def test_what_has_no_meaning_or_cannot_be_enforced_is_refused_by_name(grammar: Grammar, backend: Backend) -> None:
+def test_what_has_no_meaning_or_cannot_be_enforced_is_refused_by_name(
+    grammar: Grammar, backend: Backend
+) -> None:
     with pytest.raises(OutriderError) as refused:
         compiler(backend).compile(grammar)
     assert refused.value.field == f"grammar.{grammar.kind.value}"
@@ -193,7 +215,9 @@ def test_what_has_no_meaning_or_cannot_be_enforced_is_refused_by_name(grammar: G
 
 
 def test_structural_tags_are_refused_where_they_are_unknown_or_broken() -> None:
-    loose = '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}'
+    loose = (
+        '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}'
+    )
     for backend in BACKENDS:
         for text in ('{"type": "structural_tag", "format": {"type": "?"}}', loose, "["):
             with pytest.raises(OutriderError, match="structural_tag"):
@@ -202,11 +226,15 @@ def test_structural_tags_are_refused_where_they_are_unknown_or_broken() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "bounds", [{}, {"minimum": 1, "maximum": 10_000}, {"exclusiveMinimum": 0, "exclusiveMaximum": 10_001}], ids=str
+    "bounds",
+    [{}, {"minimum": 1, "maximum": 10_000}, {"exclusiveMinimum": 0, "exclusiveMaximum": 10_001}],
+    ids=str,
 )
 def test_a_multiple_that_is_taken_is_kept_to(bounds: dict[str, int], backend: Backend) -> None:
     for multiple in (7, 1024):
-        compiled = compiler(backend).compile(schema({"type": "integer", "multipleOf": multiple, **bounds}))
+        compiled = compiler(backend).compile(
+            schema({"type": "integer", "multipleOf": multiple, **bounds})
+        )
         for number in range(multiple, 3000, 331):
             assert takes(compiled, str(number)) == (number % multiple == 0), number
 
@@ -214,7 +242,10 @@ def test_a_multiple_that_is_taken_is_kept_to(bounds: dict[str, int], backend: Ba
 def takes(compiled: Compiled, text: str) -> bool:
     """Whether this is a whole text of the grammar."""
     matcher = compiled.matcher()
-    return all(matcher.accept(token) for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, ENDS[0]])
+    return all(
+        matcher.accept(token)
+        for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, ENDS[0]]
+    )
 
 
 def named(count: int, **counts: int) -> Grammar:
@@ -233,29 +264,45 @@ TOO_OFTEN = [
     Grammar(GrammarKind.EBNF, r'root ::= Regex("(\\w{100}){1000}")'),
     Grammar(GrammarKind.EBNF, 'root ::= (Regex("x") "y"{200}){100}'),
     Grammar(GrammarKind.EBNF, 'root[capture="]"] ::= "x"{20000} "x"'),
-    schema({"type": "array", "items": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}}),
+    schema(
+        {"type": "array", "items": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}}
+    ),
     schema({"type": "object", "patternProperties": {"^(a{200}){200}$": {}}}),
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grammar", TOO_OFTEN, ids=lambda grammar: grammar.text[:40])
-def test_what_repeats_too_often_is_refused_with_the_limit(grammar: Grammar, backend: Backend) -> None:
-    with pytest.raises(OutriderError, match=f"grammar.{grammar.kind.value} repeats more than 10000 times"):
+def test_what_repeats_too_often_is_refused_with_the_limit(
+    grammar: Grammar, backend: Backend
+) -> None:
+    with pytest.raises(
+        OutriderError, match=f"grammar.{grammar.kind.value} repeats more than 10000 times"
+    ):
         compiler(backend).compile(grammar)
 
 
 def test_what_repeats_too_often_within_a_structural_tag_is_refused() -> None:
     often: Any = {"type": "const_string", "value": "a"}
     for _ in range(3):
-        often = {"type": "sequence", "elements": [{"type": "repeat", "min": 1, "max": 100, "content": often}]}
-    for part in ({"type": "regex", "pattern": "(a{900}){90}"}, {"type": "grammar", "grammar": "root ::= [a]{99999}"}, often):
+        often = {
+            "type": "sequence",
+            "elements": [{"type": "repeat", "min": 1, "max": 100, "content": often}],
+        }
+    for part in (
+        {"type": "regex", "pattern": "(a{900}){90}"},
+        {"type": "grammar", "grammar": "root ::= [a]{99999}"},
+        often,
+    ):
         tag = json.dumps({"type": "structural_tag", "format": part})
         with pytest.raises(OutriderError, match="structural_tag repeats more than 10000 times"):
             compiler("xgrammar").compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
 
 
-@pytest.mark.parametrize("grammar", [named(101, maxProperties=20_000), named(200, maxProperties=51), named(101, minProperties=1)])
+@pytest.mark.parametrize(
+    "grammar",
+    [named(101, maxProperties=20_000), named(200, maxProperties=51), named(101, minProperties=1)],
+)
 def test_more_properties_than_can_be_counted_are_refused(grammar: Grammar) -> None:
     for backend in BACKENDS:
         with pytest.raises(OutriderError, match="properties beside minProperties or maxProperties"):
@@ -266,12 +313,19 @@ FINE = [
     Grammar(GrammarKind.REGEX, "[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}"),
     Grammar(GrammarKind.REGEX, "(ab{2}){3}"),
     Grammar(GrammarKind.REGEX, r"[{20000}]\{20000}"),
-    Grammar(GrammarKind.EBNF, 'root ::= line{1,100}\nline ::= ("{99999}" | [{9] | x) "\\n" # {99999}\nx ::= "x"{1,100}'),
+    Grammar(
+        GrammarKind.EBNF,
+        'root ::= line{1,100}\nline ::= ("{99999}" | [{9] | x) "\\n" # {99999}\nx ::= "x"{1,100}',
+    ),
     schema(
         {
             "type": "array",
             "maxItems": 1000,
-            "items": {"type": "array", "maxItems": 1000, "items": {"type": "string", "maxLength": 99}},
+            "items": {
+                "type": "array",
+                "maxItems": 1000,
+                "items": {"type": "string", "maxLength": 99},
+            },
         }
     ),
 ]
@@ -283,7 +337,9 @@ def test_what_repeats_but_bearably_is_taken(grammar: Grammar, backend: Backend) 
     compiler(backend).compile(grammar)
 
 
-@pytest.mark.parametrize("text", ["[", "{", '"', "(", "\\p{", "a[a", 'a["', "Regex(", "{#", "a[a\n"])
+@pytest.mark.parametrize(
+    "text", ["[", "{", '"', "(", "\\p{", "a[a", 'a["', "Regex(", "{#", "a[a\n"]
+)
 def test_reading_counts_takes_time_in_proportion_to_the_text(text: str) -> None:
     started = time.thread_time()
     for check in (check_pattern, check_ebnf):
@@ -291,17 +347,25 @@ def test_reading_counts_takes_time_in_proportion_to_the_text(text: str) -> None:
     assert time.thread_time() - started < 2
 
 
-def test_a_grammar_that_can_be_read_in_too_many_ways_is_refused_before_a_batch_has_to_wait_for_its_masks() -> None:
+def test_a_grammar_that_can_be_read_in_too_many_ways_is_refused_before_a_batch_has_to_wait_for_its_masks() -> (
+    None
+):
     # Up to 1024 letters, and for each half of each part a choice whether it is there.
     rules = [f"r{i} ::= r{i + 1}? r{i + 1}" for i in range(10)]
     grammar = Grammar(GrammarKind.EBNF, "\n".join(["root ::= r0", *rules, "r10 ::= [a-z]"]))
-    with pytest.raises(OutriderError, match=r"grammar\.ebnf can be read in too many ways: masks .* longer than 50 ms each"):
+    with pytest.raises(
+        OutriderError,
+        match=r"grammar\.ebnf can be read in too many ways: masks .* longer than 50 ms each",
+    ):
         compiler("xgrammar").compile(grammar)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_grammars_whose_masks_are_quick_are_taken(backend: Backend) -> None:
-    record = {"type": "object", "properties": {"id": {"type": "integer"}, "name": {"type": "string", "maxLength": 100}}}
+    record = {
+        "type": "object",
+        "properties": {"id": {"type": "integer"}, "name": {"type": "string", "maxLength": 100}},
+    }
     compiler(backend).compile(schema({"type": "array", "maxItems": 1000, "items": record}))
     compiler(backend).compile(schema({"type": "string", "maxLength": 10_000}))
     compiler(backend).compile(Grammar(GrammarKind.REGEX, "[a-z]{1,1000}"))
@@ -314,15 +378,25 @@ def references(links: int) -> Grammar:
 
 
 def aliases(links: int) -> Grammar:
-    return Grammar(GrammarKind.EBNF, "root::=a0\n" + "\n".join(f"a{i}::=a{i + 1}" for i in range(links)) + f'\na{links}::="["')
+    return Grammar(
+        GrammarKind.EBNF,
+        "root::=a0\n" + "\n".join(f"a{i}::=a{i + 1}" for i in range(links)) + f'\na{links}::="["',
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grammar", [references(1200), aliases(4700)], ids=["references", "aliases"])
-def test_a_chain_as_long_as_a_grammar_may_be_does_not_end_the_process(grammar: Grammar, backend: Backend) -> None:
+@pytest.mark.parametrize(
+    "grammar", [references(1200), aliases(4700)], ids=["references", "aliases"]
+)
+def test_a_chain_as_long_as_a_grammar_may_be_does_not_end_the_process(
+    grammar: Grammar, backend: Backend
+) -> None:
     """On a thread with a stack of its own; the masks then need no more than any thread has."""
     assert 0.95 * MAX_GRAMMAR_CHARACTERS < len(grammar.text) <= MAX_GRAMMAR_CHARACTERS
-    matcher, mask = compiler(backend).compile(grammar).matcher(), np.zeros((1, -(-VOCAB // 32)), np.int32)
+    matcher, mask = (
+        compiler(backend).compile(grammar).matcher(),
+        np.zeros((1, -(-VOCAB // 32)), np.int32),
+    )
     matcher.fill(mask, 0)
     bracket = TOKENIZER.token_to_id("[")
     assert bracket in allowed(mask)
@@ -350,7 +424,10 @@ def test_what_was_compiled_is_remembered_within_a_number_of_bytes() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_larger_grammar_counts_for_more(backend: Backend) -> None:
-    sizes = [compiler(backend).compile(Grammar(GrammarKind.REGEX, "ab[c-e]" * n)).size_bytes for n in (1, 100, 1000)]
+    sizes = [
+        compiler(backend).compile(Grammar(GrammarKind.REGEX, "ab[c-e]" * n)).size_bytes
+        for n in (1, 100, 1000)
+    ]
     assert sizes[0] < sizes[1] < sizes[2]
     assert sizes[2] > 100_000
 
@@ -362,14 +439,19 @@ def test_a_grammar_beyond_the_cache_leaves_the_others_in_it() -> None:
         def matcher(self) -> Matcher:
             raise NotImplementedError
 
-    cache, small = GrammarCache(1_000_000), compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, "small"))
+    cache, small = (
+        GrammarCache(1_000_000),
+        compiler("xgrammar").compile(Grammar(GrammarKind.REGEX, "small")),
+    )
     cache.add(Grammar(GrammarKind.REGEX, "small"), small)
     assert cache.add(Grammar(GrammarKind.REGEX, "large"), large := Large()) is large
     assert cache.get(Grammar(GrammarKind.REGEX, "large")) is None
     assert cache.get(Grammar(GrammarKind.REGEX, "small")) is small
 
 
-async def test_what_waits_for_the_same_grammar_gets_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_for_the_same_grammar_gets_it_compiled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own, times = GrammarCompiler(TARGET, VOCAB, ENDS), 0
     monkeypatch.setattr(grammar_module, "_COMPILING", 1)
     own._pool, real = grammar_module._threads(), own._backend.compile
@@ -386,7 +468,9 @@ async def test_what_waits_for_the_same_grammar_gets_it_compiled_once(monkeypatch
     assert times == 1
 
 
-async def test_a_slow_grammar_is_cut_off_while_others_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_grammar_is_cut_off_while_others_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=1.0)
     release, real = threading.Event(), own._backend.compile
 
@@ -421,11 +505,15 @@ class Held:
         return self._real(grammar)
 
 
-async def test_a_grammar_that_others_kept_from_being_begun_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_that_others_kept_from_being_begun_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=0.3)
     held = Held(own, monkeypatch)
     asked = [Grammar(GrammarKind.REGEX, f"a{i}") for i in range(held.thread_count + 3)]
-    failures = await asyncio.gather(*(own.compile_async(grammar) for grammar in asked), return_exceptions=True)
+    failures = await asyncio.gather(
+        *(own.compile_async(grammar) for grammar in asked), return_exceptions=True
+    )
     reasons = [failure.reason for failure in failures if isinstance(failure, OutriderError)]
     assert reasons == [Reason.INVALID_VALUE] * held.thread_count + [Reason.OVERLOADED] * 3
     held.release.set()
@@ -433,11 +521,16 @@ async def test_a_grammar_that_others_kept_from_being_begun_may_come_again(monkey
     assert held.begun == [grammar.text for grammar in asked[: held.thread_count]]
 
 
-async def test_what_a_client_that_went_away_asked_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_client_that_went_away_asked_for_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=60.0)
     held = Held(own, monkeypatch)
     texts = [*(f"a{i}" for i in range(held.thread_count)), "gone", "stays"]
-    running = {text: asyncio.create_task(own.compile_async(Grammar(GrammarKind.REGEX, text))) for text in texts}
+    running = {
+        text: asyncio.create_task(own.compile_async(Grammar(GrammarKind.REGEX, text)))
+        for text in texts
+    }
     await asyncio.sleep(0)
     gone = running.pop("gone")
     gone.cancel()

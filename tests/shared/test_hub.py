@@ -27,7 +27,11 @@ class Handler(BaseHTTPRequestHandler):
             content = (TARGET / name).read_bytes()
             self._answer(200, content, {"ETag": f'"{name}"', "X-Repo-Commit": "0" * 40})
         else:
-            self._answer(404, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            self._answer(
+                404,
+                b"",
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+            )
 
     do_HEAD = do_GET
 
@@ -57,7 +61,14 @@ def run(home: Path, endpoint: str, *command: str) -> subprocess.CompletedProcess
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     environment = {name: value for name, value in os.environ.items() if name not in offline}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "*"}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def serve(home: Path, endpoint: str, target: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +76,9 @@ def serve(home: Path, endpoint: str, target: str) -> subprocess.CompletedProcess
     return run(home, endpoint, "-m", "outrider.launch.cli", "serve", target, *ports)
 
 
-def test_a_hub_id_is_read_from_the_hub_and_from_the_cache_once_the_hub_is_gone(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_hub_id_is_read_from_the_hub_and_from_the_cache_once_the_hub_is_gone(
+    hub: ThreadingHTTPServer, tmp_path: Path
+) -> None:
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     first = run(tmp_path, endpoint, "-c", READS)
     assert first.stdout.strip() == (TARGET / "config.json").read_text().strip(), first.stderr
@@ -77,7 +90,9 @@ def test_a_hub_id_is_read_from_the_hub_and_from_the_cache_once_the_hub_is_gone(h
 
 
 @pytest.mark.parametrize("target", ["nope", "org/nope"])
-def test_a_missing_model_fails_at_once_in_one_line_when_there_is_no_hub(tmp_path: Path, target: str) -> None:
+def test_a_missing_model_fails_at_once_in_one_line_when_there_is_no_hub(
+    tmp_path: Path, target: str
+) -> None:
     ended = serve(tmp_path, "http://127.0.0.1:1", target)
     problem = f"there is no directory {target}, and the hub cannot be reached to look for it there"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"outrider serve: {problem}\n")
@@ -88,9 +103,13 @@ def test_a_path_that_can_be_no_hub_id_is_a_missing_directory(tmp_path: Path) -> 
     assert ended.stderr == "outrider serve: there is no directory ./models/targt\n"
 
 
-def test_a_model_that_the_hub_lacks_is_refused_by_name(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_model_that_the_hub_lacks_is_refused_by_name(
+    hub: ThreadingHTTPServer, tmp_path: Path
+) -> None:
     ended = serve(tmp_path, f"http://127.0.0.1:{hub.server_port}", "org/nope")
-    assert ended.stderr == "outrider serve: org/nope is neither a directory nor a model of the hub\n"
+    assert (
+        ended.stderr == "outrider serve: org/nope is neither a directory nor a model of the hub\n"
+    )
 
 
 def test_a_directory_without_a_model_is_refused_by_the_file_it_lacks(tmp_path: Path) -> None:

@@ -27,17 +27,25 @@ def expected(context: Context, logits: torch.Tensor) -> torch.Tensor:
         text = [*context.tokens, *context.drafted[:i]]
         processors = LogitsProcessorList()
         if s.logit_bias:
-            processors.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias]))
+            processors.append(
+                SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias])
+            )
         if s.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
         row = processors(torch.tensor([text]), logits[i : i + 1].clone())
-        counts = torch.bincount(torch.tensor(text[context.prompt_length :], dtype=torch.long), minlength=VOCAB)
+        counts = torch.bincount(
+            torch.tensor(text[context.prompt_length :], dtype=torch.long), minlength=VOCAB
+        )
         row = row - s.presence_penalty * (counts > 0) - s.frequency_penalty * counts
         late = LogitsProcessorList()
         if s.banned_token_ids:
             late.append(SuppressTokensLogitsProcessor(list(s.banned_token_ids)))
         if s.min_tokens:
-            late.append(MinNewTokensLengthLogitsProcessor(context.prompt_length, s.min_tokens, sorted(context.end_ids)))
+            late.append(
+                MinNewTokensLengthLogitsProcessor(
+                    context.prompt_length, s.min_tokens, sorted(context.end_ids)
+                )
+            )
         rows.append(late(torch.tensor([text]), row))
     return torch.cat(rows)
 
@@ -45,9 +53,15 @@ def expected(context: Context, logits: torch.Tensor) -> torch.Tensor:
 @st.composite
 def contexts(draw: st.DrawFn) -> Context:
     tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
-    prompt, output, drafted = draw(tokens.filter(bool)), draw(tokens), draw(st.lists(st.integers(0, VOCAB - 1), max_size=5))
+    prompt, output, drafted = (
+        draw(tokens.filter(bool)),
+        draw(tokens),
+        draw(st.lists(st.integers(0, VOCAB - 1), max_size=5)),
+    )
     penalty = st.sampled_from([0.0, 0.5, -1.5])
-    bias = draw(st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-5.0, 0.25, 9.0]), max_size=3))
+    bias = draw(
+        st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-5.0, 0.25, 9.0]), max_size=3)
+    )
     sampling = SamplingParams(
         repetition_penalty=draw(st.sampled_from([1.0, 0.7, 1.8])),
         presence_penalty=draw(penalty),
@@ -61,21 +75,32 @@ def contexts(draw: st.DrawFn) -> Context:
 
 @given(st.lists(contexts(), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
-def test_every_row_of_a_batch_is_what_transformers_makes_of_it(batch: list[Context], seed: int) -> None:
-    logits = torch.randn(sum(c.row_count for c in batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
+def test_every_row_of_a_batch_is_what_transformers_makes_of_it(
+    batch: list[Context], seed: int
+) -> None:
+    logits = (
+        torch.randn(
+            sum(c.row_count for c in batch), VOCAB, generator=torch.Generator().manual_seed(seed)
+        )
+        * 4
+    )
     untouched = logits.clone()
     together = adjust(logits, batch)
     assert torch.equal(logits, untouched)
     first = 0
     for context in batch:
         rows = slice(first, first + context.row_count)
-        torch.testing.assert_close(together[rows], expected(context, untouched[rows]), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            together[rows], expected(context, untouched[rows]), atol=1e-4, rtol=1e-5
+        )
         first = rows.stop
 
 
 def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
     logits = torch.randn(3, VOCAB)
-    assert adjust(logits, [Context(SamplingParams(0.3, 5, 0.5, min_p=0.1), [1], 1, [2, 3])]) is logits
+    assert (
+        adjust(logits, [Context(SamplingParams(0.3, 5, 0.5, min_p=0.1), [1], 1, [2, 3])]) is logits
+    )
 
 
 @pytest.mark.parametrize("vocab", [40, 64, 33])
@@ -87,6 +112,8 @@ def test_a_mask_leaves_what_its_bits_allow(vocab: int) -> None:
         words[row, token // 32] |= 1 << (token % 32)
     mask = words.astype(np.uint32).view(np.int32)
     logits = torch.randn(4, vocab)
-    got = adjust(logits, [Context(SamplingParams()), Context(SamplingParams(), [1], 1, [2, 3], mask=mask)])
+    got = adjust(
+        logits, [Context(SamplingParams()), Context(SamplingParams(), [1], 1, [2, 3], mask=mask)]
+    )
     assert torch.equal(got[0], logits[0])
     assert torch.equal(got[1:], logits[1:].masked_fill(~torch.from_numpy(allowed), -torch.inf))

@@ -31,8 +31,14 @@ class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
 
     def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_metrics:
-            name = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
-            self.received[name] = {metric.name: metric for scope in resource.scope_metrics for metric in scope.metrics}
+            name = next(
+                a.value.string_value
+                for a in resource.resource.attributes
+                if a.key == "service.name"
+            )
+            self.received[name] = {
+                metric.name: metric for scope in resource.scope_metrics for metric in scope.metrics
+            }
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
@@ -52,7 +58,11 @@ def registry() -> CollectorRegistry:
     Counter("outrider:tokens", "Tokens.", ["drafter"], registry=registry).labels("ngram-1").inc(3)
     Gauge("outrider:running", "Running.", registry=registry).set(2)
     seconds = Histogram(
-        "gen_ai_server_time_to_first_token_seconds", "TTFT.", ["gen_ai_request_model"], buckets=[0.1, 1.0], registry=registry
+        "gen_ai_server_time_to_first_token_seconds",
+        "TTFT.",
+        ["gen_ai_request_model"],
+        buckets=[0.1, 1.0],
+        registry=registry,
     )
     for value in (0.05, 0.5, 0.6, 7.0):
         seconds.labels("m").observe(value)
@@ -73,7 +83,12 @@ def test_a_collector_is_sent_what_is_scraped_and_the_rest_at_the_end(
             time.sleep(0.01)
         Gauge("outrider:late", "Set when it is almost over.", registry=registry).set(1)
     received = servicer.received["outrider-test"]
-    assert set(received) == {"outrider.tokens", "outrider.running", "gen_ai.server.time_to_first_token", "outrider.late"}
+    assert set(received) == {
+        "outrider.tokens",
+        "outrider.running",
+        "gen_ai.server.time_to_first_token",
+        "outrider.late",
+    }
     [tokens] = received["outrider.tokens"].sum.data_points
     assert tokens.as_double == 3
     assert received["outrider.tokens"].sum.is_monotonic
@@ -88,25 +103,34 @@ def test_a_collector_is_sent_what_is_scraped_and_the_rest_at_the_end(
 
 
 def test_a_collector_that_is_not_there_holds_nobody_up(registry: CollectorRegistry) -> None:
-    settings = ScrapedSettings(otlp_endpoint=f"http://127.0.0.1:{free_port('127.0.0.1')}", otlp_metrics_seconds=0.05)
+    settings = ScrapedSettings(
+        otlp_endpoint=f"http://127.0.0.1:{free_port('127.0.0.1')}", otlp_metrics_seconds=0.05
+    )
     started = time.monotonic()
     with sending_metrics(registry, "outrider-test", settings):
         time.sleep(0.2)
     assert time.monotonic() - started < 5
 
 
-def test_metrics_are_served_where_they_are_wanted_and_a_port_in_use_is_named(registry: CollectorRegistry) -> None:
+def test_metrics_are_served_where_they_are_wanted_and_a_port_in_use_is_named(
+    registry: CollectorRegistry,
+) -> None:
     port = free_port("127.0.0.1")
     serve_metrics(registry, ScrapedSettings(metrics_port=0))
     serve_metrics(registry, ScrapedSettings(metrics_port=port))
     # As Prometheus asks since 2.5: it would take OpenMetrics' format, whose names know no colon.
     accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
-    assert 'outrider:tokens_total{drafter="ngram-1"} 3.0' in httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
+    assert (
+        'outrider:tokens_total{drafter="ngram-1"} 3.0'
+        in httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
+    )
     with pytest.raises(OutriderError, match=f"metrics-port cannot be bound: 127.0.0.1:{port}"):
         serve_metrics(registry, ScrapedSettings(metrics_port=port))
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /metrics HTTP/1.1\r\nX: "], ids=["nothing", "half a header"])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /metrics HTTP/1.1\r\nX: "], ids=["nothing", "half a header"]
+)
 def test_connections_that_ask_nothing_are_few_and_short(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
@@ -114,7 +138,10 @@ def test_connections_that_ask_nothing_are_few_and_short(
     settings = ScrapedSettings(metrics_port=free_port("127.0.0.1"))
     serve_metrics(registry, settings)
     before = threading.active_count()
-    idle = [socket.create_connection(("127.0.0.1", settings.metrics_port), timeout=20) for _ in range(4 * MAX_SCRAPES)]
+    idle = [
+        socket.create_connection(("127.0.0.1", settings.metrics_port), timeout=20)
+        for _ in range(4 * MAX_SCRAPES)
+    ]
     for connection in idle:
         with contextlib.suppress(OSError):  # one too many is already closed
             connection.sendall(said)

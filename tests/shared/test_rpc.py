@@ -16,7 +16,9 @@ from outrider.errors import OutriderError, Reason
 from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
-ERROR = OutriderError(Reason.OVERLOADED, "too much of depth", "speculation.draft_tokens", 2.5, {"limit": "4"})
+ERROR = OutriderError(
+    Reason.OVERLOADED, "too much of depth", "speculation.draft_tokens", 2.5, {"limit": "4"}
+)
 
 
 class Failing(verifier_pb2_grpc.VerifierServiceServicer):
@@ -45,7 +47,9 @@ class Failing(verifier_pb2_grpc.VerifierServiceServicer):
 
 
 @asynccontextmanager
-async def serving(servicer: Failing | None = None) -> AsyncIterator[tuple[rpc.Server, grpc.aio.Channel]]:
+async def serving(
+    servicer: Failing | None = None,
+) -> AsyncIterator[tuple[rpc.Server, grpc.aio.Channel]]:
     server = rpc.Server("outrider.v1.VerifierService")
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer or Failing(), server.grpc)
     [port] = await server.start("127.0.0.1:0")
@@ -57,25 +61,36 @@ async def serving(servicer: Failing | None = None) -> AsyncIterator[tuple[rpc.Se
 async def test_an_error_travels_with_reason_field_and_retry() -> None:
     async with serving() as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest())
+            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
+                verifier_pb2.GetModelRequest()
+            )
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert rpc.error_of(caught.value) == ERROR
 
 
 async def test_an_error_in_a_stream_comes_behind_what_was_sent() -> None:
     async with serving() as (_, channel):
-        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(verifier_pb2.GenerateTokensRequest())
+        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
+            verifier_pb2.GenerateTokensRequest()
+        )
         assert (await call.read()).token_ids == [1]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert rpc.error_of(caught.value) == ERROR
 
 
-async def test_what_was_not_foreseen_is_internal_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_was_not_foreseen_is_internal_and_tells_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with serving() as (_, channel):
         request = verifier_pb2.GenerateTokensRequest(ignore_eos=True)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            [response async for response in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request)]
+            [
+                response
+                async for response in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
+                    request
+                )
+            ]
     assert rpc.error_of(caught.value).reason is Reason.INTERNAL
     assert "secret" not in str(caught.value.details())
     assert "secret" in caplog.text
@@ -84,7 +99,9 @@ async def test_what_was_not_foreseen_is_internal_and_tells_nothing(caplog: pytes
 async def test_an_error_that_no_outrider_process_described_gets_the_callers_reason() -> None:
     async with rpc.dial("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(verifier_pb2.GetModelRequest())
+            await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
+                verifier_pb2.GetModelRequest()
+            )
     assert rpc.error_of(caught.value).reason is Reason.VERIFIER_UNAVAILABLE
 
 
@@ -112,7 +129,9 @@ async def test_a_request_that_cannot_be_parsed_is_refused_without_a_traceback(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert rpc.error_of(caught.value).reason is Reason.MALFORMED_REQUEST
     # asyncio may log what gRPC's poller has left of another test's loop.
-    assert [record for record in caplog.records if record.name.startswith(("grpc", "outrider"))] == []
+    assert [
+        record for record in caplog.records if record.name.startswith(("grpc", "outrider"))
+    ] == []
 
 
 def failure(status: bytes) -> grpc.aio.AioRpcError:
@@ -120,7 +139,9 @@ def failure(status: bytes) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, "away")
 
 
-@pytest.mark.parametrize("status", [b"\xff" * 30, status_pb2.Status(code=3, message="other").SerializeToString()])
+@pytest.mark.parametrize(
+    "status", [b"\xff" * 30, status_pb2.Status(code=3, message="other").SerializeToString()]
+)
 def test_error_details_that_cannot_be_read_leave_the_status(status: bytes) -> None:
     assert rpc.error_of(failure(status)) == OutriderError(Reason.VERIFIER_UNAVAILABLE, "away")
     assert rpc.error_in(b"\xff" * 30).reason is Reason.INTERNAL
@@ -142,12 +163,19 @@ async def test_health_is_not_serving_until_told_and_by_service() -> None:
 
 async def test_a_stream_that_is_quiet_for_many_pings_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """With pings far more frequent than gRPC's default server allows, a stream outlasts them."""
-    quick = [(key, 100 if key == "grpc.keepalive_time_ms" else value) for key, value in rpc.CHANNEL_OPTIONS]
-    lenient = [(key, 50 if "min_ping_interval" in key else value) for key, value in rpc.SERVER_OPTIONS]
+    quick = [
+        (key, 100 if key == "grpc.keepalive_time_ms" else value)
+        for key, value in rpc.CHANNEL_OPTIONS
+    ]
+    lenient = [
+        (key, 50 if "min_ping_interval" in key else value) for key, value in rpc.SERVER_OPTIONS
+    ]
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", quick)
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", lenient)
     async with serving() as (_, channel):
-        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(verifier_pb2.GenerateTokensRequest(max_tokens=20))
+        call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
+            verifier_pb2.GenerateTokensRequest(max_tokens=20)
+        )
         assert (await call.read()).token_ids == [1]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -167,7 +195,9 @@ def test_both_ends_give_up_a_silent_peer_within_15_s() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_a_peer_that_vanishes_is_noticed_at_both_ends(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+async def test_a_peer_that_vanishes_is_noticed_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
     """In ten times shorter times; without a time-out for every ping it took a minute."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
@@ -224,4 +254,6 @@ async def test_reflection_answers_under_both_of_its_names(version: str) -> None:
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         await call.done_writing()
         listed = [service.name for service in (await call.read()).list_services_response.service]
-    assert {"outrider.v1.VerifierService", f"grpc.reflection.{version}.ServerReflection"} <= set(listed)
+    assert {"outrider.v1.VerifierService", f"grpc.reflection.{version}.ServerReflection"} <= set(
+        listed
+    )

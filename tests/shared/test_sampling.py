@@ -20,7 +20,9 @@ from outrider.sampling.sampler import inverse_cdf, target_probs
 
 def test_philox_gives_the_known_answers_of_random123() -> None:
     ones = 0xFFFFFFFF
-    counters = np.array([[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint64).T
+    counters = np.array(
+        [[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint64
+    ).T
     keys = np.array([[0, 0], [ones, ones], [0xA4093822, 0x299F31D0]], np.uint64).T
     expected = [
         [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
@@ -34,7 +36,16 @@ def test_a_uniform_depends_on_seed_position_and_purpose_alone() -> None:
     together = uniforms([1, 2, 2**64 - 1], [5, 6, 2**40], Purpose.ACCEPT)
     apart = [uniforms([s], [p], Purpose.ACCEPT)[0] for s, p in ((1, 5), (2, 6), (2**64 - 1, 2**40))]
     assert together.tolist() == apart
-    assert len({*together, *uniforms([1, 2], [6, 5], Purpose.ACCEPT), *uniforms([1, 2], [5, 6], Purpose.COUPLED)}) == 7
+    assert (
+        len(
+            {
+                *together,
+                *uniforms([1, 2], [6, 5], Purpose.ACCEPT),
+                *uniforms([1, 2], [5, 6], Purpose.COUPLED),
+            }
+        )
+        == 7
+    )
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -43,16 +54,24 @@ def test_uniforms_are_uniform_along_positions(purpose: Purpose) -> None:
     assert stats.kstest(numbers, "uniform").pvalue > 1e-4
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.0), (1e-300, 0.0), (1e-38, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (-1e-9, -1e-9)])
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [(0.0, 0.0), (1e-300, 0.0), (1e-38, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (-1e-9, -1e-9)],
+)
 def test_a_temperature_too_small_for_float32_is_greedy(asked: float, taken: float) -> None:
     """One below 0 is left as it is, for whoever refuses it."""
     sampling = SamplingParams(asked)
     assert (sampling.temperature, sampling.greedy) == (taken, taken == 0.0)
-    assert target_probs(torch.tensor([[30.0, -30.0]]), [SamplingParams(abs(asked))]).isfinite().all()
+    assert (
+        target_probs(torch.tensor([[30.0, -30.0]]), [SamplingParams(abs(asked))]).isfinite().all()
+    )
 
 
 def test_two_purposes_share_no_noise() -> None:
-    first, second = (uniforms(np.full(50_000, 7), np.arange(50_000), purpose) for purpose in (Purpose.ACCEPT, Purpose.RECOVER))
+    first, second = (
+        uniforms(np.full(50_000, 7), np.arange(50_000), purpose)
+        for purpose in (Purpose.ACCEPT, Purpose.RECOVER)
+    )
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
 
 
@@ -76,10 +95,18 @@ def test_two_purposes_share_no_noise() -> None:
     ids=["few tokens", "many, the candidates are enough", "many, the candidates are not enough"],
 )
 def test_target_probabilities_are_those_of_transformers_processors(
-    temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float, vocab_size: int, scale: float
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    typical_p: float,
+    vocab_size: int,
+    scale: float,
 ) -> None:
     logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0)) * scale
-    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature != 1.0 else [])
+    processors = LogitsProcessorList(
+        [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
+    )
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
@@ -89,26 +116,46 @@ def test_target_probabilities_are_those_of_transformers_processors(
     if typical_p < 1:
         processors.append(TypicalLogitsWarper(typical_p))
     expected = processors(torch.zeros(16, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    got = target_probs(logits, [SamplingParams(temperature, top_k, top_p, min_p=min_p, typical_p=typical_p)] * 16)
+    got = target_probs(
+        logits, [SamplingParams(temperature, top_k, top_p, min_p=min_p, typical_p=typical_p)] * 16
+    )
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.9), SamplingParams(typical_p=0.9)], ids=["top-p", "typical-p"])
-def test_candidates_keep_what_all_tokens_would_whatever_ties(sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(top_p=0.9), SamplingParams(typical_p=0.9)],
+    ids=["top-p", "typical-p"],
+)
+def test_candidates_keep_what_all_tokens_would_whatever_ties(
+    sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    peaked, flat = torch.randn(4, 3000, generator=generator) * 8, torch.randn(4, 3000, generator=generator) * 0.1
-    coarse = (torch.randn(4, 3000, generator=generator) * 2).round()  # thousands of ties, at the last candidate as well
+    peaked, flat = (
+        torch.randn(4, 3000, generator=generator) * 8,
+        torch.randn(4, 3000, generator=generator) * 0.1,
+    )
+    coarse = (
+        torch.randn(4, 3000, generator=generator) * 2
+    ).round()  # thousands of ties, at the last candidate as well
     equal, banned = torch.zeros(1, 3000), torch.full((1, 3000), -torch.inf)
     banned[:, 2000:2010] = 1.0
     logits = torch.cat([peaked, flat, coarse, equal, banned])
     few = target_probs(logits, [sampling] * len(logits))
     monkeypatch.setattr("outrider.sampling.sampler._CANDIDATES", 3000)
-    torch.testing.assert_close(few, target_probs(logits, [sampling] * len(logits)), atol=1e-9, rtol=1e-6)
+    torch.testing.assert_close(
+        few, target_probs(logits, [sampling] * len(logits)), atol=1e-9, rtol=1e-6
+    )
 
 
 def test_each_row_has_its_own_settings() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    samplings = [SamplingParams(), SamplingParams(0.5, 3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1, typical_p=0.8)]
+    samplings = [
+        SamplingParams(),
+        SamplingParams(0.5, 3),
+        SamplingParams(top_p=0.5),
+        SamplingParams(min_p=0.1, typical_p=0.8),
+    ]
     together = target_probs(logits, samplings)
     for i in range(4):
         alone = target_probs(logits[i : i + 1], samplings[i : i + 1])
@@ -124,7 +171,8 @@ def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
 def test_inverse_cdf_follows_the_weights() -> None:
     weights = torch.tensor([5.0, 0.0, 1.0, 3.0, 1.0])
     draws = inverse_cdf(
-        weights.repeat(20_000, 1), torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.COUPLED))
+        weights.repeat(20_000, 1),
+        torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.COUPLED)),
     )
     observed = np.bincount(draws.numpy(), minlength=5)[[0, 2, 3, 4]]
     assert stats.chisquare(observed, np.array([5, 1, 3, 1]) / 10 * 20_000).pvalue > 1e-4

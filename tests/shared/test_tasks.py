@@ -7,7 +7,9 @@ import pytest
 from outrider.process.tasks import keep_running, watch
 
 
-async def test_a_task_that_raises_is_logged_and_told_though_nobody_awaits_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_raises_is_logged_and_told_though_nobody_awaits_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     told: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def work() -> None:
@@ -20,7 +22,9 @@ async def test_a_task_that_raises_is_logged_and_told_though_nobody_awaits_it(cap
     assert "the reason" in caplog.text
 
 
-async def test_a_task_that_returns_or_is_cancelled_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_returns_or_is_cancelled_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     told: list[BaseException] = []
 
     async def work() -> int:
@@ -34,7 +38,9 @@ async def test_a_task_that_returns_or_is_cancelled_is_not_told(caplog: pytest.Lo
     assert not caplog.records
 
 
-async def test_work_that_fails_begins_again_until_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+async def test_work_that_fails_begins_again_until_it_returns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     attempts = 0
 
     async def work() -> None:

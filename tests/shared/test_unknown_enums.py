@@ -32,24 +32,39 @@ READERS: list[tuple[Message, Callable[[Any], object]]] = [
     (HELLO, wire_drafts.hello_from_proto),
     (drafts_pb2.DraftBatch(), lambda proto: wire_drafts.drafts_from_proto(proto, VOCAB)),
     (
-        drafts_pb2.StepBatch(opened=[OPENED], verdicts=[drafts_pb2.Verdict()], closed=[drafts_pb2.Closed()]),
+        drafts_pb2.StepBatch(
+            opened=[OPENED], verdicts=[drafts_pb2.Verdict()], closed=[drafts_pb2.Closed()]
+        ),
         lambda proto: wire_drafts.step_from_proto(proto, VOCAB),
     ),
-    (verifier_pb2.GetModelResponse(stage=verifier_pb2.MODEL_STAGE_READY), wire_model.model_from_proto),
+    (
+        verifier_pb2.GetModelResponse(stage=verifier_pb2.MODEL_STAGE_READY),
+        wire_model.model_from_proto,
+    ),
 ]
 UNKNOWN = (0, 99, -1, 2**31 - 1)
 
 
-def enum_fields(of: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
+def enum_fields(
+    of: Descriptor, path: tuple[FieldDescriptor, ...] = ()
+) -> Iterator[tuple[FieldDescriptor, ...]]:
     """Paths to the fields below a message that have an enum for a type."""
     for field in of.fields:
         if field.enum_type is not None:
             yield (*path, field)
-        elif field.message_type is not None and field.message_type.file.package == "outrider.v1" and field not in path:
+        elif (
+            field.message_type is not None
+            and field.message_type.file.package == "outrider.v1"
+            and field not in path
+        ):
             yield from enum_fields(field.message_type, (*path, field))
 
 
-CASES = [(message, reader, path) for message, reader in READERS for path in enum_fields(message.DESCRIPTOR)]
+CASES = [
+    (message, reader, path)
+    for message, reader in READERS
+    for path in enum_fields(message.DESCRIPTOR)
+]
 
 
 def name(value: object) -> str:
@@ -87,7 +102,10 @@ def test_no_enum_value_is_an_unexpected_error(
     if isinstance(message, verifier_pb2.GenerateTokensRequest) and value != 0:
         with pytest.raises(OutriderError) as caught:
             reader(received)
-        assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "speculation.acceptance")
+        assert (caught.value.reason, caught.value.field) == (
+            Reason.INVALID_VALUE,
+            "speculation.acceptance",
+        )
     else:
         reader(received)
 
@@ -109,8 +127,13 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
     )
     read = wire_drafts.step_from_proto(step, VOCAB)
     assert (read.opened[0].rule, read.closed[0].reason) == (m.Rule.ONE_HOT, m.CloseReason.ENDED)
-    assert wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value)).stage is m.Stage.LOADING
-    hello = drafts_pb2.Hello(distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], capabilities=[value])
+    assert (
+        wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value)).stage
+        is m.Stage.LOADING
+    )
+    hello = drafts_pb2.Hello(
+        distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], capabilities=[value]
+    )
     hello.MergeFrom(HELLO)
     assert wire_drafts.hello_from_proto(hello).distributions == {m.Rule.ONE_HOT, m.Rule.COUPLED}
     assert not wire_drafts.hello_from_proto(hello).wants_features
@@ -132,21 +155,33 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
 def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused_and_drafted_without(data: bytes) -> None:
     """Taken for no grammar, it would give free text where the caller asked for a form."""
     grammar = common_pb2.Grammar.FromString(data)
-    request = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1, grammar=grammar)
+    request = verifier_pb2.GenerateTokensRequest(
+        prompt_token_ids=[1], max_tokens=1, grammar=grammar
+    )
     with pytest.raises(
-        OutriderError, match="grammar must have one of json_schema, json_object, regex, ebnf, choice, structural_tag;"
+        OutriderError,
+        match="grammar must have one of json_schema, json_object, regex, ebnf, choice, structural_tag;",
     ):
         wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=100)
-    step = drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, grammar=grammar)])
+    step = drafts_pb2.StepBatch(
+        opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, grammar=grammar)]
+    )
     assert wire_drafts.step_from_proto(step, VOCAB).opened[0].grammar is None
 
 
 def test_limits_are_told_in_plain_words() -> None:
     cases = [
-        (verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1, min_chunk_token_count=-1), "min_chunk_token_count"),
         (
             verifier_pb2.GenerateTokensRequest(
-                prompt_token_ids=[1], max_tokens=1, sampling=common_pb2.SamplingParams(min_tokens=-1)
+                prompt_token_ids=[1], max_tokens=1, min_chunk_token_count=-1
+            ),
+            "min_chunk_token_count",
+        ),
+        (
+            verifier_pb2.GenerateTokensRequest(
+                prompt_token_ids=[1],
+                max_tokens=1,
+                sampling=common_pb2.SamplingParams(min_tokens=-1),
             ),
             "sampling.min_tokens",
         ),

@@ -36,7 +36,9 @@ names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
     sampling=samplings,
     stop=st.frozensets(st.integers(0, VOCAB - 1), max_size=5),
     ignore_eos=st.booleans(),
-    speculation=st.builds(m.SpeculationOptions, st.booleans(), names, st.none() | st.integers(0, 64)),
+    speculation=st.builds(
+        m.SpeculationOptions, st.booleans(), names, st.none() | st.integers(0, 64)
+    ),
     tenant=names,
     chunk=st.integers(1, 100),
     likeliest=st.none() | st.integers(0, 20),
@@ -52,21 +54,42 @@ def test_a_request_comes_back_as_it_was(
     chunk: int,
     likeliest: int | None,
 ) -> None:
-    request = m.TokenRequest(prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk)
-    request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens if likeliest is None else max_tokens - 1)
+    request = m.TokenRequest(
+        prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk
+    )
+    request = replace(
+        request,
+        prompt_logprobs=likeliest,
+        max_tokens=max_tokens if likeliest is None else max_tokens - 1,
+    )
     proto = wire_requests.request_to_proto(request)
     assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
 
 
 def test_no_more_tokens_are_gathered_than_a_message_holds() -> None:
     proto = wire_requests.request_to_proto(m.TokenRequest([1], 5, min_chunk_tokens=2**30))
-    assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000).min_chunk_tokens == 4096
+    assert (
+        wire_requests.request_from_proto(
+            proto, vocab_size=VOCAB, context_length=1000
+        ).min_chunk_tokens
+        == 4096
+    )
 
 
 def test_a_chunk_comes_back_as_it_was() -> None:
     likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
     sources = [m.TokenSource.PLAIN]
-    chunk = m.TokenChunk([4], sources, "d", m.FinishReason.STOP, m.SpeculationStats(1), 7, 2, [likely], [likely, likely])
+    chunk = m.TokenChunk(
+        [4],
+        sources,
+        "d",
+        m.FinishReason.STOP,
+        m.SpeculationStats(1),
+        7,
+        2,
+        [likely],
+        [likely, likely],
+    )
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
 
 
@@ -79,7 +102,12 @@ def test_a_chunk_comes_back_as_it_was() -> None:
     accepted=st.integers(0, 64),
 )
 def test_a_step_comes_back_as_it_was(
-    sequence_id: int, length: int, tokens: list[int], sampling: m.SamplingParams, window: m.Window, accepted: int
+    sequence_id: int,
+    length: int,
+    tokens: list[int],
+    sampling: m.SamplingParams,
+    window: m.Window,
+    accepted: int,
 ) -> None:
     step = m.StepBatch(
         [m.Opened(sequence_id, tokens, sampling, m.Rule.SPARSE, window, 4, "tenant", "trace")],
@@ -95,35 +123,65 @@ def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[
     drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
     sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
     batch = m.DraftBatch([m.Proposal(1, 5, [0], [], [sent])])
-    received = wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB).proposals[0].distributions[0]
+    received = (
+        wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB)
+        .proposals[0]
+        .distributions[0]
+    )
     assert received is not None
     assert (received.probabilities == drawn_from / drawn_from.sum()).all()
 
 
 def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
     stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4)
-    chunk = m.TokenChunk([1, 2], [m.TokenSource.ACCEPTED, m.TokenSource.BONUS], "d", m.FinishReason.LENGTH, stats, 16, 1)
+    chunk = m.TokenChunk(
+        [1, 2],
+        [m.TokenSource.ACCEPTED, m.TokenSource.BONUS],
+        "d",
+        m.FinishReason.LENGTH,
+        stats,
+        16,
+        1,
+    )
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
     place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
     drafter = m.DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
-    info = m.ModelInfo("model", m.Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4)
+    info = m.ModelInfo(
+        "model", m.Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
+    )
     assert wire_model.model_from_proto(wire_model.model_to_proto(info)) == info
 
 
 PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 
 
-@pytest.mark.parametrize(("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire_drafts.MAX_DRAFT_SECONDS)])
+@pytest.mark.parametrize(
+    ("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire_drafts.MAX_DRAFT_SECONDS)]
+)
 def test_a_drafters_own_clock_is_believed_within_bounds(told: int, believed: float) -> None:
-    proto = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=told))])
+    proto = drafts_pb2.DraftBatch(
+        proposals=[drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=told))]
+    )
     [proposal] = wire_drafts.drafts_from_proto(proto, VOCAB).proposals
     assert proposal.draft_seconds == believed
-    info = m.ModelInfo("", m.Stage.READY, "", drafters=(m.DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),))
-    assert wire_model.model_from_proto(wire_model.model_to_proto(info)).drafters[0].token_s == believed
+    info = m.ModelInfo(
+        "",
+        m.Stage.READY,
+        "",
+        drafters=(m.DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),),
+    )
+    assert (
+        wire_model.model_from_proto(wire_model.model_to_proto(info)).drafters[0].token_s == believed
+    )
 
 
 def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
-    return {**PROPOSAL, "distributions": [drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)]}
+    return {
+        **PROPOSAL,
+        "distributions": [
+            drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)
+        ],
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,9 +190,15 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
         ({**PROPOSAL, "token_ids": []}, "must hold 1 to 1024 tokens, not 0"),
         ({**PROPOSAL, "token_ids": [5] * 1025}, "must hold 1 to 1024 tokens, not 1025"),
         ({**PROPOSAL, "token_ids": [VOCAB]}, r"must be in \[0, 1000\), not 1000"),
-        ({**PROPOSAL, "parents": [1]}, "must name a token before its child: at most 0 at place 0, not 1"),
+        (
+            {**PROPOSAL, "parents": [1]},
+            "must name a token before its child: at most 0 at place 0, not 1",
+        ),
         ({**PROPOSAL, "parents": [0, 1]}, "must be empty or one for each of 1 tokens, not 2"),
-        ({**PROPOSAL, "confidences": [0.5, 0.5]}, "must be empty or one for each of 1 tokens, not 2"),
+        (
+            {**PROPOSAL, "confidences": [0.5, 0.5]},
+            "must be empty or one for each of 1 tokens, not 2",
+        ),
         (sparse([5], []), "must hold 1 to 256 ids and as many probabilities, not 1 and 0"),
         (sparse(list(range(300)), [1 / 300] * 300), "must hold 1 to 256 ids"),
         (sparse([5, 6], [1.5, -0.5]), "must be finite and not negative"),
@@ -147,7 +211,9 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
         (sparse([6], [1.0]), "must give the proposed token 5 a probability above 0"),
     ],
 )
-def test_a_malformed_proposal_is_refused_with_the_limit(fields: dict[str, Any], message: str) -> None:
+def test_a_malformed_proposal_is_refused_with_the_limit(
+    fields: dict[str, Any], message: str
+) -> None:
     batch = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)])
     with pytest.raises(OutriderError, match=message) as caught:
         wire_drafts.drafts_from_proto(batch, VOCAB)

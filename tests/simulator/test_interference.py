@@ -23,13 +23,17 @@ def speed_on_gpu(drafter: dict[str, Any], batch: int, **more: Any) -> float:
 
 def speed_on_two_cores(drafter: dict[str, Any], batch: int, **more: Any) -> float:
     """Beside forwards of 0.5 to 0.9 ms; drafts of the bundled draft model take 0.05 to 0.1 ms a token."""
-    return speed([{"name": "d", **drafter}], batch, 6.0, costs="epyc-2-cores", output_tokens=LENGTHS, **more)
+    return speed(
+        [{"name": "d", **drafter}], batch, 6.0, costs="epyc-2-cores", output_tokens=LENGTHS, **more
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("acceptance", [0.8, 0.5, 0.0])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_a_slow_drafter_on_the_targets_cores_is_no_loss(noise: float, acceptance: float, batch: int) -> None:
+def test_a_slow_drafter_on_the_targets_cores_is_no_loss(
+    noise: float, acceptance: float, batch: int
+) -> None:
     """Drafts take 6 ms a token. Without a budget this is 0.69 to 0.97 of plain decoding."""
     drafter = {"acceptance": acceptance, "slowness": 4.0, "on_target_cores": True}
     assert speed_on_gpu(drafter, batch, noise=noise) >= FLOOR
@@ -37,7 +41,9 @@ def test_a_slow_drafter_on_the_targets_cores_is_no_loss(noise: float, acceptance
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("slowness", [1.0, 4.0])
-def test_a_drafter_that_takes_all_its_time_from_the_target_is_no_loss(slowness: float, batch: int) -> None:
+def test_a_drafter_that_takes_all_its_time_from_the_target_is_no_loss(
+    slowness: float, batch: int
+) -> None:
     """Its placement does not say so, so only the clock can tell."""
     drafter = {"acceptance": 0.6, "slowness": slowness, "interference": 1.0}
     assert speed_on_gpu(drafter, batch) >= FLOOR
@@ -47,7 +53,9 @@ def test_a_drafter_that_takes_all_its_time_from_the_target_is_no_loss(slowness: 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6])
 @pytest.mark.parametrize("round_trip_ms", [0.4, 20.0])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_the_bundled_pair_on_two_cores_is_no_loss(noise: float, round_trip_ms: float, acceptance: float, batch: int) -> None:
+def test_the_bundled_pair_on_two_cores_is_no_loss(
+    noise: float, round_trip_ms: float, acceptance: float, batch: int
+) -> None:
     """The draft model was measured to take 0.44 of its time from the target; it accepts about 0.6."""
     drafter = {"acceptance": acceptance, "interference": 0.44, "round_trip_ms": round_trip_ms}
     assert speed_on_two_cores(drafter, batch, noise=noise) >= FLOOR
@@ -58,13 +66,18 @@ def test_the_bundled_pair_on_two_cores_is_no_loss(noise: float, round_trip_ms: f
     [(1, 0.44, 1.78), (8, 0.44, 1.30), (32, 0.44, 1.24)],
 )
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_a_disturbing_drafter_that_pays_is_used(noise: float, batch: int, interference: float, unguarded: float) -> None:
+def test_a_disturbing_drafter_that_pays_is_used(
+    noise: float, batch: int, interference: float, unguarded: float
+) -> None:
     """`unguarded` was measured before there was a budget. Measuring quiet steps costs some of it."""
     drafter = {"acceptance": 0.8, "interference": interference}
     assert speed_on_gpu(drafter, batch, noise=noise) >= 0.96 * unguarded
 
 
-@pytest.mark.parametrize(("acceptance", "slowness", "interference", "unguarded"), [(0.8, 1, 0.44, 1.42), (0.9, 2, 1.0, 1.47)])
+@pytest.mark.parametrize(
+    ("acceptance", "slowness", "interference", "unguarded"),
+    [(0.8, 1, 0.44, 1.42), (0.9, 2, 1.0, 1.47)],
+)
 def test_a_disturbing_drafter_that_pays_is_used_on_two_cores(
     acceptance: float, slowness: float, interference: float, unguarded: float
 ) -> None:

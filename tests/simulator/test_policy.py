@@ -37,7 +37,9 @@ def test_a_good_drafter_is_no_loss_with_two_waves_of_one_length(batch: int) -> N
     ],
     ids=["turns bad", "turns good", "hangs"],
 )
-def test_a_drafter_that_changes_costs_next_to_nothing(before: float, event: dict[str, Any], batch: int) -> None:
+def test_a_drafter_that_changes_costs_next_to_nothing(
+    before: float, event: dict[str, Any], batch: int
+) -> None:
     schedule = [{"at": 4.0, "who": "d", **event}]
     assert speed([{"name": "d", "acceptance": before}], batch, schedule=schedule) >= 0.985
 
@@ -58,5 +60,11 @@ def test_the_better_of_two_drafters_is_chosen(batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
     """As n-gram lookups over a network: in nine of ten places they find nothing."""
-    lookups = {"name": "d", "acceptance": [0.9, 0.85, 0.8], "skips_hard": True, "cost": "ngram", "round_trip_ms": 5}
+    lookups = {
+        "name": "d",
+        "acceptance": [0.9, 0.85, 0.8],
+        "skips_hard": True,
+        "cost": "ngram",
+        "round_trip_ms": 5,
+    }
     assert speed([lookups], batch, hard_share=0.9) >= 1.0

@@ -10,11 +10,15 @@ from bench.simulator.simulation import Outcome, Simulation, simulate
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
-def outcome_of(tmp_path: Path, requests: list[dict[str, Any]], drafter: dict[str, Any], **more: Any) -> Outcome:
+def outcome_of(
+    tmp_path: Path, requests: list[dict[str, Any]], drafter: dict[str, Any], **more: Any
+) -> Outcome:
     return simulate(scenario_of(tmp_path, requests, [drafter], **more), 1)
 
 
-def scenario_of(tmp_path: Path, requests: list[dict[str, Any]], drafters: list[dict[str, Any]], **more: Any) -> Scenario:
+def scenario_of(
+    tmp_path: Path, requests: list[dict[str, Any]], drafters: list[dict[str, Any]], **more: Any
+) -> Scenario:
     recording = tmp_path / "requests.jsonl"
     recording.write_text("\n".join(map(json.dumps, requests)))
     given = {
@@ -79,8 +83,12 @@ def test_connections_of_one_process_share_its_forwards(tmp_path: Path) -> None:
     slow = {**MODEL, "family": "model", "slowness": 4.0}
 
     def forwards(**more: str) -> list[float]:
-        drafters = [{**slow, **more, "name": f"model-{i}", "verifier": f"verifier-{i}"} for i in (1, 2)]
-        simulation = Simulation(scenario_of(tmp_path, requests, drafters, verifiers=2, sequences=[2]), 2)
+        drafters = [
+            {**slow, **more, "name": f"model-{i}", "verifier": f"verifier-{i}"} for i in (1, 2)
+        ]
+        simulation = Simulation(
+            scenario_of(tmp_path, requests, drafters, verifiers=2, sequences=[2]), 2
+        )
         assert simulation.run().sample.tokens == 2 * 96
         return [actor.computed_s for actor in simulation.drafters.values()]
 
@@ -95,7 +103,12 @@ def test_warm_up_requests_are_not_measured(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, requests, LOOKUP, warm_up=1)
     assert (outcome.request_count, outcome.sample.tokens) == (1, 32)
     assert outcome.sample.counters["generation_tokens"] == 32
-    assert 0.0 < outcome.sample.requests[0][0] < outcome.sample.requests[0][1] == outcome.sample.seconds
+    assert (
+        0.0
+        < outcome.sample.requests[0][0]
+        < outcome.sample.requests[0][1]
+        == outcome.sample.seconds
+    )
 
 
 def test_the_schedule_begins_with_what_is_measured(tmp_path: Path) -> None:

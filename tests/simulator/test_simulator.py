@@ -18,11 +18,16 @@ from bench.simulator.simulation import Simulation, simulate
 from verifier_svc.engine.loop import Engine
 
 ROOT = Path(__file__).parents[2]
-DRAFTERS = [{"name": "good", "acceptance": 0.8, "jitter_ms": 1.0}, {"name": "poor", "acceptance": 0.3, "round_trip_ms": 20}]
+DRAFTERS = [
+    {"name": "good", "acceptance": 0.8, "jitter_ms": 1.0},
+    {"name": "poor", "acceptance": 0.3, "round_trip_ms": 20},
+]
 
 
 def scenario(**more: object) -> Scenario:
-    return Scenario.model_validate({"costs": "assumed-gpu", "seconds": 2.0, "sequences": [4], "drafters": DRAFTERS, **more})
+    return Scenario.model_validate(
+        {"costs": "assumed-gpu", "seconds": 2.0, "sequences": [4], "drafters": DRAFTERS, **more}
+    )
 
 
 def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
@@ -35,7 +40,13 @@ def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> 
     for seed in ("0", "1"):
         out = tmp_path / seed
         command = [sys.executable, "-m", "bench.simulator", str(settings), "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         written.append((out / "simulation.json").read_bytes())
     assert written[0] == written[1]
 
@@ -87,9 +98,17 @@ def test_no_event_may_lie_in_the_past() -> None:
 
 @pytest.mark.parametrize("rate", [0.3, 0.7])
 def test_a_chain_is_accepted_as_often_as_the_scenario_says(rate: float) -> None:
-    outcome = simulate(scenario(seconds=20.0, draft_tokens="fixed:1", drafters=[{"name": "d", "acceptance": rate}]), 4)
+    outcome = simulate(
+        scenario(
+            seconds=20.0, draft_tokens="fixed:1", drafters=[{"name": "d", "acceptance": rate}]
+        ),
+        4,
+    )
     counts = outcome.drafters["d"]
-    drafted, accepted = counts["spec_decode_num_draft_tokens"], counts["spec_decode_num_accepted_tokens"]
+    drafted, accepted = (
+        counts["spec_decode_num_draft_tokens"],
+        counts["spec_decode_num_accepted_tokens"],
+    )
     assert drafted > 1000
     # Five standard deviations.
     assert abs(accepted / drafted - rate) < 5 * sqrt(rate * (1 - rate) / drafted)
@@ -114,14 +133,21 @@ def test_requests_of_a_verifier_that_leaves_are_finished_by_another() -> None:
 
 def test_a_drafter_that_hangs_is_not_waited_for_and_comes_back() -> None:
     drafters = [{"name": "d", "acceptance": 0.8}]
-    hung = simulate(scenario(drafters=drafters, schedule=[{"at": 0.5, "who": "d", "what": "hang", "seconds": 1.0}]), 4)
+    hung = simulate(
+        scenario(
+            drafters=drafters, schedule=[{"at": 0.5, "who": "d", "what": "hang", "seconds": 1.0}]
+        ),
+        4,
+    )
     well = simulate(scenario(drafters=drafters), 4)
     assert 0 < hung.drafters["d"]["proposed_tokens"] < well.drafters["d"]["proposed_tokens"]
 
 
 def test_plain_decoding_takes_what_the_table_says() -> None:
     costs = load("assumed-gpu")
-    outcome = simulate(scenario(prompt_tokens=[1], waves=1, client_ms=0, seconds=60.0), 4, drafting=False)
+    outcome = simulate(
+        scenario(prompt_tokens=[1], waves=1, client_ms=0, seconds=60.0), 4, drafting=False
+    )
     step_s = costs.forward_s(4, 4) + costs.host_step_s + 4 * costs.host_sequence_s
     assert outcome.sample.seconds == pytest.approx(128 * step_s, rel=0.02)
 
@@ -134,14 +160,19 @@ def test_recorded_requests_come_when_they_came(tmp_path: Path) -> None:
     )
     simulation = Simulation(scenario(arrivals="recorded", recording=str(recording)), 1)
     outcome = simulation.run()
-    assert [(r.sent_at, len(r.received), r.text.kind) for r in simulation.traffic.requests] == [(0.25, 3, ""), (1.0, 5, "code")]
+    assert [(r.sent_at, len(r.received), r.text.kind) for r in simulation.traffic.requests] == [
+        (0.25, 3, ""),
+        (1.0, 5, "code"),
+    ]
     assert outcome.errors == []
 
 
 def test_recorded_requests_are_sent_in_turn_while_so_many_are_under_way(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     lengths = [3, 5, 4, 6, 2]
-    recording.write_text("\n".join(f'{{"prompt_tokens": 8, "output_tokens": {length}}}' for length in lengths))
+    recording.write_text(
+        "\n".join(f'{{"prompt_tokens": 8, "output_tokens": {length}}}' for length in lengths)
+    )
     simulation = Simulation(scenario(recording=str(recording)), 2)
     outcome = simulation.run()
     requests = simulation.traffic.requests
@@ -153,11 +184,17 @@ def test_recorded_requests_are_sent_in_turn_while_so_many_are_under_way(tmp_path
 @pytest.mark.parametrize("guess", ["+", "-", "."])
 def test_recorded_guesses_decide_what_a_drafter_drafts(tmp_path: Path, guess: str) -> None:
     recording = tmp_path / "requests.jsonl"
-    recording.write_text(f'{{"prompt_tokens": 8, "output_tokens": 200, "guesses": {{"good": "{200 * guess}"}}}}\n')
+    recording.write_text(
+        f'{{"prompt_tokens": 8, "output_tokens": 200, "guesses": {{"good": "{200 * guess}"}}}}\n'
+    )
     drafters = [{"name": "good", "acceptance": 0.5}]
-    outcome = simulate(scenario(recording=str(recording), drafters=drafters, seconds=60.0), 1, drafting=True)
+    outcome = simulate(
+        scenario(recording=str(recording), drafters=drafters, seconds=60.0), 1, drafting=True
+    )
     counters = outcome.sample.counters
-    drafted, accepted = (counters.get(f"spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted"))
+    drafted, accepted = (
+        counters.get(f"spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted")
+    )
     if guess == "+":
         assert accepted == drafted > 100
     else:
@@ -188,12 +225,27 @@ def test_drafting_that_interferes_makes_forwards_longer() -> None:
     [
         ({"bogus": 1}, "bogus"),
         ({"drafters": [{"name": "d", "acceptance": 1.5}]}, "less than or equal to 1"),
-        ({"costs": "nothing"}, "costs must be assumed-gpu, edge, epyc-2-cores, .* or a file, not 'nothing'"),
-        ({"schedule": [{"at": 1, "who": "x", "what": "join"}]}, "schedule.who must be one of good, poor, verifier-1, not 'x'"),
-        ({"schedule": [{"at": 1, "who": "good", "what": "hang"}]}, "seconds must be given with hang"),
+        (
+            {"costs": "nothing"},
+            "costs must be assumed-gpu, edge, epyc-2-cores, .* or a file, not 'nothing'",
+        ),
+        (
+            {"schedule": [{"at": 1, "who": "x", "what": "join"}]},
+            "schedule.who must be one of good, poor, verifier-1, not 'x'",
+        ),
+        (
+            {"schedule": [{"at": 1, "who": "good", "what": "hang"}]},
+            "seconds must be given with hang",
+        ),
         ({"arrivals": "recorded"}, "recording must be given with recorded arrivals"),
-        ({"arrivals": "poisson", "recording": "some"}, "recording has no meaning with poisson arrivals"),
-        ({"waves": 2, "recording": "some"}, "waves has no meaning without closed arrivals, nor with a recording"),
+        (
+            {"arrivals": "poisson", "recording": "some"},
+            "recording has no meaning with poisson arrivals",
+        ),
+        (
+            {"waves": 2, "recording": "some"},
+            "waves has no meaning without closed arrivals, nor with a recording",
+        ),
         ({"drafters": [{"name": "d", "interference": 1.5}]}, "less than or equal to 1"),
     ],
 )

@@ -27,8 +27,12 @@ class TableModel:
     vocab_size = VOCAB
     eos_token_ids = (EOS,)
 
-    def __init__(self, page_count: int, page_size: int, seed: int = 0, eos_bias: float = -1.0) -> None:
-        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+    def __init__(
+        self, page_count: int, page_size: int, seed: int = 0, eos_bias: float = -1.0
+    ) -> None:
+        self.table = (
+            torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        )
         self.table[:, :, EOS] += eos_bias
         self.cache = np.full((page_count, page_size), -1)
         self.page_size = page_size
@@ -42,10 +46,15 @@ class TableModel:
         for part in slices:
             positions = np.arange(part.start, part.start + len(part.token_ids))
             pages = np.array(part.pages)
-            self.cache[pages[positions // self.page_size], positions % self.page_size] = part.token_ids
+            self.cache[pages[positions // self.page_size], positions % self.page_size] = (
+                part.token_ids
+            )
             for position in positions[len(positions) - part.logit_count :]:
                 before = max(position - 1, 0)
-                pair = [self.cache[pages[p // self.page_size], p % self.page_size] for p in (before, position)]
+                pair = [
+                    self.cache[pages[p // self.page_size], p % self.page_size]
+                    for p in (before, position)
+                ]
                 assert min(pair) >= 0, "a slice was scored whose past is not in its pages"
                 rows.append(self.table[pair[0], pair[1]])
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
@@ -85,7 +94,9 @@ class Client:
 class ScriptedDrafter:
     """A drafter in the test's hands: keeps what it was told, proposes what it is given."""
 
-    def __init__(self, engine: Engine, name: str = "scripted", family: str = "scripted", **hello: object) -> None:
+    def __init__(
+        self, engine: Engine, name: str = "scripted", family: str = "scripted", **hello: object
+    ) -> None:
         self.engine = engine
         self.told: list[StepBatch] = []
         self.error: OutriderError | None = None
@@ -116,7 +127,9 @@ class ScriptedDrafter:
         self.send(Proposal(sequence_id, self.length[sequence_id], list(self.ahead[sequence_id])))
 
     def skip(self, sequence_id: int) -> None:
-        self.engine.drafting.take(self.handle, DraftBatch(skips=[Skip(sequence_id, self.length[sequence_id])]))
+        self.engine.drafting.take(
+            self.handle, DraftBatch(skips=[Skip(sequence_id, self.length[sequence_id])])
+        )
 
     def send(self, *proposals: Proposal) -> None:
         self.engine.drafting.take(self.handle, DraftBatch(list(proposals)))

@@ -38,13 +38,17 @@ def _filled(draw: st.DrawFn, descriptor: Descriptor, make: Any, depth: int) -> A
         if not draw(st.booleans()):
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name).update(draw(st.dictionaries(_SMALL, st.floats(width=32), max_size=3)))
+            getattr(message, field.name).update(
+                draw(st.dictionaries(_SMALL, st.floats(width=32), max_size=3))
+            )
         elif field.message_type is not None:
             held = getattr(message, field.name)
             if depth == 0:
                 continue
             inner = _filled(
-                field.message_type, type(held) if not field.is_repeated else field.message_type._concrete_class, depth - 1
+                field.message_type,
+                type(held) if not field.is_repeated else field.message_type._concrete_class,
+                depth - 1,
             )
             if field.is_repeated:
                 held.extend(draw(st.lists(inner, max_size=4)))

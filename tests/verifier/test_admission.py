@@ -42,7 +42,10 @@ def test_deep_drafts_leave_room_for_a_prompt() -> None:
     engine, model = make_engine(page_count=256, eos_bias=-99, limits=limits)
     drafter = ScriptedDrafter(engine)
     deep = SpeculationOptions(draft_tokens=8)
-    decoding = [engine.submit(TokenRequest([i % 4, 2], 200, GREEDY, speculation=deep), Client()) for i in range(6)]
+    decoding = [
+        engine.submit(TokenRequest([i % 4, 2], 200, GREEDY, speculation=deep), Client())
+        for i in range(6)
+    ]
     engine.drain_inbox()
     engine.step()
     prompt = engine.submit(TokenRequest([1] * 40, 3, GREEDY), Client())

@@ -21,11 +21,22 @@ def test_statistics_count_what_was_verified() -> None:
         engine.step()
     stats = client.chunks[-1].stats
     assert stats is not None
-    assert (stats.draft_count, stats.draft_token_count, stats.accepted_token_count, stats.histogram) == (2, 5, 3, [0, 1, 1])
+    assert (
+        stats.draft_count,
+        stats.draft_token_count,
+        stats.accepted_token_count,
+        stats.histogram,
+    ) == (2, 5, 3, [0, 1, 1])
     assert stats.forward_count == 2 + (10 - 3 - 2)
     text = generate_latest(engine._metrics.registry).decode()
-    assert 'outrider:spec_decode_num_accepted_tokens_total{drafter="scripted",model_name="fake",placement="local"} 3.0' in text
-    assert 'num_accepted_tokens_per_pos_total{drafter="scripted",model_name="fake",placement="local",position="1"} 1.0' in text
+    assert (
+        'outrider:spec_decode_num_accepted_tokens_total{drafter="scripted",model_name="fake",placement="local"} 3.0'
+        in text
+    )
+    assert (
+        'num_accepted_tokens_per_pos_total{drafter="scripted",model_name="fake",placement="local",position="1"} 1.0'
+        in text
+    )
 
 
 def test_what_an_end_cuts_off_was_not_accepted() -> None:
@@ -33,7 +44,9 @@ def test_what_an_end_cuts_off_was_not_accepted() -> None:
     drafter, client = ScriptedDrafter(engine), Client()
     truth = model.greedy([1, 2, 3], 9)
     stop = next(i for i in range(1, 4) if truth[i] not in truth[:i])
-    sequence = engine.submit(TokenRequest([1, 2, 3], 9, GREEDY, stop_token_ids=frozenset({truth[stop]})), client)
+    sequence = engine.submit(
+        TokenRequest([1, 2, 3], 9, GREEDY, stop_token_ids=frozenset({truth[stop]})), client
+    )
     engine.drain_inbox()
     drafter.propose(sequence.id, truth[:4])
     while engine.sequences:

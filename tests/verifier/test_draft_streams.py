@@ -31,7 +31,9 @@ from verifier_svc.streams import draft_streams
 
 
 def opened(sequence_id: int, token_count: int) -> Opened:
-    return Opened(sequence_id, [100_000] * token_count, SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 4)
+    return Opened(
+        sequence_id, [100_000] * token_count, SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 4
+    )
 
 
 def test_prompts_too_long_for_one_message_come_in_several_before_what_became_of_them() -> None:
@@ -49,7 +51,9 @@ def test_prompts_too_long_for_one_message_come_in_several_before_what_became_of_
 
 
 def test_what_fits_is_one_message() -> None:
-    step = wire_drafts.step_to_proto(StepBatch(opened=[opened(1, 5)], closed=[Closed(2, CloseReason.ENDED)]))
+    step = wire_drafts.step_to_proto(
+        StepBatch(opened=[opened(1, 5)], closed=[Closed(2, CloseReason.ENDED)])
+    )
     assert list(draft_streams._messages(step)) == [step]
 
 
@@ -62,7 +66,12 @@ class Listener:
 
 async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() -> None:
     engine, model = make_engine(eos_bias=-99)
-    entered, release, go, all_said = threading.Event(), threading.Event(), asyncio.Event(), asyncio.Event()
+    entered, release, go, all_said = (
+        threading.Event(),
+        threading.Event(),
+        asyncio.Event(),
+        asyncio.Event(),
+    )
 
     def stall(_: object) -> None:
         entered.set()
@@ -70,12 +79,16 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
 
     thread = EngineThread(lambda deliver: engine)
     await thread.built
-    message = verifier_pb2.StreamDraftsRequest(drafts=wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500)))
+    message = verifier_pb2.StreamDraftsRequest(
+        drafts=wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500))
+    )
     said = 0
 
     async def requests() -> AsyncIterator[verifier_pb2.StreamDraftsRequest]:
         nonlocal said
-        yield verifier_pb2.StreamDraftsRequest(hello=wire_drafts.hello_to_proto(Hello("loud", "loud", "f", 8)))
+        yield verifier_pb2.StreamDraftsRequest(
+            hello=wire_drafts.hello_to_proto(Hello("loud", "loud", "f", 8))
+        )
         await go.wait()
         for _ in range(200):
             said += 1
@@ -83,14 +96,22 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
         all_said.set()
         await asyncio.sleep(60)
 
-    info = wire_model.model_to_proto(ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64))
-    serving = asyncio.create_task(draft_streams.DraftStream(thread, requests(), cast(Any, Listener()), info).run())
+    info = wire_model.model_to_proto(
+        ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
+    )
+    serving = asyncio.create_task(
+        draft_streams.DraftStream(thread, requests(), cast(Any, Listener()), info).run()
+    )
     async with asyncio.timeout(30):
         while await thread.call(lambda: not engine.drafting.roster.connected):  # noqa: ASYNC110  # another thread has no event
             await asyncio.sleep(0.01)
         # What it says is for a sequence that is over, as late messages are.
         thread.post(lambda: engine.submit(TokenRequest([1, 2], 2, SamplingParams(0.0)), Client()))
-        while await thread.call(lambda: engine.sequences or not engine.drafting.roster.connected["loud"].last_sequence_id):  # noqa: ASYNC110  # as above
+        while await thread.call(
+            lambda: (
+                engine.sequences or not engine.drafting.roster.connected["loud"].last_sequence_id
+            )
+        ):  # noqa: ASYNC110  # as above
             await asyncio.sleep(0.01)
         model.broken = stall
         thread.post(lambda: engine.submit(TokenRequest([1, 2], 2, SamplingParams(0.0)), Client()))

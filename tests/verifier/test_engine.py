@@ -11,7 +11,15 @@ from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
-from outrider.messages import FinishReason, Proposal, Rule, SamplingParams, SpeculationOptions, TokenRequest, TokenSource
+from outrider.messages import (
+    FinishReason,
+    Proposal,
+    Rule,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+    TokenSource,
+)
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 
@@ -65,7 +73,11 @@ def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
     drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % VOCAB, truth[2]])
     engine.step()
     verdict = drafter.told[-1].verdicts[0]
-    assert (verdict.committed_length, verdict.accepted_count, verdict.new_token_ids) == (5, 1, truth[:2])
+    assert (verdict.committed_length, verdict.accepted_count, verdict.new_token_ids) == (
+        5,
+        1,
+        truth[:2],
+    )
     finish(engine)
     assert client.chunks[0].token_ids == truth[:2]
     assert client.chunks[0].sources == [TokenSource.ACCEPTED, TokenSource.RECOVERED]
@@ -133,12 +145,20 @@ def test_stop_tokens_end_the_text_and_ignore_eos_does_not() -> None:
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number_of_pages(data: st.DataObject) -> None:
+def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number_of_pages(
+    data: st.DataObject,
+) -> None:
     policy = DepthPolicy("fixed", data.draw(st.integers(0, 5)))
     limits = Limits(policy, max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
-    engine, model = make_engine(page_count=data.draw(st.integers(8, 40)), limits=limits, seed=data.draw(st.integers(0, 5)))
-    drafters = [ScriptedDrafter(engine, f"d{i}", f"family{i}") for i in range(data.draw(st.integers(0, 2)))]
-    prompts = data.draw(st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12), min_size=1, max_size=8))
+    engine, model = make_engine(
+        page_count=data.draw(st.integers(8, 40)), limits=limits, seed=data.draw(st.integers(0, 5))
+    )
+    drafters = [
+        ScriptedDrafter(engine, f"d{i}", f"family{i}") for i in range(data.draw(st.integers(0, 2)))
+    ]
+    prompts = data.draw(
+        st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12), min_size=1, max_size=8)
+    )
     clients = []
     for prompt in prompts:
         clients.append(Client())
@@ -149,7 +169,9 @@ def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number
     for _ in range(3000):
         for drafter in drafters:
             for sequence in list(engine.sequences.values()):
-                guess_randomly(engine, drafter, sequence.id, noise, model.greedy(sequence.tokens, 6))
+                guess_randomly(
+                    engine, drafter, sequence.id, noise, model.greedy(sequence.tokens, 6)
+                )
         engine.step()
         if not engine.sequences:
             break
@@ -158,7 +180,13 @@ def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number
         assert client.tokens == model.greedy(prompt, 16)
 
 
-def guess_randomly(engine: Engine, drafter: ScriptedDrafter, sequence_id: int, noise: random.Random, truth: list[int]) -> None:
+def guess_randomly(
+    engine: Engine,
+    drafter: ScriptedDrafter,
+    sequence_id: int,
+    noise: random.Random,
+    truth: list[int],
+) -> None:
     """Grow a chain at the root that is right for a while, wrong after that, or silent; never break the protocol."""
     assignment = engine.sequences[sequence_id].assignments.get(drafter.handle.id)
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
@@ -166,7 +194,9 @@ def guess_randomly(engine: Engine, drafter: ScriptedDrafter, sequence_id: int, n
     if drafter.length[sequence_id] != len(engine.sequences[sequence_id].tokens):
         return  # paused, it has yet to hear of what was committed
     right = noise.randint(0, len(truth))
-    tokens = [*truth[:right], *(noise.randrange(VOCAB) for _ in range(3))][: assignment.trie.window.depth]
+    tokens = [*truth[:right], *(noise.randrange(VOCAB) for _ in range(3))][
+        : assignment.trie.window.depth
+    ]
     if tokens:
         drafter.propose(sequence_id, tokens, anew=True)
 
@@ -315,7 +345,9 @@ def test_metrics_of_drafters_that_are_gone_are_forgotten_and_those_of_others_sta
     clock = VirtualClock()
     clock.now = 0.0
     engine, model = make_engine(eos_bias=-99, clock=clock)
-    stays, goes, comes_back = (ScriptedDrafter(engine, name, name) for name in ("stays", "goes", "comes-back"))
+    stays, goes, comes_back = (
+        ScriptedDrafter(engine, name, name) for name in ("stays", "goes", "comes-back")
+    )
     sequence = engine.submit(request([1, 2], 40), Client())
     engine.drain_inbox()
     for drafter in (stays, goes, comes_back):
@@ -324,7 +356,9 @@ def test_metrics_of_drafters_that_are_gone_are_forgotten_and_those_of_others_sta
     for drafter in (goes, comes_back):
         engine.drafting.leave(drafter.handle)
     engine.drain_inbox()
-    assert all(f'drafter="{name}"' in exposition(engine) for name in ("stays", "goes", "comes-back"))
+    assert all(
+        f'drafter="{name}"' in exposition(engine) for name in ("stays", "goes", "comes-back")
+    )
     ScriptedDrafter(engine, "comes-back", "comes-back")
     clock.now = 601.0
     engine.drafting.leave(ScriptedDrafter(engine, "last").handle)
@@ -362,7 +396,9 @@ def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
         sequence = engine.submit(request([1], 5, speculation=options), Client())
         assert set(sequence.assignments) == expected
     assert len(drafters) == 2
-    with pytest.raises(OutriderError, match=r"speculation.drafter must be one of a, b, x, y, not nobody"):
+    with pytest.raises(
+        OutriderError, match=r"speculation.drafter must be one of a, b, x, y, not nobody"
+    ):
         engine.submit(request([1], 5, speculation=SpeculationOptions(drafter="nobody")), Client())
 
 
@@ -393,7 +429,9 @@ def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> N
     assert caught.value.retry_after_s == 1.0
 
 
-def test_a_caller_that_wants_the_whole_text_gets_the_first_token_at_once_and_the_rest_together() -> None:
+def test_a_caller_that_wants_the_whole_text_gets_the_first_token_at_once_and_the_rest_together() -> (
+    None
+):
     engine, model = make_engine(eos_bias=-99)
     client = Client()
     engine.submit(request([1, 2], 12, min_chunk_tokens=12), client)

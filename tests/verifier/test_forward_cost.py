@@ -16,21 +16,31 @@ def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:
     assert cost.estimate(1, 5) == 0.0
     for batch in (1, 8):
         for depth in (0, 4):
-            cost.calibrate(batch, batch * (1 + depth), 0.050 + 0.001 * batch + 0.002 * batch * depth)
+            cost.calibrate(
+                batch, batch * (1 + depth), 0.050 + 0.001 * batch + 0.002 * batch * depth
+            )
     assert cost.estimate(4, 12) == pytest.approx(0.050 + 0.004 + 0.002 * 8, rel=0.05)
     assert cost.estimate(1, 9) == pytest.approx(0.051 + 0.016)
     assert cost.estimate(16, 16) == pytest.approx(0.066)
 
 
-def test_tokens_are_priced_by_how_many_there_are_and_a_step_in_the_price_by_all_that_it_has_room_for() -> None:
+def test_tokens_are_priced_by_how_many_there_are_and_a_step_in_the_price_by_all_that_it_has_room_for() -> (
+    None
+):
     cost = ForwardCost()
     for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
         cost.calibrate(8, 8 * (1 + depth), seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in cost.further_tokens_s(8)] == [(8, 0.00075), (48, 0.002)]
+    assert [(count, round(seconds, 5)) for count, seconds in cost.further_tokens_s(8)] == [
+        (8, 0.00075),
+        (48, 0.002),
+    ]
     stepped = ForwardCost()
     for depth, seconds in ((0, 0.030), (1, 0.038), (3, 0.038), (6, 0.053)):
         stepped.calibrate(1, 1 + depth, seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in stepped.further_tokens_s(1)] == [(3, 0.00267), (6, 0.005)]
+    assert [(count, round(seconds, 5)) for count, seconds in stepped.further_tokens_s(1)] == [
+        (3, 0.00267),
+        (6, 0.005),
+    ]
     assert ForwardCost().further_tokens_s(1) == []
 
 
@@ -43,7 +53,11 @@ def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_pri
 ) -> None:
     ends = list(accumulate(count for count, _ in segments))
     rising = list(zip(ends, sorted(price for _, price in segments), strict=True))
-    each = [price for begin, (end, price) in zip([0, *ends], rising, strict=False) for _ in range(end - begin)]
+    each = [
+        price
+        for begin, (end, price) in zip([0, *ends], rising, strict=False)
+        for _ in range(end - begin)
+    ]
 
     def worth(count: int) -> float:
         costs = each[:count] + [each[-1]] * (count - len(each))
@@ -51,7 +65,9 @@ def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_pri
 
     price = price_of_tokens(chances, rising)
     # Of several with the very chance that is the price it does not matter which are taken.
-    surely, at_most = (sum(bound(chance, price) for chance in chances) for bound in (operator.gt, operator.ge))
+    surely, at_most = (
+        sum(bound(chance, price) for chance in chances) for bound in (operator.gt, operator.ge)
+    )
     most = max(worth(count) for count in range(len(chances) + 1))
     assert max(worth(count) for count in range(surely, at_most + 1)) == pytest.approx(most)
 
@@ -92,7 +108,9 @@ def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> 
         assert cost.estimate(32, tokens) == pytest.approx(0.07 + 0.0009 * tokens, rel=0.15)
 
 
-@pytest.mark.parametrize("token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"])
+@pytest.mark.parametrize(
+    "token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"]
+)
 def test_a_wrong_price_of_prompts_is_mended_though_no_step_is_without_one(token_s: float) -> None:
     cost = ForwardCost()
     for depth in (0, 8):

@@ -14,7 +14,9 @@ from verifier_svc.streams import servicer as servicer_module
 from verifier_svc.streams.servicer import VerifierServicer
 
 
-async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, model = make_engine()
     entered, release = threading.Event(), threading.Event()
 
@@ -45,5 +47,7 @@ async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(monke
     release.set()
     await thread.call(lambda: None)
     monkeypatch.setattr(servicer_module, "_STEP_S", 0.0)
-    assert await drafters() == ["known", "joined while nobody could tell"], "an answer that came late is an answer"
+    assert await drafters() == ["known", "joined while nobody could tell"], (
+        "an answer that came late is an answer"
+    )
     await thread.stop()

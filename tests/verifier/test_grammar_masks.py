@@ -46,14 +46,21 @@ def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -
     for seed in range(1_800):
         sequence.seed = seed
         drafted = [2 * (seed % 2), 1] if sampled else [2, 1]
-        path = Path(drafted, [law, SparseDistribution(np.array([1]), np.array([1.0]))] if sampled else [])
+        path = Path(
+            drafted, [law, SparseDistribution(np.array([1]), np.array([1.0]))] if sampled else []
+        )
         batch = masks.cut([ScheduledSequence(sequence, 0, [3], path, assignment, True)])
         logits = torch.zeros(1 + len(batch[0].path.token_ids), model.vocab_size)
         [verified] = draft_verifier.verify(logits, masks.masks(batch)())
         assert isinstance(verified, Verified)
         assert verified.result is not None
         assert matcher.held == 0
-        firsts.append([*batch[0].path.token_ids[: verified.result.accepted_count], verified.result.next_token][0])
+        firsts.append(
+            [
+                *batch[0].path.token_ids[: verified.result.accepted_count],
+                verified.result.next_token,
+            ][0]
+        )
     assert set(firsts) == {0, 1}
     assert np.mean(firsts) == pytest.approx(0.5, abs=0.05)
 

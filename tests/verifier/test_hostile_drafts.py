@@ -10,7 +10,14 @@ from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Proposal, SamplingParams, Skip, SpeculationOptions, TokenRequest
+from outrider.messages import (
+    DraftBatch,
+    Proposal,
+    SamplingParams,
+    Skip,
+    SpeculationOptions,
+    TokenRequest,
+)
 from verifier_svc.engine.target import Limits
 
 
@@ -21,18 +28,26 @@ def request(prompt: list[int], max_tokens: int) -> TokenRequest:
 @pytest.mark.parametrize("handed", [0, 1])
 def test_a_proposal_or_skip_for_a_sequence_that_never_was_is_a_violation(handed: int) -> None:
     """No delay explains an id above the last one that the drafter was handed."""
-    for batch in (DraftBatch([Proposal(handed + 1, 2, [1])]), DraftBatch(skips=[Skip(handed + 1, 2)])):
+    for batch in (
+        DraftBatch([Proposal(handed + 1, 2, [1])]),
+        DraftBatch(skips=[Skip(handed + 1, 2)]),
+    ):
         engine, _ = make_engine()
         drafter = ScriptedDrafter(engine)
         for _ in range(handed):
             engine.submit(request([1, 2], 8), Client())
-        engine.submit(replace(request([1, 2], 8), speculation=SpeculationOptions(enabled=False)), Client())
+        engine.submit(
+            replace(request([1, 2], 8), speculation=SpeculationOptions(enabled=False)), Client()
+        )
         engine.drafting.take(drafter.handle, batch)
         engine.drain_inbox()
         assert drafter.error is not None
         assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
         kind = "proposal" if batch.proposals else "skip"
-        assert drafter.error.message == f"{kind}.sequence_id must be one that was opened, at most {handed}, not {handed + 1}"
+        assert (
+            drafter.error.message
+            == f"{kind}.sequence_id must be one that was opened, at most {handed}, not {handed + 1}"
+        )
 
 
 def test_a_bad_skip_is_reported_as_a_skip() -> None:
@@ -46,9 +61,14 @@ def test_a_bad_skip_is_reported_as_a_skip() -> None:
         assert drafter.error.field == field
 
 
-def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine, model = make_engine(eos_bias=-99)
-    unlucky, other = ScriptedDrafter(engine, "unlucky", "unlucky"), ScriptedDrafter(engine, "other", "other")
+    unlucky, other = (
+        ScriptedDrafter(engine, "unlucky", "unlucky"),
+        ScriptedDrafter(engine, "other", "other"),
+    )
     client = Client()
     sequence = engine.submit(request([1, 2], 8), client)
     engine.drain_inbox()
@@ -75,17 +95,26 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing() -> None:
             shift = rng.choice([0.0, 0.0, 3600.0, -3600.0, 1e8, -1e8])
         return real() + shift
 
-    engine, model = make_engine(limits=Limits(DepthPolicy("goodput", 4)), eos_bias=-99, clock=stepping)
+    engine, model = make_engine(
+        limits=Limits(DepthPolicy("goodput", 4)), eos_bias=-99, clock=stepping
+    )
     model.broken = lambda slices: real.sleep(0.001)
     engine.warm_up()
     drafters = [ScriptedDrafter(engine, name, name) for name in ("quick", "silent")]
     for prompt in ([1, 2], [3, 4, 5], [6]):
         clients = [Client(), Client()]
-        sequences = [engine.submit(request([*prompt, number], 20), client) for number, client in enumerate(clients)]
+        sequences = [
+            engine.submit(request([*prompt, number], 20), client)
+            for number, client in enumerate(clients)
+        ]
         while engine.sequences:
             engine.drain_inbox()
             for sequence in sequences:
-                if sequence.id in engine.sequences and sequence.id in drafters[0].length and rng.random() < 0.7:
+                if (
+                    sequence.id in engine.sequences
+                    and sequence.id in drafters[0].length
+                    and rng.random() < 0.7
+                ):
                     drafters[0].propose(sequence.id, [rng.randrange(7)])
             real.step(engine)
         for number, client in enumerate(clients):
@@ -108,7 +137,9 @@ def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
 def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
     """It answers each verdict late, with tokens that later verdicts told it."""
     clock = VirtualClock()
-    engine, model = make_engine(eos_bias=-99, page_count=128, limits=Limits(DepthPolicy("fixed", 4)), clock=clock)
+    engine, model = make_engine(
+        eos_bias=-99, page_count=128, limits=Limits(DepthPolicy("fixed", 4)), clock=clock
+    )
     model.broken = lambda slices: clock.sleep(0.01)
     drafter = ScriptedDrafter(engine)
     sequence = engine.submit(request([1, 2], 200), Client())
@@ -120,6 +151,8 @@ def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
         assignment.asked_at = {len(sequence.tokens): clock()}
         base = len(sequence.tokens)
         clock.step(engine)
-        engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, base, sequence.tokens[base:])]))
+        engine.drafting.take(
+            drafter.handle, DraftBatch([Proposal(sequence.id, base, sequence.tokens[base:])])
+        )
     assert drafter.error is None
     assert assignment.rate.by_position[0] == believed

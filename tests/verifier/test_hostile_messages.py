@@ -40,19 +40,37 @@ from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
 
-BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+BOUNDED = settings(
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 GREEDY = SamplingParams(temperature=0.0)
 HELLO = Hello("d", "f", "t", 8, frozenset(Rule), Placement("cpu", "h", "cpu", (0, 1), 0, "x"))
-DRAFTS = DraftBatch([Proposal(1, 5, [1, 2]), Proposal(1, 5, [1, 3], [0, 1], draft_seconds=0.1)], [Skip(2, 5)])
-OPENED = Opened(1, [1, 2, 3, 1, 2], GREEDY, Rule.ONE_HOT, Window(16, 4), 2, "t", grammar=Grammar(GrammarKind.REGEX, "a"))
-STEP = StepBatch([OPENED], [Verdict(1, 6, [3], 1, 2), Verdict(1, 7, [4], 1, 2, Window(8, 4))], [Closed(1)])
+DRAFTS = DraftBatch(
+    [Proposal(1, 5, [1, 2]), Proposal(1, 5, [1, 3], [0, 1], draft_seconds=0.1)], [Skip(2, 5)]
+)
+OPENED = Opened(
+    1,
+    [1, 2, 3, 1, 2],
+    GREEDY,
+    Rule.ONE_HOT,
+    Window(16, 4),
+    2,
+    "t",
+    grammar=Grammar(GrammarKind.REGEX, "a"),
+)
+STEP = StepBatch(
+    [OPENED], [Verdict(1, 6, [3], 1, 2), Verdict(1, 7, [4], 1, 2, Window(8, 4))], [Closed(1)]
+)
 
 
 def from_drafter(**fields: object) -> bytes:
     return verifier_pb2.StreamDraftsRequest(**fields).SerializeToString()  # type: ignore[arg-type]
 
 
-SAID_BY_DRAFTERS = [from_drafter(hello=wire_drafts.hello_to_proto(HELLO)), from_drafter(drafts=wire_drafts.drafts_to_proto(DRAFTS))]
+SAID_BY_DRAFTERS = [
+    from_drafter(hello=wire_drafts.hello_to_proto(HELLO)),
+    from_drafter(drafts=wire_drafts.drafts_to_proto(DRAFTS)),
+]
 SAID_BY_VERIFIERS = [
     verifier_pb2.StreamDraftsResponse(step=wire_drafts.step_to_proto(step)).SerializeToString()
     for step in (STEP, replace(STEP, verdicts=[]), replace(STEP, closed=[]))
@@ -82,7 +100,12 @@ def take(data: bytes) -> None:
 
 
 @BOUNDED
-@given(st.one_of(changed(SAID_BY_DRAFTERS), messages(verifier_pb2.StreamDraftsRequest).map(lambda m: m.SerializeToString())))
+@given(
+    st.one_of(
+        changed(SAID_BY_DRAFTERS),
+        messages(verifier_pb2.StreamDraftsRequest).map(lambda m: m.SerializeToString()),
+    )
+)
 def test_whatever_a_drafter_says_is_taken_or_refused_and_changes_no_text(data: bytes) -> None:
     take(data)
 
@@ -140,7 +163,9 @@ def test_whatever_a_verifier_tells_a_gateway_is_read_or_refused(
 
 @BOUNDED
 @given(messages(verifier_pb2.GenerateTokensRequest))
-def test_whatever_a_caller_asks_for_is_taken_or_refused_by_a_field(request: verifier_pb2.GenerateTokensRequest) -> None:
+def test_whatever_a_caller_asks_for_is_taken_or_refused_by_a_field(
+    request: verifier_pb2.GenerateTokensRequest,
+) -> None:
     request.prompt_token_ids.append(1)
     with refused_by_field():
         wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=64)

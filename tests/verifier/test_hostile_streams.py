@@ -61,9 +61,17 @@ class RawDrafter:
 
     def __init__(self, channel: grpc.aio.Channel, name: str, **hello: Any) -> None:
         parse = verifier_pb2.StreamDraftsResponse.FromString
-        call: Any = channel.stream_stream("/outrider.v1.VerifierService/StreamDrafts", response_deserializer=parse)
+        call: Any = channel.stream_stream(
+            "/outrider.v1.VerifierService/StreamDrafts", response_deserializer=parse
+        )
         self.call = call()
-        fields = {"drafter_id": name, "family": "raw", "tokenizer_fingerprint": "f", "max_draft_tokens": 8, **hello}
+        fields = {
+            "drafter_id": name,
+            "family": "raw",
+            "tokenizer_fingerprint": "f",
+            "max_draft_tokens": 8,
+            **hello,
+        }
         self._hello = drafts_pb2.Hello(**fields)
 
     async def say(self, data: bytes) -> None:
@@ -80,9 +88,16 @@ class RawDrafter:
 
     async def error(self) -> OutriderError:
         """What the stream ended with."""
-        code, trailing = await asyncio.wait_for(self.call.code(), 10), await self.call.trailing_metadata()
+        code, trailing = (
+            await asyncio.wait_for(self.call.code(), 10),
+            await self.call.trailing_metadata(),
+        )
         assert code is not grpc.StatusCode.OK
-        return rpc.error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await self.call.details(), None))
+        return rpc.error_of(
+            grpc.aio.AioRpcError(
+                code, grpc.aio.Metadata(), trailing, await self.call.details(), None
+            )
+        )
 
 
 async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
@@ -128,11 +143,16 @@ async def test_a_message_of_a_kind_to_come_is_ignored_and_counted(data: bytes) -
 
 
 async def test_drafters_are_refused_beyond_the_most_that_may_connect() -> None:
-    async with verifier(Limits(max_drafters=3)) as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
+    async with (
+        verifier(Limits(max_drafters=3)) as served,
+        rpc.dial(f"127.0.0.1:{served.port}") as channel,
+    ):
         drafters = [RawDrafter(channel, f"d{number}") for number in range(4)]
         for drafter in drafters[:3]:
             await drafter.welcomed()
-        with pytest.raises(OutriderError, match="3 drafters are connected, and --max-drafters allows no more") as caught:
+        with pytest.raises(
+            OutriderError, match="3 drafters are connected, and --max-drafters allows no more"
+        ) as caught:
             await drafters[3].welcomed()
         assert await drafters[3].call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (caught.value.reason, caught.value.retry_after_s) == (Reason.OVERLOADED, 5.0)
@@ -163,12 +183,17 @@ async def test_the_answer_to_get_model_fits_a_message_however_many_drafters_ther
     [
         ({"cores": [-1]}, r"placement.cores must hold numbers in \[0, 65535\], not -1"),
         ({"cores": [3, 5, 3]}, "placement.cores must be distinct"),
-        ({"cores": [2**31 - 1]}, r"placement.cores must hold numbers in \[0, 65535\], not 2147483647"),
+        (
+            {"cores": [2**31 - 1]},
+            r"placement.cores must hold numbers in \[0, 65535\], not 2147483647",
+        ),
         ({"cores": [0] * 1025}, "placement.cores must hold at most 1024 cores, not 1025"),
         ({"numa_node": -1}, r"placement.numa_node must be in \[0, 65535\], not -1"),
     ],
 )
-async def test_a_placement_that_no_machine_has_is_refused(place: dict[str, Any], message: str) -> None:
+async def test_a_placement_that_no_machine_has_is_refused(
+    place: dict[str, Any], message: str
+) -> None:
     async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
         with pytest.raises(OutriderError, match=message) as caught:
             await RawDrafter(channel, "many", placement=common_pb2.Placement(**place)).welcomed()
@@ -180,7 +205,9 @@ def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
 
 
-async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In ten times shorter times: 12 s are 1.2 s here. A machine that dies leaves a connection that nobody ends."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
@@ -197,5 +224,7 @@ async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(monkeypatch:
         proxy.swallow()
         async with asyncio.timeout(20):
             successor = await until_free(new, "model-1")
-        assert [drafter.id for drafter in served.engine.drafting.roster.connected.values()] == ["model-1"]
+        assert [drafter.id for drafter in served.engine.drafting.roster.connected.values()] == [
+            "model-1"
+        ]
         successor.call.cancel()

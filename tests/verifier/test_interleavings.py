@@ -36,21 +36,31 @@ def test_however_late_messages_are_both_sides_agree_in_the_end(data: st.DataObje
     window = Window(token_count=24, depth=6)
     text = [9]
     trie = Trie(len(text), window)
-    sequence = DraftSequence(Opened(1, list(text), SamplingParams(temperature=0.0), Rule.ONE_HOT, window, draft_tokens=3))
+    sequence = DraftSequence(
+        Opened(1, list(text), SamplingParams(temperature=0.0), Rule.ONE_HOT, window, draft_tokens=3)
+    )
     up: deque[Proposal] = deque()
     down: deque[Verdict] = deque()
 
     def draft() -> None:
         count = data.draw(st.integers(1, 4))
-        sequence.extend(data.draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=count, max_size=count)))
+        sequence.extend(
+            data.draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=count, max_size=count))
+        )
         if sequence.guesses and data.draw(st.booleans()):
-            sequence.branch(data.draw(st.integers(0, len(sequence.guesses) - 1)), [data.draw(st.integers(1, 3)), 1])
+            sequence.branch(
+                data.draw(st.integers(0, len(sequence.guesses) - 1)),
+                [data.draw(st.integers(1, 3)), 1],
+            )
         if proposal := sequence.take_proposal():
             up.append(proposal)
 
     def commit() -> None:
         path = trie.path(3).token_ids
-        new = [*path[: data.draw(st.integers(0, len(path)))], data.draw(st.sampled_from([1, 1, 1, 2]))]
+        new = [
+            *path[: data.draw(st.integers(0, len(path)))],
+            data.draw(st.sampled_from([1, 1, 1, 2])),
+        ]
         text.extend(new)
         down.append(Verdict(1, len(text), new, trie.advance(new).matched, 3))
 
@@ -201,7 +211,9 @@ def test_every_interleaving_leaves_greedy_and_seeded_text_as_it_is() -> None:
         engine.pool.check_integrity()
         assert engine.pool.used_count == 0
         for family in engine._metrics.registry.collect():
-            counted[family.name] += int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
+            counted[family.name] += int(
+                sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
+            )
     assert counted["outrider:spec_decode_num_accepted_tokens"] > 500
     assert counted["outrider:stale_tokens"] > 500
     assert counted["outrider:wasted_tokens"] > 500

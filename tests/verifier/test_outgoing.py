@@ -45,7 +45,9 @@ def test_with_nothing_left_to_compute_clients_are_told_at_once() -> None:
 
 def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None:
     clock = VirtualClock()
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock)
+    engine, model = make_engine(
+        eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock
+    )
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
     engine.drain_inbox()
@@ -62,7 +64,10 @@ def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None
 
 
 def test_whatever_ends_the_engine_clients_are_told_what_was_committed() -> None:
-    for ending, told in ((lambda engine: engine.stop(), 2), (lambda engine: engine.post(lambda: 1 / 0), 1)):
+    for ending, told in (
+        (lambda engine: engine.stop(), 2),
+        (lambda engine: engine.post(lambda: 1 / 0), 1),
+    ):
         engine, model = make_engine(eos_bias=-99)
         client = Client()
         engine.submit(TokenRequest([1, 2], 8, GREEDY), client)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Placement, Proposal, SamplingParams, SpeculationOptions, TokenRequest
+from outrider.messages import (
+    DraftBatch,
+    Placement,
+    Proposal,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
@@ -33,14 +40,25 @@ def test_a_policy_is_named_with_its_bound(text: str, policy: DepthPolicy) -> Non
     assert DepthPolicy.parse(text) == policy
 
 
-@pytest.mark.parametrize("text", ["", "fast", "auto:3", "fixed", "fixed:x", "fixed:65", "goodput:-1"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "auto:3", "fixed", "fixed:x", "fixed:65", "goodput:-1"]
+)
 def test_anything_else_is_refused_by_name(text: str) -> None:
-    with pytest.raises(OutriderError, match="draft_tokens must be goodput, goodput:MAX, auto or fixed:K, with at most 64"):
+    with pytest.raises(
+        OutriderError,
+        match="draft_tokens must be goodput, goodput:MAX, auto or fixed:K, with at most 64",
+    ):
         DepthPolicy.parse(text)
 
 
 def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
-    assert [DepthPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)] == [5, 5, 3, 3, 0]
+    assert [DepthPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)] == [
+        5,
+        5,
+        3,
+        3,
+        0,
+    ]
 
 
 def test_expected_tokens_is_the_geometric_sum() -> None:
@@ -57,7 +75,9 @@ def test_acceptance_is_learned_by_position_from_what_was_judged() -> None:
     first, second, *unjudged = rate.by_position
     assert first > 0.85
     assert second < 0.3
-    assert unjudged == pytest.approx([second] * 2), "what is never judged is taken to be like the position before it"
+    assert unjudged == pytest.approx([second] * 2), (
+        "what is never judged is taken to be like the position before it"
+    )
 
 
 def test_a_new_sequence_begins_with_what_is_known_of_the_drafter() -> None:
@@ -67,7 +87,9 @@ def test_a_new_sequence_begins_with_what_is_known_of_the_drafter() -> None:
     assert AcceptanceRate(learned, 4).by_position[0] < 0.25
 
 
-def test_a_sequence_that_turns_out_well_is_drafted_deeply_though_its_drafter_was_always_wrong_elsewhere() -> None:
+def test_a_sequence_that_turns_out_well_is_drafted_deeply_though_its_drafter_was_always_wrong_elsewhere() -> (
+    None
+):
     drafter = AcceptanceRate(0.8, decay=0.99)
     for _ in range(200):
         drafter.observe(drafted=4, accepted=0)
@@ -90,7 +112,9 @@ def test_a_drafters_first_sequence_gives_up_hopes_with_the_drafter() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
-def test_the_deeper_a_token_the_less_it_is_worth(outcomes: list[tuple[int, int]], price: float) -> None:
+def test_the_deeper_a_token_the_less_it_is_worth(
+    outcomes: list[tuple[int, int]], price: float
+) -> None:
     rate = AcceptanceRate(0.8, 8)
     for drafted, accepted in outcomes:
         rate.observe(drafted, min(drafted, accepted))
@@ -146,7 +170,9 @@ def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
 
 
 def depths(engine: Engine) -> list[int]:
-    return [engine.drafting.plan.draft_tokens.get(sequence_id, 0) for sequence_id in engine.sequences]
+    return [
+        engine.drafting.plan.draft_tokens.get(sequence_id, 0) for sequence_id in engine.sequences
+    ]
 
 
 def test_a_free_draft_token_is_taken_and_a_dear_one_is_not() -> None:
@@ -269,8 +295,12 @@ def test_the_drafter_is_told_when_the_depth_changes() -> None:
 def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
     engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 4)))
     engine.drafting._own_cores = frozenset({0, 1})
-    here = ScriptedDrafter(engine, "here", "here", placement=Placement(host=platform.node(), device="cpu"))
-    there = ScriptedDrafter(engine, "there", "there", placement=Placement(host="elsewhere", device="cpu"))
+    here = ScriptedDrafter(
+        engine, "here", "here", placement=Placement(host=platform.node(), device="cpu")
+    )
+    there = ScriptedDrafter(
+        engine, "there", "there", placement=Placement(host="elsewhere", device="cpu")
+    )
     engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     assert here.told[0].opened[0].window.depth == 4
@@ -286,7 +316,11 @@ def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -
     make_plan(engine)
     assert engine.drafting._window(assignment, 1).depth == 3
     drafter.handle.round_trip.observe(0.08)
-    assert [engine.drafting._window(assignment, depth).depth for depth in (1, 2, 8)] == [7, 11, assignment.trie.window.depth]
+    assert [engine.drafting._window(assignment, depth).depth for depth in (1, 2, 8)] == [
+        7,
+        11,
+        assignment.trie.window.depth,
+    ]
 
 
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:

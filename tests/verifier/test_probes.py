@@ -16,10 +16,14 @@ GREEDY = SamplingParams(temperature=0.0)
 POLICIES = [DepthPolicy(), DepthPolicy.parse("auto"), DepthPolicy("fixed", 4)]
 
 
-def doubted(policy: DepthPolicy, **limits: int) -> tuple[Engine, ScriptedDrafter, Sequence, VirtualClock]:
+def doubted(
+    policy: DepthPolicy, **limits: int
+) -> tuple[Engine, ScriptedDrafter, Sequence, VirtualClock]:
     """A drafter that was always wrong, and a new sequence that it is handed; a forward takes 52 ms."""
     clock = VirtualClock()
-    engine, model = make_engine(eos_bias=-99, page_count=256, limits=Limits(policy, **limits), clock=clock)
+    engine, model = make_engine(
+        eos_bias=-99, page_count=256, limits=Limits(policy, **limits), clock=clock
+    )
     model.broken = lambda slices: clock.sleep(0.052)
     drafter = ScriptedDrafter(engine)
     for tokens, seconds in ((0, 0.052), (4, 0.057), (8, 0.065)):
@@ -36,7 +40,9 @@ def doubted(policy: DepthPolicy, **limits: int) -> tuple[Engine, ScriptedDrafter
     return engine, drafter, sequence, clock
 
 
-def told_in_steps(engine: Engine, drafter: ScriptedDrafter, clock: VirtualClock, steps: int) -> list[int]:
+def told_in_steps(
+    engine: Engine, drafter: ScriptedDrafter, clock: VirtualClock, steps: int
+) -> list[int]:
     """The numbers of those steps after which the drafter was told of one."""
     told: list[int] = []
     for i in range(steps):
@@ -48,7 +54,9 @@ def told_in_steps(engine: Engine, drafter: ScriptedDrafter, clock: VirtualClock,
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_drafter_that_was_always_wrong_begins_with_a_probe_on_a_new_sequence(policy: DepthPolicy) -> None:
+def test_a_drafter_that_was_always_wrong_begins_with_a_probe_on_a_new_sequence(
+    policy: DepthPolicy,
+) -> None:
     _, drafter, sequence, _ = doubted(policy)
     assert not sequence.assignments["scripted"].asked
     opened = drafter.told[-1].opened[0]
@@ -77,7 +85,12 @@ def test_probes_become_rarer_as_long_as_the_drafter_stays_silent() -> None:
 def test_a_probe_asks_for_one_token_and_tells_all_that_was_missed() -> None:
     engine, drafter, sequence, clock = doubted(DepthPolicy())
     told_in_steps(engine, drafter, clock, 40)
-    verdicts = [verdict for batch in drafter.told for verdict in batch.verdicts if verdict.sequence_id == sequence.id]
+    verdicts = [
+        verdict
+        for batch in drafter.told
+        for verdict in batch.verdicts
+        if verdict.sequence_id == sequence.id
+    ]
     assert verdicts
     assert all(verdict.draft_tokens == 1 for verdict in verdicts)
     told = [token for verdict in verdicts for token in verdict.new_token_ids]

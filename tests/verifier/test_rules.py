@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.messages import Acceptance, AcceptanceRule, Rule, SamplingParams, SparseDistribution, SpeculationOptions, TokenRequest
+from outrider.messages import (
+    Acceptance,
+    AcceptanceRule,
+    Rule,
+    SamplingParams,
+    SparseDistribution,
+    SpeculationOptions,
+    TokenRequest,
+)
 from outrider.sampling.logits import Context
 from verifier_svc.verification.acceptance import NO_TOKEN, NOT_FINITE, Draft, accept
 from verifier_svc.verification.batch import DraftVerifier
@@ -37,7 +45,9 @@ def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
     return drafts, DRAFTER[tokens].prod(1) / numbers**2
 
 
-def test_block_verification_accepts_eleven_ninths_of_a_token_where_token_wise_accepts_ten_ninths() -> None:
+def test_block_verification_accepts_eleven_ninths_of_a_token_where_token_wise_accepts_ten_ninths() -> (
+    None
+):
     drafts, weights = toy()
     assert weights.sum() == pytest.approx(1)
     assert (token_wise.accept(drafts).accepted_B.numpy() * weights).sum() == pytest.approx(10 / 9)
@@ -52,7 +62,9 @@ def test_the_last_accepted_position_decides_not_the_first_rejected() -> None:
     assert (token_wise.accept(drafts).accepted_B[pair] == 0).any()
 
 
-def test_with_one_hot_drafts_both_rules_accept_with_the_products_of_the_targets_probabilities() -> None:
+def test_with_one_hot_drafts_both_rules_accept_with_the_products_of_the_targets_probabilities() -> (
+    None
+):
     """A one-hot distribution leaves nothing to pay with, so block verification is the token-wise rule."""
     numbers = 40
     points = (np.arange(numbers) + 0.5) / numbers
@@ -60,17 +72,24 @@ def test_with_one_hot_drafts_both_rules_accept_with_the_products_of_the_targets_
     count = len(uniform)
     ones = torch.ones(count, 2, dtype=torch.float64)
     target = torch.tensor([0.5, 0.75], dtype=torch.float64).expand(count, 2)
-    drafts = SparseDrafts(torch.full((count,), 2), ones, target, ones.unsqueeze(-1), target.unsqueeze(-1), uniform)
+    drafts = SparseDrafts(
+        torch.full((count,), 2), ones, target, ones.unsqueeze(-1), target.unsqueeze(-1), uniform
+    )
     for rule in (token_wise, block):
         accepted = rule.accept(drafts).accepted_B
-        assert [(accepted == n).double().mean().item() for n in range(3)] == pytest.approx([0.5, 0.125, 0.375], abs=0.02)
+        assert [(accepted == n).double().mean().item() for n in range(3)] == pytest.approx(
+            [0.5, 0.125, 0.375], abs=0.02
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_block_verification_never_accepts_less(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count, depth, vocab = 20_000, 4, 6
-    target, drafter = rng.dirichlet(np.ones(vocab) * 0.6, (depth,)), rng.dirichlet(np.ones(vocab) * 0.6, (depth,))
+    target, drafter = (
+        rng.dirichlet(np.ones(vocab) * 0.6, (depth,)),
+        rng.dirichlet(np.ones(vocab) * 0.6, (depth,)),
+    )
     tokens = np.stack([rng.choice(vocab, count, p=law) for law in drafter], 1)
     at = np.arange(depth)
     lengths = rng.integers(0, depth + 1, count)
@@ -91,24 +110,38 @@ def test_block_verification_never_accepts_less(seed: int) -> None:
 def test_typical_acceptance_takes_what_is_likely_enough_for_how_unsure_the_target_is() -> None:
     sure, unsure = [0.97, 0.01, 0.01, 0.01], [0.25] * 4
     probs = torch.tensor([sure, sure, unsure])
-    assert lossy.typical(probs, torch.tensor([0, 1, 3]), torch.full((3,), 0.09)).tolist() == [True, False, True]
+    assert lossy.typical(probs, torch.tensor([0, 1, 3]), torch.full((3,), 0.09)).tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_relaxed_acceptance_takes_the_likeliest_few_within_delta() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 4)
     draft, topk = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 2, 3])
-    assert lossy.relaxed(probs, draft, topk, torch.full((4,), 0.4)).tolist() == [True, True, False, True]
+    assert lossy.relaxed(probs, draft, topk, torch.full((4,), 0.4)).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
     assert not lossy.relaxed(probs, draft, torch.full((4,), 4), torch.full((4,), 0.1))[1:].any()
     # However few tokens there are, what has no probability is banned, or cut off by top-k.
     assert lossy.relaxed(
-        torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([1, 2]), torch.tensor([10] * 2), torch.ones(2)
+        torch.tensor([[0.5, 0.5, 0.0]] * 2),
+        torch.tensor([1, 2]),
+        torch.tensor([10] * 2),
+        torch.ones(2),
     ).tolist() == [
         True,
         False,
     ]
 
 
-def draft(tokens: list[int], rule: AcceptanceRule, temperature: float = 1.0, **more: object) -> Draft:
+def draft(
+    tokens: list[int], rule: AcceptanceRule, temperature: float = 1.0, **more: object
+) -> Draft:
     return Draft(Context(SamplingParams(temperature), [0], 1, tokens), 7, rule, **more)  # type: ignore[arg-type]
 
 
@@ -117,7 +150,9 @@ def test_lossy_rules_reach_the_output_only_when_asked_for(temperature: float) ->
     logits = torch.tensor([[2.0, 1.9, -9.0]] * 3)
     options = SpeculationOptions(relaxed_topk=2, relaxed_delta=0.5)
     runs = {
-        rule: accept(logits, [draft([1, 1], rule, temperature, options=options, thinking=[True, True])])[0].accepted_count
+        rule: accept(
+            logits, [draft([1, 1], rule, temperature, options=options, thinking=[True, True])]
+        )[0].accepted_count
         for rule in (AcceptanceRule.GREEDY, AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED)
     }
     assert runs[AcceptanceRule.TYPICAL] == runs[AcceptanceRule.RELAXED] == 2
@@ -133,23 +168,38 @@ def test_relaxed_acceptance_is_exact_outside_the_thinking_phase() -> None:
 def test_the_thinking_phase_ends_before_its_end_token() -> None:
     draft_verifier = DraftVerifier(thinking_ids=(5, 6))
 
-    assert draft_verifier._thinking([1, 5, 2], [3, 4, 6, 3, 5, 3]) == [True, True, False, False, False, True]
+    assert draft_verifier._thinking([1, 5, 2], [3, 4, 6, 3, 5, 3]) == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
     assert draft_verifier._thinking([1, 5, 2, 6, 2], [3, 3]) == [False, False]
     assert DraftVerifier()._thinking([1, 5, 2], [3]) == [False]
 
 
 def test_a_synthetic_rate_is_met_whatever_the_target_says() -> None:
-    drafts = [Draft(Context(SamplingParams(), [0] * 3, 3, [1, 2, 3, 4]), seed, AcceptanceRule.SYNTHETIC) for seed in range(4_000)]
+    drafts = [
+        Draft(Context(SamplingParams(), [0] * 3, 3, [1, 2, 3, 4]), seed, AcceptanceRule.SYNTHETIC)
+        for seed in range(4_000)
+    ]
     outcomes = accept(torch.full((5 * 4_000, 6), -9.0), drafts, synthetic_rate=0.8)
     first = np.mean([outcome.accepted_count >= 1 for outcome in outcomes])
     assert first == pytest.approx(0.8, abs=0.02)
-    assert np.mean([outcome.accepted_count for outcome in outcomes]) == pytest.approx(sum(0.8**i for i in range(1, 5)), abs=0.05)
+    assert np.mean([outcome.accepted_count for outcome in outcomes]) == pytest.approx(
+        sum(0.8**i for i in range(1, 5)), abs=0.05
+    )
 
 
 def test_where_nothing_is_allowed_there_is_no_token() -> None:
     mask = np.array([[0b0110], [0]], np.int32)
     context = Context(SamplingParams(0.0), [0], 1, [2], mask=mask)
-    [outcome] = accept(torch.zeros(2, 4).index_fill_(1, torch.tensor([2]), 1.0), [Draft(context, 0, AcceptanceRule.GREEDY)])
+    [outcome] = accept(
+        torch.zeros(2, 4).index_fill_(1, torch.tensor([2]), 1.0),
+        [Draft(context, 0, AcceptanceRule.GREEDY)],
+    )
     assert (outcome.accepted_count, outcome.next_token) == (1, NO_TOKEN)
     sampled = Draft(Context(SamplingParams(banned_token_ids=(0, 1, 2, 3)), [0], 1), 0)
     assert accept(torch.zeros(1, 4), [sampled])[0].next_token == NO_TOKEN
@@ -170,10 +220,20 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("rule", [AcceptanceRule.COUPLED, AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE, AcceptanceRule.TYPICAL])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AcceptanceRule.COUPLED,
+        AcceptanceRule.BLOCK,
+        AcceptanceRule.TOKEN_WISE,
+        AcceptanceRule.TYPICAL,
+    ],
+)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("broken", BROKEN)
-def test_logits_that_are_not_finite_give_no_token_and_spare_the_other_rows(broken: str, setting: str, rule: AcceptanceRule) -> None:
+def test_logits_that_are_not_finite_give_no_token_and_spare_the_other_rows(
+    broken: str, setting: str, rule: AcceptanceRule
+) -> None:
     sampled = rule in (AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE)
     law = [SparseDistribution(np.array([2, 3]), np.array([0.5, 0.5]))] if sampled else []
     sure, bad = [-50.0, -50.0, 50.0, -50.0], BROKEN[broken]
@@ -221,7 +281,9 @@ ALL = frozenset(Rule)
         (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.COUPLED}), False, Rule.COUPLED),
     ],
 )
-def test_the_trust_table(request_: SamplingParams, offered: frozenset[Rule], trusted: bool, asked: Rule) -> None:
+def test_the_trust_table(
+    request_: SamplingParams, offered: frozenset[Rule], trusted: bool, asked: Rule
+) -> None:
     assert how_to_propose(TokenRequest([1], 1, request_), offered, trusted) is asked
 
 
@@ -232,14 +294,25 @@ def test_the_trust_table(request_: SamplingParams, offered: frozenset[Rule], tru
 def test_no_request_has_both_sampled_drafts_and_drafters_that_know_its_noise(
     seed: int | None, acceptance: Acceptance, trusted: bool, temperature: float
 ) -> None:
-    request = TokenRequest([1], 1, SamplingParams(temperature, seed=seed), speculation=SpeculationOptions(acceptance=acceptance))
-    kinds = [frozenset({Rule.ONE_HOT, *more}) for more in ((), (Rule.SPARSE,), (Rule.COUPLED,), (Rule.SPARSE, Rule.COUPLED))]
+    request = TokenRequest(
+        [1],
+        1,
+        SamplingParams(temperature, seed=seed),
+        speculation=SpeculationOptions(acceptance=acceptance),
+    )
+    kinds = [
+        frozenset({Rule.ONE_HOT, *more})
+        for more in ((), (Rule.SPARSE,), (Rule.COUPLED,), (Rule.SPARSE, Rule.COUPLED))
+    ]
     asked = {how_to_propose(request, offered, trusted) for offered in kinds}
     assert not {Rule.SPARSE, Rule.COUPLED} <= asked
 
 
 def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
-    for acceptance, rule in ((Acceptance.TYPICAL, AcceptanceRule.TYPICAL), (Acceptance.RELAXED, AcceptanceRule.RELAXED)):
+    for acceptance, rule in (
+        (Acceptance.TYPICAL, AcceptanceRule.TYPICAL),
+        (Acceptance.RELAXED, AcceptanceRule.RELAXED),
+    ):
         request = TokenRequest([1], 1, speculation=SpeculationOptions(acceptance=acceptance))
         assert how_to_propose(request, ALL, True) is Rule.COUPLED
         assert acceptance_rule(request, AcceptanceRule.BLOCK, False) is rule
@@ -254,6 +327,8 @@ def test_a_draft_of_one_token_and_one_of_none_share_a_batch_with_sampled_ones() 
     law = SparseDistribution(np.array([1, 2]), np.array([0.5, 0.5]))
     sampled = draft([1, 2], AcceptanceRule.BLOCK, distributions=[law, law])
     logits = torch.randn(3 + 1 + 2, 4, generator=torch.Generator().manual_seed(0))
-    together = accept(logits, [sampled, draft([], AcceptanceRule.COUPLED), draft([3], AcceptanceRule.COUPLED)])
+    together = accept(
+        logits, [sampled, draft([], AcceptanceRule.COUPLED), draft([3], AcceptanceRule.COUPLED)]
+    )
     assert together[0] == accept(logits[:3], [sampled])[0]
     assert together[1] == accept(logits[3:4], [draft([], AcceptanceRule.COUPLED)])[0]

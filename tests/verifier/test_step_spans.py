@@ -30,7 +30,9 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 
 def generate(engine: Engine, traced: list[bool]) -> None:
     """Requests side by side, each in a trace of its own, or in none."""
-    roots = [telemetry.start_root("request", {}) if wanted else telemetry.NO_SPAN for wanted in traced]
+    roots = [
+        telemetry.start_root("request", {}) if wanted else telemetry.NO_SPAN for wanted in traced
+    ]
     for root in roots:
         engine.submit(REQUEST, Client(), root)
     while engine.sequences:
@@ -43,10 +45,14 @@ def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
     return [span for span in exporter.get_finished_spans() if span.name == name]
 
 
-def test_queue_prompt_and_steps_are_children_of_the_request_and_follow_each_other(exporter: InMemorySpanExporter) -> None:
+def test_queue_prompt_and_steps_are_children_of_the_request_and_follow_each_other(
+    exporter: InMemorySpanExporter,
+) -> None:
     engine, _ = make_engine(eos_bias=-99)
     generate(engine, [True])
-    [root], [queue], [prefill], steps = (named(exporter, name) for name in ("request", "queue", "prefill", "verify"))
+    [root], [queue], [prefill], steps = (
+        named(exporter, name) for name in ("request", "queue", "prefill", "verify")
+    )
     assert len(steps) == 5
     for span in (queue, prefill, *steps):
         assert span.parent is not None
@@ -54,11 +60,15 @@ def test_queue_prompt_and_steps_are_children_of_the_request_and_follow_each_othe
     assert prefill.attributes == {"outrider.prompt_tokens": 3, "outrider.cached_tokens": 0}
     assert queue.end_time is not None
     assert prefill.start_time is not None
-    assert abs(prefill.start_time - queue.end_time) < 1e8, "one begins where the other ends, but for what a busy machine does"
+    assert abs(prefill.start_time - queue.end_time) < 1e8, (
+        "one begins where the other ends, but for what a busy machine does"
+    )
     assert not named(exporter, "step"), "a step of one sequence says nothing that its span does not"
 
 
-def test_a_batch_is_linked_to_every_traced_sequence_and_each_of_those_to_it(exporter: InMemorySpanExporter) -> None:
+def test_a_batch_is_linked_to_every_traced_sequence_and_each_of_those_to_it(
+    exporter: InMemorySpanExporter,
+) -> None:
     engine, _ = make_engine(eos_bias=-99)
     generate(engine, [True, False, True])
     roots = {root.context.span_id: root for root in named(exporter, "request")}
@@ -71,22 +81,31 @@ def test_a_batch_is_linked_to_every_traced_sequence_and_each_of_those_to_it(expo
     verifications = named(exporter, "verify")
     assert len(verifications) == 10
     for span in verifications:
-        assert [link.context.span_id in {batch.context.span_id for batch in batches} for link in span.links] == [True]
+        assert [
+            link.context.span_id in {batch.context.span_id for batch in batches}
+            for link in span.links
+        ] == [True]
 
 
 @pytest.mark.parametrize(("share", "spans"), [(0.0, 0), (0.25, 2), (1.0, 8)])
-def test_a_share_of_the_steps_has_spans_evenly_spread(exporter: InMemorySpanExporter, share: float, spans: int) -> None:
+def test_a_share_of_the_steps_has_spans_evenly_spread(
+    exporter: InMemorySpanExporter, share: float, spans: int
+) -> None:
     engine, _ = make_engine(eos_bias=-99)
     engine._spans = StepSpans(Metrics("test"), share, monotonic)
     root = telemetry.start_root("request", {})
-    engine.submit(TokenRequest([1, 2, 3], 8, SamplingParams(temperature=0.0), ignore_eos=True), Client(), root)
+    engine.submit(
+        TokenRequest([1, 2, 3], 8, SamplingParams(temperature=0.0), ignore_eos=True), Client(), root
+    )
     while engine.sequences:
         engine.step()
     assert len(named(exporter, "verify")) == spans
     assert len(named(exporter, "queue")) == len(named(exporter, "prefill")) == 1
 
 
-def test_a_step_says_whose_draft_it_verified_and_how_much_stood(exporter: InMemorySpanExporter) -> None:
+def test_a_step_says_whose_draft_it_verified_and_how_much_stood(
+    exporter: InMemorySpanExporter,
+) -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
     sequence = engine.submit(REQUEST, Client(), telemetry.start_root("request", {}))
@@ -96,17 +115,30 @@ def test_a_step_says_whose_draft_it_verified_and_how_much_stood(exporter: InMemo
     [_, step] = named(exporter, "verify")
     attributes = dict(step.attributes or {})
     told = ("drafter", "family", "placement", "draft_tokens", "accepted_tokens", "committed_tokens")
-    assert [attributes[f"outrider.{name}"] for name in told] == ["scripted", "scripted", "local", 2, 2, 3]
+    assert [attributes[f"outrider.{name}"] for name in told] == [
+        "scripted",
+        "scripted",
+        "local",
+        2,
+        2,
+        3,
+    ]
     assert attributes["outrider.base_length"] == 4
     assert attributes["outrider.wait_seconds"] == 0.0
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_a_sum_over_spans_counts_the_phases_of_each_step_once(exporter: InMemorySpanExporter, sequences: int) -> None:
+def test_a_sum_over_spans_counts_the_phases_of_each_step_once(
+    exporter: InMemorySpanExporter, sequences: int
+) -> None:
     engine, _ = make_engine(eos_bias=-99)
     generate(engine, [True] * sequences)
-    phases = [f"outrider.{phase}_seconds" for phase in ("pack", "forward", "accept", "commit", "send")]
-    with_phases = [span for span in exporter.get_finished_spans() if phases[0] in (span.attributes or {})]
+    phases = [
+        f"outrider.{phase}_seconds" for phase in ("pack", "forward", "accept", "commit", "send")
+    ]
+    with_phases = [
+        span for span in exporter.get_finished_spans() if phases[0] in (span.attributes or {})
+    ]
     assert len(with_phases) == 5
     for span in with_phases:
         attributes = dict(span.attributes or {})

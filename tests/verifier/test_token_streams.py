@@ -42,7 +42,9 @@ class Verifier(TokenStreamServiceServicer):
         self.stream = TokenStream(self.generate, aiter(request_iterator), context)
         await self.stream.run()
 
-    async def generate(self, request: verifier_pb2.GenerateTokensRequest, traceparent: str) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, request: verifier_pb2.GenerateTokensRequest, traceparent: str
+    ) -> AsyncGenerator[Tokens, None]:
         self.traceparents.append(traceparent)
         self.running += 1
         try:
@@ -73,7 +75,11 @@ async def calling(verifier: Verifier) -> AsyncIterator[Any]:
 
 
 def begin(number: int, prompt: int, traceparent: str = "") -> Request:
-    return Request(call_id=number, generate=verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt]), traceparent=traceparent)
+    return Request(
+        call_id=number,
+        generate=verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt]),
+        traceparent=traceparent,
+    )
 
 
 def cancel(number: int) -> Request:
@@ -82,7 +88,10 @@ def cancel(number: int) -> Request:
 
 async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
     """All messages to the end of the stream, each as the numbers and tokens of its parts."""
-    return [[(part.call_id, list(part.tokens.token_ids)) for part in message.parts] async for message in call]
+    return [
+        [(part.call_id, list(part.tokens.token_ids)) for part in message.parts]
+        async for message in call
+    ]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -108,7 +117,11 @@ async def test_what_sequences_say_in_one_turn_comes_in_one_message() -> None:
 
 async def test_a_sequence_that_fails_says_why_and_the_others_go_on() -> None:
     refused = OutriderError(Reason.OVERLOADED, "too many wait", "max_tokens", retry_after_s=2.0)
-    verifier = Verifier(lambda prompt: [[[1], refused], [RuntimeError("a user's secret")], [0.2, [3], 0.2, [4]]][prompt])
+    verifier = Verifier(
+        lambda prompt: [[[1], refused], [RuntimeError("a user's secret")], [0.2, [3], 0.2, [4]]][
+            prompt
+        ]
+    )
     async with calling(verifier) as call:
         for number in (0, 1, 2):
             await call.write(begin(number, number))
@@ -176,7 +189,9 @@ async def test_hanging_up_frees_all() -> None:
     ],
     ids=["a number twice", "no message"],
 )
-async def test_a_message_without_meaning_ends_the_stream_with_the_reason(messages_sent: list[Request], said: str) -> None:
+async def test_a_message_without_meaning_ends_the_stream_with_the_reason(
+    messages_sent: list[Request], said: str
+) -> None:
     verifier = Verifier(lambda prompt: [[prompt], FOREVER])
     async with calling(verifier) as call:
         for message in messages_sent:

@@ -195,13 +195,23 @@ def test_a_path_that_is_sampled_only_in_part_counts_as_one_hot() -> None:
 
 
 @pytest.mark.parametrize("base", [2, 0, -1, 6, 2**31 - 1])
-def test_a_base_that_no_delay_explains_is_a_violation_that_names_the_field_and_the_bounds(base: int) -> None:
+def test_a_base_that_no_delay_explains_is_a_violation_that_names_the_field_and_the_bounds(
+    base: int,
+) -> None:
     text = Text()
     text.commit(5, 6)
-    for field, say in (("proposal", lambda: text.propose([5], base)), ("skip", lambda: text.skip(base))):
-        with pytest.raises(OutriderError, match="from 3, as it was opened, to the 5 committed tokens") as caught:
+    for field, say in (
+        ("proposal", lambda: text.propose([5], base)),
+        ("skip", lambda: text.skip(base)),
+    ):
+        with pytest.raises(
+            OutriderError, match="from 3, as it was opened, to the 5 committed tokens"
+        ) as caught:
             say()
-        assert (caught.value.reason, caught.value.field) == (Reason.PROTOCOL_VIOLATION, f"{field}.base_length")
+        assert (caught.value.reason, caught.value.field) == (
+            Reason.PROTOCOL_VIOLATION,
+            f"{field}.base_length",
+        )
 
 
 def test_a_trie_that_was_cut_at_random_counts_its_guesses_right() -> None:
@@ -227,19 +237,27 @@ def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], lis
 
 
 @given(st.data())
-def test_any_order_delay_loss_and_repetition_leaves_what_a_naive_set_of_texts_would(data: st.DataObject) -> None:
+def test_any_order_delay_loss_and_repetition_leaves_what_a_naive_set_of_texts_would(
+    data: st.DataObject,
+) -> None:
     tokens = st.integers(0, 2)
     committed = list(PROMPT)
     trie = Trie(len(committed), Window(token_count=4096, depth=128))
     seen: dict[Guess, int] = {}
     under_way: list[Proposal] = []
     for _ in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["propose", "propose", "deliver", "deliver", "lose", "commit", "join"]))
+        action = data.draw(
+            st.sampled_from(["propose", "propose", "deliver", "deliver", "lose", "commit", "join"])
+        )
         if action == "propose":
             ids = data.draw(st.lists(tokens, min_size=1, max_size=6))
             tree = data.draw(st.booleans())
             parents = [data.draw(st.integers(0, i)) for i in range(len(ids))] if tree else []
-            under_way.append(Proposal(1, data.draw(st.integers(trie._opened_length, len(committed))), ids, parents))
+            under_way.append(
+                Proposal(
+                    1, data.draw(st.integers(trie._opened_length, len(committed))), ids, parents
+                )
+            )
         elif action == "deliver" and under_way:
             proposal = data.draw(st.sampled_from(under_way))
             trie.add(proposal, committed)

@@ -6,7 +6,14 @@ from virtual_time import VirtualClock
 
 from outrider.depth_policy import DepthPolicy
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Proposal, SamplingParams, StepBatch, TokenChunk, TokenRequest
+from outrider.messages import (
+    DraftBatch,
+    Proposal,
+    SamplingParams,
+    StepBatch,
+    TokenChunk,
+    TokenRequest,
+)
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.policy.goodput import goodput, patience_s
@@ -71,9 +78,13 @@ def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
 
     assert rate(0.0) == pytest.approx(3 / 0.12)
     assert rate(0.001) == pytest.approx(3 / 0.121)
-    assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1)), "hidden behind one step, however long"
+    assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1)), (
+        "hidden behind one step, however long"
+    )
     assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21), "not on the target's own cores"
-    assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13)), "the little that is left is waited for"
+    assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13)), (
+        "the little that is left is waited for"
+    )
     assert rate(0.17) == pytest.approx((0.8 * 3 + 2) / (0.8 * 0.12 + 0.2))
     assert rate(60.0) > 1 / 0.1, "never under plain decoding"
 
@@ -82,9 +93,15 @@ def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
     rate, plain_s = 8 * 2.0 / 0.1, 0.1
     one = patience_s((1.0, 3.0), 0.01, rate, 8, plain_s, 0.8)
     assert one == pytest.approx((0.1 - 0.05) / 8 / 0.8)
-    assert patience_s((2.0, 3.0), 0.01, rate, 8, plain_s, 0.8) == 0.0, "what is there already is as good as what the batch makes"
-    assert patience_s((1.0, 3.0), 0.01, 8 / plain_s, 8, plain_s, 0.8) == 0.0, "plain steps are as fast"
-    assert patience_s((1.0, 1.2), 0.3, rate, 8, plain_s, 0.001) == pytest.approx(0.2 / rate), "no more than what comes of it"
+    assert patience_s((2.0, 3.0), 0.01, rate, 8, plain_s, 0.8) == 0.0, (
+        "what is there already is as good as what the batch makes"
+    )
+    assert patience_s((1.0, 3.0), 0.01, 8 / plain_s, 8, plain_s, 0.8) == 0.0, (
+        "plain steps are as fast"
+    )
+    assert patience_s((1.0, 1.2), 0.3, rate, 8, plain_s, 0.001) == pytest.approx(0.2 / rate), (
+        "no more than what comes of it"
+    )
 
 
 def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
@@ -98,7 +115,9 @@ def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
     assert not worth_waiting_for(engine)[0]
 
 
-def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(clock: VirtualClock) -> None:
+def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(
+    clock: VirtualClock,
+) -> None:
     engine, model, drafter, sequence = after_one_step(clock, 20, 0.02)
     truth = model.greedy([1], 20)
     assert sequence.tokens == [1, *truth[:2]]
@@ -163,7 +182,9 @@ def test_who_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
     assert not is_waited_for()
 
 
-def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(clock: VirtualClock) -> None:
+def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(
+    clock: VirtualClock,
+) -> None:
     engine, model, drafter, sequence = after_one_step(clock, 20, 0.1)
     truth = model.greedy([1], 20)
     for _ in range(7):
@@ -177,7 +198,9 @@ def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(clo
     assert drafter.handle.round_trip.value < 0.06
 
 
-def test_one_request_after_the_other_is_drafted_from_its_first_token_on(clock: VirtualClock) -> None:
+def test_one_request_after_the_other_is_drafted_from_its_first_token_on(
+    clock: VirtualClock,
+) -> None:
     engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()), clock=clock)
     slow_forward(model, clock, 0.01)
     engine.warm_up()
@@ -238,14 +261,18 @@ def test_where_drafts_are_always_waited_for_so_is_the_first(clock: VirtualClock)
     assert not worth_waiting_for(engine)[0]
 
 
-def test_a_first_draft_that_never_comes_costs_a_second_a_step_and_teaches_nothing(clock: VirtualClock) -> None:
+def test_a_first_draft_that_never_comes_costs_a_second_a_step_and_teaches_nothing(
+    clock: VirtualClock,
+) -> None:
     engine, model = make_engine(eos_bias=-99, always_draft=True, clock=clock)
     drafter, client = ScriptedDrafter(engine), TimedClient(clock)
     engine.submit(TokenRequest([1, 2], 4, GREEDY), client)
     slow_forward(model, clock, 0.05)
     began_s = clock()
     clock.finish(engine)
-    assert [at - began_s for at in client.arrived_s] == pytest.approx([0.055, 1.105, 2.15, 2.2], abs=0.01)
+    assert [at - began_s for at in client.arrived_s] == pytest.approx(
+        [0.055, 1.105, 2.15, 2.2], abs=0.01
+    )
     assert drafter.handle.round_trip.value == 0.0
 
 
@@ -287,7 +314,9 @@ def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
     assert client.chunks[-1].stats.forward_count < 25
 
 
-def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(clock: VirtualClock) -> None:
+def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(
+    clock: VirtualClock,
+) -> None:
     engine, model = make_engine(eos_bias=-99, page_count=128, clock=clock)
     model.broken = lambda slices: clock.sleep(sum(len(part.token_ids) for part in slices) * 0.0005)
     engine.warm_up()
@@ -312,7 +341,9 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(cl
     assert told == client.tokens[: len(told)]
 
 
-def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it(clock: VirtualClock) -> None:
+def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it(
+    clock: VirtualClock,
+) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
     sequence = engine.submit(TokenRequest([1], 20, GREEDY), Client())
@@ -327,7 +358,9 @@ def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it
     assert drafter.handle.round_trip.value < 0.1
 
 
-def test_the_first_step_behind_an_idle_time_has_a_plan_and_a_wait_of_its_own(clock: VirtualClock) -> None:
+def test_the_first_step_behind_an_idle_time_has_a_plan_and_a_wait_of_its_own(
+    clock: VirtualClock,
+) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     slow_forward(model, clock, 0.01)
     assert engine.advance() is None

@@ -58,7 +58,11 @@ def _ready(url: str) -> bool:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     assert path is not None, "no Chromium on this machine; `make test` installs one"
     async with async_playwright() as playwright:
         # Containers and root have no user namespaces for Chromium's sandbox, and only our own page is opened.
@@ -74,8 +78,16 @@ async def page(browser: Browser, site: Site) -> AsyncIterator[Page]:
     page = await context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda request: problems.append(request.url) if not request.url.startswith(site.url) else None)
+    page.on(
+        "console",
+        lambda message: problems.append(message.text) if message.type == "error" else None,
+    )
+    page.on(
+        "request",
+        lambda request: (
+            problems.append(request.url) if not request.url.startswith(site.url) else None
+        ),
+    )
     await page.goto(site.url)
     await page.locator(".process strong", has_text="ngram-1").wait_for()
     yield page

@@ -14,7 +14,9 @@ EXAMPLE = ROOT / "clients/browser"
 def npm(*arguments: str) -> None:
     """Run npm for the example page."""
     environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(["npm", *arguments], cwd=EXAMPLE, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["npm", *arguments], cwd=EXAMPLE, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -31,7 +33,14 @@ class Site:
         self.url, self.grpc_address = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
         self.gateway = Process(
             *("gateway", "--verifier", self.stack.address, "--tokenizer", TARGET),
-            *("--http-port", str(port), "--grpc-listen", self.grpc_address, "--allowed-origins", "http://127.0.0.1:*"),
+            *(
+                "--http-port",
+                str(port),
+                "--grpc-listen",
+                self.grpc_address,
+                "--allowed-origins",
+                "http://127.0.0.1:*",
+            ),
         )
         self.stack.wait_ready()
 

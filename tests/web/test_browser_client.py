@@ -81,7 +81,9 @@ async def nothing_runs(site: Site) -> None:
 
 
 @every_protocol
-async def test_text_streams_into_the_page_and_is_what_http_gives(example: Page, site: Site, protocol: str) -> None:
+async def test_text_streams_into_the_page_and_is_what_http_gives(
+    example: Page, site: Site, protocol: str
+) -> None:
     await example.evaluate(_COUNT_UPDATES)
     await run(example, protocol, prompt=REPEATING, tokens="200")
     await expect(example.get_by_role("status")).to_have_text("LENGTH: 200 tokens", timeout=30_000)
@@ -92,7 +94,9 @@ async def test_text_streams_into_the_page_and_is_what_http_gives(example: Page, 
 
 
 @every_protocol
-async def test_cancelling_frees_the_sequence_at_the_verifier(example: Page, site: Site, protocol: str) -> None:
+async def test_cancelling_frees_the_sequence_at_the_verifier(
+    example: Page, site: Site, protocol: str
+) -> None:
     await run(example, protocol, prompt=REPEATING, tokens="1900")
     await expect(example.locator("pre")).not_to_be_empty()
     assert await running(site) == 1
@@ -116,22 +120,36 @@ async def test_bad_input_comes_with_its_reason_and_its_field(example: Page, prot
     await run(example, protocol, tokens="0")
     status = example.get_by_role("status")
     await expect(status).to_contain_text("InvalidArgument: max_tokens must be")
-    await expect(status).to_contain_text("reason: INVALID_VALUE\nfield: max_tokens", use_inner_text=True)
+    await expect(status).to_contain_text(
+        "reason: INVALID_VALUE\nfield: max_tokens", use_inner_text=True
+    )
 
 
 @every_protocol
-async def test_a_gateway_without_its_verifier_says_when_to_come_back(example: Page, protocol: str, lonely_gateway: str) -> None:
+async def test_a_gateway_without_its_verifier_says_when_to_come_back(
+    example: Page, protocol: str, lonely_gateway: str
+) -> None:
     await run(example, protocol, gateway=lonely_gateway)
     status = example.get_by_role("status")
     await expect(status).to_contain_text("Unavailable: ")
-    await expect(status).to_contain_text("reason: VERIFIER_UNAVAILABLE\ntry again in 1000 ms", use_inner_text=True)
+    await expect(status).to_contain_text(
+        "reason: VERIFIER_UNAVAILABLE\ntry again in 1000 ms", use_inner_text=True
+    )
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def lonely_gateway() -> AsyncIterator[str]:
     port, nobody = free_port(), f"127.0.0.1:{free_port()}"
     process = Process(
-        *("gateway", "--verifier", nobody, "--tokenizer", TARGET, "--allowed-origins", "http://127.0.0.1:*"),
+        *(
+            "gateway",
+            "--verifier",
+            nobody,
+            "--tokenizer",
+            TARGET,
+            "--allowed-origins",
+            "http://127.0.0.1:*",
+        ),
         *("--http-port", str(port), "--grpc-listen", "127.0.0.1:0"),
     )
     async with asyncio.timeout(30), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:

@@ -26,7 +26,9 @@ async def finished(page: Page, count: int = 1) -> None:
     await expect(page.locator(".output dl:has(dd)")).to_have_count(count, timeout=60_000)
 
 
-async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_pointer(page: Page) -> None:
+async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_pointer(
+    page: Page,
+) -> None:
     await write(page, REPEATING)
     await page.get_by_role("button", name="Run", exact=True).click()
     await finished(page)
@@ -41,19 +43,32 @@ async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_poi
         re.compile(rf"tokens per step({tokens / steps:.2f}|{tokens / (steps + 1):.2f})")
     )
     shown = await page.locator(".output pre").inner_text()
-    asked = {"model": await page.locator("#model").inner_text(), "prompt": REPEATING, "max_tokens": 64, "temperature": 0}
+    asked = {
+        "model": await page.locator("#model").inner_text(),
+        "prompt": REPEATING,
+        "max_tokens": 64,
+        "temperature": 0,
+    }
     answer = await page.request.post(f"{page.url}v1/completions", data=asked)
-    assert shown.rstrip() == (await answer.json())["choices"][0]["text"].rstrip(), "the tokens are the text, no more and no less"
+    assert shown.rstrip() == (await answer.json())["choices"][0]["text"].rstrip(), (
+        "the tokens are the text, no more and no less"
+    )
 
 
-async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_are_the_same_text(page: Page) -> None:
+async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_are_the_same_text(
+    page: Page,
+) -> None:
     for temperature in ("0", "1"):
         await write(page, REPEATING)
         await page.get_by_label("Temperature").fill(temperature)
         await page.get_by_role("button", name="Run beside plain decoding").click()
-        await expect(page.locator("#verdict")).to_contain_text("Both texts are identical.", timeout=60_000)
+        await expect(page.locator("#verdict")).to_contain_text(
+            "Both texts are identical.", timeout=60_000
+        )
         left, right = page.locator(".output").nth(0), page.locator(".output").nth(1)
-        assert await right.locator(".token.plain").count() == await right.locator(".token").count() > 0
+        assert (
+            await right.locator(".token.plain").count() == await right.locator(".token").count() > 0
+        )
         boxes = [await output.bounding_box() for output in (left, right)]
         assert boxes[0] is not None
         assert boxes[1] is not None
@@ -107,14 +122,18 @@ async def test_stop_stops(page: Page) -> None:
     await page.locator(".output .token").nth(3).wait_for()
     await expect(page.get_by_role("button", name="Stop")).to_be_disabled()
     await expect(page.get_by_role("alert")).to_be_hidden()
-    await expect(page.locator(".process", has_text="verifier")).to_contain_text("sequences of this gateway 0")
+    await expect(page.locator(".process", has_text="verifier")).to_contain_text(
+        "sequences of this gateway 0"
+    )
     assert await page.locator(".output .token").count() < 2000
 
 
 async def test_an_example_waits_until_something_happens_or_is_stopped(page: Page) -> None:
     example = page.locator("#example-join")
     await example.get_by_role("button", name="Start the text").click()
-    await expect(example.locator(".outcome")).to_have_text("Writing without drafts; waiting for a drafter to join.")
+    await expect(example.locator(".outcome")).to_have_text(
+        "Writing without drafts; waiting for a drafter to join."
+    )
     await page.locator(".output .token").nth(3).wait_for()
     await example.get_by_role("button", name="Stop").click()
     await expect(example.locator(".outcome")).to_have_text("Stopped.")
@@ -133,7 +152,9 @@ async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
     await finished(page, 2)
     await page.locator(".output pre").first.focus()
     await page.keyboard.press("ArrowRight")
-    await expect(page.get_by_role("tooltip")).to_have_text(re.compile("plain|accepted|bonus|recovered"))
+    await expect(page.get_by_role("tooltip")).to_have_text(
+        re.compile("plain|accepted|bonus|recovered")
+    )
     await page.keyboard.press("Escape")
     await expect(page.get_by_role("tooltip")).to_be_hidden()
 
@@ -143,14 +164,18 @@ async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
 async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_a_phone(
     browser: Browser, site: Site, scheme: str, width: int
 ) -> None:
-    context = await browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]  # one of two
+    context = await browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=scheme
+    )  # type: ignore[arg-type]  # one of two
     page = await context.new_page()
     await page.goto(site.url)
     await page.locator(".process strong", has_text="ngram-1").wait_for()
     await write(page, REPEATING, 32)
     await page.get_by_role("button", name="Run", exact=True).click()
     await finished(page)
-    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+        "nothing is wider than the screen"
+    )
     found = await Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -163,15 +188,23 @@ async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_
 
 async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
     example = page.locator("#example-join")
-    await expect(example.locator("code").first).to_contain_text(f"--verifier {site.stack.address} --family ngram --id ngram-new")
+    await expect(example.locator("code").first).to_contain_text(
+        f"--verifier {site.stack.address} --family ngram --id ngram-new"
+    )
     await example.get_by_role("button", name="Start the text").click()
     await page.locator(".output .token").nth(20).wait_for()
-    assert await page.locator(".output .token.accepted").count() == 0, "no drafter but the new one writes"
+    assert await page.locator(".output .token.accepted").count() == 0, (
+        "no drafter but the new one writes"
+    )
     site.stack.add_drafter("ngram-late", "ngram")
     try:
-        await expect(page.locator(".process", has_text="ngram-late")).to_contain_text("connected", timeout=30_000)
+        await expect(page.locator(".process", has_text="ngram-late")).to_contain_text(
+            "connected", timeout=30_000
+        )
         await expect(page.locator("#happened")).to_contain_text("ngram-late joined.")
-        await expect(example.locator(".outcome")).to_contain_text("The text is the one of plain decoding.", timeout=60_000)
+        await expect(example.locator(".outcome")).to_contain_text(
+            "The text is the one of plain decoding.", timeout=60_000
+        )
         said = re.fullmatch(
             r"ngram-late joined after \d+ tokens. (\d+) % of the 400 tokens since are its guesses: "
             r"\d+ steps of the model in place of 400. The text is the one of plain decoding.",
@@ -184,12 +217,16 @@ async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
     await expect(page.locator("#happened")).to_contain_text("ngram-late said goodbye.")
 
 
-async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(page: Page, site: Site) -> None:
+async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
+    page: Page, site: Site
+) -> None:
     # What a shell would take for more than an id, and an id that begins like the one that is meant.
     others = ("x'; touch pwned; echo '", "ngram-12")
     for name in others:
         site.stack.add_drafter(name, "ngram")
-        await expect(page.locator(".process", has_text=name)).to_contain_text("connected", timeout=30_000)
+        await expect(page.locator(".process", has_text=name)).to_contain_text(
+            "connected", timeout=30_000
+        )
     example = page.locator("#example-leave")
     line = await example.locator("code").first.inner_text()
     assert "--id ngram-1(" in line
@@ -198,14 +235,24 @@ async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(page: P
     shell = await asyncio.create_subprocess_exec("sh", "-c", line)
     assert await shell.wait() == 0
     try:
-        await expect(page.locator(".process", has_text="lost")).to_contain_text("ngram-1", timeout=10_000)
-        assert [name for name, process in site.stack.drafters.items() if process.popen.poll() is not None] == ["ngram-1"]
+        await expect(page.locator(".process", has_text="lost")).to_contain_text(
+            "ngram-1", timeout=10_000
+        )
+        assert [
+            name
+            for name, process in site.stack.drafters.items()
+            if process.popen.poll() is not None
+        ] == ["ngram-1"]
         await expect(page.locator("#status")).to_have_text("degraded")
         await expect(page.locator("#status")).to_have_class("status fair")
         await expect(page.locator("#reason")).to_have_text("drafter ngram-1 is lost")
         await expect(example.locator("code").first).to_contain_text("--id ngram-12(")
-        await expect(example.locator(".outcome")).to_contain_text("ngram-1 was lost after", timeout=60_000)
-        await expect(example.locator(".outcome")).to_contain_text("The text is the one of plain decoding.", timeout=60_000)
+        await expect(example.locator(".outcome")).to_contain_text(
+            "ngram-1 was lost after", timeout=60_000
+        )
+        await expect(example.locator(".outcome")).to_contain_text(
+            "The text is the one of plain decoding.", timeout=60_000
+        )
     finally:
         for name in others:
             site.remove_drafter(name)
@@ -220,13 +267,22 @@ async def test_a_command_is_copied_whole(browser: Browser, site: Site) -> None:
     row = page.locator("#example-join .command").first
     await row.get_by_role("button").click()
     await expect(row.get_by_role("button")).to_have_text("Copied")
-    assert await page.evaluate("navigator.clipboard.readText()") == await row.locator("code").inner_text()
+    assert (
+        await page.evaluate("navigator.clipboard.readText()")
+        == await row.locator("code").inner_text()
+    )
     await context.close()
 
 
-async def test_the_page_says_when_the_gateway_is_gone_and_goes_on_when_it_is_back(page: Page, site: Site) -> None:
+async def test_the_page_says_when_the_gateway_is_gone_and_goes_on_when_it_is_back(
+    page: Page, site: Site
+) -> None:
     site.gateway.kill()
-    await expect(page.locator("#reason")).to_have_text("the gateway does not answer", timeout=10_000)
+    await expect(page.locator("#reason")).to_have_text(
+        "the gateway does not answer", timeout=10_000
+    )
     await expect(page.locator("#status")).to_have_class("status bad")
     site.gateway.start()
-    await expect(page.locator(".process", has_text="ngram-1")).to_contain_text("connected", timeout=60_000)
+    await expect(page.locator(".process", has_text="ngram-1")).to_contain_text(
+        "connected", timeout=60_000
+    )

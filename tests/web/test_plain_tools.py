@@ -16,7 +16,9 @@ from stack import ROOT
 
 pytestmark = pytest.mark.slow
 
-SECTION = re.search(r"^## Plain tools\n(.*?)^## ", (ROOT / "docs/api.md").read_text(), re.MULTILINE | re.DOTALL)
+SECTION = re.search(
+    r"^## Plain tools\n(.*?)^## ", (ROOT / "docs/api.md").read_text(), re.MULTILINE | re.DOTALL
+)
 assert SECTION is not None
 GRPCURL, BUF, CURL = re.findall(r"```sh\n(.*?)```", SECTION[1], re.DOTALL)
 EXPECTED = {
@@ -31,7 +33,9 @@ EXPECTED = {
 
 def as_buf(line: str) -> str:
     """The `buf curl` line that makes the call of a grpcurl line."""
-    data, address, what = re.fullmatch(r"grpcurl -plaintext (-d '.*' )?(\S+) (\S+)", line).groups(default="")  # type: ignore[union-attr]
+    data, address, what = re.fullmatch(r"grpcurl -plaintext (-d '.*' )?(\S+) (\S+)", line).groups(
+        default=""
+    )  # type: ignore[union-attr]
     return f"buf curl --protocol grpc {data}" + (
         f"--list-services http://{address}" if what == "list" else f"http://{address}/{what}"
     )
@@ -46,7 +50,13 @@ def output(lines: str, site: Site, npm_packages: Path) -> str:
     ):
         lines = lines.replace(documented, here)
     path = f"{npm_packages / '.bin'}:{os.environ['PATH']}"
-    done = subprocess.run(["sh", "-ec", lines], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-ec", lines],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.decode(errors="replace")
 

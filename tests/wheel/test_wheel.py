@@ -16,7 +16,9 @@ COMPILED = ["verifier_svc.engine.loop", "verifier_svc.state.trie", "outrider.mes
 def tree(tmp_path: Path) -> Path:
     """A copy of what is under version control, as building leaves something behind; without the C sources, which take long."""
     copy = tmp_path / "tree"
-    for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+    for name in subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines():
         if not name.startswith(("models/", "tests/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
@@ -27,7 +29,17 @@ def tree(tmp_path: Path) -> Path:
 
 def install(tree: Path, folder: Path, **environment: str) -> Path:
     """Install what the tree's wheel holds, and nothing else, into a folder."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(tree)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+        str(tree),
+    ]
     subprocess.run(command, env=os.environ | environment, check=True)
     return folder
 
@@ -35,36 +47,70 @@ def install(tree: Path, folder: Path, **environment: str) -> Path:
 def run(command: list[str], installed: Path) -> str:
     # Not from the tree, which would come first.
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=installed, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def where(module: str, installed: Path) -> Path:
-    found = Path(run([sys.executable, "-c", f"import {module} as it; print(it.__file__)"], installed).strip())
+    found = Path(
+        run([sys.executable, "-c", f"import {module} as it; print(it.__file__)"], installed).strip()
+    )
     assert found.is_relative_to(installed)
     return found
 
 
 @pytest.mark.slow
-def test_the_step_is_compiled_and_passes_the_verifiers_and_the_drafters_tests(tree: Path, tmp_path: Path) -> None:
+def test_the_step_is_compiled_and_passes_the_verifiers_and_the_drafters_tests(
+    tree: Path, tmp_path: Path
+) -> None:
     installed = install(tree, tmp_path / "installed")
     for library in (ROOT / "outrider/lm/cpu").glob("_cpu*.so"):
         shutil.copy(library, installed / "outrider/lm/cpu")
     assert {where(module, installed).suffix for module in COMPILED} == {".so"}
-    assert {path.name for path in (installed / "gateway/web/vendor").iterdir()} == {"uPlot.iife.js", "uPlot.min.css"}
+    assert {path.name for path in (installed / "gateway/web/vendor").iterdir()} == {
+        "uPlot.iife.js",
+        "uPlot.min.css",
+    }
     # A wheel has no examples, but the drafters' tests run one.
     shutil.copytree(ROOT / "examples", installed / "examples")
     pytest_here = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
-    told = run([*pytest_here, "-q", "-m", "not slow", str(ROOT / "tests/verifier"), str(ROOT / "tests/drafter")], installed)
+    told = run(
+        [
+            *pytest_here,
+            "-q",
+            "-m",
+            "not slow",
+            str(ROOT / "tests/verifier"),
+            str(ROOT / "tests/drafter"),
+        ],
+        installed,
+    )
     assert "passed" in told
     drafters = '[{"name": "d", "acceptance": 0.8}]'
-    told = run([sys.executable, "-m", "bench.simulator", "--seconds", "1", "--sequences", "2", "--drafters", drafters], installed)
+    told = run(
+        [
+            sys.executable,
+            "-m",
+            "bench.simulator",
+            "--seconds",
+            "1",
+            "--sequences",
+            "2",
+            "--drafters",
+            drafters,
+        ],
+        installed,
+    )
     assert "simulated, drafted" in told
 
 
 @pytest.mark.slow
-def test_where_part_of_it_cannot_be_compiled_a_wheel_has_the_sources(tree: Path, tmp_path: Path) -> None:
+def test_where_part_of_it_cannot_be_compiled_a_wheel_has_the_sources(
+    tree: Path, tmp_path: Path
+) -> None:
     fails = tmp_path / "cc"
     fails.write_text('#!/bin/sh\ncase "$*" in *__native_*) exit 1 ;; esac\nexec cc "$@"\n')
     fails.chmod(0o755)

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.messages import MAX_DEPTH, Closed, CloseReason, DraftBatch, Hello, Proposal, Skip, StepBatch, Verdict, Window
+from outrider.messages import (
+    MAX_DEPTH,
+    Closed,
+    CloseReason,
+    DraftBatch,
+    Hello,
+    Proposal,
+    Skip,
+    StepBatch,
+    Verdict,
+    Window,
+)
 from outrider.process.telemetry import Span
 from verifier_svc.drafts.roster import Roster
 from verifier_svc.metrics import Metrics
@@ -156,19 +167,27 @@ class Drafting:
         drafter, now = assignment.drafter, self._clock()
         assignment.told_at = now
         if drafter.round_trip.value > 0.0:
-            drafter.busy_until = max(drafter.busy_until, now + drafter.latency(assignment.window.depth))
+            drafter.busy_until = max(
+                drafter.busy_until, now + drafter.latency(assignment.window.depth)
+            )
         else:
             drafter.busy_until = math.inf
 
     def _assign(self, sequence: Sequence, drafter: Drafter) -> Assignment:
         limit = sequence.depth_limit
         reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
-        trie = Trie(len(sequence.tokens), Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach))
-        rule = how_to_propose(sequence.request, drafter.hello.distributions, self._trust_distributions)
+        trie = Trie(
+            len(sequence.tokens), Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach)
+        )
+        rule = how_to_propose(
+            sequence.request, drafter.hello.distributions, self._trust_distributions
+        )
         kind = _kind(sequence)
         learned = drafter.rates.get(kind)
         if learned is None:
-            learned = drafter.rates[kind] = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=_LONG_MEMORY)
+            learned = drafter.rates[kind] = AcceptanceRate(
+                _OPTIMISM, _KNOWN_POSITIONS, decay=_LONG_MEMORY
+            )
         rate = AcceptanceRate(learned, limit)
         return Assignment(drafter, trie, rule, rate, learned, trie.window, 1, len(sequence.tokens))
 
@@ -182,7 +201,13 @@ class Drafting:
 
     # --- drafts and verdicts ---
 
-    def take(self, drafter: Drafter, batch: DraftBatch, byte_count: int = 0, arrived_at: float | None = None) -> None:
+    def take(
+        self,
+        drafter: Drafter,
+        batch: DraftBatch,
+        byte_count: int = 0,
+        arrived_at: float | None = None,
+    ) -> None:
         """Hang proposals into the tries; a drafter that breaks the protocol loses its stream, and no one else notices.
 
         `arrived_at` is when they came (monotonic seconds; None is now), which may be a forward ago. Were that forward counted as
@@ -202,16 +227,24 @@ class Drafting:
                 self._take_skip(drafter, skip, at, answers)
         except OutriderError as error:
             self.reject(drafter, error)
-        except Exception:  # logged; a fault that a drafter's message brings to light costs that drafter's stream
+        except (
+            Exception
+        ):  # logged; a fault that a drafter's message brings to light costs that drafter's stream
             log.exception("what drafter %s said could not be taken in", drafter.id)
             self.reject(
-                drafter, OutriderError(Reason.INTERNAL, "the drafts could not be taken in; the verifier's log has the reason")
+                drafter,
+                OutriderError(
+                    Reason.INTERNAL,
+                    "the drafts could not be taken in; the verifier's log has the reason",
+                ),
             )
         self._metrics.proposed(drafter, answers.token_count, answers.stale_count, answers.cut_count)
         self._metrics.answered(drafter, answers.drafts_s)
         answers.teach(drafter)
 
-    def _take_proposal(self, drafter: Drafter, proposal: Proposal, at: float, answers: _Answers) -> None:
+    def _take_proposal(
+        self, drafter: Drafter, proposal: Proposal, at: float, answers: _Answers
+    ) -> None:
         found = self._assignment(drafter, proposal.sequence_id, "proposal.sequence_id")
         count = len(proposal.token_ids)
         answers.token_count += count
@@ -252,7 +285,9 @@ class Drafting:
         drafter.taken_bytes += byte_count + MESSAGE_BYTES
         self._metrics.ignored(drafter)
 
-    def _assignment(self, drafter: Drafter, sequence_id: int, field_name: str) -> tuple[Sequence, Assignment] | None:
+    def _assignment(
+        self, drafter: Drafter, sequence_id: int, field_name: str
+    ) -> tuple[Sequence, Assignment] | None:
         """None for a sequence that is over, or in other hands by now: a late message looks the same, so it is counted and ignored.
 
         Raises OutriderError(PROTOCOL_VIOLATION) for one that the drafter cannot have been handed yet, which no delay explains.
@@ -262,9 +297,15 @@ class Drafting:
             raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
         sequence = self._sequences.get(sequence_id)
         assignment = sequence.assignments.get(drafter.id) if sequence is not None else None
-        return (sequence, assignment) if sequence is not None and assignment is not None and assignment.opened else None
+        return (
+            (sequence, assignment)
+            if sequence is not None and assignment is not None and assignment.opened
+            else None
+        )
 
-    def acknowledge(self, sequence: Sequence, new_token_ids: list[int], verified: Assignment | None, span: Span) -> None:
+    def acknowledge(
+        self, sequence: Sequence, new_token_ids: list[int], verified: Assignment | None, span: Span
+    ) -> None:
         """Move every trie's root along the committed tokens and tell the drafters that the plan asks.
 
         `verified` is whose draft the step verified; `span` is the step's.
@@ -296,7 +337,14 @@ class Drafting:
         # It was admitted, or got this drafter, since the step was planned.
         return assignment.draft_tokens if assignment.asked else 0
 
-    def _ask(self, sequence: Sequence, assignment: Assignment, wanted: int, accepted: int, traceparent: str) -> None:
+    def _ask(
+        self,
+        sequence: Sequence,
+        assignment: Assignment,
+        wanted: int,
+        accepted: int,
+        traceparent: str,
+    ) -> None:
         """Send the verdict of a step, after the trie was advanced, with all that the drafter missed. 0 tokens are a probe."""
         length = len(sequence.tokens)
         # A drafter back from silence has to read first, which is not how long it takes to draft. But a probe is meant to tell.
@@ -314,9 +362,21 @@ class Drafting:
         changed = window is not assignment.window
         assignment.window = window
         self._told(assignment)
-        verdict = Verdict(sequence.id, length, told, accepted, assignment.draft_tokens, window if changed else None, traceparent)
+        verdict = Verdict(
+            sequence.id,
+            length,
+            told,
+            accepted,
+            assignment.draft_tokens,
+            window if changed else None,
+            traceparent,
+        )
         assignment.drafter.outbox.verdicts.append(verdict)
-        if assignment.answered_length > 0 and assignment.trie.node_count == 0 and (was_asked or wanted == 0):
+        if (
+            assignment.answered_length > 0
+            and assignment.trie.node_count == 0
+            and (was_asked or wanted == 0)
+        ):
             assignment.timed(length)
 
     def _window(self, assignment: Assignment, draft_tokens: int) -> Window:
@@ -332,7 +392,11 @@ class Drafting:
             reach = min((1 + steps) * (1 + draft_tokens) - 1, most.depth)
             token_count = min(_TOKENS_PER_DEPTH * reach, most.token_count)
         before = assignment.window
-        return before if (before.depth, before.token_count) == (reach, token_count) else Window(token_count, reach)
+        return (
+            before
+            if (before.depth, before.token_count) == (reach, token_count)
+            else Window(token_count, reach)
+        )
 
     def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""

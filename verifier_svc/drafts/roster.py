@@ -36,14 +36,18 @@ class Roster:
     def join(self, drafter: Drafter) -> None:
         """Raises OutriderError when the id is taken, or in quarantine after repeated protocol violations, or there are too many."""
         if (left_s := self._quarantine_s(drafter.id)) > 0:
-            message = (
-                f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times and is in quarantine for {ceil(left_s)} s more"
-            )
+            message = f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times and is in quarantine for {ceil(left_s)} s more"
             raise OutriderError(Reason.QUARANTINED, message, retry_after_s=left_s)
         if drafter.id in self.connected:
-            raise OutriderError(Reason.DRAFTER_ID_TAKEN, f"a drafter with the id {drafter.id} is connected", "hello.drafter_id")
+            raise OutriderError(
+                Reason.DRAFTER_ID_TAKEN,
+                f"a drafter with the id {drafter.id} is connected",
+                "hello.drafter_id",
+            )
         if len(self.connected) >= self.max_drafters:
-            message = f"{self.max_drafters} drafters are connected, and --max-drafters allows no more"
+            message = (
+                f"{self.max_drafters} drafters are connected, and --max-drafters allows no more"
+            )
             raise OutriderError(Reason.OVERLOADED, message, retry_after_s=_FULL_S)
         self.connected[drafter.id] = drafter
         self._gone.pop(drafter.id, None)
@@ -69,7 +73,9 @@ class Roster:
 
     def fault(self, drafter: Drafter) -> None:
         """Count a protocol violation."""
-        self._faults[drafter.id] = [*self._faults.pop(drafter.id, []), self._clock()][-_FAULTS_ALLOWED:]
+        self._faults[drafter.id] = [*self._faults.pop(drafter.id, []), self._clock()][
+            -_FAULTS_ALLOWED:
+        ]
         _drop_oldest(self._faults)
 
     def _quarantine_s(self, drafter_id: str) -> float:
@@ -98,7 +104,9 @@ class Roster:
     def check_known(self, name: str) -> None:
         """Raises OutriderError(DRAFTER_NOT_FOUND) for a name that no drafter has or had, by id or by family."""
         known = [*self.connected.values(), *self._missed()]
-        names = sorted({drafter.id for drafter in known} | {drafter.hello.family for drafter in known})
+        names = sorted(
+            {drafter.id for drafter in known} | {drafter.hello.family for drafter in known}
+        )
         if name and name not in names:
             listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
             message = f"speculation.drafter must be one of {listed or '(no drafter is connected)'}, not {name}"
@@ -111,7 +119,11 @@ class Roster:
     def _missed(self) -> list[Drafter]:
         """Drafters that were lost a short while ago; one that is gone for longer is not expected back."""
         since = self._clock() - _MISSED_S
-        return [drafter for left_at, drafter in self._gone.values() if left_at > since and not drafter.draining]
+        return [
+            drafter
+            for left_at, drafter in self._gone.values()
+            if left_at > since and not drafter.draining
+        ]
 
 
 def _drop_oldest(names: dict[str, Any]) -> None:

@@ -308,7 +308,11 @@ class Engine:
             return 0.0
         if seconds < math.inf:
             self.budget.observe(
-                len(batch), self.drafting.plan.paying, committed, seconds, quiet=self._quiet and token_count == len(batch)
+                len(batch),
+                self.drafting.plan.paying,
+                committed,
+                seconds,
+                quiet=self._quiet and token_count == len(batch),
             )
         return self.isolated_cost.estimate(len(batch), token_count)
 

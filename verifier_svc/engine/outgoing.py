@@ -29,7 +29,11 @@ class Outgoing:
         """Whether messages to clients are still to be delivered."""
         return bool(self._to_clients)
 
-    def add(self, sink: Callable[[TokenChunk | OutriderError], None], message: TokenChunk | OutriderError) -> None:
+    def add(
+        self,
+        sink: Callable[[TokenChunk | OutriderError], None],
+        message: TokenChunk | OutriderError,
+    ) -> None:
         """Keep a message to a client until `tell_clients`."""
         self._to_clients.append((sink, message))
 

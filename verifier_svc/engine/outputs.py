@@ -21,7 +21,11 @@ def cut_at_end(sequence: Sequence, new: list[int]) -> FinishReason | None:
 
 
 def chunk_of(
-    scheduled: ScheduledSequence, new: list[int], accepted: int, verified: Verified, finish_reason: FinishReason | None
+    scheduled: ScheduledSequence,
+    new: list[int],
+    accepted: int,
+    verified: Verified,
+    finish_reason: FinishReason | None,
 ) -> TokenChunk:
     """What the step committed, each token with its author."""
     sources, drafted = [TokenSource.ACCEPTED] * accepted, len(scheduled.path.token_ids)

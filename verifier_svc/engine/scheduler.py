@@ -20,7 +20,9 @@ _PROMPTS_SHARE = 0.25
 class Scheduler:
     """First come, first served; decoding goes before prefill, and the youngest sequence is preempted when pages run out."""
 
-    def __init__(self, pool: PagePool, *, max_batch_tokens: int, max_sequences: int, max_scored_tokens: int) -> None:
+    def __init__(
+        self, pool: PagePool, *, max_batch_tokens: int, max_sequences: int, max_scored_tokens: int
+    ) -> None:
         """`max_scored_tokens` bounds the prompts' tokens that a step scores, since each takes a row of logits."""
         self.pool = pool
         self.running: dict[int, Sequence] = {}
@@ -50,7 +52,10 @@ class Scheduler:
         batch: dict[int, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
-        running = [(sequence, len(sequence.tokens) - sequence.kv.length) for sequence in self.running.values()]
+        running = [
+            (sequence, len(sequence.tokens) - sequence.kv.length)
+            for sequence in self.running.values()
+        ]
         decoding = [pair for pair in running if pair[1] == 1]
         prefilling = [pair for pair in running if pair[1] > 1]
         spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
@@ -72,7 +77,12 @@ class Scheduler:
         return list(batch.values())
 
     def _schedule(
-        self, sequence: Sequence, count: int, pending: int, most: int, batch: dict[int, ScheduledSequence]
+        self,
+        sequence: Sequence,
+        count: int,
+        pending: int,
+        most: int,
+        batch: dict[int, ScheduledSequence],
     ) -> ScheduledSequence | None:
         """Put `count` pending tokens of the sequence, and a draft of at most `most` behind the last of them, into the batch.
 
@@ -88,13 +98,18 @@ class Scheduler:
         if not reserved and path.token_ids:
             assignment, path, end = None, NO_PATH, start + count
         while not reserved and not self.pool.reserve(sequence.kv, end):
-            victim = next((other for other in reversed(self.running.values()) if other.id not in batch), sequence)
+            victim = next(
+                (other for other in reversed(self.running.values()) if other.id not in batch),
+                sequence,
+            )
             self._preempt(victim)
             if victim is sequence:
                 return None
         scored = _scored(sequence, start, count) if sequence.unscored else _NOTHING
         tokens = sequence.tokens[start : start + count]
-        scheduled = ScheduledSequence(sequence, start, tokens, path, assignment, samples, scored=scored)
+        scheduled = ScheduledSequence(
+            sequence, start, tokens, path, assignment, samples, scored=scored
+        )
         batch[sequence.id] = scheduled
         return scheduled
 
@@ -105,7 +120,9 @@ class Scheduler:
             sequence = self.waiting[0]
             # The logits before a token that is to be scored are not in the cache.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
-            cached = self.pool.attach_prefix(sequence.kv, sequence.tokens, sequence.request.tenant, limit)
+            cached = self.pool.attach_prefix(
+                sequence.kv, sequence.tokens, sequence.request.tenant, limit
+            )
             if not self.pool.reserve(sequence.kv, len(sequence.tokens)):
                 self.pool.free(sequence.kv)
                 break
@@ -143,9 +160,15 @@ def best_path(sequence: Sequence, draft_tokens: int) -> tuple[Assignment | None,
     if draft_tokens <= 0:
         return None, NO_PATH
     found = [
-        (assignment, length) for assignment in sequence.assignments.values() if (length := assignment.trie.length(draft_tokens))
+        (assignment, length)
+        for assignment in sequence.assignments.values()
+        if (length := assignment.trie.length(draft_tokens))
     ]
     if not found:
         return None, NO_PATH
-    best, _ = found[0] if len(found) == 1 else max(found, key=lambda pair: pair[0].rate.expected_tokens(pair[1]))
+    best, _ = (
+        found[0]
+        if len(found) == 1
+        else max(found, key=lambda pair: pair[0].rate.expected_tokens(pair[1]))
+    )
     return best, best.trie.path(draft_tokens)

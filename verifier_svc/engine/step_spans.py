@@ -27,7 +27,11 @@ class StepSpans:
         for scheduled in batch:
             if scheduled.sequence.scheduled_at is None:
                 self._scheduled(scheduled.sequence)
-        traced = [scheduled.sequence.span.traceparent for scheduled in batch if scheduled.sequence.span.traceparent]
+        traced = [
+            scheduled.sequence.span.traceparent
+            for scheduled in batch
+            if scheduled.sequence.span.traceparent
+        ]
         self._due += self._share if traced else 0.0
         if not traced or self._due < 1.0:
             return [NO_SPAN] * len(batch)
@@ -37,7 +41,10 @@ class StepSpans:
             step = telemetry.start("step", traced[0], links=traced, outrider__sequences=len(batch))
             step.set(outrider__wait_seconds=wait_s)
         spans = [
-            _verify(scheduled, wait_s, step.traceparent) if scheduled.sequence.span.traceparent else NO_SPAN for scheduled in batch
+            _verify(scheduled, wait_s, step.traceparent)
+            if scheduled.sequence.span.traceparent
+            else NO_SPAN
+            for scheduled in batch
         ]
         self._open = [*spans, step]
         return spans
@@ -53,7 +60,9 @@ class StepSpans:
         The span of the batch has them, or that of the sequence which is alone in it, so that a sum over spans counts each once.
         """
         with_phases = next((span for span in reversed(self._open) if span.traceparent), NO_SPAN)
-        with_phases.set(**{f"outrider__{phase}_seconds": seconds for phase, seconds in phases_s.items()})
+        with_phases.set(
+            **{f"outrider__{phase}_seconds": seconds for phase, seconds in phases_s.items()}
+        )
         for span in self._open:
             span.end()
         self._open.clear()

@@ -112,5 +112,9 @@ class DraftWait:
         """
         late = [assignment for assignment in late if assignment.answered_length > 0]
         for drafter in {assignment.drafter for assignment in late}:
-            overdue_s = max([-assignment.due_s(now) for assignment in late if assignment.drafter is drafter])
-            drafter.round_trip.observe(2 * max(now - self._began, drafter.round_trip.value + overdue_s))
+            overdue_s = max(
+                [-assignment.due_s(now) for assignment in late if assignment.drafter is drafter]
+            )
+            drafter.round_trip.observe(
+                2 * max(now - self._began, drafter.round_trip.value + overdue_s)
+            )

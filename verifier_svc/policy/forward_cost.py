@@ -36,13 +36,19 @@ class ForwardCost:
 
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
         """Note a forward that was measured on purpose; some time it took, whatever the clock says."""
-        self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = max(seconds, _LEAST_S)
+        self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = max(
+            seconds, _LEAST_S
+        )
         self._counts = sorted(self._grid)
         self._depths = {count: sorted(row) for count, row in self._grid.items()}
-        self._drafted_depths = sorted({depth for row in self._grid.values() for depth in row if depth > 1.0})
+        self._drafted_depths = sorted(
+            {depth for row in self._grid.values() for depth in row if depth > 1.0}
+        )
         self._known.clear()
 
-    def observe(self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0) -> None:
+    def observe(
+        self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0
+    ) -> None:
         """Correct prices by a step: those of its size at once, all others a little, as contexts grow or others take cores.
 
         With tokens of prompts besides, what was not expected is divided between them and the others by the squares of what each is
@@ -61,14 +67,22 @@ class ForwardCost:
         surprise = min(max(seconds, 0.5 * expected), 2.0 * max(expected, plain_s)) - expected
         share = prompts_s**2 / max(prompts_s**2 + decoding_s**2, 1e-18)
         if prompt_token_count:
-            self.prompt_token_s = max(0.0, self.prompt_token_s + _NEAR * share * surprise / prompt_token_count)
+            self.prompt_token_s = max(
+                0.0, self.prompt_token_s + _NEAR * share * surprise / prompt_token_count
+            )
         if sequence_count:
-            self._correct(sequence_count, token_count, max(0.5, 1.0 + (1.0 - share) * surprise / max(decoding_s, 1e-9)))
+            self._correct(
+                sequence_count,
+                token_count,
+                max(0.5, 1.0 + (1.0 - share) * surprise / max(decoding_s, 1e-9)),
+            )
 
     def calibrate_prompts(self, short: tuple[int, float], long: tuple[int, float]) -> None:
         """Note two forwards of a prompt alone, each as tokens and seconds."""
         self.prompt_token_s = max(0.0, long[1] - short[1]) / (long[0] - short[0])
-        self.prompt_step_s = max(0.0, short[1] - self.estimate(1, 1) - short[0] * self.prompt_token_s)
+        self.prompt_step_s = max(
+            0.0, short[1] - self.estimate(1, 1) - short[0] * self.prompt_token_s
+        )
 
     def _prompts_s(self, token_count: int) -> float:
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
@@ -76,7 +90,10 @@ class ForwardCost:
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
         rows = _shares(self._counts, sequence_count)
         for count, row in self._grid.items():
-            near, cells = rows.get(count, 0.0), _shares(self._depths[count], token_count / sequence_count)
+            near, cells = (
+                rows.get(count, 0.0),
+                _shares(self._depths[count], token_count / sequence_count),
+            )
             for depth in row:
                 own = near * cells.get(depth, 0.0)
                 row[depth] *= ratio ** (_FAR + (_NEAR - _FAR) * near + (_OWN - _NEAR) * own)
@@ -96,7 +113,9 @@ class ForwardCost:
         if known is None:
             depth = token_count / max(sequence_count, 1)
             about = _about(self._counts, sequence_count)
-            points = {count: _between(self._depths[count], self._grid[count], depth) for count in about}
+            points = {
+                count: _between(self._depths[count], self._grid[count], depth) for count in about
+            }
             known = self._known[key] = _between(about, points, sequence_count)
         return known
 

@@ -59,7 +59,9 @@ def goodput(
     plain_tokens, plain_s = plain
     steps = steps_meanwhile(wait_s, plain_s)
     meanwhile_s = max(steps * plain_s, wait_s)
-    going_on = (stands * tokens + steps * plain_tokens) / (stands * forward_s + busy_s + meanwhile_s)
+    going_on = (stands * tokens + steps * plain_tokens) / (
+        stands * forward_s + busy_s + meanwhile_s
+    )
     return (waiting, True) if waiting >= going_on else (going_on, False)
 
 
@@ -85,7 +87,9 @@ def patience_s(
     # Comparisons instead of `max` and `min`, whose calls take longer than the rest of it.
     rest_s = due_s - steps * plain_s
     missed_s = plain_s / batch - now / batch_rate
-    going_on_s = (steps * missed_s if missed_s > 0.0 else 0.0) + (rest_s / batch if rest_s > 0.0 else 0.0)
+    going_on_s = (steps * missed_s if missed_s > 0.0 else 0.0) + (
+        rest_s / batch if rest_s > 0.0 else 0.0
+    )
     going_on_s /= stands if stands > 1e-6 else 1e-6
     most_s = (promised - now) / batch_rate
     return going_on_s if going_on_s < most_s else most_s

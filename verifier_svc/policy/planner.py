@@ -56,7 +56,14 @@ class _Choice(NamedTuple):
 class Planner:
     """Plans for one engine. With `always` every draft is asked for and waited for, whether it pays or not."""
 
-    def __init__(self, policy: DepthPolicy, cost: ForwardCost, budget: SpeculationBudget, *, always: bool = False) -> None:
+    def __init__(
+        self,
+        policy: DepthPolicy,
+        cost: ForwardCost,
+        budget: SpeculationBudget,
+        *,
+        always: bool = False,
+    ) -> None:
         self._policy = policy
         self._cost = cost
         self.budget = budget
@@ -70,10 +77,21 @@ class Planner:
         reading: list[Sequence] = []
         for sequence in running:
             (decoding if sequence.num_uncomputed_tokens == 1 else reading).append(sequence)
-        batch, drafters, newcomers = len(decoding) or last.batch, _drafters(decoding), _drafters(reading)
+        batch, drafters, newcomers = (
+            len(decoding) or last.batch,
+            _drafters(decoding),
+            _drafters(reading),
+        )
         if not drafters and not newcomers:
             plain_s = self._cost.estimate(batch, batch)
-            return Plan(batch, plain_s, price=last.price, paying=last.paying, considered=last.considered, silent=last.silent)
+            return Plan(
+                batch,
+                plain_s,
+                price=last.price,
+                paying=last.paying,
+                considered=last.considered,
+                silent=last.silent,
+            )
         if self.budget.needs_quiet(batch) and not self._always:
             return self._quiet(batch, running, last)
         prices = self._prices(batch, last, beside_prompts=bool(reading))
@@ -85,13 +103,21 @@ class Planner:
         if newcomers:
             # A draft may stand behind a prompt's last token. Drafters that nothing is known of are believed to pay.
             believed = choice._replace(drafters=choice.drafters | (newcomers - considered))
-            drafts = drafts + [draft for sequence in reading for draft in self._pick(sequence, believed, prices)]
+            drafts = drafts + [
+                draft for sequence in reading for draft in self._pick(sequence, believed, prices)
+            ]
         draft_tokens: dict[int, int] = {}
         asks: dict[Assignment, int] = {}
         for sequence, assignment, count in drafts:
-            draft_tokens[sequence.id] = min(max(count, draft_tokens.get(sequence.id, 0)), sequence.most_draft_tokens)
+            draft_tokens[sequence.id] = min(
+                max(count, draft_tokens.get(sequence.id, 0)), sequence.most_draft_tokens
+            )
             # The tokens that are committed until the draft is there count as its first.
-            further = 0 if choice.waits else steps_meanwhile(assignment.drafter.latency(count), prices.plain_s)
+            further = (
+                0
+                if choice.waits
+                else steps_meanwhile(assignment.drafter.latency(count), prices.plain_s)
+            )
             asks[assignment] = min(count + further, assignment.trie.window.depth)
         rate = choice.rate or prices.rate
         wait_for, wait_s = self._waits(decoding, draft_tokens, prices._replace(rate=rate), now_s)
@@ -114,7 +140,10 @@ class Planner:
 
     def _quiet(self, batch: int, running: Collection[Sequence], last: Plan) -> Plan:
         """A plan to ask nobody, for quiet steps to be measured; what is believed of drafters stays."""
-        plain_s, ids = self._cost.estimate(batch, batch), frozenset([sequence.id for sequence in running])
+        plain_s, ids = (
+            self._cost.estimate(batch, batch),
+            frozenset([sequence.id for sequence in running]),
+        )
         return Plan(
             batch,
             plain_s,
@@ -125,7 +154,9 @@ class Planner:
             silent=last.silent,
         )
 
-    def _silent(self, batch: int, paying: frozenset[Drafter], known: frozenset[Drafter]) -> frozenset[Drafter]:
+    def _silent(
+        self, batch: int, paying: frozenset[Drafter], known: frozenset[Drafter]
+    ) -> frozenset[Drafter]:
         """The drafters that are not even probed: probes lost too much, or drafting with them did."""
         if self._always:
             return frozenset()
@@ -138,7 +169,9 @@ class Planner:
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
             return 0
-        return self._worth(sequence, assignment, last.price, self._prices(last.batch, last, beside_prompts=False))
+        return self._worth(
+            sequence, assignment, last.price, self._prices(last.batch, last, beside_prompts=False)
+        )
 
     def _prices(self, batch: int, last: Plan, *, beside_prompts: bool) -> _Prices:
         cost = self._cost
@@ -146,14 +179,18 @@ class Planner:
         rate = last.speedup * batch / plain_s if plain_s > 0.0 else 0.0
         # With a prompt's tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
         # own time is no part of what a committed token is worth: it has to be spent either way.
-        least_s = max(_LEAST_PRICE * plain_s / batch, cost.prompt_token_s if beside_prompts else 0.0)
+        least_s = max(
+            _LEAST_PRICE * plain_s / batch, cost.prompt_token_s if beside_prompts else 0.0
+        )
         further = cost.further_tokens_s(batch) or [(1, 0.0)]
         token_prices = [(count, rate * max(seconds, least_s)) for count, seconds in further]
         return _Prices(batch, plain_s, rate, token_prices, self._policy.limit(batch))
 
     # --- who drafts how much ---
 
-    def _choose(self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: _Prices) -> _Choice:
+    def _choose(
+        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: _Prices
+    ) -> _Choice:
         """The set of drafters with which steps commit the most for their time, waits included.
 
         Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if none
@@ -163,8 +200,13 @@ class Planner:
             return self._with(decoding, drafters, prices)
         asked: frozenset[Drafter] = frozenset()
         plain_rate = prices.batch / prices.plain_s
-        best, least = _Choice([], asked, prices.token_prices[0][1], plain_rate), _MARGIN * plain_rate
-        for drafter in sorted(drafters, key=lambda drafter: (drafter.latency(_COMPARED_TOKENS), drafter.id)):
+        best, least = (
+            _Choice([], asked, prices.token_prices[0][1], plain_rate),
+            _MARGIN * plain_rate,
+        )
+        for drafter in sorted(
+            drafters, key=lambda drafter: (drafter.latency(_COMPARED_TOKENS), drafter.id)
+        ):
             asked |= {drafter}
             if not self.budget.allows(prices.batch, asked):
                 continue
@@ -173,11 +215,17 @@ class Planner:
                 best, least = choice, choice.rate
         return best
 
-    def _with(self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: _Prices) -> _Choice:
+    def _with(
+        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: _Prices
+    ) -> _Choice:
         """The drafts that are worth their places in a forward if these drafters draft."""
         chances: list[float] = []
         for sequence in decoding:
-            found = [self._chances(sequence, a, prices) for a in sequence.assignments.values() if a.drafter in drafters]
+            found = [
+                self._chances(sequence, a, prices)
+                for a in sequence.assignments.values()
+                if a.drafter in drafters
+            ]
             if found:
                 # Of several that of which the first token is the likeliest.
                 chances += max(found)
@@ -189,12 +237,17 @@ class Planner:
 
     def _chances(self, sequence: Sequence, assignment: Assignment, prices: _Prices) -> list[float]:
         """How likely each token that could be drafted is to be committed; 1 for those that are drafted whatever they cost."""
-        fixed, most = sequence.request.speculation.draft_tokens, assignment.drafter.hello.max_draft_tokens
+        fixed, most = (
+            sequence.request.speculation.draft_tokens,
+            assignment.drafter.hello.max_draft_tokens,
+        )
         if fixed is not None:
             return [1.0] * min(fixed, most)
         return assignment.rate.survival[: min(prices.limit, most)]
 
-    def _pick(self, sequence: Sequence, choice: _Choice, prices: _Prices) -> list[tuple[Sequence, Assignment, int]]:
+    def _pick(
+        self, sequence: Sequence, choice: _Choice, prices: _Prices
+    ) -> list[tuple[Sequence, Assignment, int]]:
         """The draft that brings the most for its places in the forward, if any is worth them; all of them with `always`."""
         found: list[tuple[float, Assignment, int]] = []
         for assignment in sequence.assignments.values():
@@ -207,16 +260,25 @@ class Planner:
             found = [max(found, key=itemgetter(0))]
         return [(sequence, assignment, count) for _, assignment, count in found]
 
-    def _worth(self, sequence: Sequence, assignment: Assignment, price: float, prices: _Prices) -> int:
+    def _worth(
+        self, sequence: Sequence, assignment: Assignment, price: float, prices: _Prices
+    ) -> int:
         """Draft tokens of this drafter that are worth their place in a step."""
-        fixed, most = sequence.request.speculation.draft_tokens, assignment.drafter.hello.max_draft_tokens
+        fixed, most = (
+            sequence.request.speculation.draft_tokens,
+            assignment.drafter.hello.max_draft_tokens,
+        )
         if fixed is not None or self._by_limit:
             return min(prices.limit if fixed is None else fixed, most)
         # A drafter on the target's cores does not run ahead, so nothing hides the time in which it drafts the batch.
         drafting_s = assignment.drafter.busy_s(1) / prices.batch
-        return assignment.rate.tokens_worth(price + prices.rate * drafting_s, min(prices.limit, most))
+        return assignment.rate.tokens_worth(
+            price + prices.rate * drafting_s, min(prices.limit, most)
+        )
 
-    def _goodput(self, drafts: list[tuple[Sequence, Assignment, int]], prices: _Prices) -> tuple[float, bool]:
+    def _goodput(
+        self, drafts: list[tuple[Sequence, Assignment, int]], prices: _Prices
+    ) -> tuple[float, bool]:
         """As `goodput`, of steps with these drafts; the other sequences decode plainly. 0 before anything was measured."""
         batch, plain_s = prices.batch, prices.plain_s
         if plain_s == 0.0:
@@ -233,7 +295,9 @@ class Planner:
         # A drafter drafts for all its sequences together.
         busy_s = sum([drafter.busy_s(count) for drafter, count in deepest.items()])
         steps = steps_meanwhile(wait_s, plain_s)
-        stands = sum([assignment.all_accepted(steps, count) for _, assignment, count in drafts]) / len(drafts)
+        stands = sum(
+            [assignment.all_accepted(steps, count) for _, assignment, count in drafts]
+        ) / len(drafts)
         forward_s = self._cost.estimate(batch, batch + total)
         return goodput(batch + gained, forward_s, wait_s, busy_s, (float(batch), plain_s), stands)
 
@@ -250,12 +314,16 @@ class Planner:
             if pending is not None:
                 assignment = pending.assignment
                 due_s = assignment.due_s(now_s)
-                stands = assignment.all_accepted(pending.ready_tokens + steps_meanwhile(due_s, prices.plain_s), 1)
+                stands = assignment.all_accepted(
+                    pending.ready_tokens + steps_meanwhile(due_s, prices.plain_s), 1
+                )
                 gain = (pending.expected_now, pending.expected_with_it)
                 seconds = patience_s(gain, due_s, prices.rate, prices.batch, prices.plain_s, stands)
                 late.append((due_s, assignment.answer_rate * seconds, sequence, assignment))
         if self._always:
-            return tuple([(sequence, assignment) for _, _, sequence, assignment in late]), _LONGEST_WAIT_S
+            return tuple(
+                [(sequence, assignment) for _, _, sequence, assignment in late]
+            ), _LONGEST_WAIT_S
         late.sort(key=itemgetter(0))
         wait_s, patience, count = 0.0, 0.0, 0
         busy_s: dict[Drafter, float] = {}
@@ -267,11 +335,19 @@ class Planner:
             most_s = min(patience + sum(busy_s.values()), _LONGEST_WAIT_S)
             if due_s <= most_s:
                 wait_s, count = most_s, i + 1
-        return tuple([(sequence, assignment) for _, _, sequence, assignment in late[:count]]), wait_s
+        return tuple(
+            [(sequence, assignment) for _, _, sequence, assignment in late[:count]]
+        ), wait_s
 
 
 def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:
-    return frozenset([assignment.drafter for sequence in sequences for assignment in sequence.assignments.values()])
+    return frozenset(
+        [
+            assignment.drafter
+            for sequence in sequences
+            for assignment in sequence.assignments.values()
+        ]
+    )
 
 
 def _due_probes(
@@ -283,6 +359,8 @@ def _due_probes(
             assignment
             for sequence in decoding
             for assignment in sequence.assignments.values()
-            if assignment not in asks and assignment.drafter not in silent and step % assignment.backoff == 0
+            if assignment not in asks
+            and assignment.drafter not in silent
+            and step % assignment.backoff == 0
         ]
     )

@@ -71,7 +71,9 @@ class _Quiet:
         """Note a quiet step."""
         self.count += 1
         weight = max(1.0 / self.count, _QUIET_WEIGHT)
-        self.slowdown += weight * (min(slowdown, _WORST_STEP * (self.slowdown or slowdown)) - self.slowdown)
+        self.slowdown += weight * (
+            min(slowdown, _WORST_STEP * (self.slowdown or slowdown)) - self.slowdown
+        )
         if self.due:
             self.due -= 1
             self.passed = 0
@@ -109,7 +111,9 @@ class SpeculationBudget:
         budget = self._nearest(_about(batch), way)
         return budget is None or budget.open
 
-    def observe(self, batch: int, way: frozenset[Drafter], token_count: int, seconds: float, *, quiet: bool) -> None:
+    def observe(
+        self, batch: int, way: frozenset[Drafter], token_count: int, seconds: float, *, quiet: bool
+    ) -> None:
         """Note a step without prompts of `batch` sequences that committed `token_count` tokens.
 
         It took `seconds` from the end of the step before it. It is `quiet` if it verified no drafts

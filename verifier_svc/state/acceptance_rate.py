@@ -15,9 +15,22 @@ _SAMPLES = 7
 class AcceptanceRate:
     """Probability that a draft token is accepted if those before it were: decayed counts over a prior, by position."""
 
-    __slots__ = ("_accepted", "_base", "_decay", "_expected", "_first", "_judged", "_rates", "_survival", "_valid", "_version")
+    __slots__ = (
+        "_accepted",
+        "_base",
+        "_decay",
+        "_expected",
+        "_first",
+        "_judged",
+        "_rates",
+        "_survival",
+        "_valid",
+        "_version",
+    )
 
-    def __init__(self, prior: AcceptanceRate | float, count: int = MAX_DEPTH, *, decay: float = _DECAY) -> None:
+    def __init__(
+        self, prior: AcceptanceRate | float, count: int = MAX_DEPTH, *, decay: float = _DECAY
+    ) -> None:
         """The prior counts as 4 drafts, the drafts themselves as at most 1 / (1 - `decay`); `count` positions are kept.
 
         With another rate as the prior, each position follows that rate's position, as it learns. With a number, or beyond the

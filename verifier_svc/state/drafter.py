@@ -66,5 +66,11 @@ class Drafter:
     def info(self, connected: bool) -> DrafterInfo:
         rate = self.accepted_count / self.verified_count if self.verified_count else None
         hello = self.hello
-        held, reply_s, token_s = len(self.sequence_ids), self.round_trip.value or None, self.token_time.value or None
-        return DrafterInfo(hello.drafter_id, hello.family, hello.placement, connected, held, rate, reply_s, token_s)
+        held, reply_s, token_s = (
+            len(self.sequence_ids),
+            self.round_trip.value or None,
+            self.token_time.value or None,
+        )
+        return DrafterInfo(
+            hello.drafter_id, hello.family, hello.placement, connected, held, rate, reply_s, token_s
+        )

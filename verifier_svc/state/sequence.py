@@ -57,7 +57,9 @@ class Assignment:
 
     def all_accepted(self, count: int, draft_tokens: int) -> float:
         """Probability that a draft has its next `count` tokens right; 0 if the trie has no room for them and `draft_tokens`."""
-        return self.rate.all_accepted(count) if draft_tokens + count <= self.trie.window.depth else 0.0
+        return (
+            self.rate.all_accepted(count) if draft_tokens + count <= self.trie.window.depth else 0.0
+        )
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Note how many of so many tokens were right, up to the first wrong one."""
@@ -144,7 +146,9 @@ class Sequence:
             sequence_id=self.id,
             token_ids=list(self.tokens),
             # Whoever draws with our noise needs the seed that it is drawn from.
-            sampling=replace(self.request.sampling, seed=self.seed if assignment.rule is Rule.COUPLED else None),
+            sampling=replace(
+                self.request.sampling, seed=self.seed if assignment.rule is Rule.COUPLED else None
+            ),
             rule=assignment.rule,
             window=assignment.window,
             draft_tokens=assignment.draft_tokens,

@@ -122,7 +122,14 @@ class Trie:
         self._favourites = None
         return added
 
-    def _hang(self, parent: _Node, token: int, depth: int, distribution: SparseDistribution | None, added: Added) -> _Node:
+    def _hang(
+        self,
+        parent: _Node,
+        token: int,
+        depth: int,
+        distribution: SparseDistribution | None,
+        added: Added,
+    ) -> _Node:
         """The node of a guess, made anew unless there is one or the window has no room."""
         node = parent.children.get(token)
         if node is not None:
@@ -180,7 +187,10 @@ class Trie:
         nodes = self._path()[:depth]
         distributions = [node.distribution for node in nodes if node.distribution is not None]
         # A path is sampled from end to end or counts as one-hot from end to end.
-        return Path([node.token for node in nodes], distributions if len(distributions) == len(nodes) else [])
+        return Path(
+            [node.token for node in nodes],
+            distributions if len(distributions) == len(nodes) else [],
+        )
 
     def _path(self) -> list[_Node]:
         if self._favourites is None:

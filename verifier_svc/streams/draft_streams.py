@@ -34,7 +34,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DraftStream:
     """One drafter's stream. `sink` may be called on the event loop at any time after `run` began."""
 
-    def __init__(self, engine: EngineThread, requests: Requests, context: Context, model: verifier_pb2.GetModelResponse) -> None:
+    def __init__(
+        self,
+        engine: EngineThread,
+        requests: Requests,
+        context: Context,
+        model: verifier_pb2.GetModelResponse,
+    ) -> None:
         self._engine = engine
         self._requests = requests
         self._context = context
@@ -60,10 +66,15 @@ class DraftStream:
         try:
             await self._engine.call(join)
             welcome = drafts_pb2.Welcome(
-                model_id=self._model.model_id, vocab_size=self._model.vocab_size, context_length=self._model.context_length
+                model_id=self._model.model_id,
+                vocab_size=self._model.vocab_size,
+                context_length=self._model.context_length,
             )
             await self._context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
-            tasks += [asyncio.create_task(self._read(joined[0])), asyncio.create_task(self._write())]
+            tasks += [
+                asyncio.create_task(self._read(joined[0])),
+                asyncio.create_task(self._write()),
+            ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 await task
@@ -82,13 +93,17 @@ class DraftStream:
     def end(self) -> None:
         """End the stream, as the verifier leaves."""
         if not self._failure.done():
-            self._failure.set_exception(OutriderError(Reason.DRAINING, "the verifier is about to stop"))
+            self._failure.set_exception(
+                OutriderError(Reason.DRAINING, "the verifier is about to stop")
+            )
 
     async def _receive_hello(self) -> Hello:
         try:
             first = await asyncio.wait_for(anext(self._requests), _HELLO_S)
         except (TimeoutError, StopAsyncIteration) as cause:
-            raise _violation(f"the first message must be a Hello, within {_HELLO_S:.0f} s") from cause
+            raise _violation(
+                f"the first message must be a Hello, within {_HELLO_S:.0f} s"
+            ) from cause
         if first.WhichOneof("message") != "hello":
             raise _violation("the first message must be a Hello")
         hello = wire_drafts.hello_from_proto(first.hello)
@@ -141,7 +156,11 @@ class DraftStream:
         if isinstance(message, OutriderError):
             self._failure.set_exception(message)
         elif self._unsent.qsize() >= MAX_UNSENT:
-            self._failure.set_exception(OutriderError(Reason.SLOW_READER, f"{MAX_UNSENT} steps are unread; the stream is cut off"))
+            self._failure.set_exception(
+                OutriderError(
+                    Reason.SLOW_READER, f"{MAX_UNSENT} steps are unread; the stream is cut off"
+                )
+            )
         else:
             for step in _messages(wire_drafts.step_to_proto(message)):
                 self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=step))

@@ -32,7 +32,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _STEP_S, _LONGEST_STEP_S = 0.25, 60.0
 
 
-class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer):
+class VerifierServicer(
+    verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer
+):
     """Answers GetModel from the start, and the rest once `serve` has been called."""
 
     def __init__(self, model_id: str, clock: Clock = monotonic) -> None:
@@ -54,7 +56,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
         """Say how far loading is."""
         self.info = replace(self.info, stage=stage, stage_detail=detail)
 
-    def serve(self, engine: EngineThread, info: ModelInfo, grammars: GrammarCompiler | None = None) -> None:
+    def serve(
+        self, engine: EngineThread, info: ModelInfo, grammars: GrammarCompiler | None = None
+    ) -> None:
         """Begin to take requests and drafters; requests with a grammar only where they can be compiled."""
         self._engine, self.info, self._grammars = engine, info, grammars
 
@@ -75,11 +79,15 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
             raise OutriderError(Reason.DRAINING, "the verifier is about to stop")
         if self._engine is None or self.info.stage is not Stage.READY:
             stage = self.info.stage.name.lower().replace("_", " ")
-            raise OutriderError(Reason.NOT_READY, f"the verifier is {stage}: {self.info.stage_detail}")
+            raise OutriderError(
+                Reason.NOT_READY, f"the verifier is {stage}: {self.info.stage_detail}"
+            )
         return self._engine
 
     @reports_errors
-    async def GetModel(self, request: verifier_pb2.GetModelRequest, context: Context) -> verifier_pb2.GetModelResponse:
+    async def GetModel(
+        self, request: verifier_pb2.GetModelRequest, context: Context
+    ) -> verifier_pb2.GetModelResponse:
         """The model, its stage and its drafters."""
         info = self.info
         if self._engine is not None:
@@ -92,11 +100,17 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
         Raises OutriderError(NOT_READY) for an engine that ends no step any more.
         """
         if self._asked is None:
-            self._asked = watch(engine.call(engine.engine.drafting.roster.infos), "asking the engine for its drafters")
+            self._asked = watch(
+                engine.call(engine.engine.drafting.roster.infos),
+                "asking the engine for its drafters",
+            )
             self._asked.add_done_callback(self._answered)
             self._asked_at = self._clock()
         await asyncio.wait({self._asked}, timeout=_STEP_S)
-        if self._asked is not None and (seconds := self._clock() - self._asked_at) > _LONGEST_STEP_S:
+        if (
+            self._asked is not None
+            and (seconds := self._clock() - self._asked_at) > _LONGEST_STEP_S
+        ):
             raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {seconds:.0f} s")
         return self._drafter_infos
 
@@ -118,7 +132,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
 
     @reports_errors
     async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
-        self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Context
+        self,
+        request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest],
+        context: Context,
     ) -> None:
         """The same for all sequences of one caller."""
         self._ready()
@@ -134,7 +150,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
     ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
         """What each step commits for one sequence, which is freed when this is closed; raises OutriderError."""
         engine = self._ready()
-        parsed = wire_requests.request_from_proto(request, vocab_size=self.info.vocab_size, context_length=self.info.context_length)
+        parsed = wire_requests.request_from_proto(
+            request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
+        )
         chunks: asyncio.Queue[TokenChunk | OutriderError] = asyncio.Queue()
         submitted: list[Sequence] = []
 
@@ -145,9 +163,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
         grammar = await self._compiled(parsed.grammar)
         self._enter()
         with telemetry.start("generate_tokens", traceparent) as span:
-            span.set(outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=len(parsed.prompt))
+            span.set(
+                outrider__request_id=parsed.request_id,
+                gen_ai__usage__input_tokens=len(parsed.prompt),
+            )
             try:
-                await engine.call(lambda: submitted.append(engine.engine.submit(parsed, chunks.put_nowait, span, grammar)))
+                await engine.call(
+                    lambda: submitted.append(
+                        engine.engine.submit(parsed, chunks.put_nowait, span, grammar)
+                    )
+                )
                 while (chunk := await _next(chunks)).finish_reason is None:
                     yield wire_requests.chunk_to_proto(chunk)
             finally:
@@ -161,7 +186,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
         if grammar is None:
             return None
         if self._grammars is None:
-            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "this verifier compiles no grammars", f"grammar.{grammar.kind.value}")
+            raise OutriderError(
+                Reason.UNSUPPORTED_PARAMETER,
+                "this verifier compiles no grammars",
+                f"grammar.{grammar.kind.value}",
+            )
         return await self._grammars.compile_async(grammar)
 
     def _enter(self) -> None:
@@ -178,7 +207,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer, token_streams_
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context
     ) -> None:
         """One drafter's stream, until it leaves."""
-        stream = DraftStream(self._ready(), aiter(request_iterator), context, wire_model.model_to_proto(self.info))
+        stream = DraftStream(
+            self._ready(), aiter(request_iterator), context, wire_model.model_to_proto(self.info)
+        )
         self._streams.add(stream)
         try:
             await stream.run()

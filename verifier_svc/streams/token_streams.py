@@ -24,7 +24,10 @@ _MESSAGE_BYTES = 2**20
 
 Requests = AsyncIterator[token_streams_pb2.StreamTokensRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
-Generate = Callable[[verifier_pb2.GenerateTokensRequest, str], AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]]
+Generate = Callable[
+    [verifier_pb2.GenerateTokensRequest, str],
+    AsyncGenerator[verifier_pb2.GenerateTokensResponse, None],
+]
 """What answers one request, with its traceparent; raises OutriderError."""
 
 
@@ -69,7 +72,9 @@ class TokenStream:
             if kind == "generate":
                 if number in self._calls:
                     raise _violation(f"call_id {number} is that of a sequence that goes on")
-                self._calls[number] = asyncio.create_task(self._serve(number, request.generate, request.traceparent))
+                self._calls[number] = asyncio.create_task(
+                    self._serve(number, request.generate, request.traceparent)
+                )
                 self._calls[number].add_done_callback(partial(self._forget, number))
             elif kind != "cancel":
                 raise _violation("a message must be generate or cancel")
@@ -81,7 +86,9 @@ class TokenStream:
     def _forget(self, number: int, _: object) -> None:
         del self._calls[number]
 
-    async def _serve(self, number: int, request: verifier_pb2.GenerateTokensRequest, traceparent: str) -> None:
+    async def _serve(
+        self, number: int, request: verifier_pb2.GenerateTokensRequest, traceparent: str
+    ) -> None:
         """One call, from its request to its last part."""
         try:
             async with aclosing(self._generate(request, traceparent)) as responses:
@@ -100,7 +107,11 @@ class TokenStream:
             self._fail(number, rpc.unexpected("StreamTokens"))
 
     def _fail(self, number: int, error: OutriderError) -> None:
-        self._say(token_streams_pb2.TokensPart(call_id=number, status=rpc.status_of(error).SerializeToString()))
+        self._say(
+            token_streams_pb2.TokensPart(
+                call_id=number, status=rpc.status_of(error).SerializeToString()
+            )
+        )
 
     def _say(self, part: token_streams_pb2.TokensPart) -> None:
         self._unsent.append(part)
@@ -113,7 +124,10 @@ class TokenStream:
             self._said.clear()
             while self._unsent:
                 count, size = 1, self._unsent[0].ByteSize()
-                while count < len(self._unsent) and (size := size + self._unsent[count].ByteSize()) <= _MESSAGE_BYTES:
+                while (
+                    count < len(self._unsent)
+                    and (size := size + self._unsent[count].ByteSize()) <= _MESSAGE_BYTES
+                ):
                     count += 1
                 parts, self._unsent = self._unsent[:count], self._unsent[count:]
                 await self._context.write(token_streams_pb2.StreamTokensResponse(parts=parts))

@@ -55,7 +55,10 @@ class Draft:
 
     @property
     def needs_probs(self) -> bool:
-        return not self.context.sampling.greedy or self.rule in (AcceptanceRule.TYPICAL, AcceptanceRule.RELAXED)
+        return not self.context.sampling.greedy or self.rule in (
+            AcceptanceRule.TYPICAL,
+            AcceptanceRule.RELAXED,
+        )
 
 
 @dataclass(slots=True)
@@ -69,7 +72,9 @@ class AcceptResult:
     next_token: int
 
 
-def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None) -> list[AcceptResult]:
+def accept(
+    logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: float | None = None
+) -> list[AcceptResult]:
     """Accept or reject every draft of a batch in a few tensor operations and one copy back.
 
     `logits_RV` is float32 with R = sum of (draft length + 1), sequence by sequence, as the model gave them. With a
@@ -93,7 +98,9 @@ def accept(logits_RV: torch.Tensor, drafts: Sequence[Draft], synthetic_rate: flo
     return rows.results(*torch.stack([tokens_R, matches_R]).cpu().numpy())
 
 
-def _with_errors(tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor | None) -> torch.Tensor:
+def _with_errors(
+    tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor | None
+) -> torch.Tensor:
     """The tokens, with NOT_FINITE or NO_TOKEN where a row has none; its largest logit says which.
 
     `peaks_R` are the largest logits after the request's settings, `raw_peaks_R` those before, None where they are the same. One NaN
@@ -126,7 +133,10 @@ def _accept_rows(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -
         return tokens_R == rows.draft_R
     whole = len(needed) == len(logits_RV)
     at_N = rows.tensor(np.array(needed))
-    probs_NV = target_probs(logits_RV if whole else logits_RV[at_N], [rows.of_row[row].context.sampling for row in needed])
+    probs_NV = target_probs(
+        logits_RV if whole else logits_RV[at_N],
+        [rows.of_row[row].context.sampling for row in needed],
+    )
     probs_NV = probs_NV.nan_to_num(0.0)  # rows that `_with_errors` marks
     sampled_N = coupled_sample(probs_NV, rows.keys(needed))
     greedy_N = rows.tensor(np.array([rows.of_row[row].context.sampling.greedy for row in needed]))
@@ -161,7 +171,11 @@ def _accept_sampled(
     matches_R: torch.Tensor,
 ) -> None:
     """Overwrite the rows of sampled drafts; where one is not accepted whole, the next token is drawn from the residual."""
-    picked = [(first, d) for first, d in rows if d.rule is rule and d.distributions and not d.context.sampling.greedy]
+    picked = [
+        (first, d)
+        for first, d in rows
+        if d.rule is rule and d.distributions and not d.context.sampling.greedy
+    ]
     if not picked:
         return
     sampled = _Sampled(picked, probs, rows)
@@ -182,7 +196,11 @@ class _Sampled:
 
     def __init__(self, picked: Sequence[tuple[int, Draft]], probs: _Probs, rows: _Rows) -> None:
         lengths = [len(draft.context.drafted) for _, draft in picked]
-        flat = [row for (first, _), n in zip(picked, lengths, strict=True) for row in range(first, first + n)]
+        flat = [
+            row
+            for (first, _), n in zip(picked, lengths, strict=True)
+            for row in range(first, first + n)
+        ]
         self.rows_S = rows.tensor(np.array(flat))
         self.first_B = rows.tensor(np.array([first for first, _ in picked]))
         # Indices from the host: a mask's own would have to be asked of the device.
@@ -191,7 +209,9 @@ class _Sampled:
         self.places = tuple(rows.tensor(index) for index in np.nonzero(real_BK))
         self._start_B = rows.tensor(np.cumsum([0, *lengths[:-1]]))
         self._target_SV = probs.at(flat).double()
-        self._ids_BKE, self._draft_BKE = rows.padded_distributions([draft for _, draft in picked], max(lengths))
+        self._ids_BKE, self._draft_BKE = rows.padded_distributions(
+            [draft for _, draft in picked], max(lengths)
+        )
         own_S = rows.draft_R[self.rows_S].unsqueeze(-1)
         ids_SE, draft_SE = self._ids_BKE[self.places], self._draft_BKE[self.places]
         # Padding has probability 0, whatever the target thinks of its id.
@@ -207,7 +227,9 @@ class _Sampled:
 
     def _spread(self, values_S: torch.Tensor) -> torch.Tensor:
         """[B, K, ...], padded with zeros."""
-        out = torch.zeros(*self._shape, *values_S.shape[1:], dtype=values_S.dtype, device=values_S.device)
+        out = torch.zeros(
+            *self._shape, *values_S.shape[1:], dtype=values_S.dtype, device=values_S.device
+        )
         out[self.places] = values_S
         return out
 
@@ -220,12 +242,18 @@ class _Sampled:
         return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
 
 
-def _accept_lossy(rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor) -> None:
+def _accept_lossy(
+    rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor
+) -> None:
     """Let draft tokens stand that the lossy rule allows; the others go as under the exact rule."""
     flat, options = [], []
     for first, draft in rows:
         if draft.rule is rule:
-            allowed = draft.thinking if rule is AcceptanceRule.RELAXED else [True] * len(draft.context.drafted)
+            allowed = (
+                draft.thinking
+                if rule is AcceptanceRule.RELAXED
+                else [True] * len(draft.context.drafted)
+            )
             flat += [first + i for i, yes in enumerate(allowed) if yes]
             options += [draft.options for yes in allowed if yes]
     if not flat:
@@ -233,10 +261,19 @@ def _accept_lossy(rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: t
     at = rows.tensor(np.array(flat))
     probs_NV, draft_N = probs.at(flat), rows.draft_R[at]
     if rule is AcceptanceRule.TYPICAL:
-        stands = lossy.typical(probs_NV, draft_N, rows.tensor(np.array([o.typical_epsilon for o in options], np.float32)))
+        stands = lossy.typical(
+            probs_NV,
+            draft_N,
+            rows.tensor(np.array([o.typical_epsilon for o in options], np.float32)),
+        )
     else:
         topk = rows.tensor(np.array([o.relaxed_topk for o in options]))
-        stands = lossy.relaxed(probs_NV, draft_N, topk, rows.tensor(np.array([o.relaxed_delta for o in options], np.float32)))
+        stands = lossy.relaxed(
+            probs_NV,
+            draft_N,
+            topk,
+            rows.tensor(np.array([o.relaxed_delta for o in options], np.float32)),
+        )
     matches_R[at] |= stands
 
 
@@ -249,7 +286,9 @@ class _Rows:
         self._counts_B = np.array([draft.context.row_count for draft in drafts])
         self._first_B = np.cumsum(self._counts_B) - self._counts_B
         # The last row of each sequence has nothing to match.
-        drafted = np.array([token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)])
+        drafted = np.array(
+            [token for draft in drafts for token in (*draft.context.drafted, _NO_DRAFT)]
+        )
         self.draft_R = self.tensor(drafted)
         self.drafted_R = self.tensor(drafted != _NO_DRAFT)
 
@@ -263,13 +302,19 @@ class _Rows:
 
     def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
         """The rows of the drafts that are wanted."""
-        found: list[int] = np.flatnonzero(np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)).tolist()
+        found: list[int] = np.flatnonzero(
+            np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
+        ).tolist()
         return found
 
     def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
-        seeds: np.ndarray = np.repeat(np.array([draft.seed for draft in self.drafts], np.uint64), self._counts_B)
+        seeds: np.ndarray = np.repeat(
+            np.array([draft.seed for draft in self.drafts], np.uint64), self._counts_B
+        )
         offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
-        return seeds, np.repeat([len(draft.context.tokens) for draft in self.drafts], self._counts_B) + offsets
+        return seeds, np.repeat(
+            [len(draft.context.tokens) for draft in self.drafts], self._counts_B
+        ) + offsets
 
     def uniform(self, purpose: Purpose) -> np.ndarray:
         """float64 [R], each row's own number for the purpose."""
@@ -280,9 +325,13 @@ class _Rows:
         """Where the coupled noise of some rows begins."""
         return self.tensor(coupled_keys(*self._seeds_and_positions())[rows])
 
-    def padded_distributions(self, drafts: Sequence[Draft], longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def padded_distributions(
+        self, drafts: Sequence[Draft], longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and probabilities [B, K, E] of sampled drafts, padded with (id 0, probability 0)."""
-        width = max(distribution.token_ids.size for draft in drafts for distribution in draft.distributions)
+        width = max(
+            distribution.token_ids.size for draft in drafts for distribution in draft.distributions
+        )
         ids = np.zeros((len(drafts), longest, width), np.int64)
         probs = np.zeros((len(drafts), longest, width), np.float64)
         for b, draft in enumerate(drafts):
@@ -295,7 +344,10 @@ class _Rows:
         """Each sequence's accepted tokens end at its first row without a match, whose token is the next one."""
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]
-        return [AcceptResult(*pair) for pair in zip((end_B - self._first_B).tolist(), tokens_R[end_B].tolist(), strict=True)]
+        return [
+            AcceptResult(*pair)
+            for pair in zip((end_B - self._first_B).tolist(), tokens_R[end_B].tolist(), strict=True)
+        ]
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the logits' device."""

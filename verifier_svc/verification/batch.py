@@ -18,7 +18,9 @@ from verifier_svc.verification.logprobs import logprobs, split_scored
 from verifier_svc.verification.rule_choice import acceptance_rule
 
 _NOT_FINITE = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
-_NO_TOKEN = "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
+_NO_TOKEN = (
+    "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
+)
 
 
 @dataclass(slots=True)

@@ -42,11 +42,16 @@ class GrammarMasks:
             allowed += 1
         matcher.rollback(allowed)
         kept = allowed + bool(scheduled.path.distributions)
-        return replace(scheduled, path=Path(scheduled.path.token_ids[:kept], scheduled.path.distributions[:kept]))
+        return replace(
+            scheduled,
+            path=Path(scheduled.path.token_ids[:kept], scheduled.path.distributions[:kept]),
+        )
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
         """Start computing the masks; call the result for the batch with them."""
-        if not any(scheduled.sequence.matcher is not None and scheduled.samples for scheduled in batch):
+        if not any(
+            scheduled.sequence.matcher is not None and scheduled.samples for scheduled in batch
+        ):
             return lambda: list(batch)
         done = self._worker.submit(lambda: [_masked(scheduled) for scheduled in batch])
         return done.result
@@ -64,7 +69,11 @@ def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:
         stands = matcher.accept(token)
         accepted += stands
         if not stands or matcher.ended:
-            mask[i + 1] = -1  # what comes behind a forbidden token is never verified, and behind an end never sent
+            mask[
+                i + 1
+            ] = (
+                -1
+            )  # what comes behind a forbidden token is never verified, and behind an end never sent
         else:
             matcher.fill(mask, i + 1)
     matcher.rollback(accepted)

@@ -15,7 +15,9 @@ from verifier_svc.state.scheduled_sequence import ScheduledSequence
 _ROWS_AT_ONCE = 64
 
 
-def logprobs(logits_RV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+def logprobs(
+    logits_RV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprob]:
     """For each of `rows`: its token's log probability and rank, and its `count` likeliest tokens; read back at the end."""
     if not rows:
         return []
@@ -30,11 +32,15 @@ def logprobs(logits_RV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
         ids.append(torch.cat([(log_probs_NV >= own_N1).sum(-1, keepdim=True), top.indices], -1))
     return [
         TokenLogprob(row[0], tuple(best[1 : 1 + count]), tuple(row[1 : 1 + count]), best[0])
-        for row, best, count in zip(torch.cat(values).tolist(), torch.cat(ids).tolist(), counts, strict=True)
+        for row, best, count in zip(
+            torch.cat(values).tolist(), torch.cat(ids).tolist(), counts, strict=True
+        )
     ]
 
 
-def split_scored(logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, dict[int, list[TokenLogprob]]]:
+def split_scored(
+    logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
+) -> tuple[torch.Tensor, dict[int, list[TokenLogprob]]]:
     """The rows to draw from; and by place in the batch the log probabilities of `scored` tokens, which the other rows tell."""
     if not any(scheduled.scored for scheduled in batch):
         return logits_RV, {}
@@ -51,5 +57,9 @@ def split_scored(logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]) ->
         counts += [request.prompt_logprobs or 0] * len(scored)
         first += scheduled.logit_count
     found = iter(logprobs(logits_RV, rows, tokens, counts))
-    scores = {i: [*islice(found, len(scheduled.scored))] for i, scheduled in enumerate(batch) if scheduled.scored}
+    scores = {
+        i: [*islice(found, len(scheduled.scored))]
+        for i, scheduled in enumerate(batch)
+        if scheduled.scored
+    }
     return logits_RV[on(logits_RV.device, drawn, torch.long)], scores

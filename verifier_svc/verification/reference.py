@@ -74,7 +74,9 @@ def coupled(target_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted
     return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
 
 
-def token_wise(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
+def token_wise(
+    target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins
+) -> Accepted:
     """Rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318).
 
     Accept token x with probability min(1, target(x) / draft(x)); at the first rejection draw from max(0, target - draft).
@@ -105,7 +107,9 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
             count, scale = i, weight
     if count == len(draft):
         return Accepted(count, coins.draw(target_probs[-1], count))
-    return Accepted(count, coins.recover(_residual(target_probs[count], draft_probs[count], scale), count))
+    return Accepted(
+        count, coins.recover(_residual(target_probs[count], draft_probs[count], scale), count)
+    )
 
 
 def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
@@ -129,7 +133,9 @@ def typical(target_probs: Probs, draft: Sequence[int], coins: Coins, epsilon: fl
     return Accepted(len(draft), coins.draw(target_probs[-1], len(draft)))
 
 
-def relaxed(target_probs: Probs, draft: Sequence[int], coins: Coins, topk: int, delta: float) -> Accepted:
+def relaxed(
+    target_probs: Probs, draft: Sequence[int], coins: Coins, topk: int, delta: float
+) -> Accepted:
     """TensorRT-LLM's relaxed acceptance for thinking tokens. Lossy.
 
     Accept token x if fewer than `topk` tokens are likelier and target(x) >= max(target) - delta > 0, or if the coupled rule
@@ -137,7 +143,11 @@ def relaxed(target_probs: Probs, draft: Sequence[int], coins: Coins, topk: int, 
     """
     for i, token in enumerate(draft):
         probs = target_probs[i]
-        is_near = (probs > probs[token]).sum() < topk and probs[token] >= probs.max() - delta and probs[token] > 0
+        is_near = (
+            (probs > probs[token]).sum() < topk
+            and probs[token] >= probs.max() - delta
+            and probs[token] > 0
+        )
         own = coins.draw(probs, i)
         if not is_near and token != own:
             return Accepted(i, own)

@@ -38,7 +38,9 @@ def how_to_propose(request: TokenRequest, offered: frozenset[Rule], trusted: boo
     return wanted if wanted in offered else Rule.ONE_HOT
 
 
-def acceptance_rule(request: TokenRequest, sampled_rule: AcceptanceRule | None, synthetic: bool) -> AcceptanceRule:
+def acceptance_rule(
+    request: TokenRequest, sampled_rule: AcceptanceRule | None, synthetic: bool
+) -> AcceptanceRule:
     """The rule for a draft; `sampled_rule` is that for sampled drafts, None when this one brings no distributions."""
     if synthetic:
         return AcceptanceRule.SYNTHETIC

@@ -13,7 +13,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from grpc_status import rpc_status
 
-from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from outrider.v1 import (
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    verifier_pb2,
+    verifier_pb2_grpc,
+)
 
 
 def stub(address: str) -> generation_pb2_grpc.GenerationServiceStub:

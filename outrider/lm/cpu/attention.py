@@ -20,7 +20,10 @@ class Layer(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_size", "page_size", "is_bfloat16")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("heads", "kv_heads", "head_size", "page_size", "is_bfloat16")
+        ),
     )
 
 
@@ -29,14 +32,21 @@ class Batch(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("count", "slice_count")),
-        *((name, ctypes.c_void_p) for name in ("slots", "rows", "lengths", "starts", "page_at", "pages")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("slots", "rows", "lengths", "starts", "page_at", "pages")
+        ),
     )
 
 
 class Rows(ctypes.Structure):
     """`struct rows` in C."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("head_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("head_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+    )
 
 
 class PagedBatch:
@@ -58,8 +68,13 @@ class PagedBatch:
         for numbers in pages:
             page_at.append(len(flat))
             flat.extend(numbers)
-        self._arrays = [*(array("q", numbers) for numbers in (slots, rows, lengths, starts, page_at)), flat]
-        self._batch = Batch(len(slots), len(rows), *(numbers.buffer_info()[0] for numbers in self._arrays))
+        self._arrays = [
+            *(array("q", numbers) for numbers in (slots, rows, lengths, starts, page_at)),
+            flat,
+        ]
+        self._batch = Batch(
+            len(slots), len(rows), *(numbers.buffer_info()[0] for numbers in self._arrays)
+        )
         self.pointer = ctypes.byref(self._batch)
 
 
@@ -71,7 +86,13 @@ class PagedAttention:
         # Kept, since the library has their addresses only.
         self._caches = keys, values
         self.struct = Layer(
-            keys.data_ptr(), values.data_ptr(), 0, kv_heads, head_size, page_size, int(keys.dtype is torch.bfloat16)
+            keys.data_ptr(),
+            values.data_ptr(),
+            0,
+            kv_heads,
+            head_size,
+            page_size,
+            int(keys.dtype is torch.bfloat16),
         )
         self._pointer = ctypes.byref(self.struct)
         self._call = _function()
@@ -79,12 +100,22 @@ class PagedAttention:
     @staticmethod
     def takes(keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the library is there and can do such a layer."""
-        if keys.device.type != "cpu" or keys.dtype not in (torch.float32, torch.bfloat16) or keys.shape != values.shape:
+        if (
+            keys.device.type != "cpu"
+            or keys.dtype not in (torch.float32, torch.bfloat16)
+            or keys.shape != values.shape
+        ):
             return False
         return keys.shape[-1] in _HEAD_SIZES and library() is not None
 
     def attend(
-        self, batch: PagedBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+        self,
+        batch: PagedBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         """Store all keys and values of the batch, [1, KV heads, T, D], and attend for its slices: query [1, H, T, D] to [T, H, D].
 
@@ -94,8 +125,19 @@ class PagedAttention:
         self.struct.heads = heads
         out = query.new_empty(tokens, heads, size)
         # Names keep what is made contiguous here until the call is over.
-        query, key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (query, key, value))
-        self._call(self._pointer, batch.pointer, _rows(query), _rows(key), _rows(value), out.data_ptr(), scaling, window or 0)
+        query, key, value = (
+            part if part.stride(3) == 1 else part.contiguous() for part in (query, key, value)
+        )
+        self._call(
+            self._pointer,
+            batch.pointer,
+            _rows(query),
+            _rows(key),
+            _rows(value),
+            out.data_ptr(),
+            scaling,
+            window or 0,
+        )
         return out
 
 

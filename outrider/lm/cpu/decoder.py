@@ -37,7 +37,10 @@ class _DecoderLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("input_norm", "post_norm", "query_norm", "key_norm")
+        ),
         ("cache", Layer),
     )
 
@@ -72,20 +75,36 @@ class CpuDecoder:
         found, self._dtype = library(), next(model.parameters()).dtype
         if found is None or self._dtype not in _TRIAL_TOLERANCE:
             raise LookupError(f"nothing was compiled for {self._dtype}")
-        if type(model).__name__ not in _MODELS or not type(model).__module__.startswith("transformers."):
+        if type(model).__name__ not in _MODELS or not type(model).__module__.startswith(
+            "transformers."
+        ):
             raise LookupError("it is none of those that are built like Llama")
         base = model.model
         # The library has but their addresses.
         self._kept: list[object] = [model]
-        self._layers = (_DecoderLayer * len(base.layers))(*(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers)))
+        self._layers = (_DecoderLayer * len(base.layers))(
+            *(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers))
+        )
         self._decoder = self._whole(model, base)
         self._vocab_size: int = self._decoder.head.out_features
         names = (prefix(self._dtype) + name for name in ("decode", "continue", "scratch"))
         self._run, self._go_on, self._room = (getattr(found, name) for name in names)
-        self._run.argtypes = (ctypes.POINTER(_Decoder), ctypes.POINTER(Batch), ctypes.POINTER(_Step))
-        self._go_on.argtypes = (*self._run.argtypes, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        self._run.argtypes = (
+            ctypes.POINTER(_Decoder),
+            ctypes.POINTER(Batch),
+            ctypes.POINTER(_Step),
+        )
+        self._go_on.argtypes = (
+            *self._run.argtypes,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+        )
         self._run.restype = self._go_on.restype = None
-        self._room.argtypes, self._room.restype = (ctypes.POINTER(_Decoder), ctypes.c_int64), ctypes.c_int64
+        self._room.argtypes, self._room.restype = (
+            (ctypes.POINTER(_Decoder), ctypes.c_int64),
+            ctypes.c_int64,
+        )
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
@@ -99,7 +118,11 @@ class CpuDecoder:
         difference = decoder._difference(model, caches, page_size)
         # Written so that a NaN is no agreement.
         if not difference <= _TRIAL_TOLERANCE[decoder._dtype]:
-            log.warning("%s runs as transformers runs it: a trial differed by %.2f", type(model).__name__, difference)
+            log.warning(
+                "%s runs as transformers runs it: a trial differed by %.2f",
+                type(model).__name__,
+                difference,
+            )
             return None
         return decoder
 
@@ -116,9 +139,19 @@ class CpuDecoder:
         for them. Tokens are below `limit`.
         """
         slice_count = layout.token_ids.numel()
-        logits, tokens = torch.empty(slice_count, self._vocab_size), torch.empty(count, slice_count, dtype=torch.int64)
+        logits, tokens = (
+            torch.empty(slice_count, self._vocab_size),
+            torch.empty(count, slice_count, dtype=torch.int64),
+        )
         limit = min(limit, self._vocab_size)
-        self._go_on(self._decoder, layout.paged_whole.pointer, self._step(layout, logits), limit, count, tokens.data_ptr())
+        self._go_on(
+            self._decoder,
+            layout.paged_whole.pointer,
+            self._step(layout, logits),
+            limit,
+            count,
+            tokens.data_ptr(),
+        )
         return tokens
 
     def _step(self, layout: BatchLayout, logits: torch.Tensor) -> _Step:
@@ -127,19 +160,30 @@ class CpuDecoder:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         tensors = layout.token_ids, layout.positions, layout.logit_rows
         addresses = (tensor.data_ptr() for tensor in tensors)
-        return _Step(*addresses, layout.logit_rows.numel(), self._scratch.data_ptr(), logits.data_ptr())
+        return _Step(
+            *addresses, layout.logit_rows.numel(), self._scratch.data_ptr(), logits.data_ptr()
+        )
 
     @torch.inference_mode()
     def _difference(self, model: Any, caches: Mapping[int, LayerCache], page_size: int) -> float:
         """Root mean square of what the two forwards' logits of some tokens differ by, over their standard deviation."""
         count = min(_TRIAL_TOKENS, page_size * next(iter(caches.values())).page_count)
         ids = [(i * i * 31 + 7) % self._vocab_size for i in range(count)]
-        layout = BatchLayout([Slice(ids, 0, list(range(-(-count // page_size))), count)], page_size, torch.device("cpu"))
+        layout = BatchLayout(
+            [Slice(ids, 0, list(range(-(-count // page_size))), count)],
+            page_size,
+            torch.device("cpu"),
+        )
         for cache in caches.values():
             cache.layout = layout
-        arguments = {"input_ids": layout.token_ids.unsqueeze(0), "position_ids": layout.positions.unsqueeze(0)}
+        arguments = {
+            "input_ids": layout.token_ids.unsqueeze(0),
+            "position_ids": layout.positions.unsqueeze(0),
+        }
         theirs = model(**arguments, use_cache=False).logits[0].float()
-        return float((self.forward(layout) - theirs).square().mean().sqrt() / theirs.std().clamp(min=1e-6))
+        return float(
+            (self.forward(layout) - theirs).square().mean().sqrt() / theirs.std().clamp(min=1e-6)
+        )
 
     def _layer(self, layer: Any, cache: LayerCache) -> _DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -179,7 +223,9 @@ class CpuDecoder:
         frequencies = rotation.inv_freq.float()
         layer = self._layers[0]
         if frequencies.numel() % _LANES:
-            raise LookupError(f"its rotary embedding has {frequencies.numel()} frequencies, no multiple of {_LANES}")
+            raise LookupError(
+                f"its rotary embedding has {frequencies.numel()} frequencies, no multiple of {_LANES}"
+            )
         return _Decoder(
             ctypes.addressof(self._layers),
             self._address(base.embed_tokens.weight, self._dtype),

@@ -24,7 +24,9 @@ def library() -> ctypes.CDLL | None:
         found = load_build(name)
         if found is not None:
             return found
-    log.warning("the code for CPUs was not built, for want of a C compiler at installation; decoding is slower")
+    log.warning(
+        "the code for CPUs was not built, for want of a C compiler at installation; decoding is slower"
+    )
     return None
 
 

@@ -49,7 +49,10 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same as the layer it was made from."""
-        return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], ""))
+        return cast(
+            torch.Tensor,
+            torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], ""),
+        )
 
     __call__ = forward
 
@@ -76,7 +79,9 @@ class TiledLinear(torch.nn.Module):
         self._tiles = _tiles(weight.detach(), self.BLOCK, _line(weight.dtype))
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self.dtype = weight.dtype
-        self.struct = LinearStruct(self._tiles.data_ptr(), bias_address, self.in_features, self.out_features)
+        self.struct = LinearStruct(
+            self._tiles.data_ptr(), bias_address, self.in_features, self.out_features
+        )
         self._product = _product_function(weight.dtype)
 
     @classmethod
@@ -105,7 +110,9 @@ class TiledLinear(torch.nn.Module):
 def _tiles(weight: torch.Tensor, block: int, line: int) -> torch.Tensor:
     """[out, in] as [blocks of out, blocks of in, parts of a line, lines, `line` out, pair of in], filled up with zeros."""
     pair = 4 // weight.itemsize
-    lines = _whole_blocks(weight, block).view(-1, block // line, line, weight.shape[1] // block, block // pair, pair)
+    lines = _whole_blocks(weight, block).view(
+        -1, block // line, line, weight.shape[1] // block, block // pair, pair
+    )
     return lines.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
@@ -125,7 +132,12 @@ def _product_function(dtype: torch.dtype) -> Any:
     """None where there is none."""
     function = getattr(library(), f"{prefix(dtype)}product", None)
     if function is not None:
-        function.argtypes = ctypes.POINTER(LinearStruct), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+        function.argtypes = (
+            ctypes.POINTER(LinearStruct),
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+        )
         function.restype = None
     return function
 
@@ -171,10 +183,16 @@ def settle_on_cpu(model: torch.nn.Module) -> None:
     A weight that is put in another order is no longer tied to an embedding, which keeps it as it was. Subclasses of
     `torch.nn.Linear`, and weights that are not used through a layer, stay as they are.
     """
-    joined = {layer for module in model.modules() for layers in _joinable(module) for layer in layers}
+    joined = {
+        layer for module in model.modules() for layers in _joinable(module) for layer in layers
+    }
     # Joining and putting in another order copy a weight out of the file by themselves; copied before as well, the model would for a
     # while, and its heap for ever, be twice as large.
-    taken = [module for module in model.modules() if module not in joined and _settled_class(module) in (None, LeanLinear)]
+    taken = [
+        module
+        for module in model.modules()
+        if module not in joined and _settled_class(module) in (None, LeanLinear)
+    ]
     copied = {id(parameter) for module in taken for parameter in module.parameters(recurse=False)}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -201,7 +219,10 @@ def _settled_class(module: torch.nn.Module) -> type[Settled] | None:
         return None
     if TiledLinear.takes(module.weight):
         return TiledLinear
-    packs_bfloat16 = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    packs_bfloat16 = (
+        hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     return PackedLinear if packs_bfloat16 and module.weight.dtype is torch.bfloat16 else LeanLinear
 
 

@@ -25,7 +25,14 @@ log = logging.getLogger(__name__)
 Replay = Callable[[], object]
 
 # Sequences, and tokens of each on average, that batches are padded to: at most by half from 16 and from 2 on.
-_BATCHES = (1, 2, 4, 8, 16, *(size for power in range(4, 12) for size in (3 * 2 ** (power - 1), 2 ** (power + 1))))
+_BATCHES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    *(size for power in range(4, 12) for size in (3 * 2 ** (power - 1), 2 ** (power + 1))),
+)
 _MEANS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -93,8 +100,12 @@ class Inputs:
         self._host, self._device = table.pair(sum(sizes))
         parts = [part.numpy() for part in torch.split(self._host, sizes)]
         self._ids, self._positions, self._slots, self._ends, self._key_counts = parts
-        self.token_ids, self.positions, self._device_slots, ends, key_counts = torch.split(self._device, sizes)
-        self._kernel = KernelArguments(ends, longest, key_counts, table.pages_BP[:batch], self.positions)
+        self.token_ids, self.positions, self._device_slots, ends, key_counts = torch.split(
+            self._device, sizes
+        )
+        self._kernel = KernelArguments(
+            ends, longest, key_counts, table.pages_BP[:batch], self.positions
+        )
 
     def layout(self) -> StaticLayout:
         """For the layers; to be called within the capture, since slots are wanted as int64."""
@@ -106,10 +117,20 @@ class Inputs:
         shape = self._table.shape
         count, pad = len(slices), self.rows - sum(len(part.token_ids) for part in slices)
         self._ids[:] = [*(token for part in slices for token in part.token_ids), *[0] * pad]
-        self._positions[:] = [*(position for part in slices for position in range(part.start, part.end)), *[0] * pad]
-        self._slots[:] = [*slots(slices, shape.page_size), *[shape.spare_page * shape.page_size] * pad]
+        self._positions[:] = [
+            *(position for part in slices for position in range(part.start, part.end)),
+            *[0] * pad,
+        ]
+        self._slots[:] = [
+            *slots(slices, shape.page_size),
+            *[shape.spare_page * shape.page_size] * pad,
+        ]
         alone = min(pad, self.batch - count)
-        lengths = [*(len(part.token_ids) for part in slices), *[1] * alone, *[0] * (self.batch - count - alone)]
+        lengths = [
+            *(len(part.token_ids) for part in slices),
+            *[1] * alone,
+            *[0] * (self.batch - count - alone),
+        ]
         self._ends[:] = [0, *accumulate(lengths)]
         self._key_counts[:] = [*(part.end for part in slices), *[1] * (self.batch - count)]
         self._device.copy_(self._host, non_blocking=True)
@@ -139,7 +160,11 @@ class Graphs:
     def prepare(self, bounds: Bounds) -> None:
         """Capture a graph for each bucket within the bounds; as many as fit the memory, and none of a model that cannot be."""
         started = time.monotonic()
-        buckets = [(batch, mean) for batch in _up_to(bounds.sequences, _BATCHES) for mean in _means(batch, bounds)]
+        buckets = [
+            (batch, mean)
+            for batch in _up_to(bounds.sequences, _BATCHES)
+            for mean in _means(batch, bounds)
+        ]
         # Largest first, so that the smaller ones find memory enough in what these have left.
         buckets.sort(key=lambda bucket: bucket[0] * bucket[1], reverse=True)
         try:
@@ -151,7 +176,9 @@ class Graphs:
                 self._graphs[batch, mean] = self._captured(inputs)
         except RuntimeError as cause:
             # What keeps a model from being captured does so at once.
-            log.warning("%d of %d CUDA graphs could be captured: %s", len(self._graphs), len(buckets), cause)
+            log.warning(
+                "%d of %d CUDA graphs could be captured: %s", len(self._graphs), len(buckets), cause
+            )
         self._bounds = bounds
         log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.monotonic() - started)
 
@@ -171,7 +198,11 @@ class Graphs:
     def _bucket(self, lengths: Sequence[int]) -> tuple[int, int]:
         """The least batch that holds them, and then the least mean; (0, 0) where there is none."""
         bounds = self._bounds
-        if len(lengths) > bounds.sequences or max(lengths) > bounds.tokens_each or sum(lengths) > bounds.tokens:
+        if (
+            len(lengths) > bounds.sequences
+            or max(lengths) > bounds.tokens_each
+            or sum(lengths) > bounds.tokens
+        ):
             return 0, 0
         batch = _at_least(len(lengths), _up_to(bounds.sequences, _BATCHES))
         # One token each is a mean of one; for anything else there must be room in the kernel's grid.
@@ -182,7 +213,9 @@ class Graphs:
         inputs.write([])
 
         def run() -> object:
-            return self._logits_RV[: inputs.rows].copy_(self._forward(inputs.token_ids, inputs.positions, inputs.layout()))
+            return self._logits_RV[: inputs.rows].copy_(
+                self._forward(inputs.token_ids, inputs.positions, inputs.layout())
+            )
 
         return inputs, self._capture(run)
 
@@ -221,7 +254,9 @@ class _CudaCapture:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 run()
         finally:
             torch.cuda.set_stream(before)  # which a capture that fails does not see to

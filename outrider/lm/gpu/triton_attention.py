@@ -24,7 +24,16 @@ _PARTS = 16
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _scores(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
-    q, k, at, position, scale, window, softcap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr
+    q,
+    k,
+    at,
+    position,
+    scale,
+    window,
+    softcap,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Of rows and keys; -inf where a row does not see a key."""
     scores = tl.dot(q, k, input_precision="ieee" if EXACT else "tf32") * scale
@@ -51,7 +60,8 @@ def _fold(scores, v, maximum, total, sum_of_values, EXACT: tl.constexpr):  # typ
 
 # What varies from step to step must not have a kernel compiled anew.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
-    do_not_specialize=["width", "token_count"], do_not_specialize_on_alignment=["ends", "key_counts", "table"]
+    do_not_specialize=["width", "token_count"],
+    do_not_specialize_on_alignment=["ends", "key_counts", "table"],
 )
 def _attend(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
     query, keys, values, out, sums, ends, key_counts, table, width, token_count, scale, window, softcap,
@@ -75,7 +85,9 @@ def _attend(  # type: ignore[no-untyped-def]  # pointers and numbers of the kern
     real = token < count
     position = before + token
     begin = part * PART
-    end = tl.minimum(before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1) + 1, begin + PART)
+    end = tl.minimum(
+        before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1) + 1, begin + PART
+    )
     if WINDOWED:
         begin = tl.maximum(begin, (before + first_row // GROUP - window + 1) // KEYS * KEYS)
     if begin >= end:
@@ -95,13 +107,21 @@ def _attend(  # type: ignore[no-untyped-def]  # pointers and numbers of the kern
         k = tl.load(keys + slot[None, :] * KEY_SIZE + key_lanes[:, None], mask=key_mask, other=0.0)
         scores = _scores(q, k, at, position, scale, window, softcap, WINDOWED, CAPPED, EXACT)
         value_mask = (at < end)[:, None] & (value_lanes < VALUE_SIZE)[None, :]
-        v = tl.load(values + slot[:, None] * VALUE_SIZE + value_lanes[None, :], mask=value_mask, other=0.0)
+        v = tl.load(
+            values + slot[:, None] * VALUE_SIZE + value_lanes[None, :], mask=value_mask, other=0.0
+        )
         maximum, total, sum_of_values = _fold(scores, v, maximum, total, sum_of_values, EXACT)
-    total = tl.where(total == 0, 1.0, total)  # of a row that sees none of the part's keys, whose maximum stays -inf
+    total = tl.where(
+        total == 0, 1.0, total
+    )  # of a row that sees none of the part's keys, whose maximum stays -inf
     result = sum_of_values / total[:, None]
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
     out_mask = real[:, None] & (value_lanes < VALUE_SIZE)[None, :]
-    tl.store(out + row_at[:, None] * VALUE_SIZE + value_lanes[None, :], result.to(out.dtype.element_ty), mask=out_mask)
+    tl.store(
+        out + row_at[:, None] * VALUE_SIZE + value_lanes[None, :],
+        result.to(out.dtype.element_ty),
+        mask=out_mask,
+    )
     tl.store(sums + row_at, maximum + tl.log(total), mask=real)
 
 
@@ -137,7 +157,9 @@ def _join(  # type: ignore[no-untyped-def]  # as above
         highest = tl.maximum(maximum, logarithm)
         kept, weight = tl.exp(maximum - highest), tl.exp(logarithm - highest)
         total = total * kept + weight
-        whole = whole * kept + weight * tl.load(parts + at * SIZE + lanes, mask=lanes < SIZE, other=0.0)
+        whole = whole * kept + weight * tl.load(
+            parts + at * SIZE + lanes, mask=lanes < SIZE, other=0.0
+        )
         maximum = highest
     tl.store(out + row * SIZE + lanes, (whole / total).to(out.dtype.element_ty), mask=lanes < SIZE)
 
@@ -184,7 +206,9 @@ def paged_attention(
     whole = most_keys <= part
     part_count = 1 if whole else -(-batch.block_table.shape[1] * page_size // part)
     out = query_THD.new_empty(tokens, heads, value_size)
-    parts = out if whole else out.new_empty(part_count, tokens, heads, value_size, dtype=torch.float32)
+    parts = (
+        out if whole else out.new_empty(part_count, tokens, heads, value_size, dtype=torch.float32)
+    )
     sums = out.new_empty(part_count, tokens, heads, dtype=torch.float32)
     _attend[len(batch.key_counts) * kv_heads, -(-batch.longest * group // rows), part_count](
         query_THD, keys, values, parts, sums, batch.ends, batch.key_counts, batch.block_table, batch.block_table.shape[1], tokens,

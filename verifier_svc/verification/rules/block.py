@@ -20,7 +20,9 @@ def accept(drafts: SparseDrafts) -> AcceptedPrefixes:
     scale_B = weight_B.clone()
     count = drafts.draft_BK.shape[1]
     for i in range(1, count + 1):
-        ratio_B = drafts.target_BK[:, i - 1] / drafts.draft_BK[:, i - 1].clamp(min=torch.finfo(torch.float64).tiny)
+        ratio_B = drafts.target_BK[:, i - 1] / drafts.draft_BK[:, i - 1].clamp(
+            min=torch.finfo(torch.float64).tiny
+        )
         weight_B = (weight_B * ratio_B).clamp(max=1.0)
         # Behind a draft that is shorter than others there are zeros, with which `_ends_here` is its last weight.
         chance_B = weight_B if i == count else _ends_here(drafts, i, weight_B)
@@ -36,4 +38,6 @@ def _ends_here(drafts: SparseDrafts, i: int, weight_B: torch.Tensor) -> torch.Te
     excess_B = outside_B + (weight_B.unsqueeze(-1) * target_BE - draft_BE).clamp(min=0).sum(-1)
     total_B = excess_B + 1 - weight_B
     # Both are 0 only where target and draft agree and nothing was ever lost: then the block goes on in any case.
-    return torch.where(total_B > 0, excess_B / total_B.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
+    return torch.where(
+        total_B > 0, excess_B / total_B.clamp(min=torch.finfo(torch.float64).tiny), 1.0
+    )

@@ -16,7 +16,9 @@ def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tens
     return probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1) > threshold_N
 
 
-def relaxed(probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor) -> torch.Tensor:
+def relaxed(
+    probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor
+) -> torch.Tensor:
     """TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP; `relaxed_topk`, `relaxed_delta`).
 
     A draft token stands if it is among the `topk` likeliest and at most `delta` less likely than the likeliest, and could be

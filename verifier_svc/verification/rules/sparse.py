@@ -25,7 +25,9 @@ class SparseDrafts:
     @property
     def real_BK(self) -> torch.Tensor:
         """Which positions hold a token."""
-        return torch.arange(self.draft_BK.shape[1], device=self.draft_BK.device) < self.lengths_B.unsqueeze(-1)
+        return torch.arange(
+            self.draft_BK.shape[1], device=self.draft_BK.device
+        ) < self.lengths_B.unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
