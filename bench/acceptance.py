@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench.ways import counters, serving
 from outrider.launch.prompts import DEMO_PROMPTS
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.messages import AcceptanceRule, SamplingParams, SparseDistribution
 from outrider.sampling.logits import Context
 from outrider.tokenizer import load_tokenizer
@@ -187,11 +187,11 @@ def _sampled_drafts(
     return drafts
 
 
-def _slices(texts: list[list[int]], page_size: int, logit_count: int) -> list[Slice]:
+def _slices(texts: list[list[int]], page_size: int, logit_count: int) -> list[SequenceSlice]:
     slices, first = [], 0
     for text in texts:
         count = -(-len(text) // page_size)
-        slices.append(Slice(text, 0, list(range(first, first + count)), logit_count))
+        slices.append(SequenceSlice(text, 0, list(range(first, first + count)), logit_count))
         first += count
     return slices
 

@@ -19,14 +19,14 @@ import torch
 
 from bench.raw_client import asks
 from gateway.token_stream import TokenStream
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.internal.v1.token_streams_pb2_grpc import (
     TokenStreamServiceStub,
     add_TokenStreamServiceServicer_to_server,
 )
 from outrider.launch.stack import free_port
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import Slice
+from outrider.lm.runner import SequenceSlice
 from outrider.messages import ModelInfo, SamplingParams, SpeculationOptions, Stage, TokenRequest
 from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -58,7 +58,7 @@ class _PacedModel:
         self._logits_RV = torch.zeros(_CONNECTIONS, vocab_size)
         self._logits_RV[:, _WORD] = 1.0
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         due = self.ends[-1] + self.interval_s if self.ends else 0.0
         time.sleep(max(due - time.perf_counter(), 0.0))
         self.ends.append(time.perf_counter())
@@ -115,7 +115,9 @@ async def _verifier(model: _PacedModel, tokenizer_fingerprint: str) -> AsyncIter
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
     [port] = await server.start("127.0.0.1:0")
-    limits = Limits(DepthPolicy("fixed", 0), max_batch_tokens=4096, max_sequences=_CONNECTIONS)
+    limits = Limits(
+        DraftTokensPolicy("fixed", 0), max_batch_tokens=4096, max_sequences=_CONNECTIONS
+    )
     pool = PagePool(_CONNECTIONS * 64, 16)
     thread = EngineThread(lambda deliver: Engine(model, pool, deliver, Metrics("null"), limits))
     await thread.built

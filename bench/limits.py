@@ -27,11 +27,11 @@ from drafter_svc.pools.keys import PoolKeys
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
 from drafter_svc.pools.redis_server import RedisServer
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
 from outrider.launch.stack import free_port
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import Slice
+from outrider.lm.runner import SequenceSlice
 from outrider.messages import DraftBatch, Hello, Proposal, SamplingParams, StepBatch, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
@@ -117,7 +117,7 @@ class _NullModel:
         self._logits_RV = torch.zeros(256 * 4, _VOCAB)
         self._logits_RV[:, 0] = 1.0
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         return self._logits_RV[: sum(part.logit_count for part in slices)]
 
 
@@ -129,7 +129,7 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
             sink(argument)
 
     pool = PagePool(batch * 40, 16)
-    limits = Limits(DepthPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch)
+    limits = Limits(DraftTokensPolicy("fixed", 3), max_batch_tokens=batch * 16, max_sequences=batch)
     engine = Engine(_NullModel(), pool, deliver, Metrics("null"), limits)
     told: list[StepBatch | OutriderError] = []
     drafter = engine.drafting.join(Hello("d", "d", "f", 16), told.append) if drafts else None
@@ -145,7 +145,7 @@ def _host_seconds(batch: int, *, drafts: bool) -> float:
         ]
         started = time.perf_counter()
         if drafter is not None:
-            engine.drafting.take(drafter, DraftBatch(runs))
+            engine.drafting.on_drafts(drafter, DraftBatch(runs))
         while (rest_s := engine.advance()) != 0.0:
             time.sleep(rest_s or 0.0)
         times.append(time.perf_counter() - started)

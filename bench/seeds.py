@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.lm.pages import PagePool
@@ -210,7 +210,7 @@ def _engine(runner: ModelRunner, case: Case) -> Engine:
         for sink, message in deliveries:
             sink(message)
 
-    limits = Limits(DepthPolicy("fixed", max(case.depth, 1)), case.chunk)
+    limits = Limits(DraftTokensPolicy("fixed", max(case.depth, 1)), case.chunk)
     pool = PagePool(runner.page_count, runner.page_size)
     return Engine(runner, pool, deliver, Metrics("seeds"), limits, always_draft=True)
 
@@ -241,7 +241,7 @@ class _Guesser:
         for verdict in step.verdicts:
             proposals.append(self._guess(verdict.sequence_id, verdict.committed_length))
         batch = DraftBatch([proposal for proposal in proposals if proposal.token_ids])
-        self._engine.post(lambda: self._engine.drafting.take(self._drafter, batch))
+        self._engine.post(lambda: self._engine.drafting.on_drafts(self._drafter, batch))
 
     def _guess(self, sequence_id: int, length: int) -> Proposal:
         number = self._numbers[sequence_id]

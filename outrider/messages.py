@@ -26,7 +26,7 @@ MAX_RELAXED_TOPK = 64
 MAX_GATHERED_TOKENS = 4096
 
 
-class Rule(IntEnum):
+class DraftDistribution(IntEnum):
     """What a drafter sends with a sequence's proposals, which decides how they are judged: the proto's `DraftDistribution`."""
 
     ONE_HOT = 1
@@ -283,7 +283,7 @@ class Hello:
     tokenizer_fingerprint: str
     max_draft_tokens: int
     """Most draft tokens, one behind the other, that it will ever propose for a step."""
-    distributions: frozenset[Rule] = frozenset({Rule.ONE_HOT})
+    distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     placement: Placement = field(default_factory=Placement)
     max_sequence_count: int = 0
     wants_features: bool = False
@@ -324,7 +324,7 @@ class Opened:
     sequence_id: int
     token_ids: list[int]
     sampling: SamplingParams
-    rule: Rule
+    distribution: DraftDistribution
     window: Window
     draft_tokens: int
     """Draft tokens that the verifier has a use for in its next step."""

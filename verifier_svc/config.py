@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.depth_policy import DepthSetting
+from outrider.draft_tokens_policy import DraftTokensSetting
 from outrider.process.config import Device, Dtype, ScrapedSettings
 
 
@@ -41,7 +41,7 @@ class VerifierSettings(ScrapedSettings):
     uds: Path | None = None
     """Unix socket to serve on as well, for drafters on this host."""
 
-    draft_tokens: DepthSetting = "goodput"
+    draft_tokens: DraftTokensSetting = "goodput"
     """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what measured acceptance and
     costs say is fastest, at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
@@ -97,7 +97,7 @@ class Loader:
     def build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
         """The engine, ready to run; raises OutriderError when the target cannot be served."""
         settings = self._settings
-        policy = DepthPolicy.parse(settings.draft_tokens)
+        policy = DraftTokensPolicy.parse(settings.draft_tokens)
         tokenizer = load_tokenizer(settings.target)
         identity = fingerprint(tokenizer)
         runner = ModelRunner.load(

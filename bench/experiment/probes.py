@@ -23,7 +23,7 @@ import grpc
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.launch.stack import free_port
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.process import rpc
 
 _METHOD = "/outrider.bench.Echo/Stream"
@@ -171,7 +171,7 @@ def _draft(model: str, dtype: str, cores: list[int]) -> Iterator[str]:
 
 def _rate(runner: ModelRunner, over: Callable[[float], bool]) -> float:
     """Forwards of one sequence a second, until it is over by the seconds since the beginning."""
-    slices = [Slice([0], _CONTEXT, [*range(-(-_CONTEXT // runner.page_size) + 1)], 1)]
+    slices = [SequenceSlice([0], _CONTEXT, [*range(-(-_CONTEXT // runner.page_size) + 1)], 1)]
     started, count = time.perf_counter(), 0
     while not over(time.perf_counter() - started):
         runner.forward(slices)[0, 0].item()

@@ -13,7 +13,7 @@ import torch
 
 from bench.simulator.traffic import RecordedRequest
 from bench.simulator.world import RIGHT
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, SequenceSlice
 
 WRONG = "-"
 # Drafts go on behind the end of a text; this many tokens of it are known.
@@ -87,13 +87,13 @@ def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
     pages = -(-(max(map(len, prompts)) + count) // target.page_size)
     own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
     last = [
-        int(target.forward([Slice(prompt, 0, held, 1)])[0].argmax())
+        int(target.forward([SequenceSlice(prompt, 0, held, 1)])[0].argmax())
         for prompt, held in zip(prompts, own, strict=True)
     ]
     outputs = [[token] for token in last]
     while len(outputs[0]) < count:
         slices = [
-            Slice([output[-1]], len(prompt) + len(output) - 1, held, 1)
+            SequenceSlice([output[-1]], len(prompt) + len(output) - 1, held, 1)
             for prompt, output, held in zip(prompts, outputs, own, strict=True)
         ]
         for output, token in zip(outputs, target.forward(slices).argmax(-1).tolist(), strict=True):
@@ -105,7 +105,7 @@ def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> s
     """For each token of `output`, where it stands among the draft model's likeliest ones behind the true tokens before it."""
     text = [*prompt, *output[:-1]]
     logits_RV = draft.forward(
-        [Slice(text, 0, [*range(-(-len(text) // draft.page_size))], len(output))]
+        [SequenceSlice(text, 0, [*range(-(-len(text) // draft.page_size))], len(output))]
     )
     likeliest_RK = logits_RV.topk(1 + _ALTERNATIVES).indices
     found_RK = likeliest_RK == torch.tensor(output).unsqueeze(1)

@@ -87,8 +87,8 @@ def scenario(fleet: Fleet, key: CellKey) -> Scenario:
     """What the engine-level simulator runs for a cell."""
     traffic, verifiers, drafters = fleet.traffic, fleet.verifiers, fleet.drafters
     length = (traffic.output_tokens[0] + traffic.output_tokens[-1]) / 2
-    plain_s = costs.load(fleet.costs).forward_s(key.batch, key.batch)
-    seconds = max(_REQUESTS / key.batch, _WAVES) * length * plain_s
+    decode_step_s = costs.load(fleet.costs).forward_s(key.batch, key.batch)
+    seconds = max(_REQUESTS / key.batch, _WAVES) * length * decode_step_s
     drafter = {
         "name": "drafter",
         "acceptance": drafters.acceptance,

@@ -148,7 +148,9 @@ class DrafterActor:
         handle, arrived_at = self._handle, self._events.now
         if handle is not None:
             self._verifier.post(
-                lambda: self._verifier.engine.drafting.take(handle, batch, byte_count, arrived_at)
+                lambda: self._verifier.engine.drafting.on_drafts(
+                    handle, batch, byte_count, arrived_at
+                )
             )
 
     # --- the drafter's side ---

@@ -24,11 +24,18 @@ from drafter_svc.families.forwards import Forwards
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.pools.memory import NgramOptions
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import Opened, Rule, SamplingParams, TokenRequest, Verdict, Window
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.messages import (
+    DraftDistribution,
+    Opened,
+    SamplingParams,
+    TokenRequest,
+    Verdict,
+    Window,
+)
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
@@ -123,7 +130,13 @@ def _draft_s(runner: ModelRunner, sequences: int) -> float:
     for number in range(sequences):
         prompt = [number + 1] * _CONTEXT
         opened = Opened(
-            number, prompt, SamplingParams(0.0), Rule.ONE_HOT, window, 4, prompt_length=_CONTEXT
+            number,
+            prompt,
+            SamplingParams(0.0),
+            DraftDistribution.ONE_HOT,
+            window,
+            4,
+            prompt_length=_CONTEXT,
         )
         drafts.append(
             CachedDraft(DraftSequence(opened), number, runner.vocab_size, committed_count=_CONTEXT)
@@ -145,7 +158,8 @@ def _run_s(runner: ModelRunner, sequences: int) -> float:
     """Seconds of a call that guesses a run for each of so many sequences."""
     pages = -(-(_CONTEXT + _RUN) // runner.page_size)
     slices = [
-        Slice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1) for i in range(sequences)
+        SequenceSlice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1)
+        for i in range(sequences)
     ]
     return _best_s(lambda: runner.continue_greedily(slices, _RUN, runner.vocab_size))
 
@@ -159,7 +173,7 @@ def _lookup_cost() -> DraftingCost:
         1,
         text,
         SamplingParams(0.0),
-        Rule.ONE_HOT,
+        DraftDistribution.ONE_HOT,
         Window(token_count=102, depth=17),
         4,
         prompt_length=_TEXT,
@@ -193,24 +207,24 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
     size = runner.page_size
     pages = -(-(_CONTEXT + tokens) // size)
     slices = [
-        Slice([0] * tokens, _CONTEXT, [*range(i * pages, (i + 1) * pages)], tokens)
+        SequenceSlice([0] * tokens, _CONTEXT, [*range(i * pages, (i + 1) * pages)], tokens)
         for i in range(sequences)
     ]
     return _best_s(lambda: runner.forward(slices)[0, 0].item())
 
 
-def _prompts(runner: ModelRunner, plain_s: float) -> tuple[float, float]:
+def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
     """Seconds that a step with a prompt adds, and seconds that each of its tokens adds."""
     short, long = (
         _best_s(
             lambda: runner.forward(
-                [Slice([0] * count, 0, [*range(-(-count // runner.page_size))], 1)]
+                [SequenceSlice([0] * count, 0, [*range(-(-count // runner.page_size))], 1)]
             )[0, 0].item()
         )  # noqa: B023
         for count in _PROMPTS
     )
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
-    return max(0.0, short - plain_s - _PROMPTS[0] * token_s), token_s
+    return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s
 
 
 def _best_s(work: Callable[[], object]) -> float:
@@ -236,7 +250,7 @@ def _host() -> tuple[float, float]:
 def _host_s(sequences: int) -> float:
     events, world, costs = Events(), World(0), _free()
     model = _FreeTarget()
-    limits = Limits(depth=DepthPolicy(), max_sequences=sequences)
+    limits = Limits(depth=DraftTokensPolicy(), max_sequences=sequences)
     pool, verifier = PagePool(64 * sequences, 16), SimulatedVerifier(events, costs, world)
     engine = Engine(model, pool, lambda said: None, Metrics(""), limits, verifier)
     for number in range(sequences):

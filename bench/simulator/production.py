@@ -20,7 +20,7 @@ from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import Query, RedisOptions, RedisPool
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, SequenceSlice
 
 _POOL_ENTRIES = 1_000_000
 # No text has this token, so a guess of it is wrong.
@@ -54,9 +54,9 @@ class SimulatedRedis:
 
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
         """As `RedisPool.lookup`: nothing is found once the drafter's patience is over."""
-        patience_s = RedisOptions().budget_s
-        await Work([min(self.lookup_s, patience_s)])
-        if self.lookup_s > patience_s:
+        max_wait_s = RedisOptions().budget_s
+        await Work([min(self.lookup_s, max_wait_s)])
+        if self.lookup_s > max_wait_s:
             return [[] for _ in queries]
         return [self._longest(query.ngrams) for query in queries]
 
@@ -192,7 +192,7 @@ class _RecordedForwards(Forwards):
             run.append(self._likeliest(draft, run)[0])
         return run
 
-    def _score(self, slices: list[Slice], scored: list[CachedDraft]) -> list[Guess | None]:
+    def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
         tokens = sum([len(part.token_ids) for part in slices])
         seconds = self._cost.round_s + (tokens - len(slices)) * self._cost.prompt_token_s
         self.forward_s = self._slowness * (seconds + self._cost.of_token(len(slices)))

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_settings import SettingsConfigDict
 
 from bench.simulator import costs
-from outrider.depth_policy import DepthSetting
+from outrider.draft_tokens_policy import DraftTokensSetting
 from outrider.process.config import Settings
 
 
@@ -209,7 +209,7 @@ class Scenario(Settings):
     schedule: list[Event] = Field(default_factory=list)
     """Events with their times; as a flag a JSON list."""
 
-    draft_tokens: DepthSetting = "goodput"
+    draft_tokens: DraftTokensSetting = "goodput"
     """The verifier's setting."""
 
     always_draft: bool = False

@@ -14,7 +14,7 @@ from bench.simulator.costs import Costs
 from bench.simulator.events import Events
 from bench.simulator.world import VOCAB, World
 from outrider.errors import OutriderError
-from outrider.lm.runner import Slice
+from outrider.lm.runner import SequenceSlice
 from outrider.messages import AcceptanceRule
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.acceptance import AcceptResult
@@ -41,7 +41,7 @@ class SimulatedTarget:
         self._drafted = False
         self._lost_s = {True: 0.0, False: 0.0}
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Spend the time of a forward; what is returned has no meaning."""
         sequences = tokens = prompt_tokens = 0
         for part in slices:

@@ -9,7 +9,7 @@ from bench.simulator.events import Events
 from bench.simulator.scenario import Scenario
 from bench.simulator.target import SimulatedTarget, SimulatedVerifier
 from bench.simulator.world import World
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.pages import PagePool
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
@@ -43,7 +43,7 @@ class VerifierActor:
             self._deliver,
             self.metrics,
             Limits(
-                depth=DepthPolicy.parse(scenario.draft_tokens),
+                depth=DraftTokensPolicy.parse(scenario.draft_tokens),
                 max_batch_tokens=scenario.max_batch_tokens,
                 max_sequences=scenario.max_sequences,
                 max_waiting=1_000_000,

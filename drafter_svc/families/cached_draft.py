@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from drafter_svc.followed_grammar import FollowedGrammar
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import KVSequence
-from outrider.messages import Rule, SparseDistribution
+from outrider.messages import DraftDistribution, SparseDistribution
 
 
 @dataclass(eq=False, slots=True)
@@ -68,12 +68,14 @@ class CachedDraft:
         return self.at is not None or self.guess_count > self.first
 
     @property
-    def rule(self) -> Rule:
+    def distribution(self) -> DraftDistribution:
         """How to propose; the likeliest tokens are all that greedy decoding ever takes. Branches are never sampled."""
         opened = self.sequence.opened
-        if opened.sampling.greedy or (self.at is not None and opened.rule is Rule.SPARSE):
-            return Rule.ONE_HOT
-        return opened.rule
+        if opened.sampling.greedy or (
+            self.at is not None and opened.distribution is DraftDistribution.SPARSE
+        ):
+            return DraftDistribution.ONE_HOT
+        return opened.distribution
 
     def begin(self) -> None:
         """Set out for what is wanted now: of a branch one token more than the verifier takes in a step."""

@@ -13,8 +13,8 @@ from drafter_svc.families.shared_pages import SharedPagePool
 from drafter_svc.followed_grammar import FollowedGrammar
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import Rule, SparseDistribution
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.messages import DraftDistribution, SparseDistribution
 from outrider.sampling.logits import Context, adjust
 from outrider.sampling.noise import Purpose, coupled_keys, uniforms
 from outrider.sampling.sampler import coupled_sample, inverse_cdf, target_probs
@@ -121,18 +121,20 @@ class Forwards:
             draft.kv.length += count
             for token in tokens:
                 draft.append(token, [])
-            self._publish(draft)
+            self._cache_pages(draft)
         return True
 
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
         """`count` rows of the likeliest next token of each draft, whose targets know the same ids; None where one call cannot."""
-        slices = [Slice(draft.unread(1), draft.kv.length, draft.kv.pages, 1) for draft in drafts]
+        slices = [
+            SequenceSlice(draft.unread(1), draft.kv.length, draft.kv.pages, 1) for draft in drafts
+        ]
         return self._runner.continue_greedily(slices, count, drafts[0].vocab_size)
 
     def _forward(self, drafts: list[CachedDraft]) -> None:
         """The next token of each, or a chunk of its prompt."""
         budget = self._max_batch_tokens
-        slices: list[Slice] = []
+        slices: list[SequenceSlice] = []
         scored: list[CachedDraft] = []
         fed: list[CachedDraft] = []
         # Those that lack little go before prompts.
@@ -141,7 +143,7 @@ class Forwards:
             if not tokens:
                 break
             complete = draft.kv.length + len(tokens) == draft.length
-            slices.append(Slice(tokens, draft.kv.length, draft.kv.pages, int(complete)))
+            slices.append(SequenceSlice(tokens, draft.kv.length, draft.kv.pages, int(complete)))
             fed.append(draft)
             if complete:
                 scored.append(draft)
@@ -158,15 +160,15 @@ class Forwards:
                 # The last token is read again when the next guess is asked for.
                 draft.kv.length -= 1
         for draft in fed:
-            self._publish(draft)
+            self._cache_pages(draft)
 
-    def _score(self, slices: list[Slice], scored: list[CachedDraft]) -> list[Guess | None]:
+    def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
         """Run a forward; the next token of each draft of `scored`, whose slices have a row of logits."""
         logits_RV = self._runner.forward(slices)
         return self._choose(scored, _known_to_targets(scored, logits_RV)) if scored else []
 
-    def _publish(self, draft: CachedDraft) -> None:
-        self._pool.publish(draft.kv, draft.sequence.tokens, draft.sequence.opened.tenant)
+    def _cache_pages(self, draft: CachedDraft) -> None:
+        self._pool.cache_pages(draft.kv, draft.sequence.tokens, draft.sequence.opened.tenant)
 
     def _choose(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[Guess | None]:
         """Each row's next token: the likeliest, or one that was drawn as its sequence asks for; None where nothing may follow."""
@@ -178,12 +180,17 @@ class Forwards:
             Guess(likeliest[0], likeliest) if possible[i] else None
             for i, likeliest in enumerate(top.indices.tolist())
         ]
-        for rule, sample in ((Rule.SPARSE, self._sample), (Rule.COUPLED, self._sample_coupled)):
-            rows = [i for i, draft in enumerate(drafts) if draft.rule is rule and possible[i]]
-            if rows:
-                drawn = sample([drafts[i] for i in rows], logits_RV[rows])
-                for i, (token, distribution) in zip(rows, drawn, strict=True):
-                    guesses[i] = Guess(token, top.indices[i].tolist(), distribution)
+        samplers = {
+            DraftDistribution.SPARSE: self._sample,
+            DraftDistribution.COUPLED: self._sample_coupled,
+        }
+        for kind, sample in samplers.items():
+            rows = [i for i, d in enumerate(drafts) if d.distribution is kind and possible[i]]
+            if not rows:
+                continue
+            drawn = sample([drafts[i] for i in rows], logits_RV[rows])
+            for i, (token, distribution) in zip(rows, drawn, strict=True):
+                guesses[i] = Guess(token, top.indices[i].tolist(), distribution)
         return guesses
 
     def _sample_coupled(
@@ -241,7 +248,7 @@ def _is_plain(draft: CachedDraft) -> bool:
         or draft.grammar is not None
     ):
         return False
-    return draft.rule is Rule.ONE_HOT and Context(sequence.opened.sampling).plain
+    return draft.distribution is DraftDistribution.ONE_HOT and Context(sequence.opened.sampling).plain
 
 
 def _context(draft: CachedDraft) -> Context:

@@ -20,7 +20,7 @@ from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import ModelInfo, Rule
+from outrider.messages import DraftDistribution, ModelInfo
 from outrider.process import telemetry
 from outrider.process.config import Device, Dtype
 from outrider.process.extras import need_models
@@ -72,7 +72,7 @@ class ModelFamily(Family):
 
     name = "model"
     settings = ModelSettings
-    distributions = frozenset(Rule)
+    distributions = frozenset(DraftDistribution)
 
     def __init__(self, model: DraftModel, vocab_size: int, *, branch_count: int = 4) -> None:
         """Ids from `vocab_size` on, the target's, are never proposed.
@@ -124,7 +124,7 @@ class ModelFamily(Family):
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
         foreign, length = self._is_foreign(sequence.tokens), len(sequence.tokens)
         draft = CachedDraft(sequence, seed, self._vocab_size, foreign, committed_count=length)
-        self._pool.attach_prefix(draft.kv, sequence.tokens, opened.tenant)
+        self._pool.match_prefix(draft.kv, sequence.tokens, opened.tenant)
         self._drafts[sequence.id] = draft
 
     def _is_foreign(self, token_ids: Sequence[int]) -> bool:

@@ -53,15 +53,15 @@ class SharedPagePool:
         with self._lock:
             self._pool.free(sequence)
 
-    def attach_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> int:
-        """As PagePool.attach_prefix."""
+    def match_prefix(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> int:
+        """As PagePool.match_prefix."""
         with self._lock:
-            return self._pool.attach_prefix(sequence, token_ids, salt)
+            return self._pool.match_prefix(sequence, token_ids, salt)
 
-    def publish(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
-        """As PagePool.publish."""
+    def cache_pages(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
+        """As PagePool.cache_pages."""
         with self._lock:
-            self._pool.publish(sequence, token_ids, salt)
+            self._pool.cache_pages(sequence, token_ids, salt)
 
     def check_integrity(self, sequences: Iterable[KVSequence] = ()) -> None:
         """As PagePool.check_integrity."""

@@ -13,7 +13,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.serve import serve
 from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.messages import Opened, Rule, SparseDistribution
+from outrider.messages import DraftDistribution, Opened, SparseDistribution
 from outrider.sampling.noise import coupled_draw
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "GuessStrategy",
     "Observer",
     "Opened",
-    "Rule",
+    "DraftDistribution",
     "SparseDistribution",
     "Strategy",
     "coupled_draw",

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import MAX_DEPTH, Rule
+from outrider.messages import MAX_DEPTH, DraftDistribution
 
 
 class Strategy(ABC):
@@ -19,7 +19,7 @@ class Strategy(ABC):
     """
 
     name: str
-    distributions: frozenset[Rule] = frozenset({Rule.ONE_HOT})
+    distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     max_draft_tokens = MAX_DEPTH
     """Most guesses, one behind the other, that it ever offers for a step; at most 64."""
     device = "cpu"

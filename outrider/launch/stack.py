@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 
 from drafter_svc.config import DrafterSettings, required_setting, settings_schema
 from drafter_svc.families.registry import find_family, known_families
-from outrider.depth_policy import DepthSetting
+from outrider.draft_tokens_policy import DraftTokensSetting
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.launch.supervisor import Child
 from outrider.process.config import Device, Dtype, ScrapedSettings, ServiceSettings, load
@@ -136,7 +136,7 @@ class ServeSettings(ServiceSettings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of the verifier's /metrics on the loopback interface; 0 is off."""
 
-    draft_tokens: DepthSetting = "goodput"
+    draft_tokens: DraftTokensSetting = "goodput"
     """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what is measured to be fastest,
     at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 

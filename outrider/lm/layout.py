@@ -19,7 +19,7 @@ SHORT_SLICE = 32
 
 
 @dataclass(slots=True)
-class Slice:
+class SequenceSlice:
     """Consecutive tokens of one sequence.
 
     `start` is the position of the first, `pages` hold the sequence's keys and values, these tokens' own included, and logits are
@@ -37,7 +37,7 @@ class Slice:
         return self.start + len(self.token_ids)
 
 
-def wanted_rows(slices: Sequence[Slice]) -> list[int]:
+def wanted_rows(slices: Sequence[SequenceSlice]) -> list[int]:
     """The packed tokens that logits are wanted of."""
     ends = accumulate(len(part.token_ids) for part in slices)
     return [
@@ -47,7 +47,7 @@ def wanted_rows(slices: Sequence[Slice]) -> list[int]:
     ]
 
 
-def slots(slices: Sequence[Slice], page_size: int) -> list[int]:
+def slots(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
     """Where in the flattened cache each packed token goes."""
     return [
         part.pages[position // page_size] * page_size + position % page_size
@@ -130,7 +130,7 @@ class Group:
         )
 
 
-def _run(part: Slice, page_size: int) -> slice | None:
+def _run(part: SequenceSlice, page_size: int) -> slice | None:
     """Where in the flattened cache the slice's keys lie, if its pages lie side by side."""
     first, count = part.pages[0], -(-part.end // page_size)
     if part.pages[:count] != list(range(first, first + count)):
@@ -141,7 +141,9 @@ def _run(part: Slice, page_size: int) -> slice | None:
 class BatchLayout:
     """T tokens of B slices in one row."""
 
-    def __init__(self, slices: Sequence[Slice], page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, slices: Sequence[SequenceSlice], page_size: int, device: torch.device
+    ) -> None:
         self.slices = slices
         self.page_size = page_size
         self._device = device
@@ -175,7 +177,7 @@ class BatchLayout:
         """The same of all slices, long ones too."""
         return self._paged(self.slices, self.first_rows)
 
-    def _paged(self, slices: Sequence[Slice], rows: Sequence[int]) -> PagedBatch:
+    def _paged(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> PagedBatch:
         lengths, starts = [len(part.token_ids) for part in slices], [part.start for part in slices]
         return PagedBatch(
             slots(self.slices, self.page_size),
@@ -199,7 +201,7 @@ class BatchLayout:
         """How the gathering attention takes the batch: all short slices together, each long one alone."""
         return ([Group(self, self._short)] if self._short else []) + self.long_groups
 
-    def block_table(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def block_table(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Page numbers [B, P] of the slices' keys, padded with page 0."""
         rows = [part.pages[: -(-part.end // self.page_size)] for part in slices]
         widest = max(map(len, rows))

@@ -90,7 +90,7 @@ class PagePool:
         """Give back everything."""
         self.truncate(sequence, 0)
 
-    def attach_prefix(
+    def match_prefix(
         self, sequence: KVSequence, token_ids: Sequence[int], salt: str, limit: int | None = None
     ) -> int:
         """Start an empty sequence on the cached pages of its longest known beginning; the number of tokens covered.
@@ -115,7 +115,7 @@ class PagePool:
         sequence.length = len(sequence.digests) * self.page_size
         return sequence.length
 
-    def publish(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
+    def cache_pages(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
         """Make the full pages of committed tokens findable; pages published before cost nothing."""
         if not self._prefix_caching:
             return

@@ -15,9 +15,9 @@ from outrider.lm import attention, support
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.weights import settle_on_cpu
 from outrider.lm.gpu.graphs import Bounds, CacheShape, Graphs
-from outrider.lm.layout import BatchLayout, Slice, StaticLayout
+from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 
-__all__ = ["Bounds", "ModelRunner", "Slice"]
+__all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
 
 # Small ones waste little, and nothing that reads pages wants larger ones.
 _PAGE_SIZE = 16
@@ -136,7 +136,9 @@ class ModelRunner:
         """Run forwards of several sizes, so that the first request does not pay for choosing kernels; page 0 on is overwritten."""
         for count in (1, 2, 4, 8, 16, 32, 64):
             if count <= min(self.context_length, self.page_count * self.page_size):
-                self.forward([Slice([0] * count, 0, list(range(-(-count // self.page_size))), 1)])
+                self.forward(
+                    [SequenceSlice([0] * count, 0, list(range(-(-count // self.page_size))), 1)]
+                )
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds) -> None:
@@ -146,7 +148,7 @@ class ModelRunner:
             self._graphs.prepare(bounds)
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache.
 
         They may be overwritten by the next call.
@@ -191,7 +193,7 @@ class ModelRunner:
         )
 
     def continue_greedily(
-        self, slices: Sequence[Slice], count: int, limit: int
+        self, slices: Sequence[SequenceSlice], count: int, limit: int
     ) -> list[list[int]] | None:
         """`count` rows of one token for every slice, as `CpuDecoder.continue_greedily`; None where that is not to be had.
 
@@ -206,7 +208,7 @@ class ModelRunner:
         ).tolist()
         return tokens
 
-    def _layout(self, slices: Sequence[Slice]) -> BatchLayout:
+    def _layout(self, slices: Sequence[SequenceSlice]) -> BatchLayout:
         return BatchLayout(slices, self.page_size, self.device)
 
     def _default_page_count(self, cache_share: float) -> int:

@@ -42,13 +42,15 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
         raise invalid(
             "hello.max_sequence_count", f"must be at least 0, not {proto.max_sequence_count}"
         )
-    distributions = {int(rule) for rule in m.Rule}.intersection(proto.distributions)
+    distributions = {int(rule) for rule in m.DraftDistribution}.intersection(proto.distributions)
     return m.Hello(
         drafter_id=proto.drafter_id,
         family=proto.family,
         tokenizer_fingerprint=proto.tokenizer_fingerprint,
         max_draft_tokens=proto.max_draft_tokens,
-        distributions=frozenset({m.Rule.ONE_HOT, *map(m.Rule, distributions)}),
+        distributions=frozenset(
+            {m.DraftDistribution.ONE_HOT, *map(m.DraftDistribution, distributions)}
+        ),
         placement=placement_from_proto(proto.placement),
         max_sequence_count=proto.max_sequence_count,
         wants_features=drafts_pb2.CAPABILITY_FEATURES in proto.capabilities,
@@ -177,7 +179,7 @@ def _opened_to_proto(opened: m.Opened) -> drafts_pb2.Opened:
         sequence_id=opened.sequence_id,
         token_ids=opened.token_ids,
         sampling=sampling_to_proto(opened.sampling),
-        distribution=proto_enum(opened.rule),
+        distribution=proto_enum(opened.distribution),
         window=_window_to_proto(opened.window),
         draft_tokens=opened.draft_tokens,
         tenant=opened.tenant,
@@ -247,7 +249,7 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
         sequence_id=proto.sequence_id,
         token_ids=list(proto.token_ids),
         sampling=sampling_from_proto(proto.sampling, vocab_size, "opened.sampling"),
-        rule=known(m.Rule, proto.distribution, m.Rule.ONE_HOT),
+        distribution=known(m.DraftDistribution, proto.distribution, m.DraftDistribution.ONE_HOT),
         window=_window_from_proto(proto.window),
         draft_tokens=_draft_tokens_from_proto(proto.draft_tokens),
         tenant=proto.tenant,

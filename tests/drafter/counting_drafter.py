@@ -13,7 +13,15 @@ from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics, StreamMetrics
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.messages import DraftBatch, Hello, ModelInfo, Opened, Rule, SamplingParams, Window
+from outrider.messages import (
+    DraftBatch,
+    DraftDistribution,
+    Hello,
+    ModelInfo,
+    Opened,
+    SamplingParams,
+    Window,
+)
 
 WINDOW = Window(16, 4)
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
@@ -50,7 +58,7 @@ def opened(
         sequence_id,
         list(tokens),
         SamplingParams(0.0),
-        Rule.ONE_HOT,
+        DraftDistribution.ONE_HOT,
         WINDOW,
         2,
         traceparent=traceparent,

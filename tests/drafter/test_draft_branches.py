@@ -12,8 +12,8 @@ from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import Opened, Proposal, Rule, SamplingParams, Window
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.messages import DraftDistribution, Opened, Proposal, SamplingParams, Window
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
@@ -48,7 +48,7 @@ def prompt() -> list[int]:
 def greedy_logits(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int]) -> torch.Tensor:
     """What the model thinks of what follows `text`, [V], with nothing kept from before."""
     pages = list(range(400, 400 + -(-len(text) // runner.page_size)))
-    return thread.submit(runner.forward, [Slice(text, 0, pages, 1)]).result()[0]
+    return thread.submit(runner.forward, [SequenceSlice(text, 0, pages, 1)]).result()[0]
 
 
 def greedy(
@@ -65,9 +65,9 @@ def opened(
     tokens: list[int],
     window: Window = WINDOW,
     sampling: SamplingParams | None = None,
-    rule: Rule = Rule.ONE_HOT,
+    distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
-    return Opened(1, tokens, sampling or SamplingParams(0.0), rule, window, DEPTH)
+    return Opened(1, tokens, sampling or SamplingParams(0.0), distribution, window, DEPTH)
 
 
 def _chain_length(proposal: Proposal) -> int:
@@ -94,9 +94,9 @@ async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("rule", [Rule.ONE_HOT, Rule.SPARSE])
+@pytest.mark.parametrize("distribution", [DraftDistribution.ONE_HOT, DraftDistribution.SPARSE])
 async def test_branches_are_what_the_model_would_write_there(
-    rule: Rule,
+    distribution: DraftDistribution,
     family: ModelFamily,
     runner: ModelRunner,
     thread: ThreadPoolExecutor,
@@ -106,11 +106,15 @@ async def test_branches_are_what_the_model_would_write_there(
     rig = Rig(family)
     rig.open(
         opened(
-            prompt, sampling=SamplingParams(1.0 if rule is Rule.SPARSE else 0.0, seed=3), rule=rule
+            prompt,
+            sampling=SamplingParams(1.0 if distribution is DraftDistribution.SPARSE else 0.0, seed=3),
+            distribution=distribution,
         )
     )
     branches, chain = await branches_of(rig), rig.guesses(1)
-    assert (chain == greedy(runner, thread, prompt, WINDOW.depth)) is (rule is Rule.ONE_HOT)
+    assert (chain == greedy(runner, thread, prompt, WINDOW.depth)) is (
+        distribution is DraftDistribution.ONE_HOT
+    )
     assert branches
     for at, run in branches:
         assert run[0] != chain[at]
@@ -183,7 +187,7 @@ async def test_branches_of_a_round_that_failed_give_their_pages_back(
     await rig.draft()
     forward, failures = runner.forward, iter([ZeroDivisionError("planted")])
 
-    def failing(slices: list[Slice]) -> torch.Tensor:
+    def failing(slices: list[SequenceSlice]) -> torch.Tensor:
         for failure in failures:
             raise failure
         return forward(slices)
@@ -205,13 +209,13 @@ async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(
     assert len(rig.guesses(1)) == DEPTH
 
 
-@pytest.mark.parametrize("rule", [Rule.SPARSE, Rule.COUPLED])
+@pytest.mark.parametrize("distribution", [DraftDistribution.SPARSE, DraftDistribution.COUPLED])
 async def test_branches_of_sampled_drafts_are_never_taken_for_samples(
-    rule: Rule, family: ModelFamily, prompt: list[int]
+    distribution: DraftDistribution, family: ModelFamily, prompt: list[int]
 ) -> None:
     """A path that mixes a sample with a choice would bias the output if it were judged as sampled."""
     rig = Rig(family)
-    rig.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), rule=rule))
+    rig.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), distribution=distribution))
     said = (await rig.drafts()).proposals
     assert any(proposal.parents for proposal in said)
     for proposal in said:

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.messages import (
     DraftBatch,
+    DraftDistribution,
     Opened,
-    Rule,
     SamplingParams,
     Skip,
     SparseDistribution,
@@ -103,9 +103,9 @@ def opened(
     depth: int = 4,
     window: int = 9,
     sampling: SamplingParams = GREEDY,
-    rule: Rule = Rule.ONE_HOT,
+    distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
-    return Opened(sequence_id, list(tokens), sampling, rule, Window(4 * window, window), depth)
+    return Opened(sequence_id, list(tokens), sampling, distribution, Window(4 * window, window), depth)
 
 
 async def all_of(rig: Rig) -> dict[int, list[int]]:
@@ -166,7 +166,7 @@ async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
     calls: list[int] = []
     at_once = runner.continue_greedily
 
-    def counted(slices: list[Slice], count: int, limit: int) -> list[list[int]] | None:
+    def counted(slices: list[SequenceSlice], count: int, limit: int) -> list[list[int]] | None:
         calls.append(count)
         return at_once(slices, count, limit)
 
@@ -180,7 +180,7 @@ async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
         for i, text in enumerate(texts):
             guess = guesses[i]
             assert len(guess) == 4 + i % 2
-            whole = Slice([*text, *guess[:-1]], 0, list(range(20)), len(guess))
+            whole = SequenceSlice([*text, *guess[:-1]], 0, list(range(20)), len(guess))
             logits = thread.submit(fresh.forward, [whole]).result()
             # Rounded as they are, two may be the largest.
             assert torch.equal(logits[range(len(guess)), guess], logits.amax(-1))
@@ -380,7 +380,9 @@ def sampled(
     sampling = SamplingParams(
         temperature=settings.get("temperature", 1.0), top_p=settings.get("top_p", 1.0), seed=seed
     )
-    return opened(tokens, sequence_id, depth=1, window=2, sampling=sampling, rule=Rule.SPARSE)
+    return opened(
+        tokens, sequence_id, depth=1, window=2, sampling=sampling, distribution=DraftDistribution.SPARSE
+    )
 
 
 async def first_guesses(
@@ -480,7 +482,7 @@ async def test_no_number_is_drawn_with_twice(
     monkeypatch.setattr("drafter_svc.families.forwards.uniforms", counted)
     rig = make(branch_count=4)
     for i, text in enumerate(prompts):
-        rig.open(opened(text, i, sampling=SamplingParams(), rule=Rule.SPARSE))
+        rig.open(opened(text, i, sampling=SamplingParams(), distribution=DraftDistribution.SPARSE))
     for turn in range(1, 6):
         guesses = await all_of(rig)
         for i in range(len(prompts)):
@@ -498,7 +500,9 @@ async def test_no_two_drafters_and_no_two_sequences_draw_alike(
     for _ in range(2):
         rig = make()
         for i in range(8):
-            rig.open(opened(prompts[1], i, sampling=SamplingParams(2.0), rule=Rule.SPARSE))
+            rig.open(
+                opened(prompts[1], i, sampling=SamplingParams(2.0), distribution=DraftDistribution.SPARSE)
+            )
         drawn += [tuple(tokens) for tokens in (await all_of(rig)).values()]
     assert len(drawn) == len(set(drawn)) == 16
 
@@ -509,6 +513,6 @@ async def test_a_greedy_request_is_drafted_greedily_though_it_may_sample(
     greedy: Callable[[list[int], int], list[int]],
 ) -> None:
     rig = make()
-    rig.open(opened(prompts[0], sampling=GREEDY, rule=Rule.SPARSE, window=3))
+    rig.open(opened(prompts[0], sampling=GREEDY, distribution=DraftDistribution.SPARSE, window=3))
     proposal = (await rig.draft()).proposals[0]
     assert (proposal.token_ids, proposal.distributions) == (greedy(prompts[0], 3), [])

@@ -11,9 +11,9 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     DraftBatch,
+    DraftDistribution,
     Opened,
     Proposal,
-    Rule,
     SamplingParams,
     Skip,
     SparseDistribution,
@@ -29,7 +29,9 @@ COUNT = len(PROMPT)
 
 def sequence(draft_tokens: int = 4, window: Window = WINDOW) -> DraftSequence:
     return DraftSequence(
-        Opened(1, list(PROMPT), SamplingParams(0.0), Rule.ONE_HOT, window, draft_tokens)
+        Opened(
+            1, list(PROMPT), SamplingParams(0.0), DraftDistribution.ONE_HOT, window, draft_tokens
+        )
     )
 
 

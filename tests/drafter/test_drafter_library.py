@@ -20,9 +20,9 @@ from scripted_drafts import READY, ScriptedVerifier, Stream  # lies beside this 
 from outrider.drafter import GuessStrategy, coupled_draw
 from outrider.messages import (
     DraftBatch,
+    DraftDistribution,
     Opened,
     Proposal,
-    Rule,
     SamplingParams,
     Skip,
     StepBatch,
@@ -38,7 +38,12 @@ EXAMPLE = ROOT / "examples/ngram_drafter.py"
 
 def opened(sequence_id: int, tokens: Sequence[int]) -> Opened:
     return Opened(
-        sequence_id, list(tokens), SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), draft_tokens=2
+        sequence_id,
+        list(tokens),
+        SamplingParams(0.0),
+        DraftDistribution.ONE_HOT,
+        Window(8, 4),
+        draft_tokens=2,
     )
 
 

@@ -21,10 +21,10 @@ from scripted_drafts import READY, ScriptedVerifier  # lies beside this file
 from outrider.messages import (
     Closed,
     DraftBatch,
+    DraftDistribution,
     Grammar,
     GrammarKind,
     Opened,
-    Rule,
     SamplingParams,
     Skip,
     StepBatch,
@@ -120,7 +120,13 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         assert await health(port) == SERVING
         text = [5, 6, 7, 8, 5, 6]
         stream.say(
-            StepBatch(opened=[Opened(1, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)])
+            StepBatch(
+                opened=[
+                    Opened(
+                        1, text, SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(16, 4), 2
+                    )
+                ]
+            )
         )
         drafts = await stream.hear()
         assert isinstance(drafts, DraftBatch)
@@ -144,7 +150,11 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
         verifier_pb2.StreamDraftsResponse(
             step=drafts_pb2.StepBatch(closed=[drafts_pb2.Closed(reason=99)])
         ),  # type: ignore[arg-type]
-        StepBatch(opened=[Opened(1, [5000], SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]),
+        StepBatch(
+            opened=[
+                Opened(1, [5000], SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(16, 4), 2)
+            ]
+        ),
     ]
     verifier.answers = [b"\xff" * 30, verifier_pb2.GetModelResponse(stage=77).SerializeToString()]  # type: ignore[arg-type]
     async with drafter(
@@ -158,7 +168,16 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
             )
             stream.say(
                 StepBatch(
-                    opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]
+                    opened=[
+                        Opened(
+                            2,
+                            text,
+                            SamplingParams(0.0),
+                            DraftDistribution.ONE_HOT,
+                            Window(16, 4),
+                            2,
+                        )
+                    ]
                 )
             )
             heard, accepted = (
@@ -171,7 +190,14 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
                 stream.say(
                     StepBatch(
                         opened=[
-                            Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)
+                            Opened(
+                                2,
+                                text,
+                                SamplingParams(0.0),
+                                DraftDistribution.ONE_HOT,
+                                Window(16, 4),
+                                2,
+                            )
                         ]
                     )
                 )
@@ -183,9 +209,9 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", list(DraftDistribution))
 async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
-    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, rule: Rule
+    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, rule: DraftDistribution
 ) -> None:
     tokenizer = load_tokenizer(DRAFT)
     monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(tokenizer))
@@ -194,7 +220,7 @@ async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
         token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token])[:1] == "y"
     )
     impossible = SamplingParams(
-        1.0, seed=1 if rule is Rule.COUPLED else None, banned_token_ids=bans
+        1.0, seed=1 if rule is DraftDistribution.COUPLED else None, banned_token_ids=bans
     )
     grammar = Grammar(GrammarKind.CHOICE, choices=("yes",))
     async with drafter(
@@ -220,7 +246,13 @@ async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
         )
         assert await asyncio.wait_for(stream.heard.get(), 30) == DraftBatch(skips=[Skip(1, 6)])
         stream.say(
-            StepBatch(opened=[Opened(2, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)])
+            StepBatch(
+                opened=[
+                    Opened(
+                        2, text, SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(16, 4), 2
+                    )
+                ]
+            )
         )
         batch = await asyncio.wait_for(stream.heard.get(), 30)
         assert isinstance(batch, DraftBatch)

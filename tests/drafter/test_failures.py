@@ -18,8 +18,16 @@ from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
 from drafter_svc.pools.memory import NgramOptions
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import Grammar, GrammarKind, Opened, Rule, SamplingParams, Skip, Window
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.messages import (
+    DraftDistribution,
+    Grammar,
+    GrammarKind,
+    Opened,
+    SamplingParams,
+    Skip,
+    Window,
+)
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
@@ -31,12 +39,12 @@ def opened(
     sequence_id: int,
     tokens: list[int],
     sampling: SamplingParams | None = None,
-    rule: Rule = Rule.ONE_HOT,
+    distribution: DraftDistribution = DraftDistribution.ONE_HOT,
     **more: Any,
 ) -> Opened:
     sampling = sampling or SamplingParams(temperature=0.0)
     return Opened(
-        sequence_id, list(tokens), sampling, rule, WINDOW, 4, prompt_length=len(tokens), **more
+        sequence_id, list(tokens), sampling, distribution, WINDOW, 4, prompt_length=len(tokens), **more
     )
 
 
@@ -83,7 +91,7 @@ def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int)
         runner, tokens = family._model.runner, set(family._drafts[sequence_id].sequence.tokens)
 
         def breaking(work: Callable[..., Any]) -> Callable[..., Any]:
-            def call(slices: Sequence[Slice], *more: Any) -> Any:
+            def call(slices: Sequence[SequenceSlice], *more: Any) -> Any:
                 if any(tokens.issuperset(part.token_ids) for part in slices):
                     raise ZeroDivisionError("planted")
                 return work(slices, *more)
@@ -154,9 +162,9 @@ def banned(text: str) -> tuple[int, ...]:
     return tuple(token for piece, token in pieces.items() if piece and text.startswith(piece))
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("distribution", list(DraftDistribution))
 async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
-    make_model: Callable[[], ModelFamily], rule: Rule
+    make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
     rig = Rig(make_model())
     rig.open(opened(1, REPEATING))
@@ -165,9 +173,11 @@ async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
     rig.close(1)
     choice = Grammar(GrammarKind.CHOICE, choices=("yes",))
     impossible = SamplingParams(
-        temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=banned("yes")
+        temperature=1.0,
+        seed=7 if distribution is DraftDistribution.COUPLED else None,
+        banned_token_ids=banned("yes"),
     )
-    rig.open(opened(2, REPEATING, impossible, rule, grammar=choice))
+    rig.open(opened(2, REPEATING, impossible, distribution, grammar=choice))
     rig.open(opened(3, REPEATING))
     said = await rig.drafts()
     assert rig.guesses(3) == expected
@@ -179,9 +189,9 @@ async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
     assert not [skip for skip in (await rig.drafts()).skips if skip.sequence_id != 2]
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("distribution", list(DraftDistribution))
 async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_verdict(
-    make_model: Callable[[], ModelFamily], rule: Rule
+    make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
     """The choice's end is banned, so that after some tokens of it nothing is left."""
     tokenizer = load_tokenizer(MODEL)
@@ -191,9 +201,11 @@ async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_v
     rig = Rig(make_model())
     choice = Grammar(GrammarKind.CHOICE, choices=("abz",))
     sampling = SamplingParams(
-        temperature=1.0, seed=7 if rule is Rule.COUPLED else None, banned_token_ids=last
+        temperature=1.0,
+        seed=7 if distribution is DraftDistribution.COUPLED else None,
+        banned_token_ids=last,
     )
-    rig.open(opened(1, REPEATING, sampling, rule, grammar=choice))
+    rig.open(opened(1, REPEATING, sampling, distribution, grammar=choice))
     said = await rig.drafts()
     guessed = rig.guesses(1)
     assert tokenizer.decode(guessed) == "ab"
@@ -209,15 +221,15 @@ async def test_logits_that_are_no_numbers_are_no_guess(
 ) -> None:
     forward = runner.forward
 
-    def overflowing(slices: Sequence[Slice]) -> torch.Tensor:
+    def overflowing(slices: Sequence[SequenceSlice]) -> torch.Tensor:
         logits_RV = forward(slices).clone()
         logits_RV[0] = float("nan")
         return logits_RV
 
     monkeypatch.setattr(runner, "forward", overflowing)
     rig = Rig(make_model())
-    rig.open(opened(1, REPEATING, SAMPLED, Rule.SPARSE))
-    rig.open(opened(2, REPEATING, SAMPLED, Rule.SPARSE))
+    rig.open(opened(1, REPEATING, SAMPLED, DraftDistribution.SPARSE))
+    rig.open(opened(2, REPEATING, SAMPLED, DraftDistribution.SPARSE))
     await rig.draft()
     assert rig.guesses(1) == []
     assert rig.guesses(2)

@@ -18,7 +18,7 @@ from drafter_svc.families.registry import find_family, known_families
 from examples.repeat_drafter import RepeatFamily
 from outrider.errors import OutriderError
 from outrider.launch.stack import DrafterSpec
-from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, Window
+from outrider.messages import DraftDistribution, Opened, Proposal, SamplingParams, Skip, Window
 
 ROOT = Path(__file__).parents[2]
 REPEAT = "examples.repeat_drafter:RepeatFamily"
@@ -80,9 +80,16 @@ def test_help_shows_the_settings_of_the_chosen_family(family: str, flag: str, ot
 async def test_the_example_guesses_what_followed_the_last_two_tokens() -> None:
     rig = Rig(RepeatFamily(2))
     rig.open(
-        Opened(1, [1, 2, 3, 4, 1, 2, 5, 1, 2], SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 2)
+        Opened(
+            1,
+            [1, 2, 3, 4, 1, 2, 5, 1, 2],
+            SamplingParams(0.0),
+            DraftDistribution.ONE_HOT,
+            Window(8, 4),
+            2,
+        )
     )
-    rig.open(Opened(2, [1, 2, 3], SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 2))
+    rig.open(Opened(2, [1, 2, 3], SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(8, 4), 2))
     said = await rig.drafts()
     assert said.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
     assert said.skips == [Skip(2, 3)]

@@ -15,9 +15,9 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     Closed,
     DraftBatch,
+    DraftDistribution,
     Opened,
     Proposal,
-    Rule,
     SamplingParams,
     Skip,
     StepBatch,
@@ -33,7 +33,7 @@ def opened(sequence_id: int = 1, *tokens: int, draft_tokens: int = 2) -> Opened:
         sequence_id,
         list(tokens) or [10, 11],
         SamplingParams(0.0),
-        Rule.ONE_HOT,
+        DraftDistribution.ONE_HOT,
         WINDOW,
         draft_tokens,
     )

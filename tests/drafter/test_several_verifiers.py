@@ -16,7 +16,14 @@ from scripted_drafts import READY, ScriptedVerifier, Stream  # lies beside this 
 from test_drafter_process import NOT_SERVING, SERVING, drafter, free_port, health
 
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Opened, Rule, SamplingParams, StepBatch, Window
+from outrider.messages import (
+    DraftBatch,
+    DraftDistribution,
+    Opened,
+    SamplingParams,
+    StepBatch,
+    Window,
+)
 
 STRANGE = replace(READY, tokenizer_fingerprint="0" * 64)
 
@@ -48,7 +55,16 @@ async def drafted(stream: Stream, text: list[int], sequence_id: int = 1) -> list
     """What the drafter guesses for a sequence that is opened now."""
     stream.say(
         StepBatch(
-            opened=[Opened(sequence_id, text, SamplingParams(0.0), Rule.ONE_HOT, Window(16, 4), 2)]
+            opened=[
+                Opened(
+                    sequence_id,
+                    text,
+                    SamplingParams(0.0),
+                    DraftDistribution.ONE_HOT,
+                    Window(16, 4),
+                    2,
+                )
+            ]
         )
     )
     batch = await stream.hear()
@@ -138,7 +154,7 @@ async def test_one_that_hangs_costs_the_other_nothing(
             unread.say(
                 StepBatch(
                     opened=[
-                        Opened(i, text, sampling, Rule.ONE_HOT, window, 2)
+                        Opened(i, text, sampling, DraftDistribution.ONE_HOT, window, 2)
                         for i, text in enumerate(texts)
                     ]
                 )

@@ -14,8 +14,8 @@ from family_rig import Rig
 
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from outrider.lm.runner import ModelRunner, Slice
-from outrider.messages import Opened, Rule, SamplingParams, Window
+from outrider.lm.runner import ModelRunner, SequenceSlice
+from outrider.messages import DraftDistribution, Opened, SamplingParams, Window
 from outrider.tokenizer import load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models/draft")
@@ -54,18 +54,20 @@ class Watched:
         monkeypatch.setattr(runner, "forward", self.forward)
         monkeypatch.setattr(runner, "continue_greedily", self.several)
 
-    def _watch(self, slices: Sequence[Slice]) -> None:
+    def _watch(self, slices: Sequence[SequenceSlice]) -> None:
         self.at_gate.set()
         assert self.gate.wait(10)
         self.forwards.append([list(part.token_ids) for part in slices])
         if any(self.broken_token in part.token_ids for part in slices):
             raise ZeroDivisionError("planted")
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         self._watch(slices)
         return self._forward(slices)
 
-    def several(self, slices: Sequence[Slice], count: int, limit: int) -> list[list[int]] | None:
+    def several(
+        self, slices: Sequence[SequenceSlice], count: int, limit: int
+    ) -> list[list[int]] | None:
         self._watch(slices)
         return self._several(slices, count, limit)
 
@@ -104,7 +106,7 @@ def opened(tokens: list[int], sequence_id: int = 1, *, depth: int = 4, window: i
         sequence_id,
         list(tokens),
         SamplingParams(0.0),
-        Rule.ONE_HOT,
+        DraftDistribution.ONE_HOT,
         Window(4 * window, window),
         depth,
     )

@@ -211,7 +211,7 @@ def test_times_are_those_of_the_cost_table() -> None:
     asked = situation(2.0, batch=8)
     found = times_of(asked, asked.far)
     host_s = GPU.host_step_s + 8 * GPU.host_sequence_s
-    assert found.plain_s == pytest.approx(0.0104 + host_s)
+    assert found.decode_step_s == pytest.approx(0.0104 + host_s)
     assert found.verify_s[8] == pytest.approx(0.0114 + host_s)
     assert found.draft_s(4) == pytest.approx(0.0003 + 4 * 0.0016)
     assert found.round_trip_s == pytest.approx(0.0024)

@@ -111,7 +111,7 @@ def test_the_break_even_round_trip_has_a_closed_form(times: Times, acceptance: f
     depths = range(len(times.verify_s))
     # E·p / (v + d + r) = 1.02, solved for r.
     longest = max(
-        block_efficiency(acceptance, depth) * times.plain_s / PAYS
+        block_efficiency(acceptance, depth) * times.decode_step_s / PAYS
         - times.verify_s[depth]
         - times.draft_s(depth)
         for depth in depths
@@ -131,7 +131,7 @@ def test_the_break_even_round_trip_has_a_closed_form(times: Times, acceptance: f
 def test_the_break_even_acceptance_of_one_token_has_a_closed_form(times: Times) -> None:
     one = replace(times, verify_s=times.verify_s[:2])
     # (1 + a)·p / (v + d + r) = 1.02, solved for a.
-    lowest = PAYS * (one.verify_s[1] + one.draft_s(1) + one.round_trip_s) / one.plain_s - 1.0
+    lowest = PAYS * (one.verify_s[1] + one.draft_s(1) + one.round_trip_s) / one.decode_step_s - 1.0
     found = arithmetic.break_even_acceptance(arithmetic.taking_turns, one)
     if lowest > arithmetic.MAX_ACCEPTANCE:
         assert found is None

@@ -25,7 +25,7 @@ from outrider.lm.cpu import weights
 from outrider.lm.cpu.decoder import CpuDecoder
 from outrider.lm.cpu.library import runnable_builds
 from outrider.lm.cpu.weights import TiledLinear, settle_on_cpu
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, SequenceSlice
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -109,7 +109,10 @@ def test_it_is_as_near_to_exact_numbers_as_the_models_own_forward(
     pages = [40, 3, 17, 5, 60, 21]
     parts = [slice(0, 50), slice(50, 51), slice(51, 56), slice(56, 90)]
     mine = torch.cat(
-        [runner.forward([Slice(tokens[s], s.start, pages, s.stop - s.start)]) for s in parts]
+        [
+            runner.forward([SequenceSlice(tokens[s], s.start, pages, s.stop - s.start)])
+            for s in parts
+        ]
     )
     assert (mine - exact).abs().mean() < 1.2 * (own - exact).abs().mean()
     assert (mine - exact).abs().max() < 2 * (own - exact).abs().max()
@@ -120,8 +123,8 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_whatever_runs_beside_it(
 ) -> None:
     runner = settled(TAKEN["llama"], dtype)
     assert runner.decoder is not None
-    others = [Slice(ids(1 + i % 7, i), 0, [2 + i], 1 + i % 7) for i in range(40)]
-    mine = Slice(ids(5), 0, [0], 5)
+    others = [SequenceSlice(ids(1 + i % 7, i), 0, [2 + i], 1 + i % 7) for i in range(40)]
+    mine = SequenceSlice(ids(5), 0, [0], 5)
     alone = runner.forward([mine])
     beside = runner.forward([*others[:20], mine, *others[20:]])
     first = sum(part.logit_count for part in others[:20])
@@ -132,7 +135,10 @@ def test_it_gets_the_same_with_any_number_of_others_however_they_share_out_the_w
     dtype: torch.dtype,
 ) -> None:
     runner = settled(TAKEN["llama"], dtype)
-    mine, others = Slice(ids(2), 0, [0], 2), [Slice(ids(1, i), 0, [1 + i], 1) for i in range(40)]
+    mine, others = (
+        SequenceSlice(ids(2), 0, [0], 2),
+        [SequenceSlice(ids(1, i), 0, [1 + i], 1) for i in range(40)],
+    )
     alone = runner.forward([mine])
     for count in range(1, len(others) + 1):
         assert torch.equal(runner.forward([*others[:count], mine])[count:], alone), (
@@ -143,20 +149,21 @@ def test_it_gets_the_same_with_any_number_of_others_however_they_share_out_the_w
 def test_only_the_wanted_logits_are_computed(dtype: torch.dtype) -> None:
     runner = settled(TAKEN["llama"], dtype)
     tokens = ids(12)
-    every = runner.forward([Slice(tokens, 0, [0], 12)])
-    assert torch.equal(runner.forward([Slice(tokens, 0, [0], 2)]), every[-2:])
-    assert runner.forward([Slice(tokens, 0, [0], 0)]).shape == (0, VOCAB_SIZE)
+    every = runner.forward([SequenceSlice(tokens, 0, [0], 12)])
+    assert torch.equal(runner.forward([SequenceSlice(tokens, 0, [0], 2)]), every[-2:])
+    assert runner.forward([SequenceSlice(tokens, 0, [0], 0)]).shape == (0, VOCAB_SIZE)
 
 
 def test_a_text_gets_the_same_logits_to_the_bit_however_it_is_cut_into_forwards(
     dtype: torch.dtype,
 ) -> None:
     runner, tokens = settled(TAKEN["llama"], dtype), ids(300)
-    whole = runner.forward([Slice(tokens, 0, list(range(19)), 300)])
+    whole = runner.forward([SequenceSlice(tokens, 0, list(range(19)), 300)])
     cuts = [0, 1, 2, 30, 37, 127, 128, 129, 200, 206, 299, 300]
     pages = list(range(60, 41, -1))
     parts = [
-        runner.forward([Slice(tokens[a:b], a, pages, b - a)]) for a, b in itertools.pairwise(cuts)
+        runner.forward([SequenceSlice(tokens[a:b], a, pages, b - a)])
+        for a, b in itertools.pairwise(cuts)
     ]
     assert torch.equal(torch.cat(parts), whole)
 
@@ -169,17 +176,17 @@ def test_a_greedy_continuation_is_what_one_forward_a_token_gives(
     texts = [ids(length, length) for length in lengths]
     pages = [[5 * i + 4, 5 * i + 1, 5 * i + 3, 5 * i, 5 * i + 2] for i in range(len(texts))]
 
-    def read(runner: ModelRunner) -> list[Slice]:
+    def read(runner: ModelRunner) -> list[SequenceSlice]:
         """All but the last token of each text is in the cache; the slices are of the last ones."""
         runner.forward(
             [
-                Slice(text[:-1], 0, held, 0)
+                SequenceSlice(text[:-1], 0, held, 0)
                 for text, held in zip(texts, pages, strict=True)
                 if len(text) > 1
             ]
         )
         return [
-            Slice(text[-1:], len(text) - 1, held, 1)
+            SequenceSlice(text[-1:], len(text) - 1, held, 1)
             for text, held in zip(texts, pages, strict=True)
         ]
 
@@ -188,7 +195,7 @@ def test_a_greedy_continuation_is_what_one_forward_a_token_gives(
     for _ in range(count):
         expected.append(runner.forward(slices)[:, :limit].argmax(-1).tolist())
         slices = [
-            Slice([token], s.start + 1, s.pages, 1)
+            SequenceSlice([token], s.start + 1, s.pages, 1)
             for token, s in zip(expected[-1], slices, strict=True)
         ]
     after = runner.forward(slices)
@@ -200,7 +207,9 @@ def test_a_greedy_continuation_is_what_one_forward_a_token_gives(
 
 def test_a_continuation_is_of_single_tokens_only(dtype: torch.dtype) -> None:
     assert (
-        settled(TAKEN["llama"], dtype).continue_greedily([Slice(ids(2), 0, [0], 1)], 2, VOCAB_SIZE)
+        settled(TAKEN["llama"], dtype).continue_greedily(
+            [SequenceSlice(ids(2), 0, [0], 1)], 2, VOCAB_SIZE
+        )
         is None
     )
 
@@ -214,7 +223,7 @@ def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(
     for page_size in (16, 32, 8, 12):
         runner = settled(TAKEN[name], dtype, page_size)
         assert runner.decoder is not None
-        outputs.append(runner.forward([Slice(tokens, 0, list(range(20, 0, -1)), 150)]))
+        outputs.append(runner.forward([SequenceSlice(tokens, 0, list(range(20, 0, -1)), 150)]))
     whole_tiles, as_well, *others = outputs
     assert torch.equal(whole_tiles, as_well)
     for other in others:
@@ -231,8 +240,8 @@ def test_pages_that_fill_no_tile_and_pages_that_do_give_the_same(
 def test_two_threads_compute_to_the_bit_what_one_does(dtype: torch.dtype, a_build: str) -> None:
     runner = settled(TAKEN["llama"], dtype)
     # Among them a long prompt, whose rows are divided among threads.
-    slices = [Slice(ids(1 + i, i), 0, [i], 1 + i) for i in range(12)] + [
-        Slice(ids(300), 0, list(range(20, 39)), 300)
+    slices = [SequenceSlice(ids(1 + i, i), 0, [i], 1 + i) for i in range(12)] + [
+        SequenceSlice(ids(300), 0, list(range(20, 39)), 300)
     ]
     alone = runner.forward(slices)
     threads = torch.get_num_threads()
@@ -255,8 +264,8 @@ def test_what_lies_in_the_cache_behind_a_text_does_not_matter(
         assert cache._store is not None
         cache._store.keys.fill_(torch.nan)
         cache._store.values.fill_(torch.nan)
-    wanted = clean.forward([Slice(tokens, 0, pages, count)])
-    assert torch.equal(dirty.forward([Slice(tokens, 0, pages, count)]), wanted)
+    wanted = clean.forward([SequenceSlice(tokens, 0, pages, count)])
+    assert torch.equal(dirty.forward([SequenceSlice(tokens, 0, pages, count)]), wanted)
 
 
 @pytest.mark.parametrize("config", LEFT.values(), ids=LEFT.keys())
@@ -265,7 +274,7 @@ def test_what_it_cannot_do_runs_as_before(config: PreTrainedConfig, dtype: torch
     assert runner.decoder is None
     with torch.inference_mode():
         own = build(config).to(dtype)(torch.tensor([tokens])).logits[0].float()
-    mine = runner.forward([Slice(tokens, 0, [4, 2], 30)])
+    mine = runner.forward([SequenceSlice(tokens, 0, [4, 2], 30)])
     tolerance = {torch.bfloat16: 0.15, torch.float32: 1e-4}[dtype]
     torch.testing.assert_close(mine, own, rtol=0, atol=tolerance * float(own.std()))
 

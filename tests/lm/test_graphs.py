@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from outrider.lm import attention
 from outrider.lm.gpu import graphs, triton_attention
-from outrider.lm.runner import Bounds, ModelRunner, Slice
+from outrider.lm.runner import Bounds, ModelRunner, SequenceSlice
 
 PAGE_COUNT = 6
 BOUNDS = Bounds(sequences=5, tokens_each=4, tokens=16)
@@ -137,10 +137,10 @@ def test_a_padded_batch_has_the_logits_of_its_sequences_alone(
     runner.capture(BOUNDS)
     texts = [text(i, 30 + 7 * i) for i in range(len(counts))]
     for i, ids in enumerate(texts):
-        runner.forward([Slice(ids[: -counts[i]], 0, [i], 0)])
+        runner.forward([SequenceSlice(ids[: -counts[i]], 0, [i], 0)])
     capture.replays = 0
     batch = [
-        Slice(ids[-n:], len(ids) - n, [i], n)
+        SequenceSlice(ids[-n:], len(ids) - n, [i], n)
         for i, (ids, n) in enumerate(zip(texts, counts, strict=True))
     ]
     for _ in range(2):  # the second time over what the first has left
@@ -161,13 +161,13 @@ def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_t
     recorded, rng = len(capture.recordings), random.Random(5)
     texts: dict[int, list[int]] = {page: text(page, 20 + 9 * page) for page in range(PAGE_COUNT)}
     for page, ids in texts.items():
-        runner.forward([Slice(ids, 0, [page], 0)])
+        runner.forward([SequenceSlice(ids, 0, [page], 0)])
     capture.replays = 0
     for _ in range(30):
         pages = rng.sample(range(PAGE_COUNT), rng.randint(1, 4))
         new = {page: text(rng.randrange(10**6), rng.randint(1, 3)) for page in pages}
         batch = [
-            Slice(ids, len(texts[page]), [page], rng.randint(0, len(ids)))
+            SequenceSlice(ids, len(texts[page]), [page], rng.randint(0, len(ids)))
             for page, ids in new.items()
         ]
         logits = runner.forward(batch)
@@ -184,9 +184,9 @@ def test_larger_batches_longer_slices_and_prompts_run_as_they_are(capture: Captu
     runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
     runner.capture(BOUNDS)
     for batch in (
-        [Slice([1], 0, [page], 1) for page in range(6)],
-        [Slice([1] * 5, 0, [0], 5)],
-        [Slice([1] * 4, 0, [page], 4) for page in range(5)],  # 20 of 16 tokens
+        [SequenceSlice([1], 0, [page], 1) for page in range(6)],
+        [SequenceSlice([1] * 5, 0, [0], 5)],
+        [SequenceSlice([1] * 4, 0, [page], 4) for page in range(5)],  # 20 of 16 tokens
     ):
         assert len(runner.forward(batch)) == sum(part.logit_count for part in batch)
     assert capture.replays == 0
@@ -213,8 +213,10 @@ def test_sequences_of_several_pages_find_them_all(capture: Capture) -> None:
     runner, reference = ModelRunner(build(CONFIGS["llama"]), page_count=12), build(CONFIGS["llama"])
     runner.capture(BOUNDS)
     ids, pages = text(3, 150), [9, 1, 3, 4, 11, 2, 7, 0, 5, 6]
-    runner.forward([Slice(ids[:147], 0, pages, 0)])
-    logits = runner.forward([Slice([7], 0, [8], 1), Slice(ids[147:], 147, pages, 3)])
+    runner.forward([SequenceSlice(ids[:147], 0, pages, 0)])
+    logits = runner.forward(
+        [SequenceSlice([7], 0, [8], 1), SequenceSlice(ids[147:], 147, pages, 3)]
+    )
     torch.testing.assert_close(logits, expected(reference, [[7], ids], [1, 3]), atol=1e-4, rtol=0)
     assert capture.replays == 1
 
@@ -239,7 +241,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
     with caplog.at_level(logging.WARNING):
         runner.capture(BOUNDS)
     assert "not permitted when stream is capturing" in caplog.text
-    assert runner.forward([Slice([1], 0, [0], 1)]).shape == (1, VOCAB_SIZE)
+    assert runner.forward([SequenceSlice([1], 0, [0], 1)]).shape == (1, VOCAB_SIZE)
     assert capture.replays == 0
 
 
@@ -257,10 +259,10 @@ def test_on_a_gpu_graphs_have_the_logits_of_forwards_that_are_not_captured(name:
     texts = [text(i, 30 + 7 * i) for i in range(5)]
     for runner in (eager, graphed):
         for i, ids in enumerate(texts):
-            runner.forward([Slice(ids, 0, list(range(8 * i, 8 * i + 8)), 0)])
+            runner.forward([SequenceSlice(ids, 0, list(range(8 * i, 8 * i + 8)), 0)])
     for counts in ([1], [4], [1, 2, 3], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]):
         batch = [
-            Slice(text(n, n), len(texts[i]), list(range(8 * i, 8 * i + 8)), n)
+            SequenceSlice(text(n, n), len(texts[i]), list(range(8 * i, 8 * i + 8)), n)
             for i, n in enumerate(counts)
         ]
         torch.testing.assert_close(

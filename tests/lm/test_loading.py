@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from outrider.errors import OutriderError, Reason
-from outrider.lm.runner import ModelRunner, Slice, _device
+from outrider.lm.runner import ModelRunner, SequenceSlice, _device
 from outrider.tokenizer import load_tokenizer
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -59,7 +59,7 @@ def test_greedy_decoding_of_the_bundled_models_equals_generate(name: str, prompt
     ].tolist()
     tokens, read = list(prompt_ids), 0
     while len(tokens) < len(expected):
-        logits_1V = runner.forward([Slice(tokens[read:], read, list(range(16)), 1)])
+        logits_1V = runner.forward([SequenceSlice(tokens[read:], read, list(range(16)), 1)])
         read = len(tokens)
         tokens.append(int(logits_1V.argmax()))
     assert tokens == expected

@@ -9,7 +9,7 @@ import torch
 from tiny_models import CONFIGS, VOCAB_SIZE, build
 
 from outrider.lm.pages import KVSequence, PagePool
-from outrider.lm.runner import ModelRunner, Slice
+from outrider.lm.runner import ModelRunner, SequenceSlice
 
 PAGE_SIZE = 8
 PAGE_COUNT = 60
@@ -23,12 +23,12 @@ class Text:
         self.token_ids = token_ids
         self.kv = KVSequence()
 
-    def next_slice(self, count: int, logit_count: int | None = None) -> Slice:
+    def next_slice(self, count: int, logit_count: int | None = None) -> SequenceSlice:
         start = self.kv.length
         tokens = self.token_ids[start : start + count]
         assert self.pool.reserve(self.kv, start + len(tokens))
         self.kv.length += len(tokens)
-        return Slice(
+        return SequenceSlice(
             tokens, start, list(self.kv.pages), len(tokens) if logit_count is None else logit_count
         )
 
@@ -149,9 +149,9 @@ def test_pages_of_a_finished_text_serve_the_next(pair: Pair) -> None:
 def test_a_text_that_starts_on_a_shared_prefix_reads_on_as_if_alone(pair: Pair) -> None:
     first = pair.text(50, seed=6)
     pair.runner.forward([first.next_slice(50, 0)])
-    pair.pool.publish(first.kv, first.token_ids, "tenant")
+    pair.pool.cache_pages(first.kv, first.token_ids, "tenant")
     second = Text(pair.pool, first.token_ids[:44] + pair.text(9, seed=8).token_ids)
-    assert pair.pool.attach_prefix(second.kv, second.token_ids, "tenant") == 40
+    assert pair.pool.match_prefix(second.kv, second.token_ids, "tenant") == 40
     first.token_ids += pair.text(9, seed=9).token_ids
     logits = pair.runner.forward([second.next_slice(30), first.next_slice(30)])
     pair.check(
@@ -191,8 +191,8 @@ def test_half_precision_stays_near_full(dtype: torch.dtype) -> None:
     runner = ModelRunner(model.to(dtype), page_size=PAGE_SIZE, page_count=PAGE_COUNT)
     text = random.Random(1).choices(range(VOCAB_SIZE), k=60)
     pages = list(range(PAGE_COUNT))
-    runner.forward([Slice(text[:55], 0, pages, 0)])
-    logits = runner.forward([Slice(text[55:], 55, pages, 5)])
+    runner.forward([SequenceSlice(text[:55], 0, pages, 0)])
+    logits = runner.forward([SequenceSlice(text[55:], 55, pages, 5)])
     expected = reference(torch.tensor([text])).logits[0, 55:]
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()

@@ -14,10 +14,10 @@ TEXT = list(range(100, 118))  # four full pages and a half
 def computed(pool: PagePool, tokens: list[int], salt: str = "") -> KVSequence:
     """A sequence whose whole text is in the cache and published."""
     sequence = KVSequence()
-    pool.attach_prefix(sequence, tokens, salt)
+    pool.match_prefix(sequence, tokens, salt)
     assert pool.reserve(sequence, len(tokens))
     sequence.length = len(tokens)
-    pool.publish(sequence, tokens, salt)
+    pool.cache_pages(sequence, tokens, salt)
     return sequence
 
 
@@ -48,7 +48,7 @@ def test_a_later_sequence_starts_on_the_pages_of_its_beginning() -> None:
     pool = PagePool(16, PAGE_SIZE)
     first = computed(pool, TEXT)
     second = KVSequence()
-    assert pool.attach_prefix(second, [*TEXT[:9], 1, 2, 3, 4], "") == 8
+    assert pool.match_prefix(second, [*TEXT[:9], 1, 2, 3, 4], "") == 8
     assert second.pages == first.pages[:2]
     assert second.length == 8
     pool.check_integrity([first, second])
@@ -59,10 +59,10 @@ def test_a_published_prefix_outlives_its_sequence_until_its_pages_are_needed() -
     pool.free(computed(pool, TEXT))
     assert pool.free_count == 5
     again = KVSequence()
-    assert pool.attach_prefix(again, TEXT, "") == 16
+    assert pool.match_prefix(again, TEXT, "") == 16
     pool.free(again)
     assert pool.reserve(KVSequence(), 20)
-    assert pool.attach_prefix(KVSequence(), TEXT, "") == 0
+    assert pool.match_prefix(KVSequence(), TEXT, "") == 0
 
 
 def test_of_a_prefix_that_is_forgotten_the_beginning_goes_last() -> None:
@@ -70,7 +70,7 @@ def test_of_a_prefix_that_is_forgotten_the_beginning_goes_last() -> None:
     pool.free(computed(pool, TEXT))
     other = KVSequence()
     pool.reserve(other, 3 * PAGE_SIZE)
-    assert pool.attach_prefix(KVSequence(), TEXT, "") == 8
+    assert pool.match_prefix(KVSequence(), TEXT, "") == 8
 
 
 def test_the_least_recently_used_prefix_is_forgotten_first() -> None:
@@ -80,29 +80,29 @@ def test_the_least_recently_used_prefix_is_forgotten_first() -> None:
     pool.free(computed(pool, used))
     pool.free(computed(pool, old))
     pool.reserve(KVSequence(), 3 * PAGE_SIZE)
-    assert pool.attach_prefix(KVSequence(), used, "") == 0
-    assert pool.attach_prefix(KVSequence(), old, "") == PAGE_SIZE
+    assert pool.match_prefix(KVSequence(), used, "") == 0
+    assert pool.match_prefix(KVSequence(), old, "") == PAGE_SIZE
 
 
 def test_one_token_is_always_left_to_compute() -> None:
     pool = PagePool(8, PAGE_SIZE)
     computed(pool, TEXT[:8])
-    assert pool.attach_prefix(KVSequence(), TEXT[:8], "") == 4
-    assert pool.attach_prefix(KVSequence(), TEXT[:9], "") == 8
+    assert pool.match_prefix(KVSequence(), TEXT[:8], "") == 4
+    assert pool.match_prefix(KVSequence(), TEXT[:9], "") == 8
 
 
 @pytest.mark.parametrize("other_salt", ["tenant-b", ""])
 def test_tenants_never_share(other_salt: str) -> None:
     pool = PagePool(16, PAGE_SIZE)
     computed(pool, TEXT, "tenant-a")
-    assert pool.attach_prefix(KVSequence(), TEXT, other_salt) == 0
-    assert pool.attach_prefix(KVSequence(), TEXT, "tenant-a") == 16
+    assert pool.match_prefix(KVSequence(), TEXT, other_salt) == 0
+    assert pool.match_prefix(KVSequence(), TEXT, "tenant-a") == 16
 
 
 def test_a_page_is_shared_only_when_all_before_it_is_equal() -> None:
     pool = PagePool(16, PAGE_SIZE)
     computed(pool, TEXT)
-    assert pool.attach_prefix(KVSequence(), [0, *TEXT[1:]], "") == 0
+    assert pool.match_prefix(KVSequence(), [0, *TEXT[1:]], "") == 0
 
 
 def test_a_page_is_not_shared_by_texts_that_differ_before_it_however_they_began() -> None:
@@ -111,14 +111,14 @@ def test_a_page_is_not_shared_by_texts_that_differ_before_it_however_they_began(
     computed(pool, one)
     own = computed(pool, other)
     reader = KVSequence()
-    assert pool.attach_prefix(reader, other, "") == 16
+    assert pool.match_prefix(reader, other, "") == 16
     assert reader.pages == own.pages[:4]
 
 
 def test_nothing_is_shared_when_prefix_caching_is_off() -> None:
     pool = PagePool(16, PAGE_SIZE, prefix_caching=False)
     computed(pool, TEXT)
-    assert pool.attach_prefix(KVSequence(), TEXT, "") == 0
+    assert pool.match_prefix(KVSequence(), TEXT, "") == 0
 
 
 def test_a_rewind_into_a_shared_page_goes_back_to_its_beginning_so_that_its_reader_is_safe() -> (
@@ -127,7 +127,7 @@ def test_a_rewind_into_a_shared_page_goes_back_to_its_beginning_so_that_its_read
     pool = PagePool(16, PAGE_SIZE)
     writer = computed(pool, TEXT)
     reader = KVSequence()
-    pool.attach_prefix(reader, TEXT, "")
+    pool.match_prefix(reader, TEXT, "")
     pool.truncate(writer, 10)
     assert writer.length == 8
     pool.reserve(writer, 12)
@@ -140,17 +140,17 @@ def test_only_committed_and_computed_pages_are_published() -> None:
     sequence = KVSequence()
     pool.reserve(sequence, 16)
     sequence.length = 7
-    pool.publish(sequence, TEXT, "")
-    assert pool.attach_prefix(KVSequence(), TEXT, "") == 4, "the second page is not yet computed"
+    pool.cache_pages(sequence, TEXT, "")
+    assert pool.match_prefix(KVSequence(), TEXT, "") == 4, "the second page is not yet computed"
     sequence.length = 16
-    pool.publish(sequence, TEXT[:9], "")
-    assert pool.attach_prefix(KVSequence(), TEXT, "") == 8, "the third page is not yet committed"
+    pool.cache_pages(sequence, TEXT[:9], "")
+    assert pool.match_prefix(KVSequence(), TEXT, "") == 8, "the third page is not yet committed"
 
 
 def test_an_attachment_to_a_sequence_with_pages_is_refused() -> None:
     pool = PagePool(16, PAGE_SIZE)
     with pytest.raises(ValueError, match="empty"):
-        pool.attach_prefix(computed(pool, TEXT), TEXT, "")
+        pool.match_prefix(computed(pool, TEXT), TEXT, "")
 
 
 @pytest.mark.parametrize("damage", ["lost", "twice", "miscounted"])
@@ -186,7 +186,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def start(self, tokens: list[int], salt: str) -> KVSequence:
         sequence = KVSequence()
-        covered = self.pool.attach_prefix(sequence, tokens, salt)
+        covered = self.pool.match_prefix(sequence, tokens, salt)
         assert covered == sequence.length < len(tokens)
         self.live[sequence] = (tokens, salt)
         return sequence
@@ -221,7 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(sequence=sequences, committed=st.integers(0, 9))
     def publish(self, sequence: KVSequence, committed: int) -> None:
         tokens, salt = self.live[sequence]
-        self.pool.publish(sequence, tokens[:committed], salt)
+        self.pool.cache_pages(sequence, tokens[:committed], salt)
 
     @rule(sequence=consumes(sequences))
     def free(self, sequence: KVSequence) -> None:

@@ -15,7 +15,7 @@ from tiny_models import CONFIGS, VOCAB_SIZE, build
 
 from outrider.lm import attention
 from outrider.lm.gpu import triton_attention
-from outrider.lm.layout import BatchLayout, Slice
+from outrider.lm.layout import BatchLayout, SequenceSlice
 from outrider.lm.runner import ModelRunner
 from outrider.sampling.tensors import triton_works
 
@@ -26,7 +26,7 @@ def batch(lengths: list[tuple[int, int]], page_size: int, pages: int) -> BatchLa
     slices = []
     for count, before in lengths:
         needed = -(-(before + count) // page_size)
-        slices.append(Slice([0] * count, before, order[:needed], count))
+        slices.append(SequenceSlice([0] * count, before, order[:needed], count))
         del order[:needed]
     return BatchLayout(slices, page_size, DEVICE)
 
@@ -128,10 +128,10 @@ def test_a_model_has_its_own_logits_by_the_kernel(
     texts = [torch.randint(VOCAB_SIZE, (n,)).tolist() for n in (50, 7, 70)]
     pages = [[3, 9, 1, 12], [4], [0, 2, 5, 6, 7]]
     for text, numbers in zip(texts, pages, strict=True):
-        runner.forward([Slice(text[:-4], 0, numbers, 0)])
+        runner.forward([SequenceSlice(text[:-4], 0, numbers, 0)])
     logits = runner.forward(
         [
-            Slice(text[-4:], len(text) - 4, numbers, 4)
+            SequenceSlice(text[-4:], len(text) - 4, numbers, 4)
             for text, numbers in zip(texts, pages, strict=True)
         ]
     )

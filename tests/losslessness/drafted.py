@@ -16,15 +16,15 @@ import numpy.typing as npt
 import torch
 from exact import END, LENGTH, PROMPT, VOCAB, Drafting, Law, tiny_model
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import ModelRunner
 from outrider.messages import (
     AcceptanceRule,
     DraftBatch,
+    DraftDistribution,
     Hello,
     Proposal,
-    Rule,
     SamplingParams,
     SparseDistribution,
     SpeculationOptions,
@@ -71,7 +71,7 @@ class LawDrafter:
         self,
         engine: Engine,
         law: Drafting,
-        offers: frozenset[Rule],
+        offers: frozenset[DraftDistribution],
         rng: np.random.Generator,
         *,
         claims: Drafting | None = None,
@@ -83,7 +83,7 @@ class LawDrafter:
         self.make_engine, self._rng, self._drops = engine, rng, drops
         self._sends_distributions = sends_distributions
         self._known = cache(lambda text: _Known.of(law(text), (claims or law)(text)))
-        self._texts: dict[int, tuple[Rule, int, list[int]]] = {}
+        self._texts: dict[int, tuple[DraftDistribution, int, list[int]]] = {}
         # Committed tokens of each sequence when it was opened, behind which its text begins.
         self._opened: dict[int, int] = {}
         # What was guessed behind each text and still stands.
@@ -101,7 +101,7 @@ class LawDrafter:
         assert isinstance(step, StepBatch), step
         asked = []
         for opened in step.opened:
-            self._texts[opened.sequence_id] = opened.rule, opened.sampling.seed or 0, []
+            self._texts[opened.sequence_id] = opened.distribution, opened.sampling.seed or 0, []
             self._opened[opened.sequence_id] = len(opened.token_ids)
             asked.append(opened.sequence_id)
         for verdict in step.verdicts:
@@ -121,7 +121,9 @@ class LawDrafter:
 
     def _noise(self, sequence_ids: list[int]) -> dict[int, Law]:
         """The coupled noise of the next `MOST` positions of those that draw with it, [MOST, VOCAB] each."""
-        coupled = [number for number in sequence_ids if self._texts[number][0] is Rule.COUPLED]
+        coupled = [
+            number for number in sequence_ids if self._texts[number][0] is DraftDistribution.COUPLED
+        ]
         seeds, positions = [], []
         for number in coupled:
             _, seed, text = self._texts[number]
@@ -150,7 +152,7 @@ class LawDrafter:
             distributions.append(known.claimed)
         self._guesses[sequence_id] = tokens
         if tokens:
-            sends = rule is Rule.SPARSE or self._sends_distributions
+            sends = rule is DraftDistribution.SPARSE or self._sends_distributions
             length = self._opened[sequence_id] + len(text)
             self._batch.proposals.append(
                 Proposal(sequence_id, length, list(tokens), [], distributions if sends else [])
@@ -176,8 +178,8 @@ class LawDrafter:
                 Proposal(sequence_id, length, [*main[:at], *tokens], [], distributions)
             )
 
-    def _draw(self, rule: Rule, known: _Known) -> int:
-        if rule is Rule.SPARSE or self._sends_distributions:
+    def _draw(self, rule: DraftDistribution, known: _Known) -> int:
+        if rule is DraftDistribution.SPARSE or self._sends_distributions:
             return int(known.cumulative.searchsorted(self._rng.random(), "right"))
         return int(known.law.argmax())
 
@@ -190,7 +192,7 @@ class LawDrafter:
             )
             self._batch = DraftBatch()
         while self._under_way and self._under_way[0][0] <= self._step:
-            self.make_engine.drafting.take(self._handle, self._under_way.popleft()[1])
+            self.make_engine.drafting.on_drafts(self._handle, self._under_way.popleft()[1])
 
 
 def generate(
@@ -198,7 +200,7 @@ def generate(
     law: Drafting | None,
     draws: int,
     *,
-    offers: frozenset[Rule] = frozenset({Rule.ONE_HOT}),
+    offers: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT}),
     sampled_rule: AcceptanceRule = AcceptanceRule.TOKEN_WISE,
     trust: bool = False,
     seed: int = 0,
@@ -291,7 +293,7 @@ def _collect(chunk: object, tokens: list[int], finish: Callable[[], None]) -> No
         finish()
 
 
-_MANY = Limits(DepthPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+_MANY = Limits(DraftTokensPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
 
 
 def make_engine(

@@ -19,16 +19,16 @@ import numpy.typing as npt
 import torch
 
 from outrider.clock import Clock, monotonic
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import Slice
+from outrider.lm.runner import SequenceSlice
 from outrider.messages import (
     AcceptanceRule,
     DraftBatch,
+    DraftDistribution,
     Hello,
-    Rule,
     SamplingParams,
     SparseDistribution,
     StepBatch,
@@ -89,7 +89,7 @@ class SmallTarget:
         self._pages = np.full((page_count, page_size), -1, np.int16)
         self.takes: Callable[[int], None] = lambda token_count: None
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         size, rows = self._pages.shape[1], []
         self.takes(sum(len(part.token_ids) for part in slices))
         for part in slices:
@@ -113,7 +113,7 @@ class Guesser:
         self,
         name: str,
         law: Laws,
-        offers: Iterable[Rule],
+        offers: Iterable[DraftDistribution],
         *,
         late: int = 0,
         silent: float = 0.2,
@@ -131,7 +131,7 @@ class Guesser:
         self._said: deque[tuple[int, DraftBatch]] = deque()
         self._tick = 0
         self.connected = False
-        self.proposed: dict[Rule, int] = dict.fromkeys(Rule, 0)
+        self.proposed: dict[DraftDistribution, int] = dict.fromkeys(DraftDistribution, 0)
         """Tokens, by how they were drawn."""
 
     def join(self, engine: Engine) -> None:
@@ -161,7 +161,7 @@ class Guesser:
         self._said.append((self._due(), batch))
         while self._said and self._said[0][0] <= self._tick:
             if (said := self._said.popleft()[1]).proposals:
-                self._engine.drafting.take(self._handle, said)
+                self._engine.drafting.on_drafts(self._handle, said)
 
     def _due(self) -> int:
         return self._tick + int(self._rng.integers(0, self._late + 1))
@@ -192,7 +192,7 @@ class Guesser:
         places = [
             (sequence.opened.sampling.seed, len(sequence.tokens) + len(sequence.guesses) + i)
             for sequence, count in growing
-            if sequence.opened.rule is Rule.COUPLED
+            if sequence.opened.distribution is DraftDistribution.COUPLED
             for i in range(count)
         ]
         if places:
@@ -202,7 +202,7 @@ class Guesser:
             numbers = coupled_exponentials(keys, VOCAB).numpy()
         first = 0
         for sequence, count in growing:
-            if sequence.opened.rule is Rule.COUPLED:
+            if sequence.opened.distribution is DraftDistribution.COUPLED:
                 yield numbers[first : first + count]
                 first += count
             else:
@@ -210,10 +210,14 @@ class Guesser:
 
     def _grow_chain(self, sequence: DraftSequence, count: int, noise: Law) -> None:
         text, tokens, laws = (*sequence.tokens, *sequence.guesses), [], []
-        rule = sequence.opened.rule
+        rule = sequence.opened.distribution
         for i in range(count):
             law = self._law((*text, *tokens))
-            token = self._draw(law) if rule is Rule.SPARSE else int((law / noise[i]).argmax())
+            token = (
+                self._draw(law)
+                if rule is DraftDistribution.SPARSE
+                else int((law / noise[i]).argmax())
+            )
             if self._stops(token, float(law[token])):
                 break
             tokens.append(token)
@@ -221,7 +225,7 @@ class Guesser:
         if not tokens:
             return
         self.proposed[rule] += len(tokens)
-        sequence.extend(tokens, laws if rule is Rule.SPARSE else [])
+        sequence.extend(tokens, laws if rule is DraftDistribution.SPARSE else [])
         if self._branches:
             self._branch(sequence)
 
@@ -251,7 +255,7 @@ class Traffic:
     prompts: tuple[Text, ...] = PROMPTS
     rule: AcceptanceRule = AcceptanceRule.BLOCK
     trust: bool = True
-    policy: DepthPolicy = field(default_factory=lambda: DepthPolicy("fixed", 3))
+    policy: DraftTokensPolicy = field(default_factory=lambda: DraftTokensPolicy("fixed", 3))
     length: int = LENGTH + 2
     """Tokens that each request generates."""
     first: int = 0

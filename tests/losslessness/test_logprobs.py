@@ -8,7 +8,7 @@ from exact import PROMPT, equal_to_target, tiny_model
 
 from outrider.messages import (
     AcceptanceRule,
-    Rule,
+    DraftDistribution,
     SamplingParams,
     SpeculationOptions,
     TokenChunk,
@@ -24,7 +24,10 @@ def test_logprobs_of_accepted_recovered_and_bonus_tokens_equal_a_rescoring_forwa
     plain = SamplingParams()
     engine = make_engine(AcceptanceRule.BLOCK, trust=True)
     drafter = LawDrafter(
-        engine, equal_to_target(plain), frozenset({Rule.SPARSE}), np.random.default_rng(0)
+        engine,
+        equal_to_target(plain),
+        frozenset({DraftDistribution.SPARSE}),
+        np.random.default_rng(0),
     )
     sampling = SamplingParams(temperature, 8, repetition_penalty=1.2)
     chunks: dict[int, list[TokenChunk]] = {i: [] for i in range(40)}

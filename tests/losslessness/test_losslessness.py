@@ -27,7 +27,7 @@ from exact import (
     reversed_target,
 )
 
-from outrider.messages import AcceptanceRule, Rule, SamplingParams
+from outrider.messages import AcceptanceRule, DraftDistribution, SamplingParams
 from outrider.sampling.noise import Purpose, uniforms
 from verifier_svc.verification import acceptance
 
@@ -57,12 +57,12 @@ SETTINGS = {
         banned_token_ids=(11,),
     ),
 }
-SAMPLES = frozenset({Rule.ONE_HOT, Rule.SPARSE})
+SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 RULES: dict[str, dict[str, Any]] = {
     "token-wise": {"offers": SAMPLES, "trust": True, "sampled_rule": AcceptanceRule.TOKEN_WISE},
     "block": {"offers": SAMPLES, "trust": True, "sampled_rule": AcceptanceRule.BLOCK},
-    "coupled": {"offers": frozenset({Rule.ONE_HOT, Rule.COUPLED})},
-    "one-hot": {"offers": frozenset({Rule.ONE_HOT})},
+    "coupled": {"offers": frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})},
+    "one-hot": {"offers": frozenset({DraftDistribution.ONE_HOT})},
 }
 # The quick suite has the ends of each range, with the drafter that is rejected most.
 EXTREMES = ("plain", "everything")

@@ -13,8 +13,8 @@ import pytest
 from chi_square import compare
 from small import Guesser, Traffic, near, target_law
 
-from outrider.depth_policy import DepthPolicy
-from outrider.messages import AcceptanceRule, Rule
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.messages import AcceptanceRule, DraftDistribution
 
 DRAWS, SEES = 10_000, 0.06
 STOPS: dict[str, Callable[[int, float], bool]] = {
@@ -26,9 +26,20 @@ STOPS: dict[str, Callable[[int, float], bool]] = {
 def drafters(stops: Callable[[int, float], bool], longest: int = 5) -> tuple[Guesser, Guesser]:
     """One that samples and says from what, and one that draws with the target's own noise and law."""
     always: Any = {"silent": 0.0, "shortest": 1}
-    sparse = Guesser("sparse", near(target_law), {Rule.ONE_HOT, Rule.SPARSE}, longest=1, **always)
+    sparse = Guesser(
+        "sparse",
+        near(target_law),
+        {DraftDistribution.ONE_HOT, DraftDistribution.SPARSE},
+        longest=1,
+        **always,
+    )
     coupled = Guesser(
-        "coupled", target_law, {Rule.ONE_HOT, Rule.COUPLED}, longest=longest, stops=stops, **always
+        "coupled",
+        target_law,
+        {DraftDistribution.ONE_HOT, DraftDistribution.COUPLED},
+        longest=longest,
+        stops=stops,
+        **always,
     )
     return sparse, coupled
 
@@ -40,7 +51,7 @@ def check(traffic: Traffic, *present: Guesser) -> None:
 
 
 def make_traffic(rule: AcceptanceRule) -> Traffic:
-    return Traffic(prompts=((1, 2),), rule=rule, policy=DepthPolicy("fixed", 5))
+    return Traffic(prompts=((1, 2),), rule=rule, policy=DraftTokensPolicy("fixed", 5))
 
 
 RULES = [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]

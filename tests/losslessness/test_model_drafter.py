@@ -19,14 +19,14 @@ from exact import LENGTH, PROMPT, VOCAB, against_enumeration, tiny_model
 from drafter_svc.families import forwards
 from drafter_svc.families.draft_model import DraftModel
 from drafter_svc.families.model import ModelFamily
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.session import DraftSession
 from outrider.errors import OutriderError
 from outrider.lm.runner import ModelRunner
 from outrider.messages import (
     AcceptanceRule,
+    DraftDistribution,
     Hello,
-    Rule,
     SamplingParams,
     StepBatch,
     TokenChunk,
@@ -64,14 +64,14 @@ def generate(
     family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int
 ) -> npt.NDArray[np.int64]:
     """The first three tokens of so many requests, [draws, 3], drafted by the family as over its stream."""
-    limits = Limits(DepthPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
+    limits = Limits(DraftTokensPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
     engine = make_engine(rule, True, limits, 8 * CONCURRENT)
     texts: list[list[int]] = [[] for _ in range(draws)]
     session, sampled = DraftSession(family), 0
 
     def hear(step: StepBatch | OutriderError) -> None:
         assert isinstance(step, StepBatch), step
-        assert all(opened.rule is Rule.SPARSE for opened in step.opened)
+        assert all(opened.distribution is DraftDistribution.SPARSE for opened in step.opened)
         session.apply(step)
 
     handle = engine.drafting.join(
@@ -97,7 +97,7 @@ def generate(
                 for proposal in batch.proposals
                 for given in proposal.distributions
             )
-            engine.drafting.take(handle, batch)
+            engine.drafting.on_drafts(handle, batch)
             engine.step()
             engine.outgoing.tell_clients()
     assert sampled > 2 * draws

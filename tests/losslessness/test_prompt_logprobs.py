@@ -8,11 +8,11 @@ import torch
 from drafted import LawDrafter, make_engine
 from exact import VOCAB, equal_to_target, tiny_model
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import (
     AcceptanceRule,
+    DraftDistribution,
     FinishReason,
-    Rule,
     SamplingParams,
     TokenChunk,
     TokenRequest,
@@ -21,7 +21,7 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 
 TOP = 5
-POLICY = DepthPolicy("fixed", 5)
+POLICY = DraftTokensPolicy("fixed", 5)
 TEXT = np.random.default_rng(7).integers(0, VOCAB, 64).tolist()
 SCORED = TokenRequest(TEXT[:40], 3, SamplingParams(0.0), prompt_logprobs=TOP)
 
@@ -81,7 +81,7 @@ def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are
     drafter = LawDrafter(
         engine,
         equal_to_target(SamplingParams()),
-        frozenset({Rule.SPARSE}),
+        frozenset({DraftDistribution.SPARSE}),
         np.random.default_rng(0),
     )
     requests = [

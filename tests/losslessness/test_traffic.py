@@ -17,12 +17,12 @@ from small import VOCAB, Guesser, Traffic, fixed_law, near, target_law
 from virtual_time import VirtualClock
 
 from outrider.clock import monotonic
-from outrider.depth_policy import DepthPolicy
-from outrider.messages import AcceptanceRule, Rule
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.messages import AcceptanceRule, DraftDistribution
 
-SPARSE = frozenset({Rule.ONE_HOT, Rule.SPARSE})
-COUPLED = frozenset({Rule.ONE_HOT, Rule.COUPLED})
-ONE_HOT = frozenset({Rule.ONE_HOT})
+SPARSE = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
+COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
+ONE_HOT = frozenset({DraftDistribution.ONE_HOT})
 CLOSE, OTHER, POOR = near(target_law), near(target_law, 0.5, seed=2), near(target_law, 0.0, seed=3)
 
 
@@ -30,14 +30,14 @@ CLOSE, OTHER, POOR = near(target_law), near(target_law, 0.5, seed=2), near(targe
 class Case:
     """Settings of the traffic, its drafters by what they offer, and what has to have happened for the case to mean anything."""
 
-    drafters: Callable[[frozenset[Rule]], list[Guesser]]
+    drafters: Callable[[frozenset[DraftDistribution]], list[Guesser]]
     happened: Callable[[Traffic, list[Guesser]], bool] = lambda traffic, drafters: True
     settings: dict[str, Any] = field(default_factory=dict)
     events: Callable[[Traffic, list[Guesser], int], object] = lambda traffic, drafters, tick: None
     timed: bool = False
 
     def run(
-        self, draws: int, offers: frozenset[Rule], **settings: Any
+        self, draws: int, offers: frozenset[DraftDistribution], **settings: Any
     ) -> tuple[Traffic, np.ndarray]:
         """The traffic, and what its requests generated."""
         clock = VirtualClock()
@@ -58,7 +58,7 @@ def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
         drafter.leave() if drafter.connected else drafter.join(traffic.engine)
 
 
-def two(offers: frozenset[Rule], **settings: Any) -> list[Guesser]:
+def two(offers: frozenset[DraftDistribution], **settings: Any) -> list[Guesser]:
     return [
         Guesser("first", CLOSE, offers, **settings),
         Guesser("second", OTHER, ONE_HOT, **settings),
@@ -79,7 +79,7 @@ CASES = {
         ),
     ),
     "two drafters, depth auto": Case(
-        two, settings={"policy": DepthPolicy("auto", 5), "concurrent": 24}
+        two, settings={"policy": DraftTokensPolicy("auto", 5), "concurrent": 24}
     ),
     "pauses": Case(
         lambda offers: [
@@ -90,7 +90,7 @@ CASES = {
             traffic.paused_ticks > 20
             and all(sum(drafter.proposed.values()) > 200 for drafter in drafters)
         ),
-        {"policy": DepthPolicy("goodput", 5), "always": False, "concurrent": 48, "length": 9},
+        {"policy": DraftTokensPolicy("goodput", 5), "always": False, "concurrent": 48, "length": 9},
         timed=True,
     ),
     "preemption, chunks and cached prefixes": Case(
@@ -106,7 +106,7 @@ CASES = {
         events=come_and_go,
     ),
 }
-WAYS: dict[str, tuple[frozenset[Rule], AcceptanceRule]] = {
+WAYS: dict[str, tuple[frozenset[DraftDistribution], AcceptanceRule]] = {
     "block": (SPARSE, AcceptanceRule.BLOCK),
     "token-wise": (SPARSE, AcceptanceRule.TOKEN_WISE),
     "coupled": (COUPLED, AcceptanceRule.BLOCK),
@@ -156,7 +156,9 @@ def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(
     rule: AcceptanceRule,
 ) -> None:
     """Whether a block ends early tells most about the coins behind its end where a drafter takes a fair coin for a loaded one."""
-    traffic = Traffic(EVEN, prompts=((2,),), rule=rule, policy=DepthPolicy("fixed", 4), length=4)
+    traffic = Traffic(
+        EVEN, prompts=((2,),), rule=rule, policy=DraftTokensPolicy("fixed", 4), length=4
+    )
     texts = traffic.run(6_000, Guesser("heads", HEADS, SPARSE, silent=0.0))
     compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.041)
 

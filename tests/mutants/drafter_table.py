@@ -78,7 +78,7 @@ DRAFTER_MUTANTS = (
         "D5",
         "branches are sampled, and count as the likeliest",
         CACHED_DRAFT,
-        "if opened.sampling.greedy or (self.at is not None and opened.rule is Rule.SPARSE):",
+        "if opened.sampling.greedy or (self.at is not None and opened.distribution is DraftDistribution.SPARSE):",
         "if opened.sampling.greedy:",
         ("tests/drafter/test_draft_branches.py",),
     ),

@@ -9,13 +9,18 @@ from redis_servers import Standalone
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.redis import RedisPool
-from outrider.messages import Opened, Proposal, Rule, SamplingParams, Skip, Window
+from outrider.messages import DraftDistribution, Opened, Proposal, SamplingParams, Skip, Window
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
     """With a window of so great a depth, for a verifier that takes 4 tokens."""
     return Opened(
-        sequence_id, tokens, SamplingParams(0.0), Rule.ONE_HOT, Window(4 * depth, depth), 4
+        sequence_id,
+        tokens,
+        SamplingParams(0.0),
+        DraftDistribution.ONE_HOT,
+        Window(4 * depth, depth),
+        4,
     )
 
 

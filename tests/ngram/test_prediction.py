@@ -5,7 +5,7 @@ from family_rig import Rig
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions
 from drafter_svc.pools.prediction import Prediction
-from outrider.messages import Opened, Rule, SamplingParams, Window
+from outrider.messages import DraftDistribution, Opened, SamplingParams, Window
 
 FILE = [10, 11, 12, 13, 10, 11, 14, 15, 10, 11, 16, 17, 18]
 
@@ -15,7 +15,7 @@ def opened(prediction: list[int]) -> Opened:
         1,
         [1, 2, 3],
         SamplingParams(0.0),
-        Rule.ONE_HOT,
+        DraftDistribution.ONE_HOT,
         Window(24, 6),
         4,
         prediction=prediction,

@@ -4,7 +4,7 @@ import pytest
 from family_rig import Rig
 
 from drafter_svc.families.suffix import SuffixFamily, SuffixSettings
-from outrider.messages import Opened, Rule, SamplingParams, Skip, Window
+from outrider.messages import DraftDistribution, Opened, SamplingParams, Skip, Window
 
 
 def opened(sequence_id: int, tokens: list[int], tenant: str = "") -> Opened:
@@ -13,7 +13,7 @@ def opened(sequence_id: int, tokens: list[int], tenant: str = "") -> Opened:
         sequence_id,
         tokens,
         SamplingParams(0.0),
-        Rule.ONE_HOT,
+        DraftDistribution.ONE_HOT,
         window,
         4,
         tenant=tenant,

@@ -126,7 +126,10 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
         closed=[drafts_pb2.Closed(reason=value)],
     )
     read = wire_drafts.step_from_proto(step, VOCAB)
-    assert (read.opened[0].rule, read.closed[0].reason) == (m.Rule.ONE_HOT, m.CloseReason.ENDED)
+    assert (read.opened[0].distribution, read.closed[0].reason) == (
+        m.DraftDistribution.ONE_HOT,
+        m.CloseReason.ENDED,
+    )
     assert (
         wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value)).stage
         is m.Stage.LOADING
@@ -135,7 +138,10 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
         distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], capabilities=[value]
     )
     hello.MergeFrom(HELLO)
-    assert wire_drafts.hello_from_proto(hello).distributions == {m.Rule.ONE_HOT, m.Rule.COUPLED}
+    assert wire_drafts.hello_from_proto(hello).distributions == {
+        m.DraftDistribution.ONE_HOT,
+        m.DraftDistribution.COUPLED,
+    }
     assert not wire_drafts.hello_from_proto(hello).wants_features
     rules = [value, common_pb2.ACCEPTANCE_RULE_BLOCK]
     response = verifier_pb2.GenerateTokensResponse(

@@ -110,7 +110,18 @@ def test_a_step_comes_back_as_it_was(
     accepted: int,
 ) -> None:
     step = m.StepBatch(
-        [m.Opened(sequence_id, tokens, sampling, m.Rule.SPARSE, window, 4, "tenant", "trace")],
+        [
+            m.Opened(
+                sequence_id,
+                tokens,
+                sampling,
+                m.DraftDistribution.SPARSE,
+                window,
+                4,
+                "tenant",
+                "trace",
+            )
+        ],
         [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace")],
         [m.Closed(sequence_id, m.CloseReason.ENDED)],
     )

@@ -8,7 +8,7 @@ import torch
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import Slice
+from outrider.lm.runner import SequenceSlice
 from outrider.messages import DraftBatch, FinishReason, Hello, Proposal, Skip, StepBatch, TokenChunk
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.outgoing import Delivery
@@ -37,9 +37,9 @@ class TableModel:
         self.cache = np.full((page_count, page_size), -1)
         self.page_size = page_size
         self.forward_count = 0
-        self.broken: Callable[[Sequence[Slice]], None] = lambda slices: None
+        self.broken: Callable[[Sequence[SequenceSlice]], None] = lambda slices: None
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         self.forward_count += 1
         self.broken(slices)
         rows = []
@@ -127,12 +127,12 @@ class ScriptedDrafter:
         self.send(Proposal(sequence_id, self.length[sequence_id], list(self.ahead[sequence_id])))
 
     def skip(self, sequence_id: int) -> None:
-        self.engine.drafting.take(
+        self.engine.drafting.on_drafts(
             self.handle, DraftBatch(skips=[Skip(sequence_id, self.length[sequence_id])])
         )
 
     def send(self, *proposals: Proposal) -> None:
-        self.engine.drafting.take(self.handle, DraftBatch(list(proposals)))
+        self.engine.drafting.on_drafts(self.handle, DraftBatch(list(proposals)))
         self.engine.drain_inbox()
 
 

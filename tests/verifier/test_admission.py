@@ -2,7 +2,7 @@
 
 from fake_model import Client, ScriptedDrafter, make_engine
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
 from verifier_svc.engine.target import Limits
 
@@ -38,7 +38,7 @@ def test_a_preempted_sequence_is_handed_to_a_drafter_that_joins_while_it_waits()
 
 
 def test_deep_drafts_leave_room_for_a_prompt() -> None:
-    limits = Limits(DepthPolicy("fixed", 8), max_batch_tokens=32)
+    limits = Limits(DraftTokensPolicy("fixed", 8), max_batch_tokens=32)
     engine, model = make_engine(page_count=256, eos_bias=-99, limits=limits)
     drafter = ScriptedDrafter(engine)
     deep = SpeculationOptions(draft_tokens=8)

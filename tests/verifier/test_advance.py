@@ -6,7 +6,7 @@ import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine
 from virtual_time import VirtualClock
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def patient_engine(clock: VirtualClock) -> tuple[Engine, TableModel]:
     """One that waits for every draft, whether it pays or not."""
-    limits = Limits(DepthPolicy("fixed", 4))
+    limits = Limits(DraftTokensPolicy("fixed", 4))
     return make_engine(eos_bias=-99, limits=limits, always_draft=True, clock=clock)
 
 

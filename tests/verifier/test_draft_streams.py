@@ -11,11 +11,11 @@ from outrider.messages import (
     Closed,
     CloseReason,
     DraftBatch,
+    DraftDistribution,
     Hello,
     ModelInfo,
     Opened,
     Proposal,
-    Rule,
     SamplingParams,
     Stage,
     StepBatch,
@@ -32,7 +32,12 @@ from verifier_svc.streams import draft_streams
 
 def opened(sequence_id: int, token_count: int) -> Opened:
     return Opened(
-        sequence_id, [100_000] * token_count, SamplingParams(0.0), Rule.ONE_HOT, Window(8, 4), 4
+        sequence_id,
+        [100_000] * token_count,
+        SamplingParams(0.0),
+        DraftDistribution.ONE_HOT,
+        Window(8, 4),
+        4,
     )
 
 

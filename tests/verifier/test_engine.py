@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import VirtualClock
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
+    DraftDistribution,
     FinishReason,
     Proposal,
-    Rule,
     SamplingParams,
     SpeculationOptions,
     TokenRequest,
@@ -96,7 +96,7 @@ def test_pages_that_only_a_rejected_draft_needed_are_free_at_once() -> None:
 
 
 def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:
-    engine, model = make_engine(limits=Limits(DepthPolicy("fixed", 2)), eos_bias=-99)
+    engine, model = make_engine(limits=Limits(DraftTokensPolicy("fixed", 2)), eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(request([1, 2], 9), client)
     engine.drain_inbox()
@@ -148,7 +148,7 @@ def test_stop_tokens_end_the_text_and_ignore_eos_does_not() -> None:
 def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number_of_pages(
     data: st.DataObject,
 ) -> None:
-    policy = DepthPolicy("fixed", data.draw(st.integers(0, 5)))
+    policy = DraftTokensPolicy("fixed", data.draw(st.integers(0, 5)))
     limits = Limits(policy, max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
     engine, model = make_engine(
         page_count=data.draw(st.integers(8, 40)), limits=limits, seed=data.draw(st.integers(0, 5))
@@ -404,15 +404,17 @@ def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
 
 def test_a_distribution_counts_only_from_trusted_drafters_and_only_when_sampling() -> None:
     for trust, sampling, rule in (
-        (False, SamplingParams(), Rule.ONE_HOT),
-        (True, SamplingParams(), Rule.SPARSE),
-        (True, GREEDY, Rule.ONE_HOT),
+        (False, SamplingParams(), DraftDistribution.ONE_HOT),
+        (True, SamplingParams(), DraftDistribution.SPARSE),
+        (True, GREEDY, DraftDistribution.ONE_HOT),
     ):
         engine, _ = make_engine(trust=trust)
-        drafter = ScriptedDrafter(engine, distributions=frozenset({Rule.ONE_HOT, Rule.SPARSE}))
+        drafter = ScriptedDrafter(
+            engine, distributions=frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
+        )
         engine.submit(request([1], 5, sampling=sampling), Client())
         engine.drain_inbox()
-        assert drafter.told[0].opened[0].rule is rule
+        assert drafter.told[0].opened[0].distribution is rule
 
 
 def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> None:

@@ -6,7 +6,7 @@ import torch
 from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.grammar.backends import Mask
-from outrider.messages import Rule, SamplingParams, SparseDistribution, TokenRequest
+from outrider.messages import DraftDistribution, SamplingParams, SparseDistribution, TokenRequest
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.trie import Path
 from verifier_svc.verification.batch import DraftVerifier, Verified
@@ -36,7 +36,9 @@ class Heads:
 def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -> None:
     """The drafter draws 0 or the forbidden 2, the target wants 0 as often as 1."""
     engine, model = make_engine(trust=True)
-    ScriptedDrafter(engine, distributions=frozenset({Rule.ONE_HOT, Rule.SPARSE}))
+    ScriptedDrafter(
+        engine, distributions=frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
+    )
     sequence = engine.submit(TokenRequest([3], 9, SamplingParams()), Client())
     sequence.matcher, sequence.mask_width = (matcher := Heads()), 1
     [assignment] = sequence.assignments.values()

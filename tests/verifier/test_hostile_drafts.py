@@ -8,7 +8,7 @@ from fake_model import Client, ScriptedDrafter, make_engine
 from prometheus_client import generate_latest
 from virtual_time import VirtualClock
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     DraftBatch,
@@ -39,7 +39,7 @@ def test_a_proposal_or_skip_for_a_sequence_that_never_was_is_a_violation(handed:
         engine.submit(
             replace(request([1, 2], 8), speculation=SpeculationOptions(enabled=False)), Client()
         )
-        engine.drafting.take(drafter.handle, batch)
+        engine.drafting.on_drafts(drafter.handle, batch)
         engine.drain_inbox()
         assert drafter.error is not None
         assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
@@ -55,7 +55,7 @@ def test_a_bad_skip_is_reported_as_a_skip() -> None:
         engine, _ = make_engine()
         drafter = ScriptedDrafter(engine)
         engine.submit(request([1, 2], 8), Client())
-        engine.drafting.take(drafter.handle, DraftBatch(skips=[skip]))
+        engine.drafting.on_drafts(drafter.handle, DraftBatch(skips=[skip]))
         engine.drain_inbox()
         assert drafter.error is not None
         assert drafter.error.field == field
@@ -96,7 +96,7 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing() -> None:
         return real() + shift
 
     engine, model = make_engine(
-        limits=Limits(DepthPolicy("goodput", 4)), eos_bias=-99, clock=stepping
+        limits=Limits(DraftTokensPolicy("goodput", 4)), eos_bias=-99, clock=stepping
     )
     model.broken = lambda slices: real.sleep(0.001)
     engine.warm_up()
@@ -138,7 +138,7 @@ def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
     """It answers each verdict late, with tokens that later verdicts told it."""
     clock = VirtualClock()
     engine, model = make_engine(
-        eos_bias=-99, page_count=128, limits=Limits(DepthPolicy("fixed", 4)), clock=clock
+        eos_bias=-99, page_count=128, limits=Limits(DraftTokensPolicy("fixed", 4)), clock=clock
     )
     model.broken = lambda slices: clock.sleep(0.01)
     drafter = ScriptedDrafter(engine)
@@ -151,7 +151,7 @@ def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
         assignment.asked_at = {len(sequence.tokens): clock()}
         base = len(sequence.tokens)
         clock.step(engine)
-        engine.drafting.take(
+        engine.drafting.on_drafts(
             drafter.handle, DraftBatch([Proposal(sequence.id, base, sequence.tokens[base:])])
         )
     assert drafter.error is None

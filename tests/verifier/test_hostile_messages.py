@@ -21,13 +21,13 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     Closed,
     DraftBatch,
+    DraftDistribution,
     Grammar,
     GrammarKind,
     Hello,
     Opened,
     Placement,
     Proposal,
-    Rule,
     SamplingParams,
     Skip,
     StepBatch,
@@ -44,7 +44,9 @@ BOUNDED = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 GREEDY = SamplingParams(temperature=0.0)
-HELLO = Hello("d", "f", "t", 8, frozenset(Rule), Placement("cpu", "h", "cpu", (0, 1), 0, "x"))
+HELLO = Hello(
+    "d", "f", "t", 8, frozenset(DraftDistribution), Placement("cpu", "h", "cpu", (0, 1), 0, "x")
+)
 DRAFTS = DraftBatch(
     [Proposal(1, 5, [1, 2]), Proposal(1, 5, [1, 3], [0, 1], draft_seconds=0.1)], [Skip(2, 5)]
 )
@@ -52,7 +54,7 @@ OPENED = Opened(
     1,
     [1, 2, 3, 1, 2],
     GREEDY,
-    Rule.ONE_HOT,
+    DraftDistribution.ONE_HOT,
     Window(16, 4),
     2,
     "t",
@@ -88,7 +90,9 @@ def take(data: bytes) -> None:
         request = verifier_pb2.StreamDraftsRequest.FromString(data)
         if request.WhichOneof("message") == "hello":
             wire_drafts.hello_from_proto(request.hello)
-        engine.drafting.take(drafter.handle, wire_drafts.drafts_from_proto(request.drafts, VOCAB))
+        engine.drafting.on_drafts(
+            drafter.handle, wire_drafts.drafts_from_proto(request.drafts, VOCAB)
+        )
     except (DecodeError, OutriderError):
         pass  # refused
     engine.drain_inbox()

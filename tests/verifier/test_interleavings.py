@@ -9,15 +9,15 @@ from fake_model import VOCAB, Client, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
 from outrider.messages import (
     DraftBatch,
+    DraftDistribution,
     Hello,
     Opened,
     Proposal,
-    Rule,
     SamplingParams,
     Skip,
     StepBatch,
@@ -37,7 +37,14 @@ def test_however_late_messages_are_both_sides_agree_in_the_end(data: st.DataObje
     text = [9]
     trie = Trie(len(text), window)
     sequence = DraftSequence(
-        Opened(1, list(text), SamplingParams(temperature=0.0), Rule.ONE_HOT, window, draft_tokens=3)
+        Opened(
+            1,
+            list(text),
+            SamplingParams(temperature=0.0),
+            DraftDistribution.ONE_HOT,
+            window,
+            draft_tokens=3,
+        )
     )
     up: deque[Proposal] = deque()
     down: deque[Verdict] = deque()
@@ -139,7 +146,7 @@ class Drafter:
 
     def deliver(self, rng: random.Random, *, again: bool) -> None:
         batch = rng.choice(self.said)
-        self.engine.drafting.take(self.handle, batch)
+        self.engine.drafting.on_drafts(self.handle, batch)
         if not again:
             self.said.remove(batch)
 
@@ -190,7 +197,9 @@ PLAIN = plain_texts()
 
 def run(rng: random.Random) -> Engine:
     """All requests, with two drafters whose messages go astray."""
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True)
+    engine, _ = make_engine(
+        eos_bias=-99, limits=Limits(DraftTokensPolicy("fixed", 4)), always_draft=True
+    )
     drafters = [Drafter(engine, "one"), Drafter(engine, "two")]
     clients = [Client() for _ in REQUESTS]
     for request, client in zip(REQUESTS, clients, strict=True):

@@ -6,7 +6,7 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from virtual_time import VirtualClock
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
 
@@ -46,7 +46,7 @@ def test_with_nothing_left_to_compute_clients_are_told_at_once() -> None:
 def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None:
     clock = VirtualClock()
     engine, model = make_engine(
-        eos_bias=-99, limits=Limits(DepthPolicy("fixed", 4)), always_draft=True, clock=clock
+        eos_bias=-99, limits=Limits(DraftTokensPolicy("fixed", 4)), always_draft=True, clock=clock
     )
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)

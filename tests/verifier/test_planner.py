@@ -9,7 +9,7 @@ from fake_model import Client, ScriptedDrafter, make_engine, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
 from outrider.messages import (
     DraftBatch,
@@ -29,15 +29,15 @@ GREEDY = SamplingParams(temperature=0.0)
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("goodput", DepthPolicy("goodput", 8)),
-        ("goodput:3", DepthPolicy("goodput", 3)),
-        ("auto", DepthPolicy("auto", 5)),
-        ("fixed:0", DepthPolicy("fixed", 0)),
-        ("6", DepthPolicy("fixed", 6)),
+        ("goodput", DraftTokensPolicy("goodput", 8)),
+        ("goodput:3", DraftTokensPolicy("goodput", 3)),
+        ("auto", DraftTokensPolicy("auto", 5)),
+        ("fixed:0", DraftTokensPolicy("fixed", 0)),
+        ("6", DraftTokensPolicy("fixed", 6)),
     ],
 )
-def test_a_policy_is_named_with_its_bound(text: str, policy: DepthPolicy) -> None:
-    assert DepthPolicy.parse(text) == policy
+def test_a_policy_is_named_with_its_bound(text: str, policy: DraftTokensPolicy) -> None:
+    assert DraftTokensPolicy.parse(text) == policy
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_anything_else_is_refused_by_name(text: str) -> None:
         OutriderError,
         match="draft_tokens must be goodput, goodput:MAX, auto or fixed:K, with at most 64",
     ):
-        DepthPolicy.parse(text)
+        DraftTokensPolicy.parse(text)
 
 
 def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
-    assert [DepthPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)] == [
+    assert [DraftTokensPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)] == [
         5,
         5,
         3,
@@ -125,7 +125,7 @@ def test_the_deeper_a_token_the_less_it_is_worth(
 
 
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     for depth in (0, 8):
         engine.cost.calibrate(1, 1 + depth, 0.1)  # further tokens come free by themselves
     engine.cost.prompt_token_s = 0.05
@@ -152,7 +152,7 @@ def test_one_late_answer_does_not_change_a_drafters_latency() -> None:
 
 def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
     """An engine with `batch` sequences, whose drafts of 8 had `accepted` tokens accepted so far."""
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     ScriptedDrafter(engine)
     for size in (1, batch):
         for depth in (0, 8):
@@ -188,7 +188,7 @@ def test_a_batch_that_fills_the_processor_drafts_less() -> None:
 
 def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
     """Eight sequences, drafters with these chances to be right for each; 16 tokens take little more than 8, further ones 2 ms."""
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     for name in rates:
         ScriptedDrafter(engine, name, name, max_draft_tokens=max_draft_tokens)
     for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
@@ -247,7 +247,7 @@ def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> Non
 
 
 def test_with_only_plain_steps_known_hopeless_drafts_are_not_deep() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     ScriptedDrafter(engine)
     engine.cost.observe(1, 1, 0.03)
     sequence = engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
@@ -276,7 +276,7 @@ def test_a_request_that_names_its_depth_gets_it() -> None:
 
 
 def test_the_drafter_is_told_when_the_depth_changes() -> None:
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     drafter, client = ScriptedDrafter(engine), Client()
     for depth in (0, 8):
         engine.cost.calibrate(1, 1 + depth, 0.05 + 0.005 * depth)
@@ -293,7 +293,7 @@ def test_the_drafter_is_told_when_the_depth_changes() -> None:
 
 
 def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
-    engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 4)))
+    engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 4)))
     engine.drafting._own_cores = frozenset({0, 1})
     here = ScriptedDrafter(
         engine, "here", "here", placement=Placement(host=platform.node(), device="cpu")
@@ -308,7 +308,7 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
 
 
 def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -> None:
-    engine, _ = make_engine(limits=Limits(DepthPolicy("fixed", 8)))
+    engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 8)))
     drafter = ScriptedDrafter(engine)
     engine.cost.calibrate(1, 1, 0.05)
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
@@ -328,7 +328,7 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
 
     A draft of 8 takes 60 ms of the target's cores.
     """
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     for size in (1, 8):
         for depth in (0, 8):
@@ -376,7 +376,7 @@ def test_a_silent_drafter_is_asked_as_soon_as_drafting_pays_for_the_batch() -> N
 
 
 def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()))
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     engine.cost.calibrate(1, 1, 0.05)
     engine.cost.calibrate(1, 9, 0.054)
     quick, slow = ScriptedDrafter(engine, "quick", "one"), ScriptedDrafter(engine, "slow", "other")
@@ -410,7 +410,7 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
 
 
 def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> None:
-    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DepthPolicy()))
+    engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     sequences = [engine.submit(TokenRequest([1, 2], 100, GREEDY), Client()) for _ in range(16)]
     engine.drain_inbox()
@@ -421,7 +421,7 @@ def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> N
         for sequence in sequences:
             sequence.assignments["scripted"].asked_at = {len(sequence.tokens): now}
             proposals.append(Proposal(sequence.id, len(sequence.tokens), [5]))
-        engine.drafting.take(drafter.handle, DraftBatch(proposals), arrived_at=now + seconds)
+        engine.drafting.on_drafts(drafter.handle, DraftBatch(proposals), arrived_at=now + seconds)
         engine.step()
 
     for seconds in (0.01, 0.01, 0.01, 0.5):

@@ -6,18 +6,18 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 from virtual_time import VirtualClock
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import DraftBatch, Proposal, SamplingParams, TokenRequest
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.state.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
-POLICIES = [DepthPolicy(), DepthPolicy.parse("auto"), DepthPolicy("fixed", 4)]
+POLICIES = [DraftTokensPolicy(), DraftTokensPolicy.parse("auto"), DraftTokensPolicy("fixed", 4)]
 
 
 def doubted(
-    policy: DepthPolicy, **limits: int
+    policy: DraftTokensPolicy, **limits: int
 ) -> tuple[Engine, ScriptedDrafter, Sequence, VirtualClock]:
     """A drafter that was always wrong, and a new sequence that it is handed; a forward takes 52 ms."""
     clock = VirtualClock()
@@ -32,7 +32,7 @@ def doubted(
     first = engine.submit(TokenRequest([1, 2], 400, GREEDY), Client())
     clock.step(engine)
     for _ in range(100):
-        engine.drafting.judge(first.assignments["scripted"], 8, 0)
+        engine.drafting.record_acceptance(first.assignments["scripted"], 8, 0)
     clock.step(engine)
     engine.cancel(first)
     sequence = engine.submit(TokenRequest(list(range(1, 7)), 400, GREEDY), Client())
@@ -55,7 +55,7 @@ def told_in_steps(
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_drafter_that_was_always_wrong_begins_with_a_probe_on_a_new_sequence(
-    policy: DepthPolicy,
+    policy: DraftTokensPolicy,
 ) -> None:
     _, drafter, sequence, _ = doubted(policy)
     assert not sequence.assignments["scripted"].asked
@@ -64,7 +64,7 @@ def test_a_drafter_that_was_always_wrong_begins_with_a_probe_on_a_new_sequence(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_probe_is_neither_verified_nor_waited_for(policy: DepthPolicy) -> None:
+def test_a_probe_is_neither_verified_nor_waited_for(policy: DraftTokensPolicy) -> None:
     engine, drafter, sequence, clock = doubted(policy, max_batch_tokens=4)
     drafter.propose(sequence.id, [1])
     began = clock()
@@ -75,7 +75,7 @@ def test_a_probe_is_neither_verified_nor_waited_for(policy: DepthPolicy) -> None
 
 
 def test_probes_become_rarer_as_long_as_the_drafter_stays_silent() -> None:
-    engine, drafter, _, clock = doubted(DepthPolicy())
+    engine, drafter, _, clock = doubted(DraftTokensPolicy())
     told = told_in_steps(engine, drafter, clock, 300)
     gaps = [after - before for before, after in pairwise(told)]
     assert gaps == sorted(gaps)
@@ -83,7 +83,7 @@ def test_probes_become_rarer_as_long_as_the_drafter_stays_silent() -> None:
 
 
 def test_a_probe_asks_for_one_token_and_tells_all_that_was_missed() -> None:
-    engine, drafter, sequence, clock = doubted(DepthPolicy())
+    engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
     told_in_steps(engine, drafter, clock, 40)
     verdicts = [
         verdict
@@ -98,7 +98,7 @@ def test_a_probe_asks_for_one_token_and_tells_all_that_was_missed() -> None:
 
 
 def test_probes_of_many_sequences_go_out_in_the_same_step() -> None:
-    engine, drafter, _, clock = doubted(DepthPolicy(), max_sequences=32)
+    engine, drafter, _, clock = doubted(DraftTokensPolicy(), max_sequences=32)
     for size in (8, 32):
         engine.cost.calibrate(size, size, 0.06)
         engine.cost.calibrate(size, 9 * size, 0.1)
@@ -114,7 +114,7 @@ def test_probes_of_many_sequences_go_out_in_the_same_step() -> None:
 
 
 def test_a_drafter_whose_probes_are_right_is_asked_again() -> None:
-    engine, drafter, sequence, clock = doubted(DepthPolicy())
+    engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
     assignment = sequence.assignments["scripted"]
     for _ in range(150):
         clock.step(engine)
@@ -128,7 +128,7 @@ def test_a_drafter_whose_probes_are_right_is_asked_again() -> None:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_probe_that_is_answered_too_late_still_tells(right: bool) -> None:
-    engine, drafter, sequence, clock = doubted(DepthPolicy())
+    engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
     clock.step(engine)
     assignment = sequence.assignments["scripted"]
     drafter.propose(sequence.id, [0], anew=True)
@@ -139,6 +139,6 @@ def test_a_probe_that_is_answered_too_late_still_tells(right: bool) -> None:
     assert assignment.told_length == base
     before = assignment.rate.by_position[0]
     token = sequence.tokens[base] if right else (sequence.tokens[base] + 1) % 7
-    engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, base, [token])]))
+    engine.drafting.on_drafts(drafter.handle, DraftBatch([Proposal(sequence.id, base, [token])]))
     assert drafter.error is None
     assert (assignment.rate.by_position[0] > before) is right

@@ -9,7 +9,7 @@ import torch
 from outrider.messages import (
     Acceptance,
     AcceptanceRule,
-    Rule,
+    DraftDistribution,
     SamplingParams,
     SparseDistribution,
     SpeculationOptions,
@@ -263,26 +263,59 @@ def test_where_nothing_is_allowed_no_draft_token_stands_whatever_is_beside_it() 
     assert alive == accept(torch.zeros(2, 4), [beside])[0]
 
 
-ALL = frozenset(Rule)
+ALL = frozenset(DraftDistribution)
 
 
 @pytest.mark.parametrize(
     ("request_", "offered", "trusted", "asked"),
     [
-        (SamplingParams(0.0), ALL, True, Rule.ONE_HOT),
-        (SamplingParams(1.0), ALL, True, Rule.SPARSE),
-        (SamplingParams(1.0), ALL, False, Rule.COUPLED),
-        (SamplingParams(1.0, seed=3), ALL, True, Rule.COUPLED),
-        (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.SPARSE}), False, Rule.ONE_HOT),
-        (SamplingParams(1.0, seed=3), frozenset({Rule.ONE_HOT, Rule.SPARSE}), True, Rule.ONE_HOT),
-        (SamplingParams(1.0), frozenset({Rule.ONE_HOT}), True, Rule.ONE_HOT),
-        (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.COUPLED}), True, Rule.ONE_HOT),
-        (SamplingParams(1.0, seed=3), frozenset({Rule.ONE_HOT, Rule.COUPLED}), True, Rule.COUPLED),
-        (SamplingParams(1.0), frozenset({Rule.ONE_HOT, Rule.COUPLED}), False, Rule.COUPLED),
+        (SamplingParams(0.0), ALL, True, DraftDistribution.ONE_HOT),
+        (SamplingParams(1.0), ALL, True, DraftDistribution.SPARSE),
+        (SamplingParams(1.0), ALL, False, DraftDistribution.COUPLED),
+        (SamplingParams(1.0, seed=3), ALL, True, DraftDistribution.COUPLED),
+        (
+            SamplingParams(1.0),
+            frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE}),
+            False,
+            DraftDistribution.ONE_HOT,
+        ),
+        (
+            SamplingParams(1.0, seed=3),
+            frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE}),
+            True,
+            DraftDistribution.ONE_HOT,
+        ),
+        (
+            SamplingParams(1.0),
+            frozenset({DraftDistribution.ONE_HOT}),
+            True,
+            DraftDistribution.ONE_HOT,
+        ),
+        (
+            SamplingParams(1.0),
+            frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED}),
+            True,
+            DraftDistribution.ONE_HOT,
+        ),
+        (
+            SamplingParams(1.0, seed=3),
+            frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED}),
+            True,
+            DraftDistribution.COUPLED,
+        ),
+        (
+            SamplingParams(1.0),
+            frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED}),
+            False,
+            DraftDistribution.COUPLED,
+        ),
     ],
 )
 def test_the_trust_table(
-    request_: SamplingParams, offered: frozenset[Rule], trusted: bool, asked: Rule
+    request_: SamplingParams,
+    offered: frozenset[DraftDistribution],
+    trusted: bool,
+    asked: DraftDistribution,
 ) -> None:
     assert how_to_propose(TokenRequest([1], 1, request_), offered, trusted) is asked
 
@@ -301,11 +334,16 @@ def test_no_request_has_both_sampled_drafts_and_drafters_that_know_its_noise(
         speculation=SpeculationOptions(acceptance=acceptance),
     )
     kinds = [
-        frozenset({Rule.ONE_HOT, *more})
-        for more in ((), (Rule.SPARSE,), (Rule.COUPLED,), (Rule.SPARSE, Rule.COUPLED))
+        frozenset({DraftDistribution.ONE_HOT, *more})
+        for more in (
+            (),
+            (DraftDistribution.SPARSE,),
+            (DraftDistribution.COUPLED,),
+            (DraftDistribution.SPARSE, DraftDistribution.COUPLED),
+        )
     ]
     asked = {how_to_propose(request, offered, trusted) for offered in kinds}
-    assert not {Rule.SPARSE, Rule.COUPLED} <= asked
+    assert not {DraftDistribution.SPARSE, DraftDistribution.COUPLED} <= asked
 
 
 def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
@@ -314,7 +352,7 @@ def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
         (Acceptance.RELAXED, AcceptanceRule.RELAXED),
     ):
         request = TokenRequest([1], 1, speculation=SpeculationOptions(acceptance=acceptance))
-        assert how_to_propose(request, ALL, True) is Rule.COUPLED
+        assert how_to_propose(request, ALL, True) is DraftDistribution.COUPLED
         assert acceptance_rule(request, AcceptanceRule.BLOCK, False) is rule
         assert rule.lossy
     exact = TokenRequest([1], 1)

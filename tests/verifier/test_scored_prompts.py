@@ -6,8 +6,8 @@ from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, make_eng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.depth_policy import DepthPolicy
-from outrider.lm.runner import Slice
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.lm.runner import SequenceSlice
 from outrider.messages import SamplingParams, TokenRequest
 from verifier_svc.engine.target import Limits
 
@@ -32,7 +32,7 @@ def test_every_prompt_is_scored_once_in_any_batch_with_any_number_of_pages(
     data: st.DataObject,
 ) -> None:
     limits = Limits(
-        DepthPolicy("fixed", data.draw(st.integers(0, 3))),
+        DraftTokensPolicy("fixed", data.draw(st.integers(0, 3))),
         max_batch_tokens=data.draw(st.integers(3, 40)),
         max_sequences=4,
         scored_logits_bytes=data.draw(st.integers(1, 12)) * 4 * VOCAB,
@@ -71,7 +71,7 @@ def test_a_step_takes_as_many_rows_of_logits_for_prompts_as_are_allowed() -> Non
     engine, model = make_engine(limits=Limits(scored_logits_bytes=4 * 4 * VOCAB))
     rows: list[list[int]] = []
 
-    def watch(slices: Sequence[Slice]) -> None:
+    def watch(slices: Sequence[SequenceSlice]) -> None:
         rows.append([part.logit_count for part in slices])
 
     model.broken = watch

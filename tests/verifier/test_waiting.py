@@ -4,7 +4,7 @@ import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine, make_plan
 from virtual_time import VirtualClock
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
 from outrider.messages import (
     DraftBatch,
@@ -16,7 +16,7 @@ from outrider.messages import (
 )
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
-from verifier_svc.policy.goodput import goodput, patience_s
+from verifier_svc.policy.goodput import goodput, max_wait_s
 from verifier_svc.state.sequence import Assignment, Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,9 +66,9 @@ def worth_waiting_for(engine: Engine) -> tuple[tuple[Assignment, ...], float]:
 
 @pytest.mark.parametrize(("due_s", "steps"), [(0.02, 1), (0.13, 1), (0.17, 2)])
 def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float, steps: int) -> None:
-    tokens, forward_s, plain_s, stands = 3.0, 0.12, 0.1, 0.7
-    rate = (stands * tokens + steps) / (stands * forward_s + max(steps * plain_s, due_s))
-    limit_s = patience_s((1.0, 9.0), due_s, rate, 1, plain_s, stands)
+    tokens, forward_s, decode_step_s, stands = 3.0, 0.12, 0.1, 0.7
+    rate = (stands * tokens + steps) / (stands * forward_s + max(steps * decode_step_s, due_s))
+    limit_s = max_wait_s((1.0, 9.0), due_s, rate, 1, decode_step_s, stands)
     assert tokens / (forward_s + limit_s) == pytest.approx(rate)
 
 
@@ -90,18 +90,18 @@ def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
 
 
 def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
-    rate, plain_s = 8 * 2.0 / 0.1, 0.1
-    one = patience_s((1.0, 3.0), 0.01, rate, 8, plain_s, 0.8)
+    rate, decode_step_s = 8 * 2.0 / 0.1, 0.1
+    one = max_wait_s((1.0, 3.0), 0.01, rate, 8, decode_step_s, 0.8)
     assert one == pytest.approx((0.1 - 0.05) / 8 / 0.8)
-    assert patience_s((2.0, 3.0), 0.01, rate, 8, plain_s, 0.8) == 0.0, (
+    assert max_wait_s((2.0, 3.0), 0.01, rate, 8, decode_step_s, 0.8) == 0.0, (
         "what is there already is as good as what the batch makes"
     )
-    assert patience_s((1.0, 3.0), 0.01, 8 / plain_s, 8, plain_s, 0.8) == 0.0, (
+    assert max_wait_s((1.0, 3.0), 0.01, 8 / decode_step_s, 8, decode_step_s, 0.8) == 0.0, (
         "plain steps are as fast"
     )
-    assert patience_s((1.0, 1.2), 0.3, rate, 8, plain_s, 0.001) == pytest.approx(0.2 / rate), (
-        "no more than what comes of it"
-    )
+    assert max_wait_s((1.0, 1.2), 0.3, rate, 8, decode_step_s, 0.001) == pytest.approx(
+        0.2 / rate
+    ), "no more than what comes of it"
 
 
 def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
@@ -129,13 +129,15 @@ def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(
     assert sequence.tokens == [1, *truth[:3]]
     assert drafter.length[sequence.id] == asked + 1
     # Sent before the drafter heard of the third token.
-    engine.drafting.take(drafter.handle, DraftBatch([Proposal(sequence.id, asked, truth[2:7])]))
+    engine.drafting.on_drafts(
+        drafter.handle, DraftBatch([Proposal(sequence.id, asked, truth[2:7])])
+    )
     engine.step()
     assert sequence.tokens == [1, *truth[:8]]
 
 
 def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock) -> None:
-    engine, _ = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()), clock=clock)
+    engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()), clock=clock)
     engine.cost.calibrate(2, 2, 0.05)
     engine.cost.calibrate(2, 10, 0.055)
     drafter = ScriptedDrafter(engine)
@@ -201,7 +203,7 @@ def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(
 def test_one_request_after_the_other_is_drafted_from_its_first_token_on(
     clock: VirtualClock,
 ) -> None:
-    engine, model = make_engine(eos_bias=-99, limits=Limits(DepthPolicy()), clock=clock)
+    engine, model = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()), clock=clock)
     slow_forward(model, clock, 0.01)
     engine.warm_up()
     drafter = ScriptedDrafter(engine)
@@ -354,7 +356,7 @@ def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it
     slow_forward(model, clock, 0.4)
     engine.step()
     answer = Proposal(sequence.id, length, [3])
-    engine.drafting.take(drafter.handle, DraftBatch([answer]), arrived_at=asked_at + 0.003)
+    engine.drafting.on_drafts(drafter.handle, DraftBatch([answer]), arrived_at=asked_at + 0.003)
     assert drafter.handle.round_trip.value < 0.1
 
 

@@ -72,7 +72,7 @@ class _Answers:
             drafter.token_time.observe(self.draft_s / self.draft_length)
 
 
-class Drafting:
+class DraftExchange:
     """The engine's side of all draft streams; used on the engine's thread alone."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Drafting:
         self.roster.join(drafter)
         for sequence in self._sequences.values():
             if sequence.admitted:
-                self.hand_out(sequence)
+                self.assign(sequence)
         return drafter
 
     def leave(self, drafter: Drafter) -> None:
@@ -121,7 +121,7 @@ class Drafting:
         self._planner.budget.forget(drafter)
         for sequence in orphans:
             sequence.assignments.pop(drafter.id, None)
-            self.hand_out(sequence)
+            self.assign(sequence)
         for drafter_id in self.roster.forget():
             self._metrics.forget(drafter_id)
 
@@ -140,9 +140,9 @@ class Drafting:
 
     # --- sequences come and go ---
 
-    def hand_out(self, sequence: Sequence) -> None:
+    def assign(self, sequence: Sequence) -> None:
         """Announce the sequence to the drafters it lacks, once it is admitted: what only waits would fill a draft model's cache."""
-        if sequence.depth_limit == 0:
+        if sequence.max_draft_tokens == 0:
             return
         for drafter in self.roster.choose(sequence.request.speculation, sequence.assignments):
             assignment = sequence.assignments[drafter.id] = self._assign(sequence, drafter)
@@ -174,7 +174,7 @@ class Drafting:
             drafter.busy_until = math.inf
 
     def _assign(self, sequence: Sequence, drafter: Drafter) -> Assignment:
-        limit = sequence.depth_limit
+        limit = sequence.max_draft_tokens
         reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
         trie = Trie(
             len(sequence.tokens), Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach)
@@ -201,7 +201,7 @@ class Drafting:
 
     # --- drafts and verdicts ---
 
-    def take(
+    def on_drafts(
         self,
         drafter: Drafter,
         batch: DraftBatch,
@@ -303,7 +303,7 @@ class Drafting:
             else None
         )
 
-    def acknowledge(
+    def send_verdicts(
         self, sequence: Sequence, new_token_ids: list[int], verified: Assignment | None, span: Span
     ) -> None:
         """Move every trie's root along the committed tokens and tell the drafters that the plan asks.
@@ -384,7 +384,7 @@ class Drafting:
 
         A probe (0 tokens) is a single token. A drafter on the target's cores does not run ahead: it would slow down the forward.
         """
-        drafter, step_s, most = assignment.drafter, self.plan.plain_s, assignment.trie.window
+        drafter, step_s, most = assignment.drafter, self.plan.decode_step_s, assignment.trie.window
         if draft_tokens == 0 or drafter.on_target_cores:
             reach = token_count = max(draft_tokens, 1)
         else:
@@ -398,7 +398,7 @@ class Drafting:
             else Window(token_count, reach)
         )
 
-    def judge(self, assignment: Assignment, drafted: int, accepted: int) -> None:
+    def record_acceptance(self, assignment: Assignment, drafted: int, accepted: int) -> None:
         """Let the outcome of a verified draft teach the rates and the metrics."""
         drafter = assignment.drafter
         assignment.learn(drafted, accepted)

@@ -11,7 +11,7 @@ from outrider.grammar.backends import Compiled
 from outrider.lm.pages import KVSequence
 from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
 from outrider.process.telemetry import Span
-from verifier_svc.drafts.exchange import Drafting
+from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.state.sequence import Sequence
@@ -28,7 +28,7 @@ class Admission:
         model: LanguageModel,
         limits: Limits,
         scheduler: Scheduler,
-        drafting: Drafting,
+        drafting: DraftExchange,
         sequences: dict[int, Sequence],
         clock: Clock,
         *,
@@ -64,7 +64,7 @@ class Admission:
     def admit(self) -> None:
         """Move sequences from the queue into the batch while they fit, and assign drafters."""
         for sequence in self._scheduler.admit():
-            self._drafting.hand_out(sequence)
+            self._drafting.assign(sequence)
 
     def _check(self, request: TokenRequest) -> None:
         needed = len(request.prompt) + request.max_tokens
@@ -106,7 +106,7 @@ class Admission:
             id=self._last_id,
             request=request,
             seed=secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed,
-            depth_limit=depth,
+            max_draft_tokens=depth,
             end_ids=end_ids,
             kv=KVSequence(),
             sink=sink,

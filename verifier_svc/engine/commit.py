@@ -6,7 +6,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.lm.pages import PagePool
 from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
-from verifier_svc.drafts.exchange import Drafting
+from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.outgoing import Outgoing
 from verifier_svc.engine.outputs import chunk_of, cut_at_end
 from verifier_svc.engine.scheduler import Scheduler
@@ -25,7 +25,7 @@ class Committer:
         self,
         sequences: dict[int, Sequence],
         scheduler: Scheduler,
-        drafting: Drafting,
+        drafting: DraftExchange,
         outgoing: Outgoing,
         spans: StepSpans,
         metrics: Metrics,
@@ -56,7 +56,7 @@ class Committer:
         if verified.result is not None:
             self._commit_tokens(scheduled, verified, verified.result, span)
             return
-        self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+        self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)
         if verified.prompt_logprobs:
             chunk = TokenChunk([], [], prompt_logprobs=list(verified.prompt_logprobs))
             self._outgoing.add(sequence.sink, chunk)
@@ -105,12 +105,14 @@ class Committer:
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if scheduled.assignment is not None:
-            self._drafting.judge(scheduled.assignment, len(drafted), result.accepted_count)
+            self._drafting.record_acceptance(
+                scheduled.assignment, len(drafted), result.accepted_count
+            )
         self._emit(sequence, chunk_of(scheduled, new, accepted, verified, finish_reason))
         if finish_reason is not None:
             self.close(sequence)
         else:
-            self._drafting.acknowledge(sequence, new, scheduled.assignment, span)
+            self._drafting.send_verdicts(sequence, new, scheduled.assignment, span)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Keep the cache of accepted tokens.
@@ -120,7 +122,7 @@ class Committer:
         sequence.kv.length += accepted
         if accepted < drafted:
             self._pool.truncate(sequence.kv, sequence.kv.length)
-        self._pool.publish(sequence.kv, sequence.tokens, sequence.request.tenant)
+        self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)
 
     def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
         """Deliver what was committed, unless the request wants more tokens at once."""

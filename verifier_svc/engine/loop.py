@@ -17,10 +17,10 @@ from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import Slice
+from outrider.lm.runner import SequenceSlice
 from outrider.messages import TokenChunk, TokenRequest
 from outrider.process.telemetry import NO_SPAN, Span
-from verifier_svc.drafts.exchange import Drafting
+from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.admission import Admission
 from verifier_svc.engine.commit import Committer
 from verifier_svc.engine.inbox import Inbox
@@ -64,7 +64,7 @@ class Engine:
         traced_steps: float = 1.0,
         clock: Clock = monotonic,
     ) -> None:
-        """`own_cores` as in `Drafting`; a share `traced_steps` of traced steps has spans.
+        """`own_cores` as in `DraftExchange`; a share `traced_steps` of traced steps has spans.
 
         The engine and all its parts read time from `clock` alone.
         """
@@ -84,7 +84,7 @@ class Engine:
         """As `cost`, but as trial forwards left it: the cost of a forward that nothing disturbs."""
         self.budget = SpeculationBudget(self.isolated_cost)
         self.planner = Planner(limits.depth, self.cost, self.budget, always=always_draft)
-        self.drafting = Drafting(
+        self.drafting = DraftExchange(
             self.sequences,
             self.planner,
             metrics,
@@ -317,6 +317,8 @@ class Engine:
         return self.isolated_cost.estimate(len(batch), token_count)
 
 
-def _slice(scheduled: ScheduledSequence) -> Slice:
+def _slice(scheduled: ScheduledSequence) -> SequenceSlice:
     tokens = scheduled.token_ids + scheduled.path.token_ids
-    return Slice(tokens, scheduled.start, scheduled.sequence.kv.pages, scheduled.logit_count)
+    return SequenceSlice(
+        tokens, scheduled.start, scheduled.sequence.kv.pages, scheduled.logit_count
+    )

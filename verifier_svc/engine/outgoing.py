@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from outrider.errors import OutriderError
 from outrider.messages import StepBatch, TokenChunk
-from verifier_svc.drafts.exchange import Drafting
+from verifier_svc.drafts.exchange import DraftExchange
 
 Delivery = tuple[Callable[..., None], object]
 """A sink, and what to call it with."""
@@ -19,7 +19,7 @@ class Outgoing:
     because a step's chunks are many messages: sending and reading them would delay a drafter's answer while the target waits.
     """
 
-    def __init__(self, deliver: Callable[[list[Delivery]], None], drafting: Drafting) -> None:
+    def __init__(self, deliver: Callable[[list[Delivery]], None], drafting: DraftExchange) -> None:
         self._deliver = deliver
         self._drafting = drafting
         self._to_clients: list[Delivery] = []

@@ -120,7 +120,7 @@ class Scheduler:
             sequence = self.waiting[0]
             # The logits before a token that is to be scored are not in the cache.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
-            cached = self.pool.attach_prefix(
+            cached = self.pool.match_prefix(
                 sequence.kv, sequence.tokens, sequence.request.tenant, limit
             )
             if not self.pool.reserve(sequence.kv, len(sequence.tokens)):

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from outrider.depth_policy import DepthPolicy
-from outrider.lm.runner import Slice
+from outrider.draft_tokens_policy import DraftTokensPolicy
+from outrider.lm.runner import SequenceSlice
 
 
 class LanguageModel(Protocol):
@@ -18,7 +18,7 @@ class LanguageModel(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Float32 logits [R, V] for the last `logit_count` tokens of each slice, in order."""
 
 
@@ -30,7 +30,7 @@ class Limits:
     are wanted. The others are counts.
     """
 
-    depth: DepthPolicy = field(default_factory=lambda: DepthPolicy("fixed", 4))
+    depth: DraftTokensPolicy = field(default_factory=lambda: DraftTokensPolicy("fixed", 4))
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from outrider.clock import Clock
-from verifier_svc.drafts.exchange import Drafting
+from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.engine.admission import Admission
 from verifier_svc.engine.outgoing import Outgoing
 from verifier_svc.engine.scheduler import Scheduler
@@ -29,7 +29,7 @@ class DraftWait:
         planner: Planner,
         admission: Admission,
         scheduler: Scheduler,
-        drafting: Drafting,
+        drafting: DraftExchange,
         outgoing: Outgoing,
         step_clock: StepClock,
         clock: Clock,

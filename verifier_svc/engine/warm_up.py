@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.clock import Clock
 from outrider.lm.pages import PagePool
-from outrider.lm.runner import Slice
+from outrider.lm.runner import SequenceSlice
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.policy.forward_cost import ForwardCost
 
@@ -76,7 +76,7 @@ class WarmUp:
         slices = []
         for i in range(batch):
             own = list(range(i * pages, (i + 1) * pages))
-            slices.append(Slice([0] * count, length - count, own, logit_count))
+            slices.append(SequenceSlice([0] * count, length - count, own, logit_count))
         times = []
         for _ in range(2):
             started = self._clock()

@@ -60,11 +60,13 @@ class ForwardCost:
             return
         decoding_s = self.estimate(sequence_count, token_count) if sequence_count else 0.0
         # A cost of 0, or one far too low, must be able to grow.
-        plain_s = self.estimate(1, 1)
-        prompts_s = prompt_token_count * max(self.prompt_token_s, _TYPICAL_PROMPT_TOKEN * plain_s)
+        decode_step_s = self.estimate(1, 1)
+        prompts_s = prompt_token_count * max(
+            self.prompt_token_s, _TYPICAL_PROMPT_TOKEN * decode_step_s
+        )
         expected = decoding_s + self._prompts_s(prompt_token_count)
         # One step that was held up says little, so no step counts for more than a factor of two.
-        surprise = min(max(seconds, 0.5 * expected), 2.0 * max(expected, plain_s)) - expected
+        surprise = min(max(seconds, 0.5 * expected), 2.0 * max(expected, decode_step_s)) - expected
         share = prompts_s**2 / max(prompts_s**2 + decoding_s**2, 1e-18)
         if prompt_token_count:
             self.prompt_token_s = max(

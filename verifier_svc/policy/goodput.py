@@ -30,12 +30,12 @@ def price_of_tokens(chances: list[float], token_prices: list[tuple[int, float]])
     return price
 
 
-def steps_meanwhile(wait_s: float, plain_s: float) -> int:
-    """Steps of `plain_s` seconds to take before the engine waits for a draft that is `wait_s` away.
+def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:
+    """Steps of `decode_step_s` seconds to take before the engine waits for a draft that is `wait_s` away.
 
     At least one, and then the engine waits for less than half a step; 0 before anything was measured.
     """
-    return max(math.floor(wait_s / plain_s + 0.5), 1) if plain_s > 0.0 else 0
+    return max(math.floor(wait_s / decode_step_s + 0.5), 1) if decode_step_s > 0.0 else 0
 
 
 def goodput(
@@ -56,21 +56,21 @@ def goodput(
     waiting = tokens / (forward_s + wait_s)
     if wait_s <= 0.0:
         return waiting, True
-    plain_tokens, plain_s = plain
-    steps = steps_meanwhile(wait_s, plain_s)
-    meanwhile_s = max(steps * plain_s, wait_s)
+    plain_tokens, decode_step_s = plain
+    steps = steps_meanwhile(wait_s, decode_step_s)
+    meanwhile_s = max(steps * decode_step_s, wait_s)
     going_on = (stands * tokens + steps * plain_tokens) / (
         stands * forward_s + busy_s + meanwhile_s
     )
     return (waiting, True) if waiting >= going_on else (going_on, False)
 
 
-def patience_s(
+def max_wait_s(
     gain: tuple[float, float],
     due_s: float,
     batch_rate: float,
     batch: int,
-    plain_s: float,
+    decode_step_s: float,
     stands: float,
 ) -> float:
     """How long one sequence's draft is worth waiting for, in a batch of `batch_rate` tokens a second.
@@ -80,13 +80,13 @@ def patience_s(
     the wait; and again for each time that the draft then does not stand. But no draft is worth more
     than the tokens that come of it.
     """
-    if batch_rate <= 0.0 or plain_s <= 0.0:
+    if batch_rate <= 0.0 or decode_step_s <= 0.0:
         return 0.0
     now, promised = gain
-    steps = steps_meanwhile(due_s, plain_s)
+    steps = steps_meanwhile(due_s, decode_step_s)
     # Comparisons instead of `max` and `min`, whose calls take longer than the rest of it.
-    rest_s = due_s - steps * plain_s
-    missed_s = plain_s / batch - now / batch_rate
+    rest_s = due_s - steps * decode_step_s
+    missed_s = decode_step_s / batch - now / batch_rate
     going_on_s = (steps * missed_s if missed_s > 0.0 else 0.0) + (
         rest_s / batch if rest_s > 0.0 else 0.0
     )

@@ -18,7 +18,7 @@ class Plan:
 
     batch: int = 1
     """Sequences that decode; those of the last such plan if none does."""
-    plain_s: float = 0.0
+    decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
     """Tokens a second that are expected of this plan, over those of plain decoding."""

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from operator import itemgetter
 from typing import NamedTuple
 
-from outrider.depth_policy import DepthPolicy
+from outrider.draft_tokens_policy import DraftTokensPolicy
 from verifier_svc.policy.forward_cost import ForwardCost
-from verifier_svc.policy.goodput import goodput, patience_s, price_of_tokens, steps_meanwhile
+from verifier_svc.policy.goodput import goodput, max_wait_s, price_of_tokens, steps_meanwhile
 from verifier_svc.policy.plan import Plan, pending_draft
 from verifier_svc.policy.speculation_budget import SpeculationBudget
 from verifier_svc.state.drafter import Drafter
@@ -32,7 +32,7 @@ class _Prices(NamedTuple):
     """Costs of forwards of the present batch."""
 
     batch: int
-    plain_s: float
+    decode_step_s: float
     rate: float
     """Tokens a second that the batch commits, by the last plan's speedup; 0 before anything was measured."""
     token_prices: list[tuple[int, float]]
@@ -58,7 +58,7 @@ class Planner:
 
     def __init__(
         self,
-        policy: DepthPolicy,
+        policy: DraftTokensPolicy,
         cost: ForwardCost,
         budget: SpeculationBudget,
         *,
@@ -83,10 +83,10 @@ class Planner:
             _drafters(reading),
         )
         if not drafters and not newcomers:
-            plain_s = self._cost.estimate(batch, batch)
+            decode_step_s = self._cost.estimate(batch, batch)
             return Plan(
                 batch,
-                plain_s,
+                decode_step_s,
                 price=last.price,
                 paying=last.paying,
                 considered=last.considered,
@@ -116,15 +116,15 @@ class Planner:
             further = (
                 0
                 if choice.waits
-                else steps_meanwhile(assignment.drafter.latency(count), prices.plain_s)
+                else steps_meanwhile(assignment.drafter.latency(count), prices.decode_step_s)
             )
             asks[assignment] = min(count + further, assignment.trie.window.depth)
         rate = choice.rate or prices.rate
         wait_for, wait_s = self._waits(decoding, draft_tokens, prices._replace(rate=rate), now_s)
         return Plan(
             batch=prices.batch,
-            plain_s=prices.plain_s,
-            speedup=max(rate * prices.plain_s / prices.batch, 1.0),
+            decode_step_s=prices.decode_step_s,
+            speedup=max(rate * prices.decode_step_s / prices.batch, 1.0),
             price=choice.price,
             planned_ids=frozenset([sequence.id for sequence in (*decoding, *reading)]),
             draft_tokens=draft_tokens,
@@ -140,13 +140,13 @@ class Planner:
 
     def _quiet(self, batch: int, running: Collection[Sequence], last: Plan) -> Plan:
         """A plan to ask nobody, for quiet steps to be measured; what is believed of drafters stays."""
-        plain_s, ids = (
+        decode_step_s, ids = (
             self._cost.estimate(batch, batch),
             frozenset([sequence.id for sequence in running]),
         )
         return Plan(
             batch,
-            plain_s,
+            decode_step_s,
             price=last.price,
             planned_ids=ids,
             paying=last.paying,
@@ -175,16 +175,16 @@ class Planner:
 
     def _prices(self, batch: int, last: Plan, *, beside_prompts: bool) -> _Prices:
         cost = self._cost
-        plain_s = cost.estimate(batch, batch)
-        rate = last.speedup * batch / plain_s if plain_s > 0.0 else 0.0
+        decode_step_s = cost.estimate(batch, batch)
+        rate = last.speedup * batch / decode_step_s if decode_step_s > 0.0 else 0.0
         # With a prompt's tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
         # own time is no part of what a committed token is worth: it has to be spent either way.
         least_s = max(
-            _LEAST_PRICE * plain_s / batch, cost.prompt_token_s if beside_prompts else 0.0
+            _LEAST_PRICE * decode_step_s / batch, cost.prompt_token_s if beside_prompts else 0.0
         )
         further = cost.further_tokens_s(batch) or [(1, 0.0)]
         token_prices = [(count, rate * max(seconds, least_s)) for count, seconds in further]
-        return _Prices(batch, plain_s, rate, token_prices, self._policy.limit(batch))
+        return _Prices(batch, decode_step_s, rate, token_prices, self._policy.limit(batch))
 
     # --- who drafts how much ---
 
@@ -196,10 +196,10 @@ class Planner:
         Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if none
         beats plain steps by the margin.
         """
-        if self._always or prices.plain_s == 0.0:
+        if self._always or prices.decode_step_s == 0.0:
             return self._with(decoding, drafters, prices)
         asked: frozenset[Drafter] = frozenset()
-        plain_rate = prices.batch / prices.plain_s
+        plain_rate = prices.batch / prices.decode_step_s
         best, least = (
             _Choice([], asked, prices.token_prices[0][1], plain_rate),
             _MARGIN * plain_rate,
@@ -280,11 +280,11 @@ class Planner:
         self, drafts: list[tuple[Sequence, Assignment, int]], prices: _Prices
     ) -> tuple[float, bool]:
         """As `goodput`, of steps with these drafts; the other sequences decode plainly. 0 before anything was measured."""
-        batch, plain_s = prices.batch, prices.plain_s
-        if plain_s == 0.0:
+        batch, decode_step_s = prices.batch, prices.decode_step_s
+        if decode_step_s == 0.0:
             return 0.0, True
         if not drafts:
-            return batch / plain_s, True
+            return batch / decode_step_s, True
         deepest: dict[Drafter, int] = {}
         gained, total = 0.0, 0
         for _, assignment, count in drafts:
@@ -294,12 +294,14 @@ class Planner:
         wait_s = max([drafter.latency(count) for drafter, count in deepest.items()])
         # A drafter drafts for all its sequences together.
         busy_s = sum([drafter.busy_s(count) for drafter, count in deepest.items()])
-        steps = steps_meanwhile(wait_s, plain_s)
+        steps = steps_meanwhile(wait_s, decode_step_s)
         stands = sum(
             [assignment.all_accepted(steps, count) for _, assignment, count in drafts]
         ) / len(drafts)
         forward_s = self._cost.estimate(batch, batch + total)
-        return goodput(batch + gained, forward_s, wait_s, busy_s, (float(batch), plain_s), stands)
+        return goodput(
+            batch + gained, forward_s, wait_s, busy_s, (float(batch), decode_step_s), stands
+        )
 
     # --- waits ---
 
@@ -315,10 +317,12 @@ class Planner:
                 assignment = pending.assignment
                 due_s = assignment.due_s(now_s)
                 stands = assignment.all_accepted(
-                    pending.ready_tokens + steps_meanwhile(due_s, prices.plain_s), 1
+                    pending.ready_tokens + steps_meanwhile(due_s, prices.decode_step_s), 1
                 )
                 gain = (pending.expected_now, pending.expected_with_it)
-                seconds = patience_s(gain, due_s, prices.rate, prices.batch, prices.plain_s, stands)
+                seconds = max_wait_s(
+                    gain, due_s, prices.rate, prices.batch, prices.decode_step_s, stands
+                )
                 late.append((due_s, assignment.answer_rate * seconds, sequence, assignment))
         if self._always:
             return tuple(

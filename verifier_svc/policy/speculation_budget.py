@@ -119,17 +119,17 @@ class SpeculationBudget:
         It took `seconds` from the end of the step before it. It is `quiet` if it verified no drafts
         and no drafter computed.
         """
-        plain_s = self._isolated.estimate(batch, batch)
-        if plain_s == 0.0:
+        decode_step_s = self._isolated.estimate(batch, batch)
+        if decode_step_s == 0.0:
             return
         size = _about(batch)
         known = self._quiet.setdefault(size, _Quiet())
         if quiet:
-            known.measure(seconds / plain_s)
+            known.measure(seconds / decode_step_s)
         known.tick()
         if known.count == 0:
             return
-        steps = seconds / (plain_s * known.slowdown)
+        steps = seconds / (decode_step_s * known.slowdown)
         if not quiet:
             self._budget(size, way).add(max(token_count / batch - steps, -_WORST_STEP))
         self._refill(size, min(steps, _WORST_STEP))

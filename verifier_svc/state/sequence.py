@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 from outrider.errors import OutriderError
 from outrider.grammar.backends import Matcher
 from outrider.lm.pages import KVSequence
-from outrider.messages import Opened, Rule, SpeculationStats, TokenChunk, TokenRequest, Window
+from outrider.messages import (
+    DraftDistribution,
+    Opened,
+    SpeculationStats,
+    TokenChunk,
+    TokenRequest,
+    Window,
+)
 from outrider.process.telemetry import NO_SPAN, Span
 from verifier_svc.state.acceptance_rate import AcceptanceRate
 from verifier_svc.state.drafter import Drafter
@@ -26,7 +33,7 @@ class Assignment:
 
     drafter: Drafter
     trie: Trie
-    rule: Rule
+    distribution: DraftDistribution
     rate: AcceptanceRate
     learned: AcceptanceRate
     """What its drafter's sequences of this kind teach together."""
@@ -107,7 +114,7 @@ class Sequence:
     id: int
     request: TokenRequest
     seed: int
-    depth_limit: int
+    max_draft_tokens: int
     end_ids: frozenset[int]
     kv: KVSequence
     sink: Callable[[TokenChunk | OutriderError], None]
@@ -147,9 +154,10 @@ class Sequence:
             token_ids=list(self.tokens),
             # Whoever draws with our noise needs the seed that it is drawn from.
             sampling=replace(
-                self.request.sampling, seed=self.seed if assignment.rule is Rule.COUPLED else None
+                self.request.sampling,
+                seed=self.seed if assignment.distribution is DraftDistribution.COUPLED else None,
             ),
-            rule=assignment.rule,
+            distribution=assignment.distribution,
             window=assignment.window,
             draft_tokens=assignment.draft_tokens,
             tenant=self.request.tenant,

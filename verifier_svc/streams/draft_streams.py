@@ -135,7 +135,7 @@ class DraftStream:
             if kind == "drafts":
                 batch = wire_drafts.drafts_from_proto(request.drafts, self._model.vocab_size)
                 read_bytes += size + MESSAGE_BYTES
-                engine.post(partial(drafting.take, drafter, batch, size, arrived_at))
+                engine.post(partial(drafting.on_drafts, drafter, batch, size, arrived_at))
             elif kind is None:
                 # A kind of message that only a later version knows.
                 read_bytes += size + MESSAGE_BYTES

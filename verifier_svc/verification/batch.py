@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from outrider.errors import OutriderError, Reason
-from outrider.messages import AcceptanceRule, Rule, TokenLogprob
+from outrider.messages import AcceptanceRule, DraftDistribution, TokenLogprob
 from outrider.sampling.logits import Context
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.verification.acceptance import NO_TOKEN, NOT_FINITE, AcceptResult, Draft, accept
@@ -104,7 +104,10 @@ class DraftVerifier:
         sequence = scheduled.sequence
         request, path = sequence.request, scheduled.path
         # A distribution counts only from whom it was asked; else it could force a token.
-        asked = scheduled.assignment is not None and scheduled.assignment.rule is Rule.SPARSE
+        asked = (
+            scheduled.assignment is not None
+            and scheduled.assignment.distribution is DraftDistribution.SPARSE
+        )
         sampled = self.sampled_rule if asked and path.distributions else None
         rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
         thinking: SequenceOf[bool] = ()

@@ -23,19 +23,21 @@ With --synthetic-acceptance-rate every draft is judged by SYNTHETIC.
 
 from __future__ import annotations
 
-from outrider.messages import Acceptance, AcceptanceRule, Rule, TokenRequest
+from outrider.messages import Acceptance, AcceptanceRule, DraftDistribution, TokenRequest
 
 _LOSSY = {Acceptance.TYPICAL: AcceptanceRule.TYPICAL, Acceptance.RELAXED: AcceptanceRule.RELAXED}
 
 
-def how_to_propose(request: TokenRequest, offered: frozenset[Rule], trusted: bool) -> Rule:
+def how_to_propose(
+    request: TokenRequest, offered: frozenset[DraftDistribution], trusted: bool
+) -> DraftDistribution:
     """What a drafter that offers these ways is asked to do for a request; `trusted` is the verifier's flag."""
     if request.sampling.greedy:
-        return Rule.ONE_HOT
+        return DraftDistribution.ONE_HOT
     exact = request.speculation.acceptance is Acceptance.EXACT
     open_to_samples = trusted and exact and request.sampling.seed is None
-    wanted = Rule.SPARSE if open_to_samples else Rule.COUPLED
-    return wanted if wanted in offered else Rule.ONE_HOT
+    wanted = DraftDistribution.SPARSE if open_to_samples else DraftDistribution.COUPLED
+    return wanted if wanted in offered else DraftDistribution.ONE_HOT
 
 
 def acceptance_rule(

@@ -17,7 +17,7 @@ from outrider.lm.attention import LayerCache
 from outrider.lm.cpu.attention import Batch, Layer
 from outrider.lm.cpu.library import library, prefix
 from outrider.lm.cpu.weights import JointLinear, LinearStruct, TiledLinear
-from outrider.lm.layout import BatchLayout, Slice
+from outrider.lm.layout import BatchLayout, SequenceSlice
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class CpuDecoder:
         count = min(_TRIAL_TOKENS, page_size * next(iter(caches.values())).page_count)
         ids = [(i * i * 31 + 7) % self._vocab_size for i in range(count)]
         layout = BatchLayout(
-            [Slice(ids, 0, list(range(-(-count // page_size))), count)],
+            [SequenceSlice(ids, 0, list(range(-(-count // page_size))), count)],
             page_size,
             torch.device("cpu"),
         )

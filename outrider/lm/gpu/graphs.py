@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from outrider.lm.layout import KernelArguments, Slice, StaticLayout, slots, wanted_rows
+from outrider.lm.layout import KernelArguments, SequenceSlice, StaticLayout, slots, wanted_rows
 from outrider.sampling.tensors import on
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Table:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def write(self, slices: Sequence[Slice], batch: int) -> None:
+    def write(self, slices: Sequence[SequenceSlice], batch: int) -> None:
         """Put the pages of a batch in place; rows that pad it have the spare page."""
         for row, part in zip(self._numbers, slices, strict=False):
             used = part.pages[: -(-part.end // self.shape.page_size)]
@@ -111,7 +111,7 @@ class Inputs:
         """For the layers; to be called within the capture, since slots are wanted as int64."""
         return StaticLayout(self._device_slots.long(), self._kernel)
 
-    def write(self, slices: Sequence[Slice]) -> None:
+    def write(self, slices: Sequence[SequenceSlice]) -> None:
         """Put a batch in place, and padding behind it."""
         self._table.wait()
         shape = self._table.shape
@@ -182,7 +182,7 @@ class Graphs:
         self._bounds = bounds
         log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.monotonic() - started)
 
-    def forward(self, slices: Sequence[Slice]) -> torch.Tensor | None:
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
         """Float32 logits of the wanted rows, valid until the next call; None for a batch that no graph is for."""
         found = self._graphs.get(self._bucket([len(part.token_ids) for part in slices]))
         if found is None:

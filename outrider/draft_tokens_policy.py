@@ -15,7 +15,7 @@ _AUTO_SMALL_BATCH, _AUTO_DEEP, _AUTO_SHALLOW, _AUTO_LARGEST_BATCH = 4, 5, 3, 32
 
 
 @dataclass(frozen=True, slots=True)
-class DepthPolicy:
+class DraftTokensPolicy:
     """How many draft tokens of a sequence a step verifies.
 
     `goodput` takes what measured acceptance and costs say is fastest, 0 included, up to `depth`; `auto` is TensorRT-LLM's
@@ -26,7 +26,7 @@ class DepthPolicy:
     depth: int = 8
 
     @classmethod
-    def parse(cls, text: str) -> DepthPolicy:
+    def parse(cls, text: str) -> DraftTokensPolicy:
         """From goodput, goodput:MAX, auto, fixed:K or K; raises OutriderError(INVALID_VALUE)."""
         kind, _, number = text.partition(":")
         if text.isdecimal():
@@ -57,11 +57,11 @@ class DepthPolicy:
 
 def _checked(text: object) -> str:
     try:
-        DepthPolicy.parse(str(text))
+        DraftTokensPolicy.parse(str(text))
     except OutriderError as error:
         raise ValueError(error.message.removeprefix("draft_tokens ")) from error
     return str(text)
 
 
-DepthSetting = Annotated[str, BeforeValidator(_checked)]
+DraftTokensSetting = Annotated[str, BeforeValidator(_checked)]
 """A policy as a setting spells it; a plain number is a fixed depth."""
