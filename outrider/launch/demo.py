@@ -24,14 +24,13 @@ from rich.table import Table
 
 from outrider.errors import OutriderError
 from outrider.launch.client import Answer, complete, until_ready
-from outrider.launch.grow import Shape, grown_checkpoint
+from outrider.launch.grow import MODEST, grown_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.stack import ServeSettings, Stack, plan_stack
 from outrider.launch.supervisor import StartFailed, Supervisor
 
 _LOADING_S = 180.0
 # 154 M parameters.
-_SHAPE = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
 
 
 @dataclass
@@ -108,7 +107,7 @@ def _parts(models: Path, max_tokens: int, console: Console) -> Iterator[Part]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
     with console.status("growing the target to 154 M parameters"):
         cache.mkdir(parents=True, exist_ok=True)
-        large = grown_checkpoint(small, cache, _SHAPE, "bfloat16")
+        large = grown_checkpoint(small, cache, MODEST, "bfloat16")
     yield Part(
         "2. Speed: 154 M parameters, bfloat16", large, "bfloat16", max(1, max_tokens // 2), False
     )

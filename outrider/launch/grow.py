@@ -33,6 +33,10 @@ class Shape:
     intermediate: int = 3456
 
 
+MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
+"""154 M parameters: a step costs enough for drafting to pay, and the checkpoint is made in seconds."""
+
+
 def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
     """The grown model's; raises ValueError for a shape that cannot hold the small model or that no Llama has."""
     if (
