@@ -15,7 +15,7 @@ class KVSequence:
     """One sequence's pages, in order. `length` tokens have their keys and values there."""
 
     pages: list[int] = field(default_factory=list)
-    length: int = 0
+    num_computed_tokens: int = 0
     digests: list[bytes] = field(default_factory=list)
     """Block hashes of the leading pages that are published or shared; those are never written again."""
 
@@ -65,7 +65,7 @@ class PagePool:
 
         As long as both live, the first must not be rewound to within those pages and go on.
         """
-        full = min(length, sequence.length) // self.page_size
+        full = min(length, sequence.num_computed_tokens) // self.page_size
         for page in sequence.pages[:full]:
             self._holders[page] += 1
         return KVSequence(sequence.pages[:full], full * self.page_size, sequence.digests[:full])
@@ -79,8 +79,8 @@ class PagePool:
         if published < len(sequence.digests):
             length = published * self.page_size
             del sequence.digests[published:]
-        if length < sequence.length:
-            sequence.length = length
+        if length < sequence.num_computed_tokens:
+            sequence.num_computed_tokens = length
         keep = -(-length // self.page_size)
         # Backwards, so that of a cached prefix the end is forgotten before the beginning.
         while len(sequence.pages) > keep:
@@ -112,17 +112,17 @@ class PagePool:
             self._holders[page] += 1
             sequence.pages.append(page)
             sequence.digests.append(digest)
-        sequence.length = len(sequence.digests) * self.page_size
-        return sequence.length
+        sequence.num_computed_tokens = len(sequence.digests) * self.page_size
+        return sequence.num_computed_tokens
 
     def cache_pages(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
         """Make the full pages of committed tokens findable; pages published before cost nothing."""
         if not self._prefix_caching:
             return
         published = len(sequence.digests)
-        if sequence.length < (published + 1) * self.page_size:
+        if sequence.num_computed_tokens < (published + 1) * self.page_size:
             return
-        full = min(sequence.length, len(token_ids)) // self.page_size
+        full = min(sequence.num_computed_tokens, len(token_ids)) // self.page_size
         for i in range(published, full):
             digest = self._digest(sequence.digests, token_ids, i, salt)
             sequence.digests.append(digest)

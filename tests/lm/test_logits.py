@@ -24,10 +24,10 @@ class Text:
         self.kv = KVSequence()
 
     def next_slice(self, count: int, logit_count: int | None = None) -> SequenceSlice:
-        start = self.kv.length
+        start = self.kv.num_computed_tokens
         tokens = self.token_ids[start : start + count]
         assert self.pool.reserve(self.kv, start + len(tokens))
-        self.kv.length += len(tokens)
+        self.kv.num_computed_tokens += len(tokens)
         return SequenceSlice(
             tokens, start, list(self.kv.pages), len(tokens) if logit_count is None else logit_count
         )
@@ -99,9 +99,11 @@ def test_any_interleaving_of_prefill_decoding_and_verification(pair: Pair) -> No
     draw = random.Random(7)
     texts = [pair.text(draw.randint(20, 80), seed=seed) for seed in range(6)]
     expected = [pair.expected(text.token_ids) for text in texts]
-    while unread := [i for i, text in enumerate(texts) if text.kv.length < len(text.token_ids)]:
+    while unread := [
+        i for i, text in enumerate(texts) if text.kv.num_computed_tokens < len(text.token_ids)
+    ]:
         chosen = draw.sample(unread, draw.randint(1, len(unread)))
-        starts = [texts[i].kv.length for i in chosen]
+        starts = [texts[i].kv.num_computed_tokens for i in chosen]
         slices = [texts[i].next_slice(draw.choice([1, 1, 4, 5, 40])) for i in chosen]
         rows = [
             expected[i][start : start + len(s.token_ids)]

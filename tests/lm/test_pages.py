@@ -16,7 +16,7 @@ def computed(pool: PagePool, tokens: list[int], salt: str = "") -> KVSequence:
     sequence = KVSequence()
     pool.match_prefix(sequence, tokens, salt)
     assert pool.reserve(sequence, len(tokens))
-    sequence.length = len(tokens)
+    sequence.num_computed_tokens = len(tokens)
     pool.cache_pages(sequence, tokens, salt)
     return sequence
 
@@ -36,12 +36,14 @@ def test_a_rewind_gives_back_exactly_the_pages_behind_it() -> None:
     pool = PagePool(8, PAGE_SIZE)
     sequence = KVSequence()
     pool.reserve(sequence, 18)
-    sequence.length = 15
+    sequence.num_computed_tokens = 15
     first_pages = sequence.pages[:3]
     pool.truncate(sequence, 9)
-    assert (sequence.pages, sequence.length) == (first_pages, 9)
+    assert (sequence.pages, sequence.num_computed_tokens) == (first_pages, 9)
     pool.truncate(sequence, 20)
-    assert (sequence.pages, sequence.length) == (first_pages, 9), "a rewind never goes forward"
+    assert (sequence.pages, sequence.num_computed_tokens) == (first_pages, 9), (
+        "a rewind never goes forward"
+    )
 
 
 def test_a_later_sequence_starts_on_the_pages_of_its_beginning() -> None:
@@ -50,7 +52,7 @@ def test_a_later_sequence_starts_on_the_pages_of_its_beginning() -> None:
     second = KVSequence()
     assert pool.match_prefix(second, [*TEXT[:9], 1, 2, 3, 4], "") == 8
     assert second.pages == first.pages[:2]
-    assert second.length == 8
+    assert second.num_computed_tokens == 8
     pool.check_integrity([first, second])
 
 
@@ -129,7 +131,7 @@ def test_a_rewind_into_a_shared_page_goes_back_to_its_beginning_so_that_its_read
     reader = KVSequence()
     pool.match_prefix(reader, TEXT, "")
     pool.truncate(writer, 10)
-    assert writer.length == 8
+    assert writer.num_computed_tokens == 8
     pool.reserve(writer, 12)
     assert writer.pages[2] != reader.pages[2]
     pool.check_integrity([writer, reader])
@@ -139,10 +141,10 @@ def test_only_committed_and_computed_pages_are_published() -> None:
     pool = PagePool(16, PAGE_SIZE)
     sequence = KVSequence()
     pool.reserve(sequence, 16)
-    sequence.length = 7
+    sequence.num_computed_tokens = 7
     pool.cache_pages(sequence, TEXT, "")
     assert pool.match_prefix(KVSequence(), TEXT, "") == 4, "the second page is not yet computed"
-    sequence.length = 16
+    sequence.num_computed_tokens = 16
     pool.cache_pages(sequence, TEXT[:9], "")
     assert pool.match_prefix(KVSequence(), TEXT, "") == 8, "the third page is not yet committed"
 
@@ -187,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, tokens: list[int], salt: str) -> KVSequence:
         sequence = KVSequence()
         covered = self.pool.match_prefix(sequence, tokens, salt)
-        assert covered == sequence.length < len(tokens)
+        assert covered == sequence.num_computed_tokens < len(tokens)
         self.live[sequence] = (tokens, salt)
         return sequence
 
@@ -195,17 +197,17 @@ class PoolMachine(RuleBasedStateMachine):
     def compute(self, sequence: KVSequence, count: int) -> None:
         """Write some more of the text, as a forward does."""
         tokens, salt = self.live[sequence]
-        end = min(len(tokens), sequence.length + count)
+        end = min(len(tokens), sequence.num_computed_tokens + count)
         free, before = self.pool.free_count, list(sequence.pages)
         if not self.pool.reserve(sequence, end):
             assert (self.pool.free_count, sequence.pages) == (free, before)
             return
-        for position in range(sequence.length, end):
+        for position in range(sequence.num_computed_tokens, end):
             self.written[sequence.pages[position // 2], position % 2] = (
                 tokens[: position + 1],
                 salt,
             )
-        sequence.length = max(sequence.length, end)
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, end)
 
     @rule(
         sequence=sequences, length=st.integers(0, 9), tail=st.lists(st.integers(0, 1), max_size=4)
@@ -214,9 +216,9 @@ class PoolMachine(RuleBasedStateMachine):
         self, sequence: KVSequence, length: int, tail: list[int]
     ) -> None:
         self.pool.truncate(sequence, length)
-        assert sequence.length <= length
+        assert sequence.num_computed_tokens <= length
         tokens, salt = self.live[sequence]
-        self.live[sequence] = ([*tokens[: max(length, sequence.length)], *tail], salt)
+        self.live[sequence] = ([*tokens[: max(length, sequence.num_computed_tokens)], *tail], salt)
 
     @rule(sequence=sequences, committed=st.integers(0, 9))
     def publish(self, sequence: KVSequence, committed: int) -> None:
@@ -226,7 +228,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(sequence=consumes(sequences))
     def free(self, sequence: KVSequence) -> None:
         self.pool.free(sequence)
-        assert (sequence.pages, sequence.length) == ([], 0)
+        assert (sequence.pages, sequence.num_computed_tokens) == ([], 0)
         del self.live[sequence]
 
     @invariant()
@@ -236,7 +238,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_sequence_finds_its_own_keys_where_it_looks(self) -> None:
         for sequence, (tokens, salt) in self.live.items():
-            for position in range(sequence.length):
+            for position in range(sequence.num_computed_tokens):
                 assert self.written[sequence.pages[position // 2], position % 2] == (
                     tokens[: position + 1],
                     salt,

@@ -344,7 +344,8 @@ MUTANTS = (
         "E2",
         "pages of rejected tokens are kept",
         COMMIT,
-        "        if accepted < drafted:\n            self._pool.truncate(sequence.kv, sequence.kv.length)\n",
+        "        if accepted < drafted:\n"
+        "            self._pool.truncate(sequence.kv, sequence.kv.num_computed_tokens)\n",
         "",
         ENGINES,
     ),
@@ -352,8 +353,8 @@ MUTANTS = (
         "E3",
         "keys and values of rejected tokens are kept",
         COMMIT,
-        "sequence.kv.length += accepted",
-        "sequence.kv.length += drafted",
+        "sequence.kv.num_computed_tokens += accepted",
+        "sequence.kv.num_computed_tokens += drafted",
         ENGINES,
     ),
     Mutant(
