@@ -165,7 +165,7 @@ class PagePool:
         idle = set(self._idle)
         unheld = {page for page, count in enumerate(held) if count == 0}
         if blank & idle or blank | idle != unheld or len(blank) != len(self._blank):
-            raise RuntimeError("a page is lost or free twice")
+            raise RuntimeError("a page is lost, or free twice")
         inverted = {page: digest for digest, page in self._by_digest.items()}
         if inverted != self._digest_of or not idle <= self._digest_of.keys():
             raise RuntimeError("the index of cached pages is inconsistent")
