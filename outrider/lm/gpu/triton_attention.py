@@ -62,6 +62,40 @@ def _fold(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     return highest, total * kept + tl.sum(weights, 1), weighted * kept[:, None] + product
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
+    rows, at, lanes, real, SIZE: tl.constexpr
+):
+    """Load heads of `SIZE` numbers, padded with zeros; the arguments broadcast to a tile."""
+    return tl.load(rows + at * SIZE + lanes, mask=real & (lanes < SIZE), other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numbers
+    part, first_token, last_token, window, PART: tl.constexpr, KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Return the range of a part's keys that tokens at these positions see."""
+    begin = part * PART
+    end = tl.minimum(last_token + 1, begin + PART)
+    if WINDOWED:
+        begin = tl.maximum(begin, (first_token - window + 1) // KEYS * KEYS)
+    return begin, end
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _store(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
+    out, log_totals, row_at, lanes, real, maximum, total, weighted, SIZE: tl.constexpr
+):
+    """Store the rows of a part, normalised by itself, and the logarithms of the divisors."""
+    # A row that sees no key of this part has a total of 0; its maximum stays -inf.
+    total = tl.where(total == 0, 1.0, total)
+    result = (weighted / total[:, None]).to(out.dtype.element_ty)
+    out_at = row_at[:, None] * SIZE + lanes[None, :]
+    tl.store(out + out_at, result, mask=real[:, None] & (lanes < SIZE)[None, :])
+    tl.store(log_totals + row_at, maximum + tl.log(total), mask=real)
+
+
 # Arguments that vary from step to step must not cause a new compilation.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
     do_not_specialize=["width", "token_count"],
@@ -80,8 +114,10 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     `out` [parts, T, heads, value size] receives each part normalised by itself; `log_totals`
     [parts, T, heads] receives the logarithm of the divisor.
     """
-    sequence, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    first_row, part = tl.program_id(1) * ROWS, tl.program_id(2)
+    sequence = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    first_row = tl.program_id(1) * ROWS
+    part = tl.program_id(2)
     first = tl.load(cu_seqlens_q + sequence)
     count = tl.load(cu_seqlens_q + sequence + 1) - first
     if first_row >= count * GROUP:
@@ -90,19 +126,15 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     rows = first_row + tl.arange(0, ROWS)
     token = rows // GROUP
     real = token < count
-    position = before + token
-    begin = part * PART
-    end = tl.minimum(
-        before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1) + 1, begin + PART
-    )
-    if WINDOWED:
-        begin = tl.maximum(begin, (before + first_row // GROUP - window + 1) // KEYS * KEYS)
+    last_token = before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
+    first_token = before + first_row // GROUP
+    begin, end = _key_range(part, first_token, last_token, window, PART, KEYS, WINDOWED)
     if begin >= end:
         return
-    key_lanes, value_lanes = tl.arange(0, KEY_LANES), tl.arange(0, VALUE_LANES)
+    key_lanes = tl.arange(0, KEY_LANES)
+    value_lanes = tl.arange(0, VALUE_LANES)
     row_at = (first + token).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + rows % GROUP
-    query_mask = real[:, None] & (key_lanes < KEY_SIZE)[None, :]
-    q = tl.load(query + row_at[:, None] * KEY_SIZE + key_lanes[None, :], mask=query_mask, other=0.0)
+    q = _load(query, row_at[:, None], key_lanes[None, :], real[:, None], KEY_SIZE)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
@@ -110,25 +142,12 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
         at = start + tl.arange(0, KEYS)
         page = tl.load(block_table + sequence * width + at // PAGE_SIZE, mask=at < end, other=0)
         slot = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
-        key_mask = (at < end)[None, :] & (key_lanes < KEY_SIZE)[:, None]
-        k = tl.load(keys + slot[None, :] * KEY_SIZE + key_lanes[:, None], mask=key_mask, other=0.0)
-        scores = _scores(q, k, at, position, scale, window, softcap, WINDOWED, CAPPED, EXACT)
-        value_mask = (at < end)[:, None] & (value_lanes < VALUE_SIZE)[None, :]
-        v = tl.load(
-            values + slot[:, None] * VALUE_SIZE + value_lanes[None, :], mask=value_mask, other=0.0
-        )
+        k = _load(keys, slot[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
+        scores = _scores(q, k, at, before + token, scale, window, softcap, WINDOWED, CAPPED, EXACT)
+        v = _load(values, slot[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
         maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
-    # A row that sees no key of this part has a total of 0; its maximum stays -inf.
-    total = tl.where(total == 0, 1.0, total)
-    result = weighted / total[:, None]
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
-    out_mask = real[:, None] & (value_lanes < VALUE_SIZE)[None, :]
-    tl.store(
-        out + row_at[:, None] * VALUE_SIZE + value_lanes[None, :],
-        result.to(out.dtype.element_ty),
-        mask=out_mask,
-    )
-    tl.store(log_totals + row_at, maximum + tl.log(total), mask=real)
+    _store(out, log_totals, row_at, value_lanes, real, maximum, total, weighted, VALUE_SIZE)
 
 
 # Arguments that vary from step to step must not cause a new compilation.
@@ -155,13 +174,15 @@ def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers 
     if WINDOWED:
         first = tl.maximum(position - window + 1, 0) // PART
     lanes = tl.arange(0, LANES)
-    maximum, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    maximum = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
     weighted = tl.zeros([LANES], tl.float32)
     for part in range(first, position // PART + 1):
         at = part * row_count + row
         log_total = tl.load(log_totals + at)
         highest = tl.maximum(maximum, log_total)
-        kept, weight = tl.exp(maximum - highest), tl.exp(log_total - highest)
+        kept = tl.exp(maximum - highest)
+        weight = tl.exp(log_total - highest)
         total = total * kept + weight
         values = tl.load(parts + at * SIZE + lanes, mask=lanes < SIZE, other=0.0)
         weighted = weighted * kept + weight * values
