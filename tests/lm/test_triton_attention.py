@@ -102,7 +102,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"window": 100}, {"window": 1500}], ids=str)
 def test_long_sequences_are_split_into_parts(how: dict[str, int]) -> None:
-    """The lengths end one key into a part, at the end of a part, and just before the next."""
+    """Some tokens see one key of a part, others all keys of a part and none of the next."""
     lengths = [(1, 1023), (1, 1024), (3, 2047), (1, 5), (2, 2700)]
     compare(batch(lengths, 16, 512), heads=2, kv_heads=1, pages=512, max_seq_len=4096, **how)
 
