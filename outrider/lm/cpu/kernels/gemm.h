@@ -19,7 +19,7 @@ INLINE vec add_bias(const float *acc, const struct linear *linear, int64_t colum
   return rounded(linear->bias ? sum + load(linear->bias, column, BFLOAT16) : sum);
 }
 
-// What happens to the result: STORE it; ADD it to `out`; SWIGLU gates its second half by its first;
+// How a product ends: STORE the result; ADD it to `out`; SWIGLU gates its second half by its first;
 // LOGITS stores it as float.
 enum epilogue { STORE, ADD, SWIGLU, LOGITS };
 
