@@ -33,7 +33,7 @@ Replay = Callable[[], object]
 
 # Bucket sizes: sequences, and mean tokens a sequence. Padding adds at most half to 16 sequences or
 # more, and to a mean of 2 or more.
-_LARGE_BATCHES = (
+_LARGE_BATCHES = tuple(
     size for power in range(4, 12) for size in (3 * 2 ** (power - 1), 2 ** (power + 1))
 )
 _BATCHES = (1, 2, 4, 8, 16, *_LARGE_BATCHES)
@@ -106,15 +106,10 @@ class Inputs:
         self._table = table
         sizes = [rows, rows, rows, batch + 1, batch]
         self._host, self._device = table.host_and_device(sum(sizes))
-        views = [part.numpy() for part in torch.split(self._host, sizes)]
-        self._ids, self._positions, self._slot_mapping, self._cu_seqlens_q, self._seq_lens = views
-        (
-            self.token_ids,
-            self.positions,
-            self._device_slot_mapping,
-            cu_seqlens_q,
-            seq_lens,
-        ) = torch.split(self._device, sizes)
+        host = [part.numpy() for part in torch.split(self._host, sizes)]
+        self._ids, self._positions, self._slot_mapping, self._cu_seqlens_q, self._seq_lens = host
+        device = torch.split(self._device, sizes)
+        self.token_ids, self.positions, self._device_slot_mapping, cu_seqlens_q, seq_lens = device
         self._kernel = KernelArguments(
             cu_seqlens_q, max_seqlen_q, seq_lens, table.pages_BP[:batch], self.positions
         )
@@ -138,8 +133,9 @@ class Inputs:
         self._positions[:] = [*positions, *zeros]
         self._slot_mapping[:] = [*slot_mapping(slices, shape.page_size), *spare_slots]
         unused = self.batch - len(slices)
-        alone = min(padding, unused)
-        lengths = [len(part.token_ids) for part in slices] + [1] * alone + [0] * (unused - alone)
+        singles = min(padding, unused)
+        lengths = [len(part.token_ids) for part in slices]
+        lengths += [1] * singles + [0] * (unused - singles)
         self._cu_seqlens_q[:] = [0, *accumulate(lengths)]
         self._seq_lens[:] = [part.end for part in slices] + [1] * unused
         self._device.copy_(self._host, non_blocking=True)
