@@ -1,6 +1,7 @@
-"""Builds the C kernels for each kind of processor, and for a wheel compiles the engine's step: 40 % less host time a sequence.
+"""Builds the C kernels for each kind of processor; for a wheel, also compiles the engine's step.
 
-An editable installation runs the step's sources as they are.
+The compiled step takes 40 % less host time per sequence. An editable installation runs the step's
+Python sources.
 """
 
 import hashlib
@@ -13,8 +14,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 _KERNELS = Path("outrider/lm/cpu/kernels")
-# For each kind of processor the flags of its library. A machine without a C compiler, or of another architecture, gets those that
-# build.
+_SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c"]
+# Compiler flags of the library for each kind of processor. Each is optional: without a C compiler,
+# or on another architecture, installation goes on with the libraries that build.
 _BUILDS = {
     "_cpu": [],
     "_cpu_avx2": ["-march=x86-64-v3"],
@@ -25,24 +27,25 @@ _BUILDS = {
 
 
 def _kernels() -> list[Extension]:
-    sources = ["paged_attention.c", "decoder.c", "decoder_float32.c"]
-    return [
-        Extension(
+    """Return one extension for each kind of processor."""
+    headers_and_sources = [str(path) for path in sorted(_KERNELS.glob("*.[ch]"))]
+    extensions = []
+    for name, flags in _BUILDS.items():
+        sources = [*_SOURCES, "amx_attention.c"] if name == "_cpu_amx" else _SOURCES
+        extension = Extension(
             f"outrider.lm.cpu.{name}",
-            [
-                str(_KERNELS / source)
-                for source in [*sources, *(["tile_attention.c"] if name == "_cpu_amx" else [])]
-            ],
-            depends=[str(path) for path in sorted(_KERNELS.glob("*.[ch]"))],
+            [str(_KERNELS / source) for source in sources],
+            depends=headers_and_sources,
             extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", *flags],
             extra_link_args=["-fopenmp", "-lm"],
             optional=True,
         )
-        for name, flags in _BUILDS.items()
-    ]
+        extensions.append(extension)
+    return extensions
 
 
-# What a step does for each of its sequences. What is compiled can be neither copied, pickled nor derived from, and checks types.
+# The modules that a step runs for each of its sequences. Compiled classes check types, and cannot
+# be copied, pickled or derived from.
 _STEP = [
     "outrider/lm/pages.py",
     "outrider/messages.py",
@@ -71,34 +74,39 @@ _STEP = [
 ]
 
 _VENDOR = Path("gateway/web/vendor")
-# uPlot 1.6.16, by SHA-256.
+# SHA-256 of the files of uPlot 1.6.16.
 _PLOTTING_LIBRARY = {
     "uPlot.iife.js": "655bc8aa33781e8721c5af6b59f1699c03c9bda951aa74a6ab518ac20cc4326d",
     "uPlot.min.css": "3f121cd4a997b634e07a887658850018e475c26f0bddd874109a8d382c19de87",
 }
 
 
-def _compiled() -> list[Extension]:
+def _compiled_step() -> list[Extension]:
+    """Return the extensions of the compiled step, for a wheel or `build_ext`; else none."""
     if "editable_wheel" in sys.argv or not {"bdist_wheel", "build_ext"} & set(sys.argv):
         return []
     from mypyc.build import mypycify
 
-    # What is imported from elsewhere may not be installed where this is built, and what the sources are worth `make lint` says.
+    # Imported packages may be missing during a build, so mypy skips them. `make lint` checks types.
     flags = ["--config-file=", "--ignore-missing-imports", "--follow-imports=skip"]
     try:
         extensions: list[Extension] = mypycify([*flags, *_STEP], opt_level="1", debug_level="0")
-    except SystemExit:  # of a mypy that finds fault with what others did not
-        print("warning: the engine's step is not compiled, since mypy refuses it", file=sys.stderr)
+    except SystemExit:
+        # Another version of mypy may report errors that ours does not.
+        print("warning: not compiling the engine's step: mypy reports errors", file=sys.stderr)
         return []
     for extension in extensions:
-        # As the C sources are; and a warning of some compiler is no reason to do without.
+        # Optional like the kernels; and a compiler's warnings must not stop the build.
         extension.optional = True
         extension.extra_compile_args.append("-Wno-error")
     return extensions
 
 
 class _AllOrNothing(build_ext):
-    """The step's modules are shells around one library, and without it none of them could be imported."""
+    """Removes a partly built step.
+
+    The step's modules load one shared library, and without it none of them can be imported.
+    """
 
     def build_extensions(self) -> None:
         super().build_extensions()
@@ -109,22 +117,23 @@ class _AllOrNothing(build_ext):
 
 
 def _fetch_plotting_library() -> None:
-    """Put the page's plotting library beside the page: files of a package that is installed to build this one."""
+    """Copy the web page's plotting library from the package `uplot`, a build dependency.
+
+    Raises SystemExit if a file has another hash than the tested one.
+    """
     package = find_spec("uplot")
-    if (
-        package is None
-        or package.origin is None
-        or not {"bdist_wheel", "editable_wheel"} & set(sys.argv)
-    ):
+    if package is None or package.origin is None:
+        return
+    if not {"bdist_wheel", "editable_wheel"} & set(sys.argv):
         return
     for name, digest in _PLOTTING_LIBRARY.items():
         source = Path(package.origin).parent / "static" / name
         if hashlib.sha256(source.read_bytes()).hexdigest() != digest:
-            raise SystemExit(f"{source} is not the file that the page was tested with")
+            raise SystemExit(f"{source} is not the file that the web page was tested with")
         _VENDOR.mkdir(exist_ok=True)
         shutil.copyfile(source, _VENDOR / name)
 
 
-_STEP_EXTENSIONS = _compiled()
+_STEP_EXTENSIONS = _compiled_step()
 _fetch_plotting_library()
 setup(ext_modules=[*_kernels(), *_STEP_EXTENSIONS], cmdclass={"build_ext": _AllOrNothing})

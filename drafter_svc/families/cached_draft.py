@@ -60,7 +60,7 @@ class CachedDraft:
     @property
     def unread_count(self) -> int:
         """Tokens that the cache lacks."""
-        return self.length - self.kv.length
+        return self.length - self.kv.num_computed_tokens
 
     @property
     def begun(self) -> bool:
@@ -87,7 +87,7 @@ class CachedDraft:
 
     def unread(self, limit: int) -> list[int]:
         """The first `limit` of the tokens that the cache lacks."""
-        start, committed = self.kv.length, self.sequence.tokens
+        start, committed = self.kv.num_computed_tokens, self.sequence.tokens
         if start >= len(committed):
             return self.guessed[start - len(committed) :][:limit]
         return [*committed[start : start + limit], *self.guessed][:limit]

@@ -105,7 +105,10 @@ class Forwards:
         """The next `count` tokens of all by one call, where nothing but the likeliest is asked for, and nothing besides it."""
         if self._runner.decoder is None or len(drafts) > self._max_batch_tokens:
             return False
-        if not all(_is_plain(draft) and draft.kv.length + 1 == draft.length for draft in drafts):
+        if not all(
+            _is_plain(draft) and draft.kv.num_computed_tokens + 1 == draft.length
+            for draft in drafts
+        ):
             return False
         vocab_size = drafts[0].vocab_size
         if any(draft.vocab_size != vocab_size for draft in drafts):
@@ -118,7 +121,7 @@ class Forwards:
         if rows is None:
             return False
         for draft, tokens in zip(drafts, zip(*rows, strict=True), strict=True):
-            draft.kv.length += count
+            draft.kv.num_computed_tokens += count
             for token in tokens:
                 draft.append(token, [])
             self._cache_pages(draft)
@@ -127,7 +130,8 @@ class Forwards:
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
         """`count` rows of the likeliest next token of each draft, whose targets know the same ids; None where one call cannot."""
         slices = [
-            SequenceSlice(draft.unread(1), draft.kv.length, draft.kv.pages, 1) for draft in drafts
+            SequenceSlice(draft.unread(1), draft.kv.num_computed_tokens, draft.kv.pages, 1)
+            for draft in drafts
         ]
         return self._runner.continue_greedily(slices, count, drafts[0].vocab_size)
 
@@ -142,8 +146,10 @@ class Forwards:
             tokens = draft.unread(budget)
             if not tokens:
                 break
-            complete = draft.kv.length + len(tokens) == draft.length
-            slices.append(SequenceSlice(tokens, draft.kv.length, draft.kv.pages, int(complete)))
+            complete = draft.kv.num_computed_tokens + len(tokens) == draft.length
+            slices.append(
+                SequenceSlice(tokens, draft.kv.num_computed_tokens, draft.kv.pages, int(complete))
+            )
             fed.append(draft)
             if complete:
                 scored.append(draft)
@@ -151,14 +157,14 @@ class Forwards:
         guesses = self._score(slices, scored)
         # From here on nothing should fail, since drafts are changed.
         for draft, part in zip(fed, slices, strict=True):
-            draft.kv.length += len(part.token_ids)
+            draft.kv.num_computed_tokens += len(part.token_ids)
         for draft, guess in zip(scored, guesses, strict=True):
             if guess is not None:
                 draft.append(guess.token, guess.likeliest, guess.distribution)
             else:
                 draft.stuck = True
                 # The last token is read again when the next guess is asked for.
-                draft.kv.length -= 1
+                draft.kv.num_computed_tokens -= 1
         for draft in fed:
             self._cache_pages(draft)
 

@@ -146,7 +146,7 @@ class ModelFamily(Family):
         if branch is not None:
             # The branch that came true has a cache of its own, which goes on where the chain's would have to be rewound.
             draft.kv, branch.kv = branch.kv, draft.kv
-        elif standing < draft.kv.length:
+        elif standing < draft.kv.num_computed_tokens:
             length = len(sequence.tokens)
             with telemetry.start(
                 "rewind",

@@ -1,7 +1,11 @@
-"""Runs any decoder-only model of `transformers` over a paged KV cache. Knows token ids and pages, not sequences or drafters."""
+"""Runs decoder-only models of `transformers` over a paged KV cache.
+
+Works on token ids and pages; sequences and drafters belong to the services.
+"""
 
 import os
 
-# Weights and caches on a CPU in huge pages, which the kernel gives to whoever asks: reading all of a model for each token, a
-# processor otherwise spends much of its time looking up addresses. Torch reads this when it allocates for the first time.
+# Put weights and caches on a CPU into huge pages. With small pages, reading a whole model for each
+# token spends much of the time on address translation. Torch reads this variable when it allocates
+# for the first time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,6 +1,6 @@
-"""What does not depend on the layer: a packed batch as a few index tensors, computed once a forward on the host.
+"""Describes one packed batch as index tensors, built once a forward on the host for all layers.
 
-Lists rather than arrays: the usual batch is a few tokens, and this runs between any two forwards.
+Uses lists rather than arrays: a typical batch has a few tokens, and this runs between forwards.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import torch
 
 from outrider.lm.cpu.attention import PagedBatch
 
-# Slices up to this length (decoding and verification) share one padded attention call; longer ones (prefill) go one by one.
+# Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
+# slices (prefill) get a call each.
 SHORT_SLICE = 32
 
 
 @dataclass(slots=True)
 class SequenceSlice:
-    """Consecutive tokens of one sequence.
+    """Consecutive tokens of one sequence, to be computed by one forward.
 
-    `start` is the position of the first, `pages` hold the sequence's keys and values, these tokens' own included, and logits are
-    wanted for the last `logit_count` of them.
+    `start` is the position of the first token. `pages` hold the sequence's keys and values,
+    including those of this slice. The forward returns logits for the last `logit_count` tokens.
     """
 
     token_ids: list[int]
@@ -33,12 +34,12 @@ class SequenceSlice:
 
     @property
     def end(self) -> int:
-        """The position behind the last token, which is the number of keys that one sees."""
+        """The position after the last token: the number of keys that the last token attends to."""
         return self.start + len(self.token_ids)
 
 
-def wanted_rows(slices: Sequence[SequenceSlice]) -> list[int]:
-    """The packed tokens that logits are wanted of."""
+def logits_indices(slices: Sequence[SequenceSlice]) -> list[int]:
+    """Return the packed token numbers for which logits are computed."""
     ends = accumulate(len(part.token_ids) for part in slices)
     return [
         row
@@ -47,8 +48,8 @@ def wanted_rows(slices: Sequence[SequenceSlice]) -> list[int]:
     ]
 
 
-def slots(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
-    """Where in the flattened cache each packed token goes."""
+def slot_mapping(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
+    """Return the slot in the flattened cache for each packed token."""
     return [
         part.pages[position // page_size] * page_size + position % page_size
         for part in slices
@@ -56,48 +57,51 @@ def slots(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
     ]
 
 
-class Group:
-    """Slices that one attention call takes: B of them, padded to Q queries and P pages.
+class AttentionGroup:
+    """B slices that one attention call processes, padded to Q queries and P pages.
 
-    `shape` is (B, Q). `padded` says whether some slice is shorter than Q, `whole_batch` that none is and that the group is all of
-    the batch, in its order. `key_count` keys are looked at: P pages of them, or, for a single slice, just its own. If its pages
-    lie side by side, `run` is where they lie in the flattened cache, so that nothing need be gathered. The index tensors are
-    made when a layer first asks, since a single decoding sequence needs none of them.
+    `shape` is (B, Q). `padded`: some slice has fewer than Q tokens. `whole_batch`: no slice is
+    padded and the group is the whole batch in its order. The call reads `key_count` keys: P whole
+    pages, or exactly the slice's keys in a group of one. If the pages of a group of one are
+    adjacent, `contiguous_slots` is their range in the flattened cache, and nothing is gathered.
+    The index tensors are created on first use, because a single decoding sequence needs none.
     """
 
     def __init__(self, layout: BatchLayout, indices: Sequence[int]) -> None:
+        """Group the slices of `layout` with these indices."""
         self._layout = layout
         self._slices = [layout.slices[i] for i in indices]
         self._first_rows = [layout.first_rows[i] for i in indices]
         longest = max(len(part.token_ids) for part in self._slices)
+        single = len(indices) == 1
         self.shape = len(indices), longest
         self.padded = any(len(part.token_ids) < longest for part in self._slices)
         self.whole_batch = not self.padded and len(indices) == len(layout.slices)
         size = layout.page_size
-        most_keys = max(part.end for part in self._slices)
-        self.key_count = most_keys if len(indices) == 1 else -(-most_keys // size) * size
-        self.run = _run(self._slices[0], size) if len(indices) == 1 else None
+        max_seq_len = max(part.end for part in self._slices)
+        self.key_count = max_seq_len if single else -(-max_seq_len // size) * size
+        self.contiguous_slots = _contiguous_slots(self._slices[0], size) if single else None
         self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}
 
     @cached_property
     def rows_BQ(self) -> torch.Tensor:
-        """Packed token numbers, padded with each slice's last token."""
+        """Packed token numbers. The padding repeats each slice's last token."""
         return self._layout.tensor(self._padded(self._first_rows))
 
     @cached_property
-    def real_BQ(self) -> torch.Tensor:
-        """Which of `rows_BQ` are not padding."""
+    def is_real_BQ(self) -> torch.Tensor:
+        """True where `rows_BQ` is not padding."""
         return self._layout.tensor(
             [[i < len(part.token_ids) for i in range(self.shape[1])] for part in self._slices]
         )
 
     @cached_property
-    def pages_BP(self) -> torch.Tensor:
+    def block_table_BP(self) -> torch.Tensor:
         """Page numbers, padded with page 0, which the mask hides."""
         return self._layout.block_table(self._slices)
 
     def _padded(self, firsts: Sequence[int]) -> list[list[int]]:
-        """For each slice the numbers from its first on, the last repeated up to Q."""
+        """Count up from each slice's first number; repeat the slice's last number up to Q."""
         lengths = [len(part.token_ids) for part in self._slices]
         return [
             [first + min(i, n - 1) for i in range(self.shape[1])]
@@ -105,10 +109,11 @@ class Group:
         ]
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """[B, 1, Q * repeats, keys], 0 where a query sees a key and -inf elsewhere, each query `repeats` times over.
+        """Return the attention mask [B, 1, Q * repeats, keys]: 0 for visible keys, else -inf.
 
-        With a sliding window a query sees the last `window` positions, its own included. None when every query sees all keys.
-        Kept, since most layers ask alike.
+        Each query occurs `repeats` times in a row. With a sliding window a query sees the last
+        `window` positions, including its own. None means that every query sees all keys. Masks
+        are cached, because most layers ask for the same one.
         """
         key = (window, repeats)
         if key not in self._masks:
@@ -124,26 +129,28 @@ class Group:
         queries = positions_BQ.repeat_interleave(repeats, dim=1)[:, None, :, None]
         keys = torch.arange(self.key_count, device=queries.device)
         hidden = keys > queries
-        hidden = hidden if window is None else hidden | (keys <= queries - window)
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-            hidden, -torch.inf
-        )
+        if window is not None:
+            hidden = hidden | (keys <= queries - window)
+        zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return zeros.masked_fill_(hidden, -torch.inf)
 
 
-def _run(part: SequenceSlice, page_size: int) -> slice | None:
-    """Where in the flattened cache the slice's keys lie, if its pages lie side by side."""
-    first, count = part.pages[0], -(-part.end // page_size)
+def _contiguous_slots(part: SequenceSlice, page_size: int) -> slice | None:
+    """Return the slots of the slice's keys, or None if its pages are not adjacent."""
+    first = part.pages[0]
+    count = -(-part.end // page_size)
     if part.pages[:count] != list(range(first, first + count)):
         return None
     return slice(first * page_size, first * page_size + part.end)
 
 
 class BatchLayout:
-    """T tokens of B slices in one row."""
+    """T tokens of B slices, packed into one row. The properties serve the attention backends."""
 
     def __init__(
         self, slices: Sequence[SequenceSlice], page_size: int, device: torch.device
     ) -> None:
+        """Pack the slices; the tensors go to `device`."""
         self.slices = slices
         self.page_size = page_size
         self._device = device
@@ -153,97 +160,101 @@ class BatchLayout:
         self.positions = self.tensor(
             [position for part in slices for position in range(part.start, part.end)]
         )
-        self.logit_rows = self.tensor(wanted_rows(slices))
+        self.logits_indices = self.tensor(logits_indices(slices))
 
     @cached_property
-    def slots(self) -> torch.Tensor:
-        """Where in the flattened cache each token goes, [T]."""
-        return self.tensor(slots(self.slices, self.page_size))
+    def slot_mapping(self) -> torch.Tensor:
+        """Slot in the flattened cache for each token, [T]."""
+        return self.tensor(slot_mapping(self.slices, self.page_size))
 
     @cached_property
     def _short(self) -> list[int]:
-        """The slices that one call can take together, by number."""
+        """Indices of the slices that share one attention call."""
         return [i for i, part in enumerate(self.slices) if len(part.token_ids) <= SHORT_SLICE]
 
     @cached_property
-    def paged(self) -> PagedBatch:
-        """How the attention that reads pages on a CPU takes the batch: the short slices."""
-        return self._paged(
+    def cpu_short_batch(self) -> PagedBatch:
+        """Arguments of the C attention that attends for the short slices only."""
+        return self._cpu_batch(
             [self.slices[i] for i in self._short], [self.first_rows[i] for i in self._short]
         )
 
     @cached_property
-    def paged_whole(self) -> PagedBatch:
-        """The same of all slices, long ones too."""
-        return self._paged(self.slices, self.first_rows)
+    def cpu_batch(self) -> PagedBatch:
+        """Arguments of the C decoder, which attends for all slices."""
+        return self._cpu_batch(self.slices, self.first_rows)
 
-    def _paged(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> PagedBatch:
-        lengths, starts = [len(part.token_ids) for part in slices], [part.start for part in slices]
+    def _cpu_batch(self, slices: Sequence[SequenceSlice], first_rows: Sequence[int]) -> PagedBatch:
         return PagedBatch(
-            slots(self.slices, self.page_size),
-            rows,
-            lengths,
-            starts,
+            slot_mapping(self.slices, self.page_size),
+            first_rows,
+            [len(part.token_ids) for part in slices],
+            [part.start for part in slices],
             [part.pages for part in slices],
         )
 
     @cached_property
-    def long_groups(self) -> list[Group]:
-        """Each long slice alone."""
+    def long_groups(self) -> list[AttentionGroup]:
+        """One group for each long slice."""
         return [
-            Group(self, [i])
+            AttentionGroup(self, [i])
             for i, part in enumerate(self.slices)
             if len(part.token_ids) > SHORT_SLICE
         ]
 
     @cached_property
-    def groups(self) -> list[Group]:
-        """How the gathering attention takes the batch: all short slices together, each long one alone."""
-        return ([Group(self, self._short)] if self._short else []) + self.long_groups
+    def groups(self) -> list[AttentionGroup]:
+        """Groups for attention that gathers pages: all short slices, then each long slice."""
+        short = [AttentionGroup(self, self._short)] if self._short else []
+        return short + self.long_groups
 
     def block_table(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Page numbers [B, P] of the slices' keys, padded with page 0."""
+        """Return the page numbers [B, P] of the slices' keys, padded with page 0."""
         rows = [part.pages[: -(-part.end // self.page_size)] for part in slices]
         widest = max(map(len, rows))
         return self.tensor([row + [0] * (widest - len(row)) for row in rows])
 
     @cached_property
     def kernel(self) -> KernelArguments:
-        """How the kernel of a GPU takes the batch."""
+        """Arguments of the GPU kernel."""
         return KernelArguments(
-            ends=self.tensor([0, *self._row_ends]).int(),
-            longest=max(len(part.token_ids) for part in self.slices),
-            key_counts=self.tensor([part.end for part in self.slices]).int(),
+            cu_seqlens_q=self.tensor([0, *self._row_ends]).int(),
+            max_seqlen_q=max(len(part.token_ids) for part in self.slices),
+            seq_lens=self.tensor([part.end for part in self.slices]).int(),
             block_table=self.block_table(self.slices).int(),
             positions=self.positions,
         )
 
     def tensor(self, numbers: Sequence[object]) -> torch.Tensor:
-        """On the model's device; int64, or bool."""
-        # An empty list would come out as float32.
-        return (torch.tensor(numbers) if numbers else torch.empty(0, dtype=torch.int64)).to(
-            self._device, non_blocking=True
-        )
+        """Return int64 or bool `numbers` on the model's device."""
+        # torch would make an empty list float32.
+        on_host = torch.tensor(numbers) if numbers else torch.empty(0, dtype=torch.int64)
+        return on_host.to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelArguments:
-    """What `outrider.lm.gpu.triton_attention` is told of a batch of B slices with T tokens, once for all layers.
+    """One batch of B slices with T tokens, as `outrider.lm.gpu.triton_attention` takes it.
 
-    int32 but for the positions: where the slices end among the tokens, 0 before them, [B + 1]; how many keys each has with its own,
-    [B]; the pages they are in, [B, P]; positions [T]. `longest` is no less than any slice's number of tokens.
+    `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `max_seqlen_q`: an
+    upper bound on the tokens of a slice. `seq_lens` [B]: keys of each sequence, including the
+    slice's own. `block_table` [B, P]: the pages of those keys. `positions` [T]: token positions.
+    The tensors are int32; only `positions` may also be int64.
     """
 
-    ends: torch.Tensor
-    longest: int
-    key_counts: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    seq_lens: torch.Tensor
     block_table: torch.Tensor
     positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StaticLayout:
-    """All that layers with that kernel need of a batch; `slots` as `BatchLayout.slots`."""
+    """A batch at fixed addresses, for layers that all use the GPU kernel.
 
-    slots: torch.Tensor
+    `slot_mapping` is as in `BatchLayout`.
+    """
+
+    slot_mapping: torch.Tensor
     kernel: KernelArguments

@@ -1,4 +1,7 @@
-"""Pages of the KV cache: who holds which, and which can be shared. Knows token ids and page numbers; not tensors."""
+"""Page pool of the KV cache: which sequence holds which page, and which pages can be shared.
+
+Works on token ids and page numbers only; the tensors are elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,34 @@ from heapq import heappop, heappush
 
 @dataclass(eq=False, slots=True)
 class KVSequence:
-    """One sequence's pages, in order. `length` tokens have their keys and values there."""
+    """The pages of one sequence, in order.
+
+    The cache holds keys and values of its first `num_computed_tokens` tokens.
+    """
 
     pages: list[int] = field(default_factory=list)
-    length: int = 0
+    num_computed_tokens: int = 0
     digests: list[bytes] = field(default_factory=list)
-    """Block hashes of the leading pages that are published or shared; those are never written again."""
+    """Block hashes of the leading pages that are cached for sharing. Nothing writes to these."""
 
 
 class PagePool:
-    """Hands out pages, and keeps those of committed prompts for whoever comes with the same beginning.
+    """Hands out pages, and keeps pages of committed tokens so that later sequences can share them.
 
-    A full page of committed tokens is known by its chained block hash: SHA-256 over the hash of the page before (of the salt, for
-    the first) and its token ids as little-endian uint32. Pages nobody holds stay findable until they are needed, the least
-    recently used going first. Shared pages are never written, since a sequence writes only behind its `length`.
+    A full page of committed tokens has a chained block hash: SHA-256 over the hash of the page
+    before it (for the first page: of the salt) and its token ids as little-endian uint32. Cached
+    pages that no sequence holds stay findable until the pool needs them; the least recently used
+    page goes first. A sequence writes only behind its `num_computed_tokens`, so nothing writes to
+    a shared page.
     """
 
     def __init__(self, page_count: int, page_size: int, *, prefix_caching: bool = True) -> None:
+        """Create `page_count` blank pages of `page_size` tokens each."""
         self.page_count = page_count
         self.page_size = page_size
         self._prefix_caching = prefix_caching
         self._holders = [0] * page_count
-        # A heap: whoever is given the lowest free pages often gets neighbours, which attention need not gather.
+        # A heap: the lowest free pages are often neighbours, and attention reads those in place.
         self._blank = list(range(page_count))
         self._by_digest: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -41,16 +50,19 @@ class PagePool:
 
     @property
     def free_count(self) -> int:
-        """Pages that could be handed out now."""
+        """Number of pages that the pool could hand out now."""
         return len(self._blank) + len(self._idle)
 
     @property
     def used_count(self) -> int:
-        """Pages that some sequence holds."""
+        """Number of pages that sequences hold."""
         return self.page_count - self.free_count
 
     def reserve(self, sequence: KVSequence, length: int) -> bool:
-        """Give the sequence pages for `length` tokens; False, and nothing has changed, when there are not enough."""
+        """Give the sequence pages for `length` tokens.
+
+        Return False and change nothing if too few pages are free.
+        """
         missing = -(-length // self.page_size) - len(sequence.pages)
         if missing <= 0:
             return True
@@ -61,48 +73,53 @@ class PagePool:
         return True
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
-        """A sequence that shares the full pages of the first `length` tokens; the rest is for it to compute.
+        """Return a new sequence that shares the full pages of the first `length` tokens.
 
-        As long as both live, the first must not be rewound to within those pages and go on.
+        The caller computes the tokens behind those pages. While both sequences live, the first
+        must not be rewound into the shared pages and then continue.
         """
-        full = min(length, sequence.length) // self.page_size
+        full = min(length, sequence.num_computed_tokens) // self.page_size
         for page in sequence.pages[:full]:
             self._holders[page] += 1
         return KVSequence(sequence.pages[:full], full * self.page_size, sequence.digests[:full])
 
     def truncate(self, sequence: KVSequence, length: int) -> None:
-        """Rewind to `length` tokens and give back the pages behind them; nothing is copied.
+        """Rewind the sequence to `length` tokens and free the pages behind them; copy nothing.
 
-        A rewind to within a published page goes on to that page's beginning, since others may be reading the page.
+        A rewind into a cached page continues to the beginning of that page, because other
+        sequences may be reading it.
         """
-        published = length // self.page_size
-        if published < len(sequence.digests):
-            length = published * self.page_size
-            del sequence.digests[published:]
-        if length < sequence.length:
-            sequence.length = length
+        cached = length // self.page_size
+        if cached < len(sequence.digests):
+            length = cached * self.page_size
+            del sequence.digests[cached:]
+        if length < sequence.num_computed_tokens:
+            sequence.num_computed_tokens = length
         keep = -(-length // self.page_size)
-        # Backwards, so that of a cached prefix the end is forgotten before the beginning.
+        # Backwards, so that the pool evicts the end of a cached prefix before its beginning.
         while len(sequence.pages) > keep:
             self._give_back(sequence.pages.pop())
 
     def free(self, sequence: KVSequence) -> None:
-        """Give back everything."""
+        """Free all pages of the sequence."""
         self.truncate(sequence, 0)
 
     def match_prefix(
         self, sequence: KVSequence, token_ids: Sequence[int], salt: str, limit: int | None = None
     ) -> int:
-        """Start an empty sequence on the cached pages of its longest known beginning; the number of tokens covered.
+        """Start an empty sequence on the cached pages of the longest known prefix of `token_ids`.
 
-        At least one token is left to compute, since its logits are what the caller is after; all from `limit` on, where more are
-        wanted. Raises ValueError when the sequence has pages already.
+        Return the number of tokens covered. At least the last token remains to be computed,
+        because the caller wants its logits; with a `limit`, all tokens from that index on remain.
+        Raises ValueError if the sequence already has pages.
         """
         if sequence.pages:
             raise ValueError("only an empty sequence can start on a cached prefix")
         if not self._prefix_caching:
             return 0
-        most = len(token_ids) - 1 if limit is None else min(len(token_ids) - 1, limit)
+        most = len(token_ids) - 1
+        if limit is not None:
+            most = min(most, limit)
         for i in range(most // self.page_size):
             digest = self._digest(sequence.digests, token_ids, i, salt)
             page = self._by_digest.get(digest)
@@ -112,18 +129,21 @@ class PagePool:
             self._holders[page] += 1
             sequence.pages.append(page)
             sequence.digests.append(digest)
-        sequence.length = len(sequence.digests) * self.page_size
-        return sequence.length
+        sequence.num_computed_tokens = len(sequence.digests) * self.page_size
+        return sequence.num_computed_tokens
 
     def cache_pages(self, sequence: KVSequence, token_ids: Sequence[int], salt: str) -> None:
-        """Make the full pages of committed tokens findable; pages published before cost nothing."""
+        """Make the full pages of committed `token_ids` findable.
+
+        Pages that were cached before cost nothing.
+        """
         if not self._prefix_caching:
             return
-        published = len(sequence.digests)
-        if sequence.length < (published + 1) * self.page_size:
+        cached = len(sequence.digests)
+        if sequence.num_computed_tokens < (cached + 1) * self.page_size:
             return
-        full = min(sequence.length, len(token_ids)) // self.page_size
-        for i in range(published, full):
+        full = min(sequence.num_computed_tokens, len(token_ids)) // self.page_size
+        for i in range(cached, full):
             digest = self._digest(sequence.digests, token_ids, i, salt)
             sequence.digests.append(digest)
             if digest not in self._by_digest:
@@ -131,21 +151,24 @@ class PagePool:
                 self._digest_of[sequence.pages[i]] = digest
 
     def check_integrity(self, sequences: Iterable[KVSequence] = ()) -> None:
-        """Raise RuntimeError unless every page is blank, idle, or held by exactly as many of `sequences` as counted."""
+        """Check that each page is blank, idle, or held by as many `sequences` as counted.
+
+        Raises RuntimeError otherwise.
+        """
         held = [0] * self.page_count
         for sequence in sequences:
             for page in sequence.pages:
                 held[page] += 1
         if held != self._holders:
-            raise RuntimeError("pages are held by others than counted")
-        blank, idle = set(self._blank), set(self._idle)
+            raise RuntimeError("page holder counts do not match the sequences")
+        blank = set(self._blank)
+        idle = set(self._idle)
         unheld = {page for page, count in enumerate(held) if count == 0}
         if blank & idle or blank | idle != unheld or len(blank) != len(self._blank):
             raise RuntimeError("a page is lost, or free twice")
-        if {
-            page: digest for digest, page in self._by_digest.items()
-        } != self._digest_of or not idle <= self._digest_of.keys():
-            raise RuntimeError("the index of published pages is inconsistent")
+        inverted = {page: digest for digest, page in self._by_digest.items()}
+        if inverted != self._digest_of or not idle <= self._digest_of.keys():
+            raise RuntimeError("the index of cached pages is inconsistent")
 
     def _take(self) -> int:
         if self._blank:
@@ -168,6 +191,7 @@ class PagePool:
     def _digest(
         self, before: Sequence[bytes], token_ids: Sequence[int], index: int, salt: str
     ) -> bytes:
+        """Return the block hash of page `index`, given the hashes of the pages before it."""
         parent = before[-1] if before else hashlib.sha256(salt.encode()).digest()
         block = array("I", token_ids[index * self.page_size : (index + 1) * self.page_size])
         return hashlib.sha256(parent + block.tobytes()).digest()

@@ -1,4 +1,4 @@
-"""Runs a decoder-only model of `transformers` on packed slices of many sequences, over a paged KV cache."""
+"""Runs a decoder-only `transformers` model on packed slices of sequences, over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.lm import attention, support
 from outrider.lm.cpu.decoder import CpuDecoder
-from outrider.lm.cpu.weights import settle_on_cpu
+from outrider.lm.cpu.weights import optimize_for_cpu
 from outrider.lm.gpu.graphs import Bounds, CacheShape, Graphs
 from outrider.lm.layout import BatchLayout, SequenceSlice, StaticLayout
 
 __all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
 
-# Small ones waste little, and nothing that reads pages wants larger ones.
+# Tokens a page. Small pages waste little, and no attention kernel is faster with larger ones.
 _PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
 _SEQUENCES_AT_FULL_CONTEXT = 64
 
 
 class ModelRunner:
-    """A model and its cache. Not thread-safe: one thread calls `forward`."""
+    """A model and its KV cache. Not thread-safe: one thread calls `forward`."""
 
     def __init__(
         self,
@@ -39,40 +39,37 @@ class ModelRunner:
     ) -> None:
         """Take over a loaded `transformers` model.
 
-        `page_size` is in tokens, `page_count` defaults to what memory allows. Raises OutriderError(INVALID_VALUE) for a model that
-        cannot be served.
+        `page_size` is in tokens; by default `page_count` is as large as memory allows. Raises
+        OutriderError(INVALID_VALUE) for a model that cannot be served.
         """
         self.model_id = model_id
         self._model = cast(Any, model.eval())
         config = self._model.config.get_text_config(decoder=True)
         parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device = parameter.device
+        self.dtype = parameter.dtype
         self.vocab_size: int = config.vocab_size
         name = model_id or type(model).__name__
         self._model.set_attn_implementation(attention.NAME)
         self._layers = attention.install(model)
-        support.try_out(self._model, name, config, self._layers)
+        support.check_by_trial(self._model, name, config, self._layers)
         self.context_length = support.context_length(name, config)
-        # Ids that no logit is for can neither be drawn nor banned.
+        # The model has no logits for ids from `vocab_size` on, so it can neither draw nor ban them.
         self.eos_token_ids = tuple(
             token for token in _eos_token_ids(self._model, config) if token < self.vocab_size
         )
         self.page_size = page_size or _PAGE_SIZE
         self.page_count = page_count or self._default_page_count(cache_share)
         self._graphs = self._make_graphs() if self._takes_graphs() else None
-        # The page behind the last one takes what pads a graph's batch.
-        spare = int(self._graphs is not None)
-        most_keys = min(self.context_length, self.page_count * self.page_size)
+        # The padding of a graph's batch goes to one more page behind the last.
+        pages = self.page_count + int(self._graphs is not None)
+        max_seq_len = min(self.context_length, self.page_count * self.page_size)
         for layer in self._layers.values():
-            layer.allocate(
-                self.page_count + spare, self.page_size, most_keys, self.dtype, self.device
-            )
-        self.decoder = (
-            CpuDecoder.of(self._model, self._layers, self.page_size)
-            if self.device.type == "cpu"
-            else None
-        )
-        """What runs in place of the model's own forward, where there is such a thing."""
+            layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
+        self.decoder: CpuDecoder | None = None
+        """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
+        if self.device.type == "cpu":
+            self.decoder = CpuDecoder.of(self._model, self._layers, self.page_size)
 
     @classmethod
     def load(
@@ -88,44 +85,29 @@ class ModelRunner:
         trust_remote_code: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> ModelRunner:
-        """Load a directory or hub id; safetensors only, so that no foreign pickle is ever opened.
+        """Load a model from a directory or by its hub id.
 
-        `dtype` is auto (the checkpoint's), float32, bfloat16 or float16; `threads` are torch's on a CPU; `cache_share` is the
-        cache's share of a GPU's memory that is free once the weights are there, unless `page_count` says otherwise. Raises
-        OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model or setting that cannot be served.
+        Reads safetensors only and never opens a pickle. `dtype` is auto (the checkpoint's),
+        float32, bfloat16 or float16. `threads` is torch's number of threads on a CPU.
+        `cache_share` is the share of the GPU memory left beside the weights that the cache takes,
+        unless `page_count` is given. `progress` receives a line for each stage. Raises
+        OutriderError: MODEL_NOT_FOUND, or INVALID_VALUE for a model or setting that cannot be
+        served.
         """
         report = progress or (lambda detail: None)
         if threads is not None:
             torch.set_num_threads(threads)
-        where = _device(device)
+        target_device = _device(device)
         report(f"reading {model}")
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-            if config.is_encoder_decoder:
-                raise support.unsupported(model, "it is an encoder-decoder")
-            if (quantization := getattr(config, "quantization_config", None)) is not None:
-                method = dict(quantization).get("quant_method", "in a way it does not name")
-                raise support.unsupported(model, f"its weights are quantised ({method})")
-            loaded = AutoModelForCausalLM.from_pretrained(
-                model,
-                dtype=_dtype(dtype),
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-            )
-        except (OSError, ValueError, SafetensorError) as cause:
-            raise OutriderError(
-                Reason.MODEL_NOT_FOUND,
-                f"cannot load {model}: {' '.join(str(cause).split())}",
-                "model",
-            ) from cause
-        report(f"moving the weights to {where}")
-        if where.type == "cpu":
-            settle_on_cpu(loaded)
+        loaded = _read_checkpoint(model, dtype, trust_remote_code)
+        report(f"moving the weights to {target_device}")
+        if target_device.type == "cpu":
+            optimize_for_cpu(loaded)
         else:
-            # Streams and graphs are the current device's, which is a matter of this thread.
-            torch.cuda.set_device(where)
+            # CUDA streams and graphs belong to the current device, which is a thread's own setting.
+            torch.cuda.set_device(target_device)
         return cls(
-            cast(Any, loaded).to(where),
+            cast(Any, loaded).to(target_device),
             model,
             page_size=page_size,
             page_count=page_count,
@@ -133,32 +115,41 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """Run forwards of several sizes, so that the first request does not pay for choosing kernels; page 0 on is overwritten."""
+        """Run forwards of several sizes, so that the first request does not wait for kernel choice.
+
+        Overwrites the pages from 0 on.
+        """
         for count in (1, 2, 4, 8, 16, 32, 64):
             if count <= min(self.context_length, self.page_count * self.page_size):
-                self.forward(
-                    [SequenceSlice([0] * count, 0, list(range(-(-count // self.page_size))), 1)]
-                )
+                pages = list(range(-(-count // self.page_size)))
+                self.forward([SequenceSlice([0] * count, 0, pages, 1)])
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds) -> None:
-        """Warm up, and make forwards of at most this size CUDA graphs where all layers' attention is the GPU's kernel."""
+        """Warm up; then capture CUDA graphs for forwards within `bounds`.
+
+        Captures nothing unless all layers use the GPU kernel.
+        """
         self.warm_up()
         if self._graphs is not None:
             self._graphs.prepare(bounds)
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Float32 logits [R, V] of the last `logit_count` tokens of each slice, in order; keys and values go into the cache.
+        """Compute the slices and write their keys and values to the cache.
 
-        They may be overwritten by the next call.
+        Return float32 logits [R, V] for the last `logit_count` tokens of each slice, in order. The
+        next call may overwrite them.
         """
-        if self._graphs is not None and (found := self._graphs.forward(slices)) is not None:
-            return found
+        if self._graphs is not None:
+            logits = self._graphs.forward(slices)
+            if logits is not None:
+                return logits
         layout = self._layout(slices)
         if self.decoder is not None:
             return self.decoder.forward(layout)
-        return self._call(layout.token_ids, layout.positions, layout, layout.logit_rows).float()
+        logits = self._call(layout.token_ids, layout.positions, layout, layout.logits_indices)
+        return logits.float()
 
     def _call(
         self,
@@ -167,7 +158,7 @@ class ModelRunner:
         layout: BatchLayout | StaticLayout,
         rows: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """The model's own logits of some rows, or of all."""
+        """Run the model's own forward; return its logits for `rows`, 0 for all."""
         for layer in self._layers.values():
             layer.layout = layout
         output = self._model(
@@ -180,8 +171,8 @@ class ModelRunner:
         return logits
 
     def _takes_graphs(self) -> bool:
-        """Whether a forward can be captured: nothing in it may depend on lengths, so that gathering pages is out."""
-        return all(layer.takes_kernel(self.device) for layer in self._layers.values())
+        """Whether forwards can be captured: no layer may gather pages, which depends on lengths."""
+        return all(layer.supports_kernel(self.device) for layer in self._layers.values())
 
     def _make_graphs(self) -> Graphs:
         pages_each = min(self.page_count, -(-self.context_length // self.page_size))
@@ -195,49 +186,77 @@ class ModelRunner:
     def continue_greedily(
         self, slices: Sequence[SequenceSlice], count: int, limit: int
     ) -> list[list[int]] | None:
-        """`count` rows of one token for every slice, as `CpuDecoder.continue_greedily`; None where that is not to be had.
+        """Decode `count` tokens greedily for slices of one token each, by one call of C.
 
-        One call in place of many spares a small model more than its forwards take.
+        Return `count` rows of one token per slice, as `CpuDecoder.continue_greedily` does; None if
+        there is no `CpuDecoder` or a slice is longer. For a small model, one call instead of many
+        saves more time than its forwards take.
         """
-        if self.decoder is None or any(
-            len(part.token_ids) != 1 or part.logit_count != 1 for part in slices
-        ):
+        if self.decoder is None:
             return None
-        tokens: list[list[int]] = self.decoder.continue_greedily(
-            self._layout(slices), count, limit
-        ).tolist()
+        if any(len(part.token_ids) != 1 or part.logit_count != 1 for part in slices):
+            return None
+        found = self.decoder.continue_greedily(self._layout(slices), count, limit)
+        tokens: list[list[int]] = found.tolist()
         return tokens
 
     def _layout(self, slices: Sequence[SequenceSlice]) -> BatchLayout:
         return BatchLayout(slices, self.page_size, self.device)
 
     def _default_page_count(self, cache_share: float) -> int:
+        """Return as many pages as memory affords, up to what full batches of long texts can use."""
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
-        token_bytes = (
-            sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
-            * self.dtype.itemsize
-        )
+        numbers = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
+        token_bytes = numbers * self.dtype.itemsize
         if self.device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(self.device)[0] * cache_share)
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+            budget = int(free_bytes * cache_share)
         else:
-            budget = min(
-                _CPU_CACHE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
-            )
+            free_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            budget = min(_CPU_CACHE_BYTES, free_bytes // 4)
         affordable = budget // (token_bytes * self.page_size)
         useful = _SEQUENCES_AT_FULL_CONTEXT * -(-self.context_length // self.page_size)
         return max(1, min(affordable, useful))
 
 
+def _read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
+    """Load the model on the CPU; raise OutriderError for one that cannot be found or served."""
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        if config.is_encoder_decoder:
+            raise support.unsupported(model, "it is an encoder-decoder")
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            method = dict(quantization).get("quant_method", "by an unnamed method")
+            raise support.unsupported(model, f"its weights are quantised ({method})")
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=_dtype(dtype), use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, SafetensorError) as cause:
+        message = f"cannot load {model}: {' '.join(str(cause).split())}"
+        raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model") from cause
+    return cast(torch.nn.Module, loaded)
+
+
 def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
-    """The ids that end a text: the generation config's, which chat models extend, else the model's."""
+    """Return the ids that end a text.
+
+    The generation config comes first, because chat models add their end-of-turn ids there.
+    """
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None
-    ids = getattr(config, "eos_token_id", None) if ids is None else ids
-    return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (int(ids),)
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
 def _device(name: str) -> torch.device:
-    """One that exists; of CUDA's devices with its number, since not all of torch takes one without."""
+    """Return an existing device; a CUDA device always has its index, as some of torch requires.
+
+    Raises OutriderError(INVALID_VALUE) otherwise.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -246,11 +265,11 @@ def _device(name: str) -> torch.device:
         raise invalid("device", f"must be auto, cpu or cuda:N, not {name}") from cause
     if device.type != "cuda":
         return device
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise invalid(
-            "device", f"is {name}, but torch finds {torch.cuda.device_count()} CUDA devices"
-        )
-    return torch.device("cuda", device.index or 0)
+    index = device.index or 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise invalid("device", f"is {name}, but torch finds {count} CUDA devices")
+    return torch.device("cuda", index)
 
 
 def _dtype(name: str) -> torch.dtype | str:

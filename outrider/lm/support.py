@@ -1,4 +1,4 @@
-"""Which models can be served: what a configuration and a trial forward must show, and the errors that say why not."""
+"""Checks whether a model can be served, by its configuration and a trial forward."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _TRIAL_TOKENS = 4
 
 
 def unsupported(model: str, why: str) -> OutriderError:
-    """INVALID_VALUE for a model that cannot be served."""
+    """Return the INVALID_VALUE error for a model that cannot be served."""
     return OutriderError(Reason.INVALID_VALUE, f"{model} cannot be served: {why}", "model")
 
 
 def context_length(name: str, config: Any) -> int:
-    """The largest number of tokens in a sequence; raises OutriderError(INVALID_VALUE) when the configuration does not tell.
+    """Return the largest number of tokens in a sequence.
 
-    Longrope picks its frequencies by the longest position in a forward, so that one long sequence would change the others packed
-    with it; such models are served up to the length where it would switch.
+    Longrope picks its rotary frequencies by the longest position in a forward, so one long
+    sequence would change the others packed with it. Such models are served up to the length at
+    which the frequencies would switch. Raises OutriderError(INVALID_VALUE) if the configuration
+    has no length.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
     if length is None:
@@ -39,9 +41,12 @@ def context_length(name: str, config: Any) -> int:
 
 
 @torch.inference_mode()
-def try_out(model: Any, name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
-    """A forward of a few tokens, which notes each layer's shape; raises OutriderError(INVALID_VALUE) unless every layer attends
-    through the paged attention, with the masks that the configuration promises."""
+def check_by_trial(model: Any, name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
+    """Run a forward of a few tokens, in which each layer records its shape.
+
+    Raises OutriderError(INVALID_VALUE) unless every layer attends through the paged attention,
+    with the window that the configuration states.
+    """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise unsupported(name, "its forward takes no logits_to_keep")
     ids = torch.zeros(1, _TRIAL_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
@@ -56,18 +61,15 @@ def _check_layers(name: str, config: Any, layers: Mapping[int, LayerCache]) -> N
     count: int = config.num_hidden_layers
     seen = sum(layer.shape is not None for layer in layers.values())
     if seen != count:
-        raise unsupported(
-            name, f"{count - seen} of {count} layers do not attend through the attention interface"
-        )
-    default = (
-        "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    )
+        why = f"{count - seen} of {count} layers do not attend through the attention interface"
+        raise unsupported(name, why)
+    windowed = getattr(config, "sliding_window", None) is not None
+    default = "sliding_attention" if windowed else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default] * count
     for index, kind in enumerate(kinds):
-        # A model that leaves its window to the mask alone would silently see too much: the paged attention gets no mask.
-        if kind not in ("full_attention", "sliding_attention") or layers[index].windowed != (
-            kind == "sliding_attention"
-        ):
-            raise unsupported(
-                name, f"layer {index} is {kind} in a way that the paged attention cannot see"
-            )
+        known = kind in ("full_attention", "sliding_attention")
+        # The paged attention gets no mask: a layer whose window exists only in the mask would
+        # silently attend to too many keys.
+        if not known or layers[index].windowed != (kind == "sliding_attention"):
+            why = f"layer {index} is {kind} in a way that the paged attention cannot see"
+            raise unsupported(name, why)

@@ -1,4 +1,5 @@
-// The tile registers of AMX in software, included by tiles.h in their place: for tests on processors that have none.
+// AMX tile registers in software, for tests on processors without AMX. amx_tiles.h includes this
+// file instead of the intrinsics.
 #pragma once
 
 __attribute__((weak)) _Thread_local struct tile_config emulated_config;

@@ -1,4 +1,4 @@
-"""The builds of the C of `outrider.lm`, each of which has to compute the same."""
+"""Selects a build of the C kernels, so that tests can run against each of them."""
 
 import ctypes
 import subprocess
@@ -14,7 +14,7 @@ from outrider.lm.cpu import decoder as cpu_decoder
 from outrider.lm.cpu import weights
 from outrider.lm.cpu.library import load_build, runnable_builds
 
-# The quick suite has the build that this machine uses.
+# The quick suite runs the build that this machine uses.
 BUILDS = [
     pytest.param(name, marks=[] if name == runnable_builds()[0] else pytest.mark.slow)
     for name in ("_cpu", "_cpu_avx2", "_cpu_avx512", "_cpu_avx512_bf16", "_cpu_amx")
@@ -30,11 +30,11 @@ _FLAGS = [
     "-fPIC",
     "-shared",
 ]
-_SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "tile_attention.c"]
+_SOURCES = ["paged_attention.c", "decoder.c", "decoder_float32.c", "amx_attention.c"]
 
 
 def use_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the best one that this processor can run, for what is made from here on."""
+    """Use the named build instead of the best one, for objects created from now on."""
     found = _load(name)
     for module in (cpu_attention, cpu_decoder, weights):
         monkeypatch.setattr(module, "library", lambda: found)
@@ -52,8 +52,8 @@ def _load(name: str) -> ctypes.CDLL:
 
 @cache
 def _emulated_amx() -> ctypes.CDLL:
-    """The build for AMX with its tile registers in software."""
-    source = Path(outrider.lm.__file__).parent
+    """Compile the AMX build with tile registers in software."""
+    source = Path(outrider.lm.__file__).parent / "cpu" / "kernels"
     emulation = Path(__file__).parent / "amx_emulation.h"
     with tempfile.TemporaryDirectory() as directory:
         built = Path(directory) / "amx.so"

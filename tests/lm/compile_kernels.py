@@ -1,4 +1,7 @@
-"""Compiles the GPU's kernels without a GPU, for some architectures; a line of JSON for each, with what they need."""
+"""Compiles the GPU kernels for some architectures, without a GPU.
+
+Prints one line of JSON for each kernel: its shared memory and whether it uses tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +42,20 @@ def attend(
     architecture: int,
     dtype: torch.dtype,
     size: int,
-    longest: int,
+    max_seqlen_q: int,
     *,
     windowed: bool = False,
     capped: bool = False,
-    whole: bool = False,
+    single_part: bool = False,
 ) -> Any:
-    lanes = triton_attention.lanes(size)
-    rows, keys = triton_attention.tile(longest, 4, lanes, dtype)
+    lanes = triton_attention.padded_lanes(size)
+    rows, keys = triton_attention.tile_shape(max_seqlen_q, 4, lanes, dtype)
     data = "*" + TYPES[dtype]
     types = {
         **dict.fromkeys(("query", "keys", "values"), data),
-        "out": data if whole else "*fp32",
-        "sums": "*fp32",
-        **dict.fromkeys(("ends", "key_counts", "table"), "*i32"),
+        "out": data if single_part else "*fp32",
+        "log_totals": "*fp32",
+        **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_table"), "*i32"),
         **dict.fromkeys(("width", "token_count", "window"), "i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
     }
@@ -76,7 +79,7 @@ def join(
 ) -> Any:
     types = {
         "parts": "*fp32",
-        "sums": "*fp32",
+        "log_totals": "*fp32",
         "out": "*" + TYPES[dtype],
         "positions": positions,
         "row_count": "i32",
@@ -85,7 +88,7 @@ def join(
     constants = {
         "HEADS": 32,
         "SIZE": size,
-        "LANES": triton_attention.lanes(size),
+        "LANES": triton_attention.padded_lanes(size),
         "PART": 1024,
         "WINDOWED": windowed,
     }
@@ -107,8 +110,8 @@ if __name__ == "__main__":
     for architecture in (80, 90):
         kernels = {
             "one token each, bfloat16": attend(architecture, torch.bfloat16, 128, 1),
-            "short texts, bfloat16": attend(
-                architecture, torch.bfloat16, 128, 6, windowed=True, whole=True
+            "short sequences, bfloat16": attend(
+                architecture, torch.bfloat16, 128, 6, windowed=True, single_part=True
             ),
             "drafts, bfloat16": attend(architecture, torch.bfloat16, 128, 6),
             "prompts, bfloat16": attend(architecture, torch.bfloat16, 128, 512),
@@ -123,14 +126,11 @@ if __name__ == "__main__":
             "noise": race(architecture),
         }
         for name, kernel in kernels.items():
-            tensor_cores = any(word in kernel.asm["ptx"] for word in ("mma.sync", "wgmma."))
-            print(
-                json.dumps(
-                    {
-                        "architecture": architecture,
-                        "name": name,
-                        "shared": kernel.metadata.shared,
-                        "mma": tensor_cores,
-                    }
-                )
-            )
+            uses_tensor_cores = any(word in kernel.asm["ptx"] for word in ("mma.sync", "wgmma."))
+            line = {
+                "architecture": architecture,
+                "name": name,
+                "shared": kernel.metadata.shared,
+                "mma": uses_tensor_cores,
+            }
+            print(json.dumps(line))

@@ -1,4 +1,4 @@
-"""Makes the models beside the tests importable and keeps torch on one thread."""
+"""Makes the helper modules of these tests importable, and runs torch on one thread."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is said to libraries by environment variables is said before they are loaded."""
+"""Environment variables for libraries are set before the libraries are loaded."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ import pytest
 
 
 @pytest.mark.parametrize("service", ["verifier_svc", "drafter_svc"])
-def test_openmp_is_told_how_long_to_spin_before_torch_is_loaded(service: str) -> None:
-    code = f"import os, sys, {service}.__main__; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+def test_openmps_spin_count_is_set_before_torch_loads(service: str) -> None:
+    code = (
+        f"import os, sys, {service}.__main__; "
+        "print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
 
-    def said(**more: str) -> str:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-        }
-        command = [sys.executable, "-c", code]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, env=environment | more
-        ).stdout.strip()
+    def printed_with(**variables: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=inherited | variables,
+        )
+        return done.stdout.strip()
 
-    assert said() == "False 20000"
-    assert said(GOMP_SPINCOUNT="7") == "False 7"
-    assert said(OMP_WAIT_POLICY="passive") == "False None"
+    assert printed_with() == "False 20000"
+    assert printed_with(GOMP_SPINCOUNT="7") == "False 7"
+    assert printed_with(OMP_WAIT_POLICY="passive") == "False None"

@@ -1,7 +1,8 @@
-"""Forwards as CUDA graphs: a batch padded to its bucket gives the logits that it would have had by itself.
+"""With CUDA graphs, a batch padded to its bucket gives the logits that it gives by itself.
 
-A recording of operators stands for the graph. As a graph does, it repeats them on the same memory with the numbers they had when
-they were recorded, so that whatever a forward would take from the batch at hand other than by its inputs' memory shows.
+A recording of operators replaces the graph. Like a graph, it repeats the operators on the same
+memory with the numbers of the recording. So the tests fail if a forward takes anything from the
+present batch except through its inputs' memory.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ _READS = {
     torch.ops.aten.item.default,
     torch.ops.aten.is_nonzero.default,
 }
-"""What waits for the device, which no graph can."""
+"""Operators that wait for the device, which a graph cannot do."""
 
 
 class Recording(TorchDispatchMode):
-    """The operators of one run; `replay` repeats them."""
+    """Records the operators of one run; `replay` repeats them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Recording(TorchDispatchMode):
         held = {_memory(tensor) for tensor in _tensors((args, kwargs))}
 
         def again() -> None:
-            # What is a view, or was written in place, lies where it lay.
+            # Views and results written in place are in their old memory already.
             for made, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
                 if _memory(made) not in held:
                     made.copy_(new)
@@ -78,7 +79,7 @@ class Recording(TorchDispatchMode):
 
 
 class Capture:
-    """In place of `graphs._CudaCapture`; counts what it records and repeats."""
+    """Replaces `graphs._CudaCapture`; counts recordings and replays."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
@@ -100,7 +101,7 @@ class Capture:
 def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     made = Capture()
     monkeypatch.setattr(graphs, "_CudaCapture", lambda: made)
-    monkeypatch.setattr(attention.LayerCache, "takes_kernel", lambda self, device: True)
+    monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
     monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
     return made
 
@@ -110,14 +111,17 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Tensor:
-    """The logits of each text's last tokens."""
+    """Return the logits of each text's last tokens."""
     with torch.inference_mode():
-        return torch.cat(
-            [
-                model(torch.tensor([ids])).logits[0, len(ids) - n :]
-                for ids, n in zip(texts, counts, strict=True)
-            ]
-        )
+        logits = [model(torch.tensor([ids])).logits[0] for ids in texts]
+    return torch.cat([rows[len(rows) - n :] for rows, n in zip(logits, counts, strict=True)])
+
+
+def pair(name: str, page_size: int = 256, page_count: int = PAGE_COUNT) -> tuple[ModelRunner, Any]:
+    """Return a runner with captured graphs, and the same model as `transformers` runs it."""
+    runner = ModelRunner(build(CONFIGS[name]), page_size=page_size, page_count=page_count)
+    runner.capture(BOUNDS)
+    return runner, build(CONFIGS[name])
 
 
 @pytest.mark.usefixtures("capture")
@@ -127,14 +131,10 @@ def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Ten
     [[1], [1, 1, 1], [4], [2, 1, 4], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1], [1, 4]],
     ids=lambda counts: "+".join(map(str, counts)),
 )
-def test_a_padded_batch_has_the_logits_of_its_sequences_alone(
+def test_a_padded_batch_gives_the_logits_of_its_sequences_alone(
     name: str, counts: list[int], capture: Capture
 ) -> None:
-    runner, reference = (
-        ModelRunner(build(CONFIGS[name]), page_size=256, page_count=PAGE_COUNT),
-        build(CONFIGS[name]),
-    )
-    runner.capture(BOUNDS)
+    runner, reference = pair(name)
     texts = [text(i, 30 + 7 * i) for i in range(len(counts))]
     for i, ids in enumerate(texts):
         runner.forward([SequenceSlice(ids[: -counts[i]], 0, [i], 0)])
@@ -143,22 +143,19 @@ def test_a_padded_batch_has_the_logits_of_its_sequences_alone(
         SequenceSlice(ids[-n:], len(ids) - n, [i], n)
         for i, (ids, n) in enumerate(zip(texts, counts, strict=True))
     ]
-    for _ in range(2):  # the second time over what the first has left
-        torch.testing.assert_close(
-            runner.forward(batch), expected(reference, texts, counts), atol=1e-4, rtol=0
-        )
+    # The second forward runs over the cache that the first left behind.
+    for _ in range(2):
+        logits = runner.forward(batch)
+        torch.testing.assert_close(logits, expected(reference, texts, counts), atol=1e-4, rtol=0)
     assert capture.replays == 2
 
 
-def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_theirs(
+def test_graphs_serve_any_batch_and_write_only_the_batchs_pages(
     capture: Capture,
 ) -> None:
-    runner, reference = (
-        ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT),
-        build(CONFIGS["llama"]),
-    )
-    runner.capture(BOUNDS)
-    recorded, rng = len(capture.recordings), random.Random(5)
+    runner, reference = pair("llama")
+    recorded = len(capture.recordings)
+    rng = random.Random(5)
     texts: dict[int, list[int]] = {page: text(page, 20 + 9 * page) for page in range(PAGE_COUNT)}
     for page, ids in texts.items():
         runner.forward([SequenceSlice(ids, 0, [page], 0)])
@@ -173,26 +170,23 @@ def test_one_graph_serves_batches_of_every_make_and_writes_no_page_that_is_not_t
         logits = runner.forward(batch)
         for page, ids in new.items():
             texts[page] += ids
-        wanted = expected(
-            reference, [texts[page] for page in pages], [part.logit_count for part in batch]
-        )
+        counts = [part.logit_count for part in batch]
+        wanted = expected(reference, [texts[page] for page in pages], counts)
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
     assert (capture.replays, len(capture.recordings)) == (30, recorded)
 
 
-def test_larger_batches_longer_slices_and_prompts_run_as_they_are(capture: Capture) -> None:
-    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
-    runner.capture(BOUNDS)
-    for batch in (
-        [SequenceSlice([1], 0, [page], 1) for page in range(6)],
-        [SequenceSlice([1] * 5, 0, [0], 5)],
-        [SequenceSlice([1] * 4, 0, [page], 4) for page in range(5)],  # 20 of 16 tokens
-    ):
+def test_batches_beyond_the_bounds_run_without_a_graph(capture: Capture) -> None:
+    runner, _ = pair("llama")
+    six_sequences = [SequenceSlice([1], 0, [page], 1) for page in range(6)]
+    five_tokens = [SequenceSlice([1] * 5, 0, [0], 5)]
+    twenty_in_all = [SequenceSlice([1] * 4, 0, [page], 4) for page in range(5)]
+    for batch in (six_sequences, five_tokens, twenty_in_all):
         assert len(runner.forward(batch)) == sum(part.logit_count for part in batch)
     assert capture.replays == 0
 
 
-def test_whatever_is_within_the_bounds_has_a_graph(capture: Capture) -> None:
+def test_every_batch_within_the_bounds_has_a_graph(capture: Capture) -> None:
     bounds = Bounds(sequences=37, tokens_each=9, tokens=150)
     made = graphs.Graphs(
         lambda ids, *_: torch.zeros(len(ids), 4),
@@ -209,35 +203,30 @@ def test_whatever_is_within_the_bounds_has_a_graph(capture: Capture) -> None:
             assert inputs.rows >= total
 
 
-def test_sequences_of_several_pages_find_them_all(capture: Capture) -> None:
-    runner, reference = ModelRunner(build(CONFIGS["llama"]), page_count=12), build(CONFIGS["llama"])
-    runner.capture(BOUNDS)
-    ids, pages = text(3, 150), [9, 1, 3, 4, 11, 2, 7, 0, 5, 6]
+def test_sequences_with_several_pages_find_them_all(capture: Capture) -> None:
+    runner, reference = pair("llama", page_size=16, page_count=12)
+    ids = text(3, 150)
+    pages = [9, 1, 3, 4, 11, 2, 7, 0, 5, 6]
     runner.forward([SequenceSlice(ids[:147], 0, pages, 0)])
-    logits = runner.forward(
-        [SequenceSlice([7], 0, [8], 1), SequenceSlice(ids[147:], 147, pages, 3)]
-    )
+    batch = [SequenceSlice([7], 0, [8], 1), SequenceSlice(ids[147:], 147, pages, 3)]
+    logits = runner.forward(batch)
     torch.testing.assert_close(logits, expected(reference, [[7], ids], [1, 3]), atol=1e-4, rtol=0)
     assert capture.replays == 1
 
 
-def test_every_bucket_is_captured_once_the_largest_first(capture: Capture) -> None:
-    runner = ModelRunner(build(CONFIGS["llama"]), page_size=256, page_count=PAGE_COUNT)
-    runner.capture(BOUNDS)
-    # 1, 2, 4 and 5 sequences of 1 to 4 tokens, of 5 x 4 only 16.
+def test_every_bucket_is_captured_once(capture: Capture) -> None:
+    pair("llama")
+    # 1, 2, 4 and 5 sequences with a mean of 1 to 4 tokens; 5 x 4 is capped at 16 tokens.
     assert len(capture.recordings) == 16
 
 
-def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
     capture: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = CONFIGS["llama"]
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    runner = ModelRunner(
-        build(type(config)(**config.to_diff_dict() | {"rope_parameters": rope})),
-        page_size=256,
-        page_count=PAGE_COUNT,
-    )
+    model = build(type(config)(**config.to_diff_dict() | {"rope_parameters": rope}))
+    runner = ModelRunner(model, page_size=256, page_count=PAGE_COUNT)
     with caplog.at_level(logging.WARNING):
         runner.capture(BOUNDS)
     assert "not permitted when stream is capturing" in caplog.text
@@ -246,10 +235,10 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU; the tests above have a recording instead"
+    not torch.cuda.is_available(), reason="needs a GPU; the tests above use a recording"
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu_graphs_have_the_logits_of_forwards_that_are_not_captured(name: str) -> None:
+def test_on_a_gpu_graphs_give_the_logits_of_eager_forwards(name: str) -> None:
     eager, graphed = (
         ModelRunner(build(CONFIGS[name]).cuda().bfloat16(), page_count=64) for _ in range(2)
     )
@@ -265,6 +254,5 @@ def test_on_a_gpu_graphs_have_the_logits_of_forwards_that_are_not_captured(name:
             SequenceSlice(text(n, n), len(texts[i]), list(range(8 * i, 8 * i + 8)), n)
             for i, n in enumerate(counts)
         ]
-        torch.testing.assert_close(
-            graphed.forward(batch).clone(), eager.forward(batch), atol=0.1, rtol=0.05
-        )
+        logits = graphed.forward(batch).clone()
+        torch.testing.assert_close(logits, eager.forward(batch), atol=0.1, rtol=0.05)

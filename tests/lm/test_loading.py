@@ -1,4 +1,4 @@
-"""Loading: real models load and run as they are, and what cannot be served is refused with the reason."""
+"""The runner loads real models unchanged, and refuses others with the reason."""
 
 import json
 from pathlib import Path
@@ -49,15 +49,15 @@ def save(model: Any, directory: Path, **options: Any) -> str:
         "import os\nimport sys\n\n\nclass",
     ],
 )
-def test_greedy_decoding_of_the_bundled_models_equals_generate(name: str, prompt: str) -> None:
+def test_greedy_decoding_of_bundled_models_equals_generate(name: str, prompt: str) -> None:
     path = str(MODELS / name)
     runner = ModelRunner.load(path, dtype="float32", device="cpu", page_count=16)
     prompt_ids = load_tokenizer(path).encode(prompt).ids
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    expected = reference.generate(torch.tensor([prompt_ids]), max_new_tokens=32, do_sample=False)[
-        0
-    ].tolist()
-    tokens, read = list(prompt_ids), 0
+    prompt_1T = torch.tensor([prompt_ids])
+    expected = reference.generate(prompt_1T, max_new_tokens=32, do_sample=False)[0].tolist()
+    tokens = list(prompt_ids)
+    read = 0
     while len(tokens) < len(expected):
         logits_1V = runner.forward([SequenceSlice(tokens[read:], read, list(range(16)), 1)])
         read = len(tokens)
@@ -65,7 +65,7 @@ def test_greedy_decoding_of_the_bundled_models_equals_generate(name: str, prompt
     assert tokens == expected
 
 
-def test_a_runner_says_what_its_model_is(tmp_path: Path) -> None:
+def test_a_runner_describes_its_model(tmp_path: Path) -> None:
     model = build(CONFIGS["llama"])
     model.generation_config.eos_token_id = [2, 5]
     reports: list[str] = []
@@ -77,23 +77,20 @@ def test_a_runner_says_what_its_model_is(tmp_path: Path) -> None:
         page_count=9,
         progress=reports.append,
     )
-    assert (runner.vocab_size, runner.context_length, runner.eos_token_ids) == (
-        VOCAB_SIZE,
-        CONTEXT_LENGTH,
-        (2, 5),
-    )
+    assert (runner.vocab_size, runner.context_length) == (VOCAB_SIZE, CONTEXT_LENGTH)
+    assert runner.eos_token_ids == (2, 5)
     assert (runner.device, runner.dtype) == (torch.device("cpu"), torch.bfloat16)
     assert (runner.page_size, runner.page_count, runner.model_id) == (32, 9, str(tmp_path))
     assert reports == [f"reading {tmp_path}", "moving the weights to cpu"]
 
 
-def test_by_default_the_cache_holds_whole_contexts_but_no_more_than_is_useful() -> None:
+def test_by_default_the_cache_holds_1_to_64_full_contexts() -> None:
     runner = ModelRunner(build(CONFIGS["llama"]))
     assert runner.page_size == 16
     assert CONTEXT_LENGTH // 16 <= runner.page_count <= 64 * CONTEXT_LENGTH // 16
 
 
-def test_on_a_gpu_the_cache_takes_its_share_of_what_is_free(
+def test_on_a_gpu_the_cache_takes_its_share_of_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = ModelRunner(build(CONFIGS["llama"]), page_count=1)
@@ -105,22 +102,18 @@ def test_on_a_gpu_the_cache_takes_its_share_of_what_is_free(
     ]
 
 
-def test_ids_that_end_a_text_and_have_no_logit_are_dropped() -> None:
+def test_eos_ids_without_a_logit_are_dropped() -> None:
     model = build(CONFIGS["llama"])
     model.generation_config.eos_token_id = [2, VOCAB_SIZE, VOCAB_SIZE + 7]
     assert ModelRunner(model, page_count=1).eos_token_ids == (2,)
 
 
-def test_dtype_auto_keeps_the_checkpoints(tmp_path: Path) -> None:
-    assert (
-        ModelRunner.load(
-            save(build(CONFIGS["llama"]).half(), tmp_path), device="cpu", page_count=4
-        ).dtype
-        == torch.float16
-    )
+def test_dtype_auto_keeps_the_checkpoints_dtype(tmp_path: Path) -> None:
+    path = save(build(CONFIGS["llama"]).half(), tmp_path)
+    assert ModelRunner.load(path, device="cpu", page_count=4).dtype == torch.float16
 
 
-def test_longrope_is_served_up_to_where_one_long_sequence_would_change_the_others() -> None:
+def test_longrope_is_served_up_to_the_length_where_it_switches() -> None:
     factors = [1.0] * 4
     rope = {
         "rope_type": "longrope",
@@ -184,9 +177,8 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 def test_quantised_weights_are_refused_by_name(tmp_path: Path, method: str) -> None:
     path = save(build(CONFIGS["llama"]), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}})
-    )
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(OutriderError, match=rf"its weights are quantised \({method}\)") as error:
         ModelRunner.load(path, device="cpu")
     assert error.value.reason is Reason.INVALID_VALUE
@@ -203,11 +195,10 @@ def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
 
 def test_code_that_comes_with_a_model_does_not_run(tmp_path: Path) -> None:
     path = save(build(CONFIGS["llama"]), tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    hook = '{"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, "model_type": "evil",'
-    (tmp_path / "config.json").write_text(
-        hook + config.replace('"model_type": "llama"', '"was": "llama"').lstrip().removeprefix("{")
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model_type"] = "evil"
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     with pytest.raises(OutriderError, match="trust_remote_code"):
         ModelRunner.load(path, device="cpu")
@@ -221,7 +212,7 @@ def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
         ModelRunner.load(path, device="cpu")
 
 
-def test_a_model_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="cannot load") as error:
         ModelRunner.load(str(tmp_path / "nothing"), device="cpu")
     assert error.value.reason is Reason.MODEL_NOT_FOUND
@@ -235,14 +226,14 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path: Path) -> None:
         ("device", "cuda:99", "device is cuda:99, but torch finds"),
     ],
 )
-def test_a_setting_out_of_range_is_named(setting: str, value: str, message: str) -> None:
+def test_an_error_names_the_invalid_setting(setting: str, value: str, message: str) -> None:
     with pytest.raises(OutriderError, match=message) as error:
         ModelRunner.load(str(MODELS / "draft"), **{setting: value})
     assert error.value.field == setting
 
 
 @pytest.mark.parametrize(("name", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
-def test_a_gpu_has_its_number_since_not_all_of_torch_takes_one_without(
+def test_a_cuda_device_always_has_its_index(
     name: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,7 @@
-"""The runner's logits are those of `transformers`, whatever way the text is cut, packed, rewound and shared."""
+"""The runner's logits equal those of `transformers`.
+
+That holds for texts that are cut, packed, rewound and shared in any way.
+"""
 
 import random
 import threading
@@ -16,7 +19,7 @@ PAGE_COUNT = 60
 
 
 class Text:
-    """A text on its way through a runner: `read` computes its next tokens."""
+    """A text that a runner computes slice by slice."""
 
     def __init__(self, pool: PagePool, token_ids: list[int]) -> None:
         self.pool = pool
@@ -24,17 +27,17 @@ class Text:
         self.kv = KVSequence()
 
     def next_slice(self, count: int, logit_count: int | None = None) -> SequenceSlice:
-        start = self.kv.length
+        start = self.kv.num_computed_tokens
         tokens = self.token_ids[start : start + count]
         assert self.pool.reserve(self.kv, start + len(tokens))
-        self.kv.length += len(tokens)
-        return SequenceSlice(
-            tokens, start, list(self.kv.pages), len(tokens) if logit_count is None else logit_count
-        )
+        self.kv.num_computed_tokens += len(tokens)
+        if logit_count is None:
+            logit_count = len(tokens)
+        return SequenceSlice(tokens, start, list(self.kv.pages), logit_count)
 
 
 class Pair:
-    """A model twice: as `transformers` runs it, and as we do."""
+    """The same model twice: as `transformers` runs it, and as the runner does."""
 
     def __init__(self, name: str) -> None:
         self.reference = build(CONFIGS[name])
@@ -46,9 +49,8 @@ class Pair:
 
     def expected(self, token_ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits: torch.Tensor = self.reference(
-                torch.tensor([token_ids]), use_cache=False
-            ).logits[0]
+            output = self.reference(torch.tensor([token_ids]), use_cache=False)
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     def check(self, logits_RV: torch.Tensor, expected_RV: torch.Tensor) -> None:
@@ -63,45 +65,54 @@ def shared_pair(request: pytest.FixtureRequest) -> Pair:
 
 @pytest.fixture(params=["pages side by side", "pages scattered"])
 def pair(shared_pair: Pair, request: pytest.FixtureRequest) -> Pair:
-    """With an empty pool, fresh or as after long use; what was written to its pages before stays in them, as in service."""
+    """Give the pair an empty pool, fresh or as after long use.
+
+    Pages keep what earlier tests wrote to them, as they do in service.
+    """
     shared_pair.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
     if request.param == "pages scattered":
         random.Random(0).shuffle(shared_pair.pool._blank)
     return shared_pair
 
 
-def test_the_model_heeds_its_context_so_that_these_tests_can_fail(pair: Pair) -> None:
+def test_the_models_logits_depend_on_their_context(pair: Pair) -> None:
     text = pair.text(40, seed=1).token_ids
     other = [*text[:-3], text[-3] - 1, *text[-2:]]
     assert (pair.expected(text)[-1] - pair.expected(other)[-1]).abs().max() > 1e-2
 
 
-def test_a_prompt_in_chunks_of_odd_sizes(pair: Pair) -> None:
+def test_a_prompt_may_be_cut_into_chunks_of_any_size(pair: Pair) -> None:
     text = pair.text(90, seed=1)
     chunks = [pair.runner.forward([text.next_slice(count)]) for count in (1, 7, 33, 2, 40, 5, 1, 1)]
     pair.check(torch.cat(chunks), pair.expected(text.token_ids))
 
 
-def test_texts_of_different_lengths_packed_in_one_row(pair: Pair) -> None:
+def test_texts_of_different_lengths_may_share_a_batch(pair: Pair) -> None:
     texts = [pair.text(length, seed=length) for length in (60, 3, 41, 17, 90)]
     for text, before in zip(texts, (50, 0, 1, 16, 30), strict=True):
         if before:
             pair.runner.forward([text.next_slice(before, 0)])
     logits = pair.runner.forward([text.next_slice(90) for text in texts])
     rows = [
-        pair.expected(t.token_ids)[before:]
-        for t, before in zip(texts, (50, 0, 1, 16, 30), strict=True)
+        pair.expected(text.token_ids)[before:]
+        for text, before in zip(texts, (50, 0, 1, 16, 30), strict=True)
     ]
     pair.check(logits, torch.cat(rows))
 
 
-def test_any_interleaving_of_prefill_decoding_and_verification(pair: Pair) -> None:
+def test_prefill_decoding_and_verification_may_interleave(pair: Pair) -> None:
     draw = random.Random(7)
     texts = [pair.text(draw.randint(20, 80), seed=seed) for seed in range(6)]
     expected = [pair.expected(text.token_ids) for text in texts]
-    while unread := [i for i, text in enumerate(texts) if text.kv.length < len(text.token_ids)]:
-        chosen = draw.sample(unread, draw.randint(1, len(unread)))
-        starts = [texts[i].kv.length for i in chosen]
+
+    def unread() -> list[int]:
+        return [
+            i for i, text in enumerate(texts) if text.kv.num_computed_tokens < len(text.token_ids)
+        ]
+
+    while remaining := unread():
+        chosen = draw.sample(remaining, draw.randint(1, len(remaining)))
+        starts = [texts[i].kv.num_computed_tokens for i in chosen]
         slices = [texts[i].next_slice(draw.choice([1, 1, 4, 5, 40])) for i in chosen]
         rows = [
             expected[i][start : start + len(s.token_ids)]
@@ -110,25 +121,24 @@ def test_any_interleaving_of_prefill_decoding_and_verification(pair: Pair) -> No
         pair.check(pair.runner.forward(slices), torch.cat(rows))
 
 
-def test_logits_come_for_the_wanted_tokens_only_in_the_order_of_the_slices(pair: Pair) -> None:
+def test_logits_come_only_for_the_requested_tokens_in_slice_order(pair: Pair) -> None:
     texts = [pair.text(30, seed=seed) for seed in range(3)]
-    logits = pair.runner.forward(
-        [text.next_slice(30, wanted) for text, wanted in zip(texts, (1, 0, 4), strict=True)]
-    )
+    counts = (1, 0, 4)
+    slices = [text.next_slice(30, count) for text, count in zip(texts, counts, strict=True)]
+    logits = pair.runner.forward(slices)
     assert logits.shape == (5, pair.runner.vocab_size)
-    pair.check(
-        logits,
-        torch.cat([pair.expected(texts[0].token_ids)[-1:], pair.expected(texts[2].token_ids)[-4:]]),
-    )
+    first = pair.expected(texts[0].token_ids)[-1:]
+    last = pair.expected(texts[2].token_ids)[-4:]
+    pair.check(logits, torch.cat([first, last]))
 
 
-def test_a_forward_without_wanted_logits_still_reads(pair: Pair) -> None:
+def test_a_forward_without_requested_logits_fills_the_cache(pair: Pair) -> None:
     text = pair.text(30, seed=3)
     assert pair.runner.forward([text.next_slice(29, 0)]).shape == (0, pair.runner.vocab_size)
     pair.check(pair.runner.forward([text.next_slice(1)]), pair.expected(text.token_ids)[-1:])
 
 
-def test_after_a_rewind_other_tokens_are_read_as_if_the_first_had_never_been(pair: Pair) -> None:
+def test_a_rewound_text_continues_as_if_its_end_had_never_been(pair: Pair) -> None:
     text = pair.text(50, seed=4)
     pair.runner.forward([text.next_slice(50, 0)])
     pair.pool.truncate(text.kv, 37)
@@ -136,17 +146,15 @@ def test_after_a_rewind_other_tokens_are_read_as_if_the_first_had_never_been(pai
     pair.check(pair.runner.forward([text.next_slice(20)]), pair.expected(text.token_ids)[37:])
 
 
-def test_pages_of_a_finished_text_serve_the_next(pair: Pair) -> None:
+def test_pages_of_a_finished_text_can_be_reused(pair: Pair) -> None:
     for seed in range(3):
         text = pair.text(PAGE_COUNT * PAGE_SIZE // 2, seed=seed)
-        pair.check(
-            pair.runner.forward([text.next_slice(PAGE_COUNT * PAGE_SIZE)]),
-            pair.expected(text.token_ids),
-        )
+        logits = pair.runner.forward([text.next_slice(PAGE_COUNT * PAGE_SIZE)])
+        pair.check(logits, pair.expected(text.token_ids))
         pair.pool.free(text.kv)
 
 
-def test_a_text_that_starts_on_a_shared_prefix_reads_on_as_if_alone(pair: Pair) -> None:
+def test_a_text_on_a_shared_prefix_continues_as_if_alone(pair: Pair) -> None:
     first = pair.text(50, seed=6)
     pair.runner.forward([first.next_slice(50, 0)])
     pair.pool.cache_pages(first.kv, first.token_ids, "tenant")
@@ -154,10 +162,9 @@ def test_a_text_that_starts_on_a_shared_prefix_reads_on_as_if_alone(pair: Pair) 
     assert pair.pool.match_prefix(second.kv, second.token_ids, "tenant") == 40
     first.token_ids += pair.text(9, seed=9).token_ids
     logits = pair.runner.forward([second.next_slice(30), first.next_slice(30)])
-    pair.check(
-        logits,
-        torch.cat([pair.expected(second.token_ids)[40:], pair.expected(first.token_ids)[50:]]),
-    )
+    expected_second = pair.expected(second.token_ids)[40:]
+    expected_first = pair.expected(first.token_ids)[50:]
+    pair.check(logits, torch.cat([expected_second, expected_first]))
 
 
 def test_two_runners_in_two_threads_do_not_disturb_each_other() -> None:
@@ -167,9 +174,10 @@ def test_two_runners_in_two_threads_do_not_disturb_each_other() -> None:
     def run(pair: Pair) -> None:
         try:
             for _ in range(5):
-                test_any_interleaving_of_prefill_decoding_and_verification(pair)
+                test_prefill_decoding_and_verification_may_interleave(pair)
                 pair.pool = PagePool(PAGE_COUNT, PAGE_SIZE)
-        except BaseException as failure:  # noqa: BLE001  # carried to the test's own thread, which fails on any
+        # The test's own thread fails on any of these.
+        except BaseException as failure:  # noqa: BLE001
             failures.append(failure)
 
     threads = [threading.Thread(target=run, args=(pair,)) for pair in pairs]
@@ -181,7 +189,7 @@ def test_two_runners_in_two_threads_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_full(dtype: torch.dtype) -> None:
+def test_half_precision_stays_near_full_precision(dtype: torch.dtype) -> None:
     model: Any = build(CONFIGS["qwen3"])
     reference = build(CONFIGS["qwen3"])
     with torch.no_grad():

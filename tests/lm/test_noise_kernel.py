@@ -1,4 +1,7 @@
-"""The GPU's kernel for coupled noise draws what torch's operators draw: on a GPU, or by Triton's interpreter on a CPU."""
+"""The GPU kernel for coupled noise draws the tokens that torch's operators draw.
+
+Runs on a GPU, or by Triton's interpreter on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("vocab_size", [16, 1000, 1024, 1025, 5003])
-def test_the_same_tokens(vocab_size: int) -> None:
+def test_the_kernel_draws_the_same_tokens_as_torch(vocab_size: int) -> None:
     torch.manual_seed(vocab_size)
     probs = (4 * torch.randn(40, vocab_size)).softmax(-1)
     probs[torch.rand_like(probs) < 0.3] = 0.0
@@ -31,21 +34,22 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
     assert drawn.tolist() == [41 * i for i in range(64)]
 
 
-# Keys whose noise for token 5 is the smallest and the largest there is (docs/coupling.md).
+# Keys for which token 5 has the smallest and the largest possible noise (docs/coupling.md).
 EDGES = [0x4AB325A704411782, 0x1A4D2A56FEACC542]
 
 
 @pytest.mark.parametrize("key", EDGES)
-def test_at_the_edges_of_the_noise_a_token_of_probability_0_never_wins(key: int) -> None:
+def test_extreme_noise_never_draws_a_token_of_probability_0(key: int) -> None:
     keys = torch.tensor([key, key])
     probs = torch.full((2, 8), 1 / 7)
-    probs[0, 5], probs[1] = 0.0, torch.eye(8)[5]
+    probs[0, 5] = 0.0
+    probs[1] = torch.eye(8)[5]
     drawn = noise_kernel.coupled_sample(probs.to(DEVICE), keys.to(DEVICE)).tolist()
     assert drawn == coupled_sample(probs, keys).tolist()
     assert drawn[0] != 5
     assert drawn[1] == 5
 
 
-def test_a_row_of_no_numbers_gives_a_token_there_is() -> None:
+def test_a_row_of_nans_gives_a_token_of_the_vocabulary() -> None:
     probs = torch.full((4, 1500), torch.nan, device=DEVICE)
     assert max(noise_kernel.coupled_sample(probs, torch.arange(4, device=DEVICE)).tolist()) < 1500

@@ -1,4 +1,4 @@
-"""The page pool: no page is lost or written by two, and prefixes are shared only among those who may see them."""
+"""The page pool loses no page, lets no two sequences write one, and shares only within a salt."""
 
 import pytest
 from hypothesis import settings
@@ -8,15 +8,16 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from outrider.lm.pages import KVSequence, PagePool
 
 PAGE_SIZE = 4
-TEXT = list(range(100, 118))  # four full pages and a half
+# Four full pages and half a page.
+TEXT = list(range(100, 118))
 
 
 def computed(pool: PagePool, tokens: list[int], salt: str = "") -> KVSequence:
-    """A sequence whose whole text is in the cache and published."""
+    """Return a sequence whose whole text is computed and cached for sharing."""
     sequence = KVSequence()
     pool.match_prefix(sequence, tokens, salt)
     assert pool.reserve(sequence, len(tokens))
-    sequence.length = len(tokens)
+    sequence.num_computed_tokens = len(tokens)
     pool.cache_pages(sequence, tokens, salt)
     return sequence
 
@@ -32,29 +33,31 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     assert pool.reserve(sequence, 12)
 
 
-def test_a_rewind_gives_back_exactly_the_pages_behind_it() -> None:
+def test_a_rewind_frees_exactly_the_pages_behind_it() -> None:
     pool = PagePool(8, PAGE_SIZE)
     sequence = KVSequence()
     pool.reserve(sequence, 18)
-    sequence.length = 15
+    sequence.num_computed_tokens = 15
     first_pages = sequence.pages[:3]
     pool.truncate(sequence, 9)
-    assert (sequence.pages, sequence.length) == (first_pages, 9)
+    assert (sequence.pages, sequence.num_computed_tokens) == (first_pages, 9)
     pool.truncate(sequence, 20)
-    assert (sequence.pages, sequence.length) == (first_pages, 9), "a rewind never goes forward"
+    assert (sequence.pages, sequence.num_computed_tokens) == (first_pages, 9), (
+        "a rewind never goes forward"
+    )
 
 
-def test_a_later_sequence_starts_on_the_pages_of_its_beginning() -> None:
+def test_a_later_sequence_starts_on_the_cached_pages_of_its_prefix() -> None:
     pool = PagePool(16, PAGE_SIZE)
     first = computed(pool, TEXT)
     second = KVSequence()
     assert pool.match_prefix(second, [*TEXT[:9], 1, 2, 3, 4], "") == 8
     assert second.pages == first.pages[:2]
-    assert second.length == 8
+    assert second.num_computed_tokens == 8
     pool.check_integrity([first, second])
 
 
-def test_a_published_prefix_outlives_its_sequence_until_its_pages_are_needed() -> None:
+def test_a_cached_prefix_stays_until_its_pages_are_needed() -> None:
     pool = PagePool(5, PAGE_SIZE)
     pool.free(computed(pool, TEXT))
     assert pool.free_count == 5
@@ -65,7 +68,7 @@ def test_a_published_prefix_outlives_its_sequence_until_its_pages_are_needed() -
     assert pool.match_prefix(KVSequence(), TEXT, "") == 0
 
 
-def test_of_a_prefix_that_is_forgotten_the_beginning_goes_last() -> None:
+def test_the_beginning_of_a_prefix_is_evicted_last() -> None:
     pool = PagePool(5, PAGE_SIZE)
     pool.free(computed(pool, TEXT))
     other = KVSequence()
@@ -73,9 +76,10 @@ def test_of_a_prefix_that_is_forgotten_the_beginning_goes_last() -> None:
     assert pool.match_prefix(KVSequence(), TEXT, "") == 8
 
 
-def test_the_least_recently_used_prefix_is_forgotten_first() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     pool = PagePool(4, PAGE_SIZE)
-    old, used = [1, 2, 3, 4, 0], [5, 6, 7, 8, 0]
+    old = [1, 2, 3, 4, 0]
+    used = [5, 6, 7, 8, 0]
     pool.free(computed(pool, old))
     pool.free(computed(pool, used))
     pool.free(computed(pool, old))
@@ -99,15 +103,16 @@ def test_tenants_never_share(other_salt: str) -> None:
     assert pool.match_prefix(KVSequence(), TEXT, "tenant-a") == 16
 
 
-def test_a_page_is_shared_only_when_all_before_it_is_equal() -> None:
+def test_a_page_is_shared_only_if_all_pages_before_it_are_equal() -> None:
     pool = PagePool(16, PAGE_SIZE)
     computed(pool, TEXT)
     assert pool.match_prefix(KVSequence(), [0, *TEXT[1:]], "") == 0
 
 
-def test_a_page_is_not_shared_by_texts_that_differ_before_it_however_they_began() -> None:
+def test_equal_pages_behind_different_pages_are_not_shared() -> None:
     pool = PagePool(16, PAGE_SIZE)
-    one, other = [*range(16), 99], [*range(4), 50, 51, 52, 53, *range(8, 16), 99]
+    one = [*range(16), 99]
+    other = [*range(4), 50, 51, 52, 53, *range(8, 16), 99]
     computed(pool, one)
     own = computed(pool, other)
     reader = KVSequence()
@@ -121,40 +126,38 @@ def test_nothing_is_shared_when_prefix_caching_is_off() -> None:
     assert pool.match_prefix(KVSequence(), TEXT, "") == 0
 
 
-def test_a_rewind_into_a_shared_page_goes_back_to_its_beginning_so_that_its_reader_is_safe() -> (
-    None
-):
+def test_a_rewind_into_a_shared_page_leaves_the_page_to_its_reader() -> None:
     pool = PagePool(16, PAGE_SIZE)
     writer = computed(pool, TEXT)
     reader = KVSequence()
     pool.match_prefix(reader, TEXT, "")
     pool.truncate(writer, 10)
-    assert writer.length == 8
+    assert writer.num_computed_tokens == 8
     pool.reserve(writer, 12)
     assert writer.pages[2] != reader.pages[2]
     pool.check_integrity([writer, reader])
 
 
-def test_only_committed_and_computed_pages_are_published() -> None:
+def test_only_committed_and_computed_pages_are_cached() -> None:
     pool = PagePool(16, PAGE_SIZE)
     sequence = KVSequence()
     pool.reserve(sequence, 16)
-    sequence.length = 7
+    sequence.num_computed_tokens = 7
     pool.cache_pages(sequence, TEXT, "")
     assert pool.match_prefix(KVSequence(), TEXT, "") == 4, "the second page is not yet computed"
-    sequence.length = 16
+    sequence.num_computed_tokens = 16
     pool.cache_pages(sequence, TEXT[:9], "")
     assert pool.match_prefix(KVSequence(), TEXT, "") == 8, "the third page is not yet committed"
 
 
-def test_an_attachment_to_a_sequence_with_pages_is_refused() -> None:
+def test_match_prefix_refuses_a_sequence_with_pages() -> None:
     pool = PagePool(16, PAGE_SIZE)
     with pytest.raises(ValueError, match="empty"):
         pool.match_prefix(computed(pool, TEXT), TEXT, "")
 
 
 @pytest.mark.parametrize("damage", ["lost", "twice", "miscounted"])
-def test_check_integrity_sees_a_page_that_is(damage: str) -> None:
+def test_check_integrity_detects_a_page_that_is(damage: str) -> None:
     pool = PagePool(4, PAGE_SIZE)
     sequence = KVSequence()
     pool.reserve(sequence, 5)
@@ -169,7 +172,7 @@ def test_check_integrity_sees_a_page_that_is(damage: str) -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any interleaving of sequences, against a model that remembers what was written to each page."""
+    """Interleaves sequences and remembers which tokens were written to each page."""
 
     sequences = Bundle("sequences")
 
@@ -187,46 +190,45 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, tokens: list[int], salt: str) -> KVSequence:
         sequence = KVSequence()
         covered = self.pool.match_prefix(sequence, tokens, salt)
-        assert covered == sequence.length < len(tokens)
+        assert covered == sequence.num_computed_tokens < len(tokens)
         self.live[sequence] = (tokens, salt)
         return sequence
 
     @rule(sequence=sequences, count=st.integers(1, 5))
     def compute(self, sequence: KVSequence, count: int) -> None:
-        """Write some more of the text, as a forward does."""
+        """Write more of the text, as a forward does."""
         tokens, salt = self.live[sequence]
-        end = min(len(tokens), sequence.length + count)
-        free, before = self.pool.free_count, list(sequence.pages)
+        end = min(len(tokens), sequence.num_computed_tokens + count)
+        free = self.pool.free_count
+        before = list(sequence.pages)
         if not self.pool.reserve(sequence, end):
             assert (self.pool.free_count, sequence.pages) == (free, before)
             return
-        for position in range(sequence.length, end):
-            self.written[sequence.pages[position // 2], position % 2] = (
-                tokens[: position + 1],
-                salt,
-            )
-        sequence.length = max(sequence.length, end)
+        for position in range(sequence.num_computed_tokens, end):
+            place = sequence.pages[position // 2], position % 2
+            self.written[place] = tokens[: position + 1], salt
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, end)
 
     @rule(
         sequence=sequences, length=st.integers(0, 9), tail=st.lists(st.integers(0, 1), max_size=4)
     )
-    def rewind_and_go_on_differently(
+    def rewind_and_continue_differently(
         self, sequence: KVSequence, length: int, tail: list[int]
     ) -> None:
         self.pool.truncate(sequence, length)
-        assert sequence.length <= length
+        assert sequence.num_computed_tokens <= length
         tokens, salt = self.live[sequence]
-        self.live[sequence] = ([*tokens[: max(length, sequence.length)], *tail], salt)
+        self.live[sequence] = ([*tokens[: max(length, sequence.num_computed_tokens)], *tail], salt)
 
     @rule(sequence=sequences, committed=st.integers(0, 9))
-    def publish(self, sequence: KVSequence, committed: int) -> None:
+    def cache(self, sequence: KVSequence, committed: int) -> None:
         tokens, salt = self.live[sequence]
         self.pool.cache_pages(sequence, tokens[:committed], salt)
 
     @rule(sequence=consumes(sequences))
     def free(self, sequence: KVSequence) -> None:
         self.pool.free(sequence)
-        assert (sequence.pages, sequence.length) == ([], 0)
+        assert (sequence.pages, sequence.num_computed_tokens) == ([], 0)
         del self.live[sequence]
 
     @invariant()
@@ -234,13 +236,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity(self.live)
 
     @invariant()
-    def every_sequence_finds_its_own_keys_where_it_looks(self) -> None:
+    def every_sequence_finds_its_own_keys(self) -> None:
         for sequence, (tokens, salt) in self.live.items():
-            for position in range(sequence.length):
-                assert self.written[sequence.pages[position // 2], position % 2] == (
-                    tokens[: position + 1],
-                    salt,
-                )
+            for position in range(sequence.num_computed_tokens):
+                place = sequence.pages[position // 2], position % 2
+                assert self.written[place] == (tokens[: position + 1], salt)
 
 
 TestAnyInterleaving = PoolMachine.TestCase

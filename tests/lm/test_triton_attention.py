@@ -1,4 +1,7 @@
-"""The GPU's attention kernel against the same written plainly: on a GPU, or by Triton's interpreter on a CPU."""
+"""The GPU attention kernel equals a plain version.
+
+Runs on a GPU, or by Triton's interpreter on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +25,7 @@ from outrider.sampling.tensors import triton_works
 
 
 def batch(lengths: list[tuple[int, int]], page_size: int, pages: int) -> BatchLayout:
-    """Slices of (tokens, tokens before them), in pages that are scattered over the cache."""
+    """Pack slices of (tokens, tokens before them), in pages scattered over the cache."""
     order = torch.randperm(pages).tolist()
     slices = []
     for count, before in lengths:
@@ -39,7 +43,7 @@ def compare(
     value_size: int | None = None,
     dtype: torch.dtype = torch.float32,
     pages: int = 64,
-    most_keys: int = 1024,
+    max_seq_len: int = 1024,
     **how: float | int | None,
 ) -> None:
     query = torch.randn(layout.positions.numel(), heads, size, dtype=dtype, device=DEVICE)
@@ -47,9 +51,9 @@ def compare(
     values = torch.randn(
         pages, layout.page_size, kv_heads, value_size or size, dtype=dtype, device=DEVICE
     )
-    given = {"most_keys": most_keys, "scale": size**-0.5, **how}
-    out = triton_attention.paged_attention(query, keys, values, layout.kernel, **given)  # type: ignore[arg-type]
-    expected = reference(query, keys, values, layout.kernel, **given)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_seq_len": max_seq_len, "scale": size**-0.5, **how}
+    out = triton_attention.paged_attention(query, keys, values, layout.kernel, **options)
+    expected = reference(query, keys, values, layout.kernel, **options)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
@@ -74,12 +78,12 @@ def test_prompts_drafts_and_single_tokens_in_one_batch(how: dict[str, float]) ->
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (6, 2), (40, 1)])
-def test_any_number_of_heads_shares_keys(heads: int, kv_heads: int) -> None:
+def test_any_number_of_query_heads_can_share_keys(heads: int, kv_heads: int) -> None:
     compare(batch(MIXED, 16, 64), heads, kv_heads)
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(64, 64), (24, 24), (80, 80), (32, 16), (8, 8)])
-def test_head_sizes_need_be_no_power_of_two(size: int, value_size: int) -> None:
+def test_head_sizes_need_not_be_powers_of_two(size: int, value_size: int) -> None:
     compare(batch(MIXED[:4], 16, 64), size=size, value_size=value_size)
 
 
@@ -92,39 +96,32 @@ def test_pages_of_any_size(page_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16 and DEVICE.type == "cpu":
-        pytest.skip("the interpreter's product of bfloat16 matrices is wrong; on a GPU this runs")
+        pytest.skip("Triton's interpreter multiplies bfloat16 matrices wrongly; needs a GPU")
     compare(batch(MIXED, 16, 64), dtype=dtype)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 100}, {"window": 1500}], ids=str)
-def test_long_texts_are_read_in_parts(how: dict[str, int]) -> None:
-    """Whose ends are where a token sees one key of a part, all of it, and none of the next."""
+def test_long_sequences_are_split_into_parts(how: dict[str, int]) -> None:
+    """Some tokens see one key of a part, others all keys of a part and none of the next."""
     lengths = [(1, 1023), (1, 1024), (3, 2047), (1, 5), (2, 2700)]
-    compare(batch(lengths, 16, 512), heads=2, kv_heads=1, pages=512, most_keys=4096, **how)
+    compare(batch(lengths, 16, 512), heads=2, kv_heads=1, pages=512, max_seq_len=4096, **how)
 
 
-def test_the_longest_texts_have_sixteen_parts() -> None:
-    assert [triton_attention.part_length(most) for most in (1, 1024, 16384, 16385, 131072)] == [
-        1024,
-        1024,
-        1024,
-        2048,
-        8192,
-    ]
+def test_no_sequence_has_more_than_sixteen_parts() -> None:
+    lengths = [triton_attention.part_length(most) for most in (1, 1024, 16384, 16385, 131072)]
+    assert lengths == [1024, 1024, 1024, 2048, 8192]
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2, soft cap and alternating windows", "gpt2, learned positions"]
 )
-def test_a_model_has_its_own_logits_by_the_kernel(
+def test_a_model_gets_its_own_logits_with_the_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention.LayerCache, "takes_kernel", lambda self, device: True)
+    monkeypatch.setattr(attention.LayerCache, "supports_kernel", lambda self, device: True)
     monkeypatch.setattr(ModelRunner, "_takes_graphs", lambda self: False)
-    runner, model = (
-        ModelRunner(build(CONFIGS[name]).to(DEVICE), page_count=16),
-        build(CONFIGS[name]),
-    )
+    runner = ModelRunner(build(CONFIGS[name]).to(DEVICE), page_count=16)
+    model = build(CONFIGS[name])
     texts = [torch.randint(VOCAB_SIZE, (n,)).tolist() for n in (50, 7, 70)]
     pages = [[3, 9, 1, 12], [4], [0, 2, 5, 6, 7]]
     for text, numbers in zip(texts, pages, strict=True):
@@ -141,7 +138,7 @@ def test_a_model_has_its_own_logits_by_the_kernel(
 
 
 @pytest.mark.parametrize(
-    ("device", "size", "taken"),
+    ("device", "size", "supported"),
     [
         ("cuda", 128, True),
         ("cuda", 100, True),
@@ -150,18 +147,18 @@ def test_a_model_has_its_own_logits_by_the_kernel(
         ("cpu", 128, False),
     ],
 )
-def test_the_kernel_is_chosen_where_it_can_do_the_layer(
-    device: str, size: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_uses_the_kernel_only_where_it_is_supported(
+    device: str, size: int, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "triton_works", lambda device: device.type == "cuda")
     layer = attention.LayerCache()
     trial = torch.zeros(1, 2, 3, size)
     layer.attend(trial, trial, trial, 1.0, None, None)
-    assert layer.takes_kernel(torch.device(device)) == taken
+    assert layer.supports_kernel(torch.device(device)) == supported
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_gpus_that_are_not_here_and_fit_the_smallest() -> None:
+def test_the_kernels_compile_for_other_gpus_and_fit_the_smallest() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
     script = Path(__file__).with_name("compile_kernels.py")
@@ -189,7 +186,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here_and_fit_the_smallest() -
         ((9, 0), None, "no C compiler"),
     ],
 )
-def test_where_kernels_cannot_run_that_is_said(
+def test_a_log_line_says_why_kernels_cannot_run(
     capability: tuple[int, int],
     compiler: str | None,
     lacking: str | None,

@@ -1,4 +1,4 @@
-"""A model's weights on a CPU: packing and copying change where they lie, and what they compute by a last bit at most."""
+"""Reordering and copying weights on a CPU changes results by a last bit at most."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.lm.cpu import weights
-from outrider.lm.cpu.weights import JointLinear, PackedLinear, TiledLinear, settle_on_cpu
+from outrider.lm.cpu.weights import FusedLinearPart, PackedLinear, TiledLinear, optimize_for_cpu
 
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="this processor multiplies no bfloat16, so nothing is packed on it",
+    reason="without bfloat16 support in oneDNN nothing is packed",
 )
 
 
@@ -39,62 +39,56 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("packed", "dtype", "tolerance"),
+    ("layer_class", "dtype", "tolerance"),
     [
         pytest.param(PackedLinear, torch.bfloat16, 2**-7, marks=needs_bfloat16),
         (TiledLinear, torch.bfloat16, 2**-7),
         (TiledLinear, torch.float32, 1e-6),
     ],
 )
-def test_weights_in_another_order_give_the_same_logits(
-    packed: type[torch.nn.Module],
+def test_reordered_weights_give_the_same_logits(
+    layer_class: type[torch.nn.Module],
     dtype: torch.dtype,
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if packed is PackedLinear:
+    if layer_class is PackedLinear:
         monkeypatch.setattr(weights, "library", lambda: None)
     model = tiny(dtype)
     expected = logits(model)
-    settle_on_cpu(model)
-    assert [type(module) for module in model.model.layers[0].mlp.children()][:3] == [
-        JointLinear,
-        JointLinear,
-        packed,
-    ]
-    assert type(model.lm_head) is packed
+    optimize_for_cpu(model)
+    classes = [type(module) for module in model.model.layers[0].mlp.children()]
+    assert classes[:3] == [FusedLinearPart, FusedLinearPart, layer_class]
+    assert type(model.lm_head) is layer_class
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=tolerance)
 
 
-def test_float32_weights_without_the_library_keep_their_numbers_and_stay_tied(
+def test_without_the_library_float32_weights_stay_tied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weights, "library", lambda: None)
     model = tiny(torch.float32)
     expected = logits(model)
-    settle_on_cpu(model)
+    optimize_for_cpu(model)
     assert not any(isinstance(module, torch.nn.Linear | PackedLinear) for module in model.modules())
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 2, 2)])
-def test_layers_that_share_an_input_give_their_own_outputs_in_whatever_order_they_are_called(
-    order: tuple[int, ...],
-) -> None:
-    plain, joint = (tiny(torch.float32).model.layers[0].self_attn for _ in range(2))
-    settle_on_cpu(joint)
+def test_fused_layers_give_their_own_outputs_in_any_order_of_calls(order: tuple[int, ...]) -> None:
+    plain, fused = (tiny(torch.float32).model.layers[0].self_attn for _ in range(2))
+    optimize_for_cpu(fused)
     names = ("q_proj", "k_proj", "v_proj")
     for x in torch.randn(2, 1, 3, 64):
         for index in order:
-            torch.testing.assert_close(
-                getattr(joint, names[index])(x), getattr(plain, names[index])(x)
-            )
+            out = getattr(fused, names[index])(x)
+            torch.testing.assert_close(out, getattr(plain, names[index])(x))
 
 
-def test_layers_that_share_an_input_let_go_of_it_with_the_last_call() -> None:
+def test_fused_layers_free_their_input_with_the_last_call() -> None:
     attention = tiny(torch.float32).model.layers[0].self_attn
-    settle_on_cpu(attention)
+    optimize_for_cpu(attention)
     x = torch.randn(1, 3, 64)
     outputs = [attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)]
     gone = [weakref.ref(tensor) for tensor in (x, *outputs)]
@@ -102,16 +96,16 @@ def test_layers_that_share_an_input_let_go_of_it_with_the_last_call() -> None:
     assert [ref() for ref in gone] == [None] * 4
 
 
-def test_layers_of_different_makes_are_not_joined() -> None:
+def test_layers_with_different_biases_are_not_fused() -> None:
     attention = tiny(torch.float32).model.layers[0].self_attn
     attention.k_proj = torch.nn.Linear(64, 32, bias=False)
-    settle_on_cpu(attention)
-    assert not any(isinstance(module, JointLinear) for module in attention.modules())
+    optimize_for_cpu(attention)
+    assert not any(isinstance(module, FusedLinearPart) for module in attention.modules())
 
 
-def test_settled_weights_no_longer_lie_in_the_mapped_file(tmp_path: Path) -> None:
+def test_optimized_weights_are_copies_outside_the_mapped_file(tmp_path: Path) -> None:
     tiny(torch.float32).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     mapped = {parameter.data_ptr() for parameter in model.parameters()}
-    settle_on_cpu(model)
+    optimize_for_cpu(model)
     assert not mapped & {parameter.data_ptr() for parameter in model.parameters()}

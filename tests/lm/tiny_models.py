@@ -1,4 +1,4 @@
-"""Tiny decoders with random weights, one for each shape of attention that has to be right."""
+"""Tiny decoders with random weights, one for each kind of attention to test."""
 
 from copy import deepcopy
 from typing import Any
@@ -19,7 +19,8 @@ from transformers import (
 
 VOCAB_SIZE = 97
 CONTEXT_LENGTH = 256
-WINDOW = 19  # smaller than the tests' texts and no multiple of a page
+# Smaller than the tests' texts, and not a multiple of a page.
+WINDOW = 19
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": CONTEXT_LENGTH,
@@ -63,7 +64,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def build(config: PreTrainedConfig, seed: int = 0) -> Any:
-    """A float32 model with weights large enough that a token's context shows in its logits."""
+    """Create a float32 model whose weights are large enough that logits depend on the context."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()
     with torch.no_grad():

@@ -92,7 +92,7 @@ def test_pages_that_only_a_rejected_draft_needed_are_free_at_once() -> None:
     drafter.propose(sequence.id, [(token + 1) % VOCAB for token in model.greedy([1, 2, 3], 4)])
     engine.step()
     assert sequence.stats.draft_token_count == 4
-    assert engine.pool.used_count == sequence.kv.length == 3
+    assert engine.pool.used_count == sequence.kv.num_computed_tokens == 3
 
 
 def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:

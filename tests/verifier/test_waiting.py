@@ -369,5 +369,5 @@ def test_the_first_step_behind_an_idle_time_has_a_plan_and_a_wait_of_its_own(
     clock.sleep(5.0)
     sequence = engine.submit(TokenRequest([1, 2], 2, GREEDY), Client())
     assert engine.advance() == 0.0
-    assert sequence.kv.length > 0
+    assert sequence.kv.num_computed_tokens > 0
     assert engine._step_clock.wait_s == 0.0

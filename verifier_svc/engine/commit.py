@@ -50,7 +50,7 @@ class Committer:
             self.fail(scheduled.sequence, verified)
             return
         sequence = scheduled.sequence
-        sequence.kv.length = scheduled.start + len(scheduled.token_ids)
+        sequence.kv.num_computed_tokens = scheduled.start + len(scheduled.token_ids)
         if verified.prompt_logprobs:
             sequence.unscored = sequence.unscored[len(verified.prompt_logprobs) :]
         if verified.result is not None:
@@ -119,9 +119,9 @@ class Committer:
 
         The target's own token was sampled, not fed, so it comes with the next forward.
         """
-        sequence.kv.length += accepted
+        sequence.kv.num_computed_tokens += accepted
         if accepted < drafted:
-            self._pool.truncate(sequence.kv, sequence.kv.length)
+            self._pool.truncate(sequence.kv, sequence.kv.num_computed_tokens)
         self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)
 
     def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:

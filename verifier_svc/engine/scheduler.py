@@ -53,7 +53,7 @@ class Scheduler:
         budget = self._max_batch_tokens
         # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
         running = [
-            (sequence, len(sequence.tokens) - sequence.kv.length)
+            (sequence, len(sequence.tokens) - sequence.kv.num_computed_tokens)
             for sequence in self.running.values()
         ]
         decoding = [pair for pair in running if pair[1] == 1]
@@ -92,7 +92,7 @@ class Scheduler:
             return None  # preempted for an older one in this very step
         samples = count == pending
         assignment, path = best_path(sequence, most) if samples else (None, NO_PATH)
-        start = sequence.kv.length
+        start = sequence.kv.num_computed_tokens
         end = start + count + len(path.token_ids)
         reserved = self.pool.reserve(sequence.kv, end)
         if not reserved and path.token_ids:
@@ -146,7 +146,9 @@ class Scheduler:
 def _takes(sequence: Sequence, pending: int, rows: int) -> int:
     """How many of its pending tokens a step can take that has `rows` rows of logits for scoring prompts."""
     unscored = sequence.unscored
-    return pending if len(unscored) <= rows else unscored.start - 1 + rows - sequence.kv.length
+    if len(unscored) <= rows:
+        return pending
+    return unscored.start - 1 + rows - sequence.kv.num_computed_tokens
 
 
 def _scored(sequence: Sequence, start: int, count: int) -> range:

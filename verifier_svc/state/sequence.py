@@ -107,8 +107,8 @@ class Assignment:
 class Sequence:
     """One request being generated.
 
-    `tokens` are the committed ones, the prompt first. `kv.length` of them have their keys and values in the cache; between steps of
-    a decoding sequence that is all but the last.
+    `tokens` are the committed tokens, the prompt first. The cache holds keys and values of the
+    first `kv.num_computed_tokens` of them: between decoding steps, of all but the last.
     """
 
     id: int
@@ -139,7 +139,7 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Committed tokens that a forward has not seen; 1 when decoding."""
-        return len(self.tokens) - self.kv.length
+        return len(self.tokens) - self.kv.num_computed_tokens
 
     @property
     def most_draft_tokens(self) -> int:

@@ -1,4 +1,7 @@
-"""Attention over the paged cache on a CPU by `paged_attention.c`, which reads pages where they lie; else they are gathered."""
+"""Attention over the paged cache on a CPU by `kernels/paged_attention.c`.
+
+It reads pages in place, where torch's operators need them gathered.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,10 @@ class Batch(ctypes.Structure):
     """`struct batch` in C."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("count", "slice_count")),
+        *((name, ctypes.c_int64) for name in ("token_count", "slice_count")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("slots", "rows", "lengths", "starts", "page_at", "pages")
+            for name in ("slot_mapping", "first_rows", "lengths", "starts", "page_offsets", "pages")
         ),
     )
 
@@ -50,40 +53,43 @@ class Rows(ctypes.Structure):
 
 
 class PagedBatch:
-    """What the library is told of a batch, once a forward: where its tokens go, and the slices that it attends for.
+    """One batch as the C library takes it, built once a forward.
 
-    `slots` are places in the flattened cache, one a token; of each slice, `rows` has its first token's number in the batch,
-    `lengths` its count of tokens, `starts` the position of the first, and `pages` its page numbers.
+    `slot_mapping` has one slot in the flattened cache per token. The other sequences have one
+    entry per slice: `first_rows` the slice's first token as a number in the batch, `lengths` its
+    number of tokens, `starts` the position of its first token, `page_tables` its page numbers.
     """
 
     def __init__(
         self,
-        slots: Sequence[int],
-        rows: Sequence[int],
+        slot_mapping: Sequence[int],
+        first_rows: Sequence[int],
         lengths: Sequence[int],
         starts: Sequence[int],
-        pages: Sequence[Sequence[int]],
+        page_tables: Sequence[Sequence[int]],
     ) -> None:
-        page_at, flat = [], array("q")
-        for numbers in pages:
-            page_at.append(len(flat))
-            flat.extend(numbers)
-        self._arrays = [
-            *(array("q", numbers) for numbers in (slots, rows, lengths, starts, page_at)),
-            flat,
-        ]
-        self._batch = Batch(
-            len(slots), len(rows), *(numbers.buffer_info()[0] for numbers in self._arrays)
-        )
+        page_offsets = []
+        pages = array("q")
+        for table in page_tables:
+            page_offsets.append(len(pages))
+            pages.extend(table)
+        per_token_or_slice = (slot_mapping, first_rows, lengths, starts, page_offsets)
+        # Kept alive, because the C structure has only their addresses.
+        self._arrays = [*(array("q", numbers) for numbers in per_token_or_slice), pages]
+        addresses = (numbers.buffer_info()[0] for numbers in self._arrays)
+        self._batch = Batch(len(slot_mapping), len(first_rows), *addresses)
         self.pointer = ctypes.byref(self._batch)
 
 
 class PagedAttention:
-    """One layer's attention, over caches [pages, page_size, kv_heads, head_size] in float32 or bfloat16."""
+    """One layer's attention, over float32 or bfloat16 caches.
+
+    The caches are [pages, page_size, kv_heads, head_size].
+    """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         _, page_size, kv_heads, head_size = keys.shape
-        # Kept, since the library has their addresses only.
+        # Kept alive, because the C structure has only their addresses.
         self._caches = keys, values
         self.struct = Layer(
             keys.data_ptr(),
@@ -98,13 +104,11 @@ class PagedAttention:
         self._call = _function()
 
     @staticmethod
-    def takes(keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether the library is there and can do such a layer."""
-        if (
-            keys.device.type != "cpu"
-            or keys.dtype not in (torch.float32, torch.bfloat16)
-            or keys.shape != values.shape
-        ):
+    def supports(keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether the library was built and supports a layer with such caches."""
+        if keys.device.type != "cpu" or keys.shape != values.shape:
+            return False
+        if keys.dtype not in (torch.float32, torch.bfloat16):
             return False
         return keys.shape[-1] in _HEAD_SIZES and library() is not None
 
@@ -117,17 +121,16 @@ class PagedAttention:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Store all keys and values of the batch, [1, KV heads, T, D], and attend for its slices: query [1, H, T, D] to [T, H, D].
+        """Store all keys and values [1, KV heads, T, D] of the batch, and attend for its slices.
 
-        Rows of tokens that are in none of the slices are left as they are in fresh memory.
+        query [1, H, T, D] to output [T, H, D]. Output rows of tokens outside the slices are
+        uninitialised.
         """
         _, heads, tokens, size = query.shape
         self.struct.heads = heads
         out = query.new_empty(tokens, heads, size)
-        # Names keep what is made contiguous here until the call is over.
-        query, key, value = (
-            part if part.stride(3) == 1 else part.contiguous() for part in (query, key, value)
-        )
+        # The names keep the contiguous copies alive until the call returns.
+        query, key, value = map(_with_contiguous_rows, (query, key, value))
         self._call(
             self._pointer,
             batch.pointer,
@@ -141,6 +144,10 @@ class PagedAttention:
         return out
 
 
+def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
 def _rows(tensor: torch.Tensor) -> Rows:
     return Rows(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
 
@@ -148,7 +155,7 @@ def _rows(tensor: torch.Tensor) -> Rows:
 def _function() -> Any:
     found = library()
     if found is None:
-        raise RuntimeError("PagedAttention without its library; ask `takes` first")
+        raise RuntimeError("the C library was not built; check `PagedAttention.supports` first")
     function = found.outrider_paged_attention
     function.argtypes = (
         ctypes.POINTER(Layer),

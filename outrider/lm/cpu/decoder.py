@@ -1,7 +1,7 @@
-"""A whole forward of Llama and its like in one call of `decoder.c`, in bfloat16 or float32.
+"""A whole forward of a Llama-like model in one call of `kernels/decoder.c`, in bfloat16 or float32.
 
-The model of transformers stays: its modules say what the weights are, and a trial forward must agree with it. Models that are built
-otherwise run as they did.
+The `transformers` model stays: its modules hold the weights, and a trial forward of both must
+agree. Any other model keeps running its own forward.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import torch
 from outrider.lm.attention import LayerCache
 from outrider.lm.cpu.attention import Batch, Layer
 from outrider.lm.cpu.library import library, prefix
-from outrider.lm.cpu.weights import JointLinear, LinearStruct, TiledLinear
+from outrider.lm.cpu.weights import FusedLinearPart, LinearStruct, TiledLinear
 from outrider.lm.layout import BatchLayout, SequenceSlice
 
 log = logging.getLogger(__name__)
 
-# What decoder.c computes. A list, since what others do besides may show only at lengths that no trial reaches.
+# The models that decoder.c computes. Other models may differ only at lengths that the trial does
+# not reach, so agreement in a trial is not enough.
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# Kinds of rotary embedding whose frequencies are the same at every length.
-_STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
+# Kinds of rotary embedding whose frequencies do not depend on the length.
+_FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LANES = 16
 _TRIAL_TOKENS = 24
-# Of the logits' standard deviation. Rounding to bfloat16 makes 0.008 to 0.014 of it; half a residual 0.06, another rotation 0.2 and
-# more. Float32 makes less than a millionth.
+# Tolerated root mean square difference, as a fraction of the logits' standard deviation. Measured:
+# rounding to bfloat16 0.008 to 0.014, half a residual 0.06, another rotary embedding 0.2 and more;
+# in float32 rounding is less than a millionth.
 _TRIAL_TOLERANCE = {torch.bfloat16: 0.04, torch.float32: 0.001}
 
 
@@ -53,7 +55,7 @@ class _Decoder(ctypes.Structure):
         ("head", LinearStruct),
         ("frequencies", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("layer_count", "hidden", "intermediate", "pairs")),
-        *((name, ctypes.c_float) for name in ("epsilon", "rotation_scale", "attention_scale")),
+        *((name, ctypes.c_float) for name in ("epsilon", "rope_scale", "attention_scale")),
     )
 
 
@@ -61,150 +63,151 @@ class _Step(ctypes.Structure):
     """`struct step` in C."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "wanted")),
-        ("wanted_count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "logits_indices")),
+        ("logits_count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("scratch", "logits")),
     )
 
 
 class CpuDecoder:
-    """Runs forwards in place of a model's own. Not thread-safe."""
+    """Runs forwards in C in place of a model's own. Not thread-safe."""
 
     def __init__(self, model: Any, caches: Mapping[int, LayerCache]) -> None:
-        """Raises LookupError that says why it cannot do this model."""
-        found, self._dtype = library(), next(model.parameters()).dtype
+        """Describe the model's weights and caches to the library.
+
+        Raises LookupError with the reason if the library does not support the model.
+        """
+        found = library()
+        self._dtype = next(model.parameters()).dtype
         if found is None or self._dtype not in _TRIAL_TOLERANCE:
-            raise LookupError(f"nothing was compiled for {self._dtype}")
-        if type(model).__name__ not in _MODELS or not type(model).__module__.startswith(
-            "transformers."
-        ):
-            raise LookupError("it is none of those that are built like Llama")
+            raise LookupError(f"no library was built for {self._dtype}")
+        kind = type(model)
+        if kind.__name__ not in _MODELS or not kind.__module__.startswith("transformers."):
+            raise LookupError("it is not one of the models that are built like Llama")
         base = model.model
-        # The library has but their addresses.
+        # Kept alive, because the C structures have only their addresses.
         self._kept: list[object] = [model]
         self._layers = (_DecoderLayer * len(base.layers))(
             *(self._layer(layer, caches[i]) for i, layer in enumerate(base.layers))
         )
         self._decoder = self._whole(model, base)
         self._vocab_size: int = self._decoder.head.out_features
-        names = (prefix(self._dtype) + name for name in ("decode", "continue", "scratch"))
-        self._run, self._go_on, self._room = (getattr(found, name) for name in names)
-        self._run.argtypes = (
-            ctypes.POINTER(_Decoder),
-            ctypes.POINTER(Batch),
-            ctypes.POINTER(_Step),
-        )
-        self._go_on.argtypes = (
-            *self._run.argtypes,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-        )
-        self._run.restype = self._go_on.restype = None
-        self._room.argtypes, self._room.restype = (
-            (ctypes.POINTER(_Decoder), ctypes.c_int64),
-            ctypes.c_int64,
-        )
+        self._declare_functions(found)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def _declare_functions(self, found: ctypes.CDLL) -> None:
+        names = (prefix(self._dtype) + name for name in ("decode", "continue", "scratch"))
+        self._decode, self._continue, self._scratch_bytes = (getattr(found, name) for name in names)
+        pointers = [ctypes.POINTER(struct) for struct in (_Decoder, Batch, _Step)]
+        self._decode.argtypes = pointers
+        self._decode.restype = None
+        self._continue.argtypes = [*pointers, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        self._continue.restype = None
+        self._scratch_bytes.argtypes = [ctypes.POINTER(_Decoder), ctypes.c_int64]
+        self._scratch_bytes.restype = ctypes.c_int64
 
     @classmethod
     def of(cls, model: Any, caches: Mapping[int, LayerCache], page_size: int) -> CpuDecoder | None:
-        """For a model whose weights have settled, if this can do what it does; pages 0 on are overwritten."""
+        """Return a decoder for a model that `optimize_for_cpu` prepared.
+
+        Return None if the library does not support the model or a trial forward differs from the
+        model's own. Overwrites the pages from 0 on.
+        """
+        name = type(model).__name__
         try:
             decoder = cls(model, caches)
         except LookupError as reason:
-            log.debug("%s runs as transformers runs it: %s", type(model).__name__, reason)
+            log.debug("%s runs its own forward: %s", name, reason)
             return None
         difference = decoder._difference(model, caches, page_size)
-        # Written so that a NaN is no agreement.
+        # Written so that a NaN counts as a difference.
         if not difference <= _TRIAL_TOLERANCE[decoder._dtype]:
             log.warning(
-                "%s runs as transformers runs it: a trial differed by %.2f",
-                type(model).__name__,
+                "%s runs its own forward: the C decoder's trial differed by %.2f standard "
+                "deviations of the logits",
+                name,
                 difference,
             )
             return None
         return decoder
 
     def forward(self, layout: BatchLayout) -> torch.Tensor:
-        """Float32 logits [R, V] of the layout's logit rows; keys and values go into the caches."""
-        logits = torch.empty(layout.logit_rows.numel(), self._vocab_size)
-        self._run(self._decoder, layout.paged_whole.pointer, self._step(layout, logits))
+        """Return float32 logits [R, V] for the layout's `logits_indices`; write to the caches."""
+        logits = torch.empty(layout.logits_indices.numel(), self._vocab_size)
+        self._decode(self._decoder, layout.cpu_batch.pointer, self._step(layout, logits))
         return logits
 
     def continue_greedily(self, layout: BatchLayout, count: int, limit: int) -> torch.Tensor:
-        """[count, B]: for each of B slices of one token the likeliest next one, the likeliest behind that, and so on.
+        """Decode `count` tokens greedily for each of B slices of one token: [count, B].
 
-        The keys and values of the slices' tokens and of all but the last that follow go into the caches, and there have to be pages
-        for them. Tokens are below `limit`.
+        Considers token ids below `limit` only. Writes keys and values of the slices' tokens and of
+        all new tokens but the last to the caches; the caller provides pages for them.
         """
         slice_count = layout.token_ids.numel()
-        logits, tokens = (
-            torch.empty(slice_count, self._vocab_size),
-            torch.empty(count, slice_count, dtype=torch.int64),
-        )
+        logits = torch.empty(slice_count, self._vocab_size)
+        tokens = torch.empty(count, slice_count, dtype=torch.int64)
+        step = self._step(layout, logits)
         limit = min(limit, self._vocab_size)
-        self._go_on(
-            self._decoder,
-            layout.paged_whole.pointer,
-            self._step(layout, logits),
-            limit,
-            count,
-            tokens.data_ptr(),
-        )
+        batch = layout.cpu_batch.pointer
+        self._continue(self._decoder, batch, step, limit, count, tokens.data_ptr())
         return tokens
 
     def _step(self, layout: BatchLayout, logits: torch.Tensor) -> _Step:
-        needed = self._room(self._decoder, layout.token_ids.numel())
+        needed = self._scratch_bytes(self._decoder, layout.token_ids.numel())
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        tensors = layout.token_ids, layout.positions, layout.logit_rows
-        addresses = (tensor.data_ptr() for tensor in tensors)
         return _Step(
-            *addresses, layout.logit_rows.numel(), self._scratch.data_ptr(), logits.data_ptr()
+            layout.token_ids.data_ptr(),
+            layout.positions.data_ptr(),
+            layout.logits_indices.data_ptr(),
+            layout.logits_indices.numel(),
+            self._scratch.data_ptr(),
+            logits.data_ptr(),
         )
 
     @torch.inference_mode()
     def _difference(self, model: Any, caches: Mapping[int, LayerCache], page_size: int) -> float:
-        """Root mean square of what the two forwards' logits of some tokens differ by, over their standard deviation."""
+        """Compare the logits of both forwards for some tokens.
+
+        Return their root mean square difference over their standard deviation.
+        """
         count = min(_TRIAL_TOKENS, page_size * next(iter(caches.values())).page_count)
         ids = [(i * i * 31 + 7) % self._vocab_size for i in range(count)]
-        layout = BatchLayout(
-            [SequenceSlice(ids, 0, list(range(-(-count // page_size))), count)],
-            page_size,
-            torch.device("cpu"),
-        )
+        pages = list(range(-(-count // page_size)))
+        part = SequenceSlice(ids, 0, pages, count)
+        layout = BatchLayout([part], page_size, torch.device("cpu"))
         for cache in caches.values():
             cache.layout = layout
-        arguments = {
-            "input_ids": layout.token_ids.unsqueeze(0),
-            "position_ids": layout.positions.unsqueeze(0),
-        }
-        theirs = model(**arguments, use_cache=False).logits[0].float()
-        return float(
-            (self.forward(layout) - theirs).square().mean().sqrt() / theirs.std().clamp(min=1e-6)
+        output = model(
+            input_ids=layout.token_ids.unsqueeze(0),
+            position_ids=layout.positions.unsqueeze(0),
+            use_cache=False,
         )
+        expected = output.logits[0].float()
+        difference = (self.forward(layout) - expected).square().mean().sqrt()
+        return float(difference / expected.std().clamp(min=1e-6))
 
     def _layer(self, layer: Any, cache: LayerCache) -> _DecoderLayer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             raise LookupError(f"its activation is {type(mlp.act_fn).__name__}")
-        if cache.windowed or cache.paged is None:
-            raise LookupError("a layer's attention is not what the paged kernel does")
-        whole = Layer.from_buffer_copy(cache.paged.struct)
-        whole.heads = attention.o_proj.in_features // whole.head_size
+        if cache.windowed or cache.cpu_attention is None:
+            raise LookupError("the C attention does not support one of its layers")
+        cache_struct = Layer.from_buffer_copy(cache.cpu_attention.struct)
+        cache_struct.heads = attention.o_proj.in_features // cache_struct.head_size
         norms = (
             layer.input_layernorm,
             layer.post_attention_layernorm,
             *(getattr(attention, name, None) for name in ("q_norm", "k_norm")),
         )
         return _DecoderLayer(
-            self._joint(attention.q_proj),
+            self._fused(attention.q_proj),
             self._tiled(attention.o_proj),
-            self._joint(mlp.gate_proj),
+            self._fused(mlp.gate_proj),
             self._tiled(mlp.down_proj),
             *(self._norm(norm) for norm in norms),
-            whole,
+            cache_struct,
         )
 
     def _norm(self, norm: Any) -> int | None:
@@ -213,19 +216,18 @@ class CpuDecoder:
     def _address(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
         if tensor.dtype is not dtype:
             raise LookupError(f"some of its weights are {tensor.dtype}")
-        self._kept.append(tensor := tensor.detach().contiguous())
+        tensor = tensor.detach().contiguous()
+        self._kept.append(tensor)
         return tensor.data_ptr()
 
     def _whole(self, model: Any, base: Any) -> _Decoder:
-        rotation, attention = base.rotary_emb, base.layers[0].self_attn
-        if getattr(rotation, "rope_type", "default") not in _STEADY_ROTATIONS:
-            raise LookupError(f"its rotary embedding is of the kind {rotation.rope_type}")
-        frequencies = rotation.inv_freq.float()
-        layer = self._layers[0]
-        if frequencies.numel() % _LANES:
-            raise LookupError(
-                f"its rotary embedding has {frequencies.numel()} frequencies, no multiple of {_LANES}"
-            )
+        rope = base.rotary_emb
+        if getattr(rope, "rope_type", "default") not in _FIXED_ROPE_TYPES:
+            raise LookupError(f"its rotary embedding has type {rope.rope_type}")
+        frequencies = rope.inv_freq.float()
+        count = frequencies.numel()
+        if count % _LANES:
+            raise LookupError(f"it has {count} rotary frequencies, not a multiple of {_LANES}")
         return _Decoder(
             ctypes.addressof(self._layers),
             self._address(base.embed_tokens.weight, self._dtype),
@@ -234,11 +236,11 @@ class CpuDecoder:
             self._address(frequencies, torch.float32),
             len(self._layers),
             base.embed_tokens.weight.shape[1],
-            layer.down.in_features,
-            frequencies.numel(),
+            self._layers[0].down.in_features,
+            count,
             base.norm.variance_epsilon,
-            getattr(rotation, "attention_scaling", 1.0),
-            attention.scaling,
+            getattr(rope, "attention_scaling", 1.0),
+            base.layers[0].self_attn.scaling,
         )
 
     def _tiled(self, layer: Any) -> LinearStruct:
@@ -246,7 +248,7 @@ class CpuDecoder:
             raise LookupError(f"a layer's weight is not in tiles of {self._dtype}")
         return layer.struct
 
-    def _joint(self, first: Any) -> LinearStruct:
-        if not isinstance(first, JointLinear):
-            raise LookupError("layers with the same input are not one")
-        return self._tiled(first.joint.layer)
+    def _fused(self, first: Any) -> LinearStruct:
+        if not isinstance(first, FusedLinearPart):
+            raise LookupError("layers that share an input are not fused")
+        return self._tiled(first.fused.layer)

@@ -1,4 +1,7 @@
-"""The C of this directory: a library for each kind of processor, built on installation where there is a C compiler."""
+"""Loads the library of C kernels that suits the processor.
+
+Installation builds one library for each kind of processor, if there is a C compiler.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# The libraries by what torch says of the processor; each can do what those before it can.
+# Library by torch's name of the processor's capability. A processor runs its own and all earlier
+# ones.
 _BUILDS = {"DEFAULT": "_cpu", "AVX2": "_cpu_avx2", "AVX512": "_cpu_avx512"}
 _AVX512_BFLOAT16 = "_cpu_avx512_bf16"
 _AMX = "_cpu_amx"
@@ -19,26 +23,27 @@ _AMX = "_cpu_amx"
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The best build that this processor can run; None when none was built."""
+    """Load the best build that this processor can run; None if none was built."""
     for name in runnable_builds():
         found = load_build(name)
         if found is not None:
             return found
     log.warning(
-        "the code for CPUs was not built, for want of a C compiler at installation; decoding is slower"
+        "decoding is slow: the C kernels for CPUs were not built, because installation found no "
+        "C compiler"
     )
     return None
 
 
 def runnable_builds() -> list[str]:
-    """Names of the builds that this processor can run, best first."""
+    """Return the names of the builds that this processor can run, best first."""
     capabilities = list(_BUILDS)
     mine = torch.backends.cpu.get_cpu_capability()
     last = capabilities.index(mine) if mine in capabilities else 0
     names = [_BUILDS[capability] for capability in reversed(capabilities[: last + 1])]
     if _can("_is_avx512_bf16_supported"):
         names.insert(0, _AVX512_BFLOAT16)
-    # The kernel of the system has to let this process use the tile registers.
+    # The operating system must permit this process to use the tile registers.
     if _can("_is_amx_tile_supported") and _can("_init_amx"):
         names.insert(0, _AMX)
     return names
@@ -46,20 +51,20 @@ def runnable_builds() -> list[str]:
 
 @cache
 def _can(question: str) -> bool:
-    """What torch answers; older torches do not tell."""
+    """Ask torch for a capability of the processor; False if this torch has no such function."""
     ask = getattr(torch.cpu, question, None)
     return ask is not None and bool(ask())
 
 
 def prefix(dtype: torch.dtype) -> str:
-    """What the names of `decoder.c` for such weights begin with; there are bfloat16 and float32."""
+    """Return the prefix of the names that `decoder.c` exports for bfloat16 or float32 weights."""
     return f"outrider_{str(dtype).removeprefix('torch.')}_"
 
 
 def load_build(name: str) -> ctypes.CDLL | None:
-    """One build; None when it was not built."""
+    """Load one build; None if it was not built."""
     found = find_spec(f"outrider.lm.cpu.{name}")
     if found is None or found.origin is None:
         return None
-    # Torch is there already, and so the library gets the OpenMP that torch has, and its threads.
+    # Torch is loaded already, so the library shares torch's OpenMP runtime and its threads.
     return ctypes.CDLL(found.origin)

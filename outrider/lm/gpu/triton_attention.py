@@ -1,8 +1,9 @@
-"""Attention over the paged cache on a GPU, by a kernel that reads pages where they lie: decoding, verification and prompts alike.
+"""Attention over the paged cache on a GPU: a Triton kernel for decoding, verification and prefill.
 
-Softmax in one pass over the keys (FlashAttention-2, Dao, arXiv 2307.08691). A slice's tokens and the query heads that share a
-key/value head are the rows of one tile, so that keys are read once for all of them; long texts are split over their keys and the
-parts put together afterwards (Flash-Decoding, Dao et al. 2023). Where parts begin depends on positions alone.
+The softmax takes one pass over the keys (FlashAttention-2, Dao, arXiv 2307.08691). The rows of a
+tile are a slice's tokens times the query heads that share a key/value head, so each key is read
+once for all of them. Long sequences are split over their keys, and a second kernel joins the parts
+(Flash-Decoding, Dao et al. 2023). The split depends on positions alone.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import triton.language as tl
 
 from outrider.lm.layout import KernelArguments
 
-# Query rows of a tile; 16 is what the tensor cores take at least.
+# Query rows of a tile; tensor cores need at least 16.
 _ROWS = (16, 32, 64)
-# Bytes of a tile of keys: with them three tiles on their way fit the 99 KiB that a multiprocessor of Ada has.
+# Bytes of a tile of keys. Three such tiles in flight fit the 99 KiB of shared memory that a
+# multiprocessor of the Ada generation has.
 _TILE_BYTES = 2**14
-# A text is split into parts of at least so many keys, and the longest one into so many parts.
-_PART = 1024
-_PARTS = 16
+# Least keys of a part, and most parts of a sequence.
+_MIN_PART = 1024
+_MAX_PARTS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _scores(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
+def _scores(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     q,
     k,
-    at,
+    key_position,
     position,
     scale,
     window,
@@ -35,103 +37,126 @@ def _scores(  # type: ignore[no-untyped-def]  # pointers and numbers of the kern
     CAPPED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Of rows and keys; -inf where a row does not see a key."""
+    """Return the scores [rows, keys]; -inf where a row does not see a key."""
     scores = tl.dot(q, k, input_precision="ieee" if EXACT else "tf32") * scale
     if CAPPED:
-        # tanh, which the language lacks, by way of exp.
+        # tanh by way of exp, because Triton has no tanh.
         scores = softcap * (1 - 2 / (1 + tl.exp(2 * scores / softcap)))
-    seen = at[None, :] <= position[:, None]
+    seen = key_position[None, :] <= position[:, None]
     if WINDOWED:
-        seen = seen & (at[None, :] > position[:, None] - window)
+        seen = seen & (key_position[None, :] > position[:, None] - window)
     return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _fold(scores, v, maximum, total, sum_of_values, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]  # as above
-    """What further keys make of each row's highest score, sum of weights and sum of weighted values."""
+def _fold(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
+    scores, v, maximum, total, weighted, EXACT: tl.constexpr
+):
+    """Add a tile of keys to each row's maximum score, total weight and weighted sum of values."""
     highest = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that sees none of these keys has no highest score yet.
+    # A row that has seen no key yet has a maximum of -inf; -inf - -inf would be NaN.
     base = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp(scores - base[:, None])
     kept = tl.exp(maximum - base)
     product = tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
-    return highest, total * kept + tl.sum(weights, 1), sum_of_values * kept[:, None] + product
+    return highest, total * kept + tl.sum(weights, 1), weighted * kept[:, None] + product
 
 
-# What varies from step to step must not have a kernel compiled anew.
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _load(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
+    rows, at, lanes, real, SIZE: tl.constexpr
+):
+    """Load heads of `SIZE` numbers, padded with zeros; the arguments broadcast to a tile."""
+    return tl.load(rows + at * SIZE + lanes, mask=real & (lanes < SIZE), other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _key_range(  # type: ignore[no-untyped-def]  # the arguments are Triton numbers
+    part, first_token, last_token, window, PART: tl.constexpr, KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Return the range of a part's keys that tokens at these positions see."""
+    begin = part * PART
+    end = tl.minimum(last_token + 1, begin + PART)
+    if WINDOWED:
+        begin = tl.maximum(begin, (first_token - window + 1) // KEYS * KEYS)
+    return begin, end
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _store(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and tensors
+    out, log_totals, row_at, lanes, real, maximum, total, weighted, SIZE: tl.constexpr
+):
+    """Store the rows of a part, normalised by itself, and the logarithms of the divisors."""
+    # A row that sees no key of this part has a total of 0; its maximum stays -inf.
+    total = tl.where(total == 0, 1.0, total)
+    result = (weighted / total[:, None]).to(out.dtype.element_ty)
+    out_at = row_at[:, None] * SIZE + lanes[None, :]
+    tl.store(out + out_at, result, mask=real[:, None] & (lanes < SIZE)[None, :])
+    tl.store(log_totals + row_at, maximum + tl.log(total), mask=real)
+
+
+# Arguments that vary from step to step must not cause a new compilation.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
     do_not_specialize=["width", "token_count"],
-    do_not_specialize_on_alignment=["ends", "key_counts", "table"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_table"],
 )
-def _attend(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
-    query, keys, values, out, sums, ends, key_counts, table, width, token_count, scale, window, softcap,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_LANES: tl.constexpr,
-    VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
+    query, keys, values, out, log_totals, cu_seqlens_q, seq_lens, block_table,
+    width, token_count, scale, window, softcap,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one sequence and key/value head, over the keys of one part.
+    """Attend for one tile of rows of one sequence and key/value head, over one part of the keys.
 
-    `out` is [parts, T, heads, value size], each part normalised for itself; `sums` has the logarithms of what they were divided by.
+    `out` [parts, T, heads, value size] receives each part normalised by itself; `log_totals`
+    [parts, T, heads] receives the logarithm of the divisor.
     """
-    sequence, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    first_row, part = tl.program_id(1) * ROWS, tl.program_id(2)
-    first = tl.load(ends + sequence)
-    count = tl.load(ends + sequence + 1) - first
+    sequence = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    first_row = tl.program_id(1) * ROWS
+    part = tl.program_id(2)
+    first = tl.load(cu_seqlens_q + sequence)
+    count = tl.load(cu_seqlens_q + sequence + 1) - first
     if first_row >= count * GROUP:
         return
-    before = tl.load(key_counts + sequence) - count
+    before = tl.load(seq_lens + sequence) - count
     rows = first_row + tl.arange(0, ROWS)
     token = rows // GROUP
     real = token < count
-    position = before + token
-    begin = part * PART
-    end = tl.minimum(
-        before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1) + 1, begin + PART
-    )
-    if WINDOWED:
-        begin = tl.maximum(begin, (before + first_row // GROUP - window + 1) // KEYS * KEYS)
+    last_token = before + tl.minimum((first_row + ROWS - 1) // GROUP, count - 1)
+    first_token = before + first_row // GROUP
+    begin, end = _key_range(part, first_token, last_token, window, PART, KEYS, WINDOWED)
     if begin >= end:
         return
-    key_lanes, value_lanes = tl.arange(0, KEY_LANES), tl.arange(0, VALUE_LANES)
+    key_lanes = tl.arange(0, KEY_LANES)
+    value_lanes = tl.arange(0, VALUE_LANES)
     row_at = (first + token).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + rows % GROUP
-    query_mask = real[:, None] & (key_lanes < KEY_SIZE)[None, :]
-    q = tl.load(query + row_at[:, None] * KEY_SIZE + key_lanes[None, :], mask=query_mask, other=0.0)
+    q = _load(query, row_at[:, None], key_lanes[None, :], real[:, None], KEY_SIZE)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    sum_of_values = tl.zeros([ROWS, VALUE_LANES], tl.float32)
+    weighted = tl.zeros([ROWS, VALUE_LANES], tl.float32)
     for start in range(begin, end, KEYS):
         at = start + tl.arange(0, KEYS)
-        page = tl.load(table + sequence * width + at // PAGE_SIZE, mask=at < end, other=0)
+        page = tl.load(block_table + sequence * width + at // PAGE_SIZE, mask=at < end, other=0)
         slot = (page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + head
-        key_mask = (at < end)[None, :] & (key_lanes < KEY_SIZE)[:, None]
-        k = tl.load(keys + slot[None, :] * KEY_SIZE + key_lanes[:, None], mask=key_mask, other=0.0)
-        scores = _scores(q, k, at, position, scale, window, softcap, WINDOWED, CAPPED, EXACT)
-        value_mask = (at < end)[:, None] & (value_lanes < VALUE_SIZE)[None, :]
-        v = tl.load(
-            values + slot[:, None] * VALUE_SIZE + value_lanes[None, :], mask=value_mask, other=0.0
-        )
-        maximum, total, sum_of_values = _fold(scores, v, maximum, total, sum_of_values, EXACT)
-    total = tl.where(
-        total == 0, 1.0, total
-    )  # of a row that sees none of the part's keys, whose maximum stays -inf
-    result = sum_of_values / total[:, None]
+        k = _load(keys, slot[None, :], key_lanes[:, None], (at < end)[None, :], KEY_SIZE)
+        scores = _scores(q, k, at, before + token, scale, window, softcap, WINDOWED, CAPPED, EXACT)
+        v = _load(values, slot[:, None], value_lanes[None, :], (at < end)[:, None], VALUE_SIZE)
+        maximum, total, weighted = _fold(scores, v, maximum, total, weighted, EXACT)
     row_at += part.to(tl.int64) * token_count * (KV_HEADS * GROUP)
-    out_mask = real[:, None] & (value_lanes < VALUE_SIZE)[None, :]
-    tl.store(
-        out + row_at[:, None] * VALUE_SIZE + value_lanes[None, :],
-        result.to(out.dtype.element_ty),
-        mask=out_mask,
-    )
-    tl.store(sums + row_at, maximum + tl.log(total), mask=real)
+    _store(out, log_totals, row_at, value_lanes, real, maximum, total, weighted, VALUE_SIZE)
 
 
-# What varies from step to step must not have a kernel compiled anew.
+# Arguments that vary from step to step must not cause a new compilation.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
     do_not_specialize=["row_count"], do_not_specialize_on_alignment=["positions"]
 )
-def _join(  # type: ignore[no-untyped-def]  # as above
+def _join(  # type: ignore[no-untyped-def]  # the arguments are Triton pointers and numbers
     parts,
-    sums,
+    log_totals,
     out,
     positions,
     row_count,
@@ -142,46 +167,51 @@ def _join(  # type: ignore[no-untyped-def]  # as above
     PART: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """One row of `out`, [T, heads, value size], from the parts that it sees."""
+    """Join the parts that one row sees into `out` [T, heads, value size]."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row // HEADS).to(tl.int32)
     first = 0
     if WINDOWED:
         first = tl.maximum(position - window + 1, 0) // PART
     lanes = tl.arange(0, LANES)
-    maximum, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
-    whole = tl.zeros([LANES], tl.float32)
+    maximum = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
     for part in range(first, position // PART + 1):
         at = part * row_count + row
-        logarithm = tl.load(sums + at)
-        highest = tl.maximum(maximum, logarithm)
-        kept, weight = tl.exp(maximum - highest), tl.exp(logarithm - highest)
+        log_total = tl.load(log_totals + at)
+        highest = tl.maximum(maximum, log_total)
+        kept = tl.exp(maximum - highest)
+        weight = tl.exp(log_total - highest)
         total = total * kept + weight
-        whole = whole * kept + weight * tl.load(
-            parts + at * SIZE + lanes, mask=lanes < SIZE, other=0.0
-        )
+        values = tl.load(parts + at * SIZE + lanes, mask=lanes < SIZE, other=0.0)
+        weighted = weighted * kept + weight * values
         maximum = highest
-    tl.store(out + row * SIZE + lanes, (whole / total).to(out.dtype.element_ty), mask=lanes < SIZE)
+    result = weighted / total
+    tl.store(out + row * SIZE + lanes, result.to(out.dtype.element_ty), mask=lanes < SIZE)
 
 
-def part_length(most_keys: int) -> int:
-    """Keys of a part where texts have up to `most_keys`."""
-    length = _PART
-    while length * _PARTS < most_keys:
+def part_length(max_seq_len: int) -> int:
+    """Return the keys of a part, for sequences of up to `max_seq_len` tokens."""
+    length = _MIN_PART
+    while length * _MAX_PARTS < max_seq_len:
         length *= 2
     return length
 
 
-def tile(longest: int, group: int, lanes: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Query rows and keys of a tile."""
-    # Without tensor cores more rows would not fit the registers.
+def tile_shape(max_seqlen_q: int, group: int, lanes: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the query rows and the keys of a tile.
+
+    `group` query heads share a key/value head; a head is padded to `lanes` numbers.
+    """
+    # float32 uses no tensor cores, and more rows would not fit the registers.
     sizes = _ROWS[:1] if dtype is torch.float32 else _ROWS
-    rows = next((rows for rows in sizes if longest * group <= rows), sizes[-1])
+    rows = next((rows for rows in sizes if max_seqlen_q * group <= rows), sizes[-1])
     return rows, max(16, min(64, _TILE_BYTES // (lanes * dtype.itemsize)))
 
 
-def lanes(size: int) -> int:
-    """What a head of so many numbers is padded to."""
+def padded_lanes(size: int) -> int:
+    """Return the power of two, at least 16, to which a head of `size` numbers is padded."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -191,35 +221,45 @@ def paged_attention(
     values: torch.Tensor,
     batch: KernelArguments,
     *,
-    most_keys: int,
+    max_seq_len: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention [T, H, value size] of a packed batch over caches [pages, page size, KV heads, size], each token over the keys up to
-    its own, or the last `window` of them. No text has more than `most_keys`, which decides how texts are divided."""
+    """Attend for a packed batch over caches [pages, page size, KV heads, size].
+
+    Return [T, H, value size]. Each token sees the keys up to its own position, or the last
+    `window` of them. No sequence is longer than `max_seq_len`, which decides how keys are split.
+    """
     query_THD = query_THD.contiguous()
     tokens, heads, size = query_THD.shape
     _, page_size, kv_heads, value_size = values.shape
-    group, part = heads // kv_heads, part_length(most_keys)
-    rows, tile_keys = tile(batch.longest, group, lanes(max(size, value_size)), query_THD.dtype)
-    whole = most_keys <= part
-    part_count = 1 if whole else -(-batch.block_table.shape[1] * page_size // part)
+    group = heads // kv_heads
+    part = part_length(max_seq_len)
+    lanes = padded_lanes(max(size, value_size))
+    rows, tile_keys = tile_shape(batch.max_seqlen_q, group, lanes, query_THD.dtype)
+    single_part = max_seq_len <= part
+    width = batch.block_table.shape[1]
+    part_count = 1 if single_part else -(-width * page_size // part)
     out = query_THD.new_empty(tokens, heads, value_size)
-    parts = (
-        out if whole else out.new_empty(part_count, tokens, heads, value_size, dtype=torch.float32)
-    )
-    sums = out.new_empty(part_count, tokens, heads, dtype=torch.float32)
-    _attend[len(batch.key_counts) * kv_heads, -(-batch.longest * group // rows), part_count](
-        query_THD, keys, values, parts, sums, batch.ends, batch.key_counts, batch.block_table, batch.block_table.shape[1], tokens,
-        scale, window or 0, softcap or 0.0,
-        GROUP=group, KV_HEADS=kv_heads, KEY_SIZE=size, VALUE_SIZE=value_size, KEY_LANES=lanes(size), VALUE_LANES=lanes(value_size),
+    parts = out
+    if not single_part:
+        parts = out.new_empty(part_count, tokens, heads, value_size, dtype=torch.float32)
+    log_totals = out.new_empty(part_count, tokens, heads, dtype=torch.float32)
+    row_tiles = -(-batch.max_seqlen_q * group // rows)
+    _attend[len(batch.seq_lens) * kv_heads, row_tiles, part_count](
+        query_THD, keys, values, parts, log_totals, batch.cu_seqlens_q, batch.seq_lens,
+        batch.block_table, width, tokens, scale, window or 0, softcap or 0.0,
+        GROUP=group, KV_HEADS=kv_heads, KEY_SIZE=size, VALUE_SIZE=value_size,
+        KEY_LANES=padded_lanes(size), VALUE_LANES=padded_lanes(value_size),
         PAGE_SIZE=page_size, ROWS=rows, KEYS=tile_keys, PART=part,
-        WINDOWED=window is not None, CAPPED=softcap is not None, EXACT=query_THD.dtype is torch.float32,
+        WINDOWED=window is not None, CAPPED=softcap is not None,
+        EXACT=query_THD.dtype is torch.float32,
     )  # fmt: skip
-    if not whole:
+    if not single_part:
         _join[(tokens * heads,)](
-            parts, sums, out, batch.positions, tokens * heads, window or 0,
-            HEADS=heads, SIZE=value_size, LANES=lanes(value_size), PART=part, WINDOWED=window is not None,
+            parts, log_totals, out, batch.positions, tokens * heads, window or 0,
+            HEADS=heads, SIZE=value_size, LANES=padded_lanes(value_size), PART=part,
+            WINDOWED=window is not None,
         )  # fmt: skip
     return out

@@ -1,5 +1,5 @@
-// What the C of this directory shares: vectors of floats, bfloat16, and the structures that Python fills (see cpu_attention.py and
-// cpu_decoder.py, which say the same of them).
+// Shared by all kernels: vectors of floats, bfloat16 conversion, and the structures that Python
+// fills. ../attention.py and ../decoder.py declare the same structures.
 #pragma once
 
 #include <math.h>
@@ -10,13 +10,14 @@
 #include <immintrin.h>
 #endif
 
-// The tile registers of AMX: rows, and bfloat16 elements of each. As many elements of a row lie together in products' inputs.
+// Rows of an AMX tile register, and bfloat16 elements of a row. Tiled inputs of products keep as
+// many elements of a row together.
 #define TILE_ROWS 16
 #define TILE_DEPTH 32
 
 #define INLINE static inline __attribute__((always_inline))
 
-// Built once for each kind of processor, so that these are known to the compiler.
+// Numbers of a vector. Each kind of processor has its own build, so the compiler knows them.
 #if defined(__AVX512F__)
 #define LANES 16
 #define NUMBERED {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
@@ -35,20 +36,22 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 static const ivec lanes = NUMBERED;
 
-// Of one layer. Elements are float, or bfloat16 when `is_bfloat16`; the caches are [pages, page_size, kv_heads, head_size].
+// The cache of one layer, [pages, page_size, kv_heads, head_size] each: bfloat16 if `is_bfloat16`,
+// else float. `heads` is the number of query heads.
 struct layer {
   void *keys, *values;
   int64_t heads, kv_heads, head_size, page_size, is_bfloat16;
 };
 
-// Of one batch: `count` tokens, of which number i goes to place `slots[i]` of the flattened cache; and `slice_count` slices to attend
-// for, each of `lengths` tokens from row `rows` on, the first at position `starts`, its page numbers from `page_at` on in `pages`.
+// One batch of `token_count` tokens; token i goes to slot `slot_mapping[i]` of the flattened cache.
+// Attention computes `slice_count` slices. Slice s has `lengths[s]` tokens from row `first_rows[s]`
+// on, the first at position `starts[s]`; its page numbers begin at `pages[page_offsets[s]]`.
 struct batch {
-  int64_t count, slice_count;
-  const int64_t *slots, *rows, *lengths, *starts, *page_at, *pages;
+  int64_t token_count, slice_count;
+  const int64_t *slot_mapping, *first_rows, *lengths, *starts, *page_offsets, *pages;
 };
 
-// A tensor [heads, tokens, head_size] whose last dimension is contiguous; strides in elements.
+// A tensor [heads, tokens, head_size] with a contiguous last dimension; strides are in elements.
 struct rows {
   const void *data;
   int64_t head_stride, token_stride;
@@ -72,7 +75,7 @@ INLINE void store(vec value, void *to, int64_t at, int is_bfloat16) {
     memcpy((float *)to + at, &value, sizeof value);
     return;
   }
-  // To the nearest, ties to even; a NaN stays one.
+  // Rounds to nearest, ties to even; a NaN stays a NaN.
 #if defined(__AVX512BF16__)
   __m256bh half = _mm512_cvtneps_pbh((__m512)value);
 #else
@@ -87,7 +90,7 @@ INLINE vec splat(float value) { return value - (vec){0}; }
 
 INLINE vec largest(vec a, vec b) {
 #if defined(__AVX512F__)
-  // The compiler does not see that the lines below are this.
+  // The compiler does not recognise the code below as this instruction.
   return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #else
   ivec first = a > b;
@@ -95,11 +98,13 @@ INLINE vec largest(vec a, vec b) {
 #endif
 }
 
-// Whether pairs of bfloat16 are multiplied and added by one instruction, and such a sum of LANES pairs and one for all of them.
+// add_dots adds the products of LANES pairs of bfloat16 with one pair to `sum`. HAS_DOTS: the
+// processor does this in one instruction.
 #if defined(__AVX512BF16__)
 #define HAS_DOTS 1
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
-  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int32_t)pair));
+  __m512bh same = (__m512bh)_mm512_set1_epi32((int32_t)pair);
+  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, same);
 }
 #else
 #define HAS_DOTS 0
@@ -110,12 +115,13 @@ INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
 }
 #endif
 
-// The transpose of a block of LANES rows, by exchanges between rows 1, 2, 4, … apart.
+// Transposes a block of LANES rows by exchanges between rows 1, 2, 4, … apart.
 INLINE void transpose(vec block[LANES]) {
 #pragma GCC unroll 4
   for (int apart = 1; apart < LANES; apart *= 2) {
     ivec upper = (lanes & apart) != 0;
-    ivec low = (lanes & ~upper) | ((lanes - apart + LANES) & upper), high = ((lanes + apart) & ~upper) | ((lanes + LANES) & upper);
+    ivec low = (lanes & ~upper) | ((lanes - apart + LANES) & upper);
+    ivec high = ((lanes + apart) & ~upper) | ((lanes + LANES) & upper);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
       if (i & apart) continue;
@@ -126,10 +132,11 @@ INLINE void transpose(vec block[LANES]) {
   }
 }
 
-// exp of numbers up to 0, to some 2 units in the last place: Cephes' polynomial on [-log(2)/2, log(2)/2].
+// Returns exp(x) for x <= 0, to about 2 units in the last place, by the polynomial of the Cephes
+// library on [-log(2)/2, log(2)/2].
 INLINE vec exponential(vec x) {
   x = largest(x, splat(-87.0f));
-  const vec magic = splat(12582912.0f);  // adding it rounds to an integer
+  const vec magic = splat(12582912.0f);  // adding this rounds to an integer
   vec n = (x * 1.44269504f + magic) - magic;
   x = x - n * 0.693359375f - n * -2.12194440e-4f;
   vec y = splat(1.9875691500e-4f);
@@ -142,35 +149,47 @@ INLINE vec exponential(vec x) {
   return y * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
-// What one thread attends for at once: of a slice and `kv_heads` key/value heads every `parts`-th block of QUERY_ROWS rows, from
-// `part` on.
-struct item {
+// The attention that one thread computes at once: of one slice and `kv_heads` key/value heads from
+// `kv_head` on, every `parts`-th block of QUERY_ROWS rows from block `part` on.
+struct attention_item {
   int64_t slice, kv_head, kv_heads, part, parts;
 };
 #define QUERY_ROWS 32
 
-// How a batch is divided into items, `count` in all. Key/value heads lie side by side in the cache, and are read the faster together,
-// where their rows are few and there is enough for all threads. A long prompt's rows are divided.
-struct division {
+// How a batch is split into `count` items.
+struct attention_split {
   int64_t kv_heads, parts, count;
 };
 
-INLINE struct division divide_attention(const struct layer *layer, const struct batch *batch, int64_t threads) {
+// Splits a batch for `threads` threads. Key/value heads are adjacent in the cache and read faster
+// together, so an item has several of them if their rows are few and all threads still have enough
+// items. A long prompt's rows are divided among items.
+INLINE struct attention_split split_attention(const struct layer *layer, const struct batch *batch,
+                                              int64_t threads) {
   int64_t longest = 1;
-  for (int64_t i = 0; i < batch->slice_count; i++) longest = batch->lengths[i] > longest ? batch->lengths[i] : longest;
-  int64_t rows = longest * (layer->heads / layer->kv_heads), blocks = (rows + QUERY_ROWS - 1) / QUERY_ROWS;
-  struct division by = {layer->kv_heads, blocks < 2 * threads ? blocks : 2 * threads, 0};
-  while (by.kv_heads > 1 && (layer->kv_heads % by.kv_heads || by.kv_heads * rows > QUERY_ROWS ||
-                             batch->slice_count * (layer->kv_heads / by.kv_heads) < 4 * threads))
-    by.kv_heads--;
-  by.count = batch->slice_count * (layer->kv_heads / by.kv_heads) * by.parts;
-  return by;
+  for (int64_t i = 0; i < batch->slice_count; i++)
+    longest = batch->lengths[i] > longest ? batch->lengths[i] : longest;
+  int64_t rows = longest * (layer->heads / layer->kv_heads);
+  int64_t blocks = (rows + QUERY_ROWS - 1) / QUERY_ROWS;
+  int64_t parts = blocks < 2 * threads ? blocks : 2 * threads;
+  struct attention_split split = {layer->kv_heads, parts, 0};
+  while (split.kv_heads > 1 &&
+         (layer->kv_heads % split.kv_heads || split.kv_heads * rows > QUERY_ROWS ||
+          batch->slice_count * (layer->kv_heads / split.kv_heads) < 4 * threads))
+    split.kv_heads--;
+  split.count = batch->slice_count * (layer->kv_heads / split.kv_heads) * split.parts;
+  return split;
 }
 
-INLINE struct item find_item(const struct layer *layer, int64_t number, struct division by) {
-  int64_t groups = layer->kv_heads / by.kv_heads, group = number / by.parts;
-  return (struct item){group / groups, group % groups * by.kv_heads, by.kv_heads, number % by.parts, by.parts};
+// Returns item `number` of a split.
+INLINE struct attention_item get_item(const struct layer *layer, int64_t number,
+                                      struct attention_split split) {
+  int64_t groups = layer->kv_heads / split.kv_heads, group = number / split.parts;
+  return (struct attention_item){group / groups, group % groups * split.kv_heads, split.kv_heads,
+                                 number % split.parts, split.parts};
 }
 
-void outrider_attend(const struct layer *layer, const struct batch *batch, const struct rows *query, void *out, float scale,
-                     int64_t window, struct item item);
+// Attends for one item; see paged_attention.c.
+void outrider_attend(const struct layer *layer, const struct batch *batch,
+                     const struct rows *query, void *out, float scale, int64_t window,
+                     struct attention_item item);

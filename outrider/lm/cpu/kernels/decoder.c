@@ -1,15 +1,17 @@
-// A whole forward of Llama, and of what is built like it, in one call.
+// A whole forward of Llama, or of a model built like it, in one call.
 //
-// A forward of few tokens reads every weight once and computes little with it. What it takes is set by how steadily weights come from
-// memory, and by what happens between two products: so weights lie in the order in which they are read, and nothing between the
-// products leaves C. Sums are float; what is rounded to bfloat16 is what transformers rounds, but for the inside of attention and the
-// rotation. This is compiled for bfloat16, and by decoder_float32.c for float, which rounds nothing.
+// A forward of few tokens reads every weight once and computes little with it. Its time depends on
+// how steadily weights arrive from memory, and on the time between two products. So weights lie in
+// the order in which they are read, and nothing between the products leaves C. Sums are float.
+// Results are rounded to bfloat16 where transformers rounds them, except inside attention and the
+// rotary embedding. This file is compiled for bfloat16, and by decoder_float32.c for float, where
+// nothing is rounded.
 
 #ifndef BFLOAT16
 #define BFLOAT16 1
 #endif
 
-#include "product.h"
+#include "gemm.h"
 
 #if BFLOAT16
 #define NAME(name) outrider_bfloat16_##name
@@ -19,7 +21,7 @@
 
 struct decoder_layer {
   struct linear qkv, o, gate_up, down;
-  const element *input_norm, *post_norm, *query_norm, *key_norm;  // the norms of queries and keys may be null
+  const element *input_norm, *post_norm, *query_norm, *key_norm;  // the last two may be null
   struct layer cache;
 };
 
@@ -27,35 +29,37 @@ struct decoder {
   const struct decoder_layer *layers;
   const element *embedding, *norm;
   struct linear head;
-  const float *frequencies;  // of the rotation, one for each of `pairs` pairs
+  const float *frequencies;  // of the rotary embedding, one for each of `pairs` pairs
   int64_t layer_count, hidden, intermediate, pairs;
-  float epsilon, rotation_scale, attention_scale;
+  float epsilon, rope_scale, attention_scale;
 };
 
-// Of one batch, beside `struct batch`: the tokens and their positions, the rows whose logits are wanted, and room to work in.
+// One forward of a `struct batch`: its tokens and positions, the rows that need logits, scratch
+// memory, and the output.
 struct step {
-  const int64_t *token_ids, *positions, *wanted;
-  int64_t wanted_count;
+  const int64_t *token_ids, *positions, *logits_indices;
+  int64_t logits_count;
   void *scratch;
   float *logits;
 };
 
 const int64_t NAME(line) = LINE;
 
-// out [rows, out] of x [rows, in].
+// Computes out [rows, out] of x [rows, in].
 void NAME(product)(const struct linear *linear, const element *x, int64_t rows, element *out) {
-  struct team team = {0};
+  struct thread_pool pool = {0};
 #pragma omp parallel
   {
-    kept_state kept = join(&team);
-    product(&team, (struct input){x, choose_tile_rows(rows), 0}, rows, linear, out, STORE);
-    restore_state(&kept);
+    saved_state saved = join_pool(&pool);
+    gemm(&pool, (struct gemm_input){x, choose_tile_rows(rows), 0}, rows, linear, out, STORE);
+    restore_state(&saved);
   }
 }
 
-// Root mean square norm (Zhang and Sennrich, arXiv 1910.07467) of `size` elements, a multiple of 16; parts of TILE_DEPTH go to where
-// they are `step` apart.
-INLINE void normalize(const element *x, const element *weight, int64_t size, float epsilon, element *out, int64_t step) {
+// Root mean square norm (Zhang and Sennrich, arXiv 1910.07467) of `size` elements, a multiple of
+// 16. Parts of TILE_DEPTH elements go to places `step` elements apart.
+INLINE void normalize(const element *x, const element *weight, int64_t size, float epsilon,
+                      element *out, int64_t step) {
   vec squares = splat(0);
   float sum = 0;
   for (int64_t i = 0; i < size; i += LANES) {
@@ -70,156 +74,185 @@ INLINE void normalize(const element *x, const element *weight, int64_t size, flo
   }
 }
 
-// The same of a row of the stream, to where row number `i` of a tiled input is.
-INLINE void normalize_tiled(const element *x, const element *weight, const struct decoder *decoder, element *out, int64_t i,
-                            int64_t tile_rows) {
-  normalize(x, weight, decoder->hidden, decoder->epsilon, tiled_row(out, i, decoder->hidden, tile_rows), tile_rows * TILE_DEPTH);
+// Normalizes a row of the residual stream into row `i` of a tiled input.
+INLINE void normalize_tiled(const element *x, const element *weight, const struct decoder *decoder,
+                            element *out, int64_t i, int64_t tile_rows) {
+  element *row = tiled_row(out, i, decoder->hidden, tile_rows);
+  normalize(x, weight, decoder->hidden, decoder->epsilon, row, tile_rows * TILE_DEPTH);
 }
 
-// Rotary embedding (Su et al., arXiv 2104.09864) of one head, element i paired with i + pairs; `turns` are cosines, then sines.
-INLINE void rotate(element *head, const float *turns, int64_t pairs) {
+// Applies the rotary embedding (Su et al., arXiv 2104.09864) to one head: element i pairs with
+// element i + pairs. `cos_sin` has all cosines, then all sines.
+INLINE void rotate(element *head, const float *cos_sin, int64_t pairs) {
   for (int64_t i = 0; i < pairs; i += LANES) {
     vec a = load(head, i, BFLOAT16), b = load(head, i + pairs, BFLOAT16);
-    vec cosine = load_float(turns + i), sine = load_float(turns + pairs + i);
+    vec cosine = load_float(cos_sin + i), sine = load_float(cos_sin + pairs + i);
     store(a * cosine - b * sine, head, i, BFLOAT16);
     store(b * cosine + a * sine, head, i + pairs, BFLOAT16);
   }
 }
 
-static void find_turns(const struct decoder *decoder, int64_t position, float *turns) {
+// Computes the cosines and sines of one position.
+static void compute_cos_sin(const struct decoder *decoder, int64_t position, float *cos_sin) {
   for (int64_t i = 0; i < decoder->pairs; i += LANES)
     for (int part = 0; part < 2; part++) {
       vec some;
       for (int lane = 0; lane < LANES; lane++) {
         float angle = (float)position * decoder->frequencies[i + lane];
-        some[lane] = (part ? sinf(angle) : cosf(angle)) * decoder->rotation_scale;
+        some[lane] = (part ? sinf(angle) : cosf(angle)) * decoder->rope_scale;
       }
       some = rounded(some);
-      memcpy(turns + part * decoder->pairs + i, &some, sizeof some);
+      memcpy(cos_sin + part * decoder->pairs + i, &some, sizeof some);
     }
 }
 
-// The queries, keys and values of one token: norms, rotation, and into the cache.
-static void place_token(const struct decoder *decoder, const struct decoder_layer *layer, element *qkv, const float *turns,
-                        int64_t slot) {
+// Normalizes and rotates one token's queries and keys in place; writes its keys and values to the
+// cache.
+static void store_token(const struct decoder *decoder, const struct decoder_layer *layer,
+                        element *qkv, const float *cos_sin, int64_t slot) {
   const struct layer *cache = &layer->cache;
   int64_t size = cache->head_size;
   for (int64_t head = 0; head < cache->heads + cache->kv_heads; head++) {
     const element *weight = head < cache->heads ? layer->query_norm : layer->key_norm;
-    if (weight) normalize(qkv + head * size, weight, size, decoder->epsilon, qkv + head * size, TILE_DEPTH);
-    rotate(qkv + head * size, turns, decoder->pairs);
+    element *data = qkv + head * size;
+    if (weight) normalize(data, weight, size, decoder->epsilon, data, TILE_DEPTH);
+    rotate(data, cos_sin, decoder->pairs);
   }
   int64_t width = cache->kv_heads * size, bytes = width * (int64_t)sizeof(element);
   memcpy((char *)cache->keys + slot * bytes, qkv + cache->heads * size, (size_t)bytes);
   memcpy((char *)cache->values + slot * bytes, qkv + cache->heads * size + width, (size_t)bytes);
 }
 
-// Where the parts of the scratch memory lie, all [tokens, …]; `scratch` adds them up. `normed` and `gated` are tiled.
-struct room {
-  element *stream, *normed, *qkv, *attended, *gated;
-  float *turns;
+// The parts of the scratch memory, all [tokens, …]. `normed` and `gated` are tiled. NAME(scratch)
+// returns their total size.
+struct buffers {
+  element *residual, *normed, *qkv, *attended, *gated;
+  float *cos_sin;
 };
 
-static int64_t qkv_width(const struct layer *cache) { return (cache->heads + 2 * cache->kv_heads) * cache->head_size; }
-
-static int64_t whole_tiles(int64_t count) { return (count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; }
-
-static struct room divide(const struct decoder *decoder, const struct step *step, int64_t count) {
-  const struct layer *cache = &decoder->layers->cache;
-  count = whole_tiles(count);
-  struct room room = {.turns = step->scratch};
-  room.stream = (element *)(room.turns + count * 2 * decoder->pairs);
-  room.normed = room.stream + count * decoder->hidden;
-  room.qkv = room.normed + count * decoder->hidden;
-  room.attended = room.qkv + count * qkv_width(cache);
-  room.gated = room.attended + count * cache->heads * cache->head_size;
-  return room;
+static int64_t qkv_width(const struct layer *cache) {
+  return (cache->heads + 2 * cache->kv_heads) * cache->head_size;
 }
 
-// Bytes of scratch memory that so many tokens take.
+static int64_t whole_tiles(int64_t count) {
+  return (count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+}
+
+static struct buffers divide_scratch(const struct decoder *decoder, const struct step *step,
+                                     int64_t count) {
+  const struct layer *cache = &decoder->layers->cache;
+  count = whole_tiles(count);
+  struct buffers buffers = {.cos_sin = step->scratch};
+  buffers.residual = (element *)(buffers.cos_sin + count * 2 * decoder->pairs);
+  buffers.normed = buffers.residual + count * decoder->hidden;
+  buffers.qkv = buffers.normed + count * decoder->hidden;
+  buffers.attended = buffers.qkv + count * qkv_width(cache);
+  buffers.gated = buffers.attended + count * cache->heads * cache->head_size;
+  return buffers;
+}
+
+// Returns the bytes of scratch memory for `count` tokens.
 int64_t NAME(scratch)(const struct decoder *decoder, int64_t count) {
   const struct layer *cache = &decoder->layers->cache;
-  int64_t elements = 2 * decoder->hidden + qkv_width(cache) + cache->heads * cache->head_size + decoder->intermediate;
+  int64_t elements = 2 * decoder->hidden + qkv_width(cache) + cache->heads * cache->head_size +
+                     decoder->intermediate;
   return whole_tiles(count) * ((int64_t)sizeof(element) * elements + 4 * 2 * decoder->pairs);
 }
 
-INLINE void attend(const struct layer *cache, const struct batch *batch, const struct rows *query, element *out, float scale,
-                   struct item item) {
+INLINE void attend(const struct layer *cache, const struct batch *batch, const struct rows *query,
+                   element *out, float scale, struct attention_item item) {
 #if BFLOAT16 && defined(__AMX_BF16__)
-  if (outrider_fits_tiles(cache)) {
+  if (outrider_fits_amx(cache)) {
     for (int64_t end = item.kv_head + item.kv_heads; item.kv_head < end; item.kv_head++)
-      outrider_attend_by_tiles(cache, batch, query, out, scale, item);
+      outrider_attend_amx(cache, batch, query, out, scale, item);
     return;
   }
 #endif
   outrider_attend(cache, batch, query, out, scale, 0, item);
 }
 
-static void run_attention(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
-                          const struct room *room, struct team *team) {
+static void run_attention(const struct decoder *decoder, const struct decoder_layer *layer,
+                          const struct batch *batch, const struct buffers *buffers,
+                          struct thread_pool *pool) {
   const struct layer *cache = &layer->cache;
   int64_t width = qkv_width(cache);
-  struct division by = divide_attention(cache, batch, team->size);
+  struct attention_split split = split_attention(cache, batch, pool->size);
 #pragma omp for nowait
-  for (int64_t i = 0; i < batch->count; i++)
-    place_token(decoder, layer, room->qkv + i * width, room->turns + i * 2 * decoder->pairs, batch->slots[i]);
-  meet(team);
-  struct rows query = {room->qkv, cache->head_size, width};
-  expect_rows(ROWS);
-  // What lies side by side in the cache is best read by one thread, where there is enough for all and no long prompt.
-  int enough = batch->slice_count >= 4 * team->size && batch->count < 8 * batch->slice_count;
-  int64_t at_once = enough ? cache->kv_heads / by.kv_heads * by.parts : 1;
+  for (int64_t i = 0; i < batch->token_count; i++) {
+    const float *cos_sin = buffers->cos_sin + i * 2 * decoder->pairs;
+    store_token(decoder, layer, buffers->qkv + i * width, cos_sin, batch->slot_mapping[i]);
+  }
+  barrier_wait(pool);
+  struct rows query = {buffers->qkv, cache->head_size, width};
+  configure_rows(ROWS);
+  // Adjacent heads in the cache are best read by one thread, if there are enough slices for all
+  // threads and no long prompt.
+  int enough = batch->slice_count >= 4 * pool->size && batch->token_count < 8 * batch->slice_count;
+  int64_t at_once = enough ? cache->kv_heads / split.kv_heads * split.parts : 1;
 #pragma omp for schedule(dynamic, at_once) nowait
-  for (int64_t i = 0; i < by.count; i++)
-    attend(cache, batch, &query, room->attended, decoder->attention_scale, find_item(cache, i, by));
-  meet(team);
+  for (int64_t i = 0; i < split.count; i++)
+    attend(cache, batch, &query, buffers->attended, decoder->attention_scale,
+           get_item(cache, i, split));
+  barrier_wait(pool);
 }
 
-static void run_layer(const struct decoder *decoder, const struct decoder_layer *layer, const struct batch *batch,
-                      const struct room *room, struct team *team) {
-  int64_t count = batch->count, hidden = decoder->hidden, tile_rows = choose_tile_rows(count);
-  const struct input normed = {room->normed, tile_rows, 1};
+static void run_layer(const struct decoder *decoder, const struct decoder_layer *layer,
+                      const struct batch *batch, const struct buffers *buffers,
+                      struct thread_pool *pool) {
+  int64_t count = batch->token_count, hidden = decoder->hidden;
+  int64_t tile_rows = choose_tile_rows(count);
+  const struct gemm_input normed = {buffers->normed, tile_rows, 1};
+  const struct gemm_input attended = {buffers->attended, tile_rows, 0};
+  const struct gemm_input gated = {buffers->gated, tile_rows, 1};
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
-    normalize_tiled(room->stream + i * hidden, layer->input_norm, decoder, room->normed, i, tile_rows);
-  meet(team);
-  product(team, normed, count, &layer->qkv, room->qkv, STORE);
-  run_attention(decoder, layer, batch, room, team);
-  product(team, (struct input){room->attended, tile_rows, 0}, count, &layer->o, room->stream, ADD);
+    normalize_tiled(buffers->residual + i * hidden, layer->input_norm, decoder, buffers->normed, i,
+                    tile_rows);
+  barrier_wait(pool);
+  gemm(pool, normed, count, &layer->qkv, buffers->qkv, STORE);
+  run_attention(decoder, layer, batch, buffers, pool);
+  gemm(pool, attended, count, &layer->o, buffers->residual, ADD);
 #pragma omp for nowait
   for (int64_t i = 0; i < count; i++)
-    normalize_tiled(room->stream + i * hidden, layer->post_norm, decoder, room->normed, i, tile_rows);
-  meet(team);
-  product(team, normed, count, &layer->gate_up, room->gated, GATED);
-  product(team, (struct input){room->gated, tile_rows, 1}, count, &layer->down, room->stream, ADD);
+    normalize_tiled(buffers->residual + i * hidden, layer->post_norm, decoder, buffers->normed, i,
+                    tile_rows);
+  barrier_wait(pool);
+  gemm(pool, normed, count, &layer->gate_up, buffers->gated, SWIGLU);
+  gemm(pool, gated, count, &layer->down, buffers->residual, ADD);
 }
 
-// Logits [wanted, vocabulary] of a batch whose slices hold all its tokens; keys and values go into the caches.
-void NAME(decode)(const struct decoder *decoder, const struct batch *batch, const struct step *step) {
-  int64_t hidden = decoder->hidden, wanted_tile_rows = choose_tile_rows(step->wanted_count);
-  struct room room = divide(decoder, step, batch->count);
-  struct team team = {0};
+// Computes logits [logits_count, vocabulary] of a batch whose slices hold all its tokens, and
+// writes their keys and values to the caches.
+void NAME(decode)(const struct decoder *decoder, const struct batch *batch,
+                  const struct step *step) {
+  int64_t hidden = decoder->hidden, head_tile_rows = choose_tile_rows(step->logits_count);
+  struct buffers buffers = divide_scratch(decoder, step, batch->token_count);
+  struct thread_pool pool = {0};
 #pragma omp parallel
   {
-    kept_state kept = join(&team);
+    saved_state saved = join_pool(&pool);
 #pragma omp for nowait
-    for (int64_t i = 0; i < batch->count; i++) {
-      memcpy(room.stream + i * hidden, decoder->embedding + step->token_ids[i] * hidden, (size_t)hidden * sizeof(element));
-      find_turns(decoder, step->positions[i], room.turns + i * 2 * decoder->pairs);
+    for (int64_t i = 0; i < batch->token_count; i++) {
+      const element *embedding = decoder->embedding + step->token_ids[i] * hidden;
+      memcpy(buffers.residual + i * hidden, embedding, (size_t)hidden * sizeof(element));
+      compute_cos_sin(decoder, step->positions[i], buffers.cos_sin + i * 2 * decoder->pairs);
     }
-    meet(&team);
-    for (int64_t i = 0; i < decoder->layer_count; i++) run_layer(decoder, decoder->layers + i, batch, &room, &team);
+    barrier_wait(&pool);
+    for (int64_t i = 0; i < decoder->layer_count; i++)
+      run_layer(decoder, decoder->layers + i, batch, &buffers, &pool);
 #pragma omp for nowait
-    for (int64_t i = 0; i < step->wanted_count; i++)
-      normalize_tiled(room.stream + step->wanted[i] * hidden, decoder->norm, decoder, room.normed, i, wanted_tile_rows);
-    meet(&team);
-    product(&team, (struct input){room.normed, wanted_tile_rows, 1}, step->wanted_count, &decoder->head, step->logits, LOGITS);
-    restore_state(&kept);
+    for (int64_t i = 0; i < step->logits_count; i++)
+      normalize_tiled(buffers.residual + step->logits_indices[i] * hidden, decoder->norm, decoder,
+                      buffers.normed, i, head_tile_rows);
+    barrier_wait(&pool);
+    struct gemm_input normed = {buffers.normed, head_tile_rows, 1};
+    gemm(&pool, normed, step->logits_count, &decoder->head, step->logits, LOGITS);
+    restore_state(&saved);
   }
 }
 
-// The number of the first of the largest.
-static int64_t find_largest(const float *values, int64_t count) {
+// Returns the index of the first largest value.
+static int64_t argmax(const float *values, int64_t count) {
   int64_t vectors = count / LANES * LANES, at = 0;
   vec most = splat(-INFINITY);
   float top = -INFINITY;
@@ -230,22 +263,27 @@ static int64_t find_largest(const float *values, int64_t count) {
   return at;
 }
 
-// `turns` forwards of slices of one token each, every one of the tokens, below `limit`, that were likeliest after those before it:
-// tokens [turns, slices]. There are pages for them all.
-void NAME(continue)(const struct decoder *decoder, const struct batch *batch, const struct step *step, int64_t limit, int64_t turns,
-                       int64_t *tokens) {
+// Decodes greedily: runs `step_count` forwards of slices of one token each, and feeds each slice
+// its likeliest token below `limit`. Writes the tokens [step_count, slices]. The caller provides
+// pages for all of them.
+void NAME(continue)(const struct decoder *decoder, const struct batch *batch,
+                    const struct step *step, int64_t limit, int64_t step_count, int64_t *tokens) {
   const int64_t count = batch->slice_count, size = decoder->layers->cache.page_size;
-  int64_t slots[count], starts[count];
-  struct batch now = *batch;
-  struct step here = *step;
-  now.slots = slots, now.starts = here.positions = starts;
-  for (int64_t turn = 0; turn < turns; turn++, tokens += count) {
+  int64_t slot_mapping[count], starts[count];
+  struct batch next_batch = *batch;
+  struct step next_step = *step;
+  next_batch.slot_mapping = slot_mapping;
+  next_batch.starts = starts;
+  next_step.positions = starts;
+  for (int64_t done = 0; done < step_count; done++, tokens += count) {
     for (int64_t i = 0; i < count; i++) {
-      starts[i] = batch->starts[i] + turn;
-      slots[i] = batch->pages[batch->page_at[i] + starts[i] / size] * size + starts[i] % size;
+      starts[i] = batch->starts[i] + done;
+      int64_t page = batch->pages[batch->page_offsets[i] + starts[i] / size];
+      slot_mapping[i] = page * size + starts[i] % size;
     }
-    NAME(decode)(decoder, &now, &here);
-    for (int64_t i = 0; i < count; i++) tokens[i] = find_largest(step->logits + i * decoder->head.out, limit);
-    here.token_ids = tokens;
+    NAME(decode)(decoder, &next_batch, &next_step);
+    for (int64_t i = 0; i < count; i++)
+      tokens[i] = argmax(step->logits + i * decoder->head.out, limit);
+    next_step.token_ids = tokens;
   }
 }

@@ -1,3 +1,3 @@
-// decoder.c for float.
+// Compiles decoder.c for float.
 #define BFLOAT16 0
 #include "decoder.c"

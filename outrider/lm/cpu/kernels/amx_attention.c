@@ -1,0 +1,277 @@
+// Attention over a paged cache in bfloat16 by AMX: what paged_attention.c computes, in less time if
+// several tokens are verified.
+//
+// Scores are keys · queries rather than queries · keys. So keys are read as they lie in the cache,
+// and the softmax of 16 queries runs down the lanes of one vector each, with no sum or maximum
+// across lanes. It is updated for each chunk of keys (Dao et al., arXiv 2205.14135). Chunks begin
+// at the same positions for every query, so a query's result does not depend on the other queries.
+
+#include "amx_tiles.h"
+
+#define MOST_HEAD_SIZE 256
+// Tiles of queries; keys of a chunk; and keys of a block, which one product multiplies with the
+// values.
+#define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
+#define CHUNK 128
+#define BLOCK TILE_DEPTH
+
+// Up to QUERY_ROWS queries of one key/value head, one chunk of keys, and the state of the softmax.
+// Tiles are [16 rows][32 elements].
+struct work {
+  // Pairs of dimensions × queries.
+  uint16_t queries[QUERY_TILES][MOST_HEAD_SIZE / TILE_DEPTH][TILE_ROWS][TILE_DEPTH];
+  float scores[QUERY_TILES][CHUNK][TILE_ROWS];
+  // Queries × keys.
+  uint16_t weights[QUERY_TILES][CHUNK / BLOCK][TILE_ROWS][TILE_DEPTH];
+  // Pairs of keys × dimensions.
+  uint16_t values[CHUNK / BLOCK][MOST_HEAD_SIZE / TILE_ROWS][TILE_ROWS][TILE_DEPTH];
+  float sums[QUERY_TILES * TILE_ROWS][MOST_HEAD_SIZE];
+  // Where the cache has each 16 positions of the chunk.
+  const uint16_t *keys[CHUNK / TILE_ROWS], *cached_values[CHUNK / TILE_ROWS + 1];
+  vec max_score[QUERY_TILES], total[QUERY_TILES];
+  ivec last[QUERY_TILES];  // the last position that a query sees, -1 for none
+  int head_size, tiles;
+  int64_t stride;  // elements from one position's keys, or values, to the next one's
+  float scale;
+};
+
+// Element i of one vector, then element i of another that lies `apart` elements later, for each i.
+#define ALTERNATE(apart)                                                            \
+  0, 0 + apart, 1, 1 + apart, 2, 2 + apart, 3, 3 + apart, 4, 4 + apart, 5,          \
+      5 + apart, 6, 6 + apart, 7, 7 + apart, 8, 8 + apart, 9, 9 + apart, 10,        \
+      10 + apart, 11, 11 + apart, 12, 12 + apart, 13, 13 + apart, 14, 14 + apart, 15, \
+      15 + apart
+
+// The score of a key that a query does not see. It is finite, so that differences are no NaNs.
+#define UNSEEN splat(-1e30f)
+
+// 16 positions must lie in one page, and a head must be whole tiles.
+int outrider_fits_amx(const struct layer *layer) {
+  int heads_fit = layer->head_size % TILE_DEPTH == 0 && layer->head_size <= MOST_HEAD_SIZE;
+  return layer->is_bfloat16 && heads_fit && layer->page_size % TILE_ROWS == 0;
+}
+
+// Computes the scores of 16 keys of the chunk: those of its tile `at`.
+INLINE void score_keys(struct work *work, int at) {
+  const uint16_t *keys = work->keys[at];
+  compiler_fence();
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int d = 0; d < work->head_size / TILE_DEPTH; d++) {
+    _tile_loadd(4, keys + d * TILE_DEPTH, work->stride * 2);
+    _tile_loadd(6, work->queries[0][d], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (work->tiles < 2) continue;
+    _tile_loadd(7, work->queries[1][d], 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  _tile_stored(0, work->scores[0][at * TILE_ROWS], 64);
+  if (work->tiles == 2) _tile_stored(1, work->scores[1][at * TILE_ROWS], 64);
+}
+
+// Loads the values of a block and interleaves those of adjacent keys. Zeros follow the last key,
+// because the cache may hold anything there.
+INLINE void pair_values(struct work *work, int block, int count) {
+  static const uint16_t alternate[32] = {ALTERNATE(32)};
+  const __m512i first = _mm512_loadu_si512(alternate);
+  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  for (int pair = 0; pair < TILE_ROWS; pair++) {
+    int key = block * BLOCK + 2 * pair;
+    const uint16_t *values = work->cached_values[key / TILE_ROWS] + key % TILE_ROWS * work->stride;
+    __mmask32 here = key < count ? UINT32_MAX : 0;
+    __mmask32 next = key + 1 < count ? UINT32_MAX : 0;
+    for (int d = 0; d < work->head_size; d += TILE_DEPTH) {
+      __m512i a = _mm512_maskz_loadu_epi16(here, values + d);
+      __m512i b = _mm512_maskz_loadu_epi16(next, values + work->stride + d);
+      uint16_t(*tiles)[TILE_ROWS][TILE_DEPTH] = &work->values[block][d / TILE_ROWS];
+      _mm512_storeu_si512(tiles[0][pair], _mm512_permutex2var_epi16(a, first, b));
+      _mm512_storeu_si512(tiles[1][pair], _mm512_permutex2var_epi16(a, second, b));
+    }
+  }
+}
+
+// Hides the scores of keys that a query does not see; returns each query's maximum so far. `count`
+// is a multiple of 4.
+INLINE vec mask_scores(struct work *work, int tile, int64_t start, int count) {
+  vec most[4] = {work->max_score[tile], UNSEEN, UNSEEN, UNSEEN};
+  for (int key = 0; key < count; key++) {
+    vec score = load_float(work->scores[tile][key]);
+    ivec seen = work->last[tile] >= (int32_t)(start + key);
+    score = (vec)(((ivec)score & seen) | ((ivec)UNSEEN & ~seen));
+    memcpy(work->scores[tile][key], &score, sizeof score);
+    most[key % 4] = largest(most[key % 4], score);
+  }
+  return largest(largest(most[0], most[1]), largest(most[2], most[3]));
+}
+
+// Computes a block's weights exp(score - most), rounded, as rows of queries; returns each query's
+// sum of them.
+INLINE vec weigh_block(struct work *work, int tile, int block, vec most) {
+  static const uint16_t alternate[32] = {ALTERNATE(16)};
+  const __m512i order = _mm512_loadu_si512(alternate);
+  vec pairs[TILE_ROWS], totals[2] = {splat(0), splat(0)};
+  for (int pair = 0; pair < TILE_ROWS; pair++) {
+    vec weights[2];
+    for (int i = 0; i < 2; i++) {
+      vec score = load_float(work->scores[tile][block * BLOCK + 2 * pair + i]);
+      weights[i] = (vec)((ivec)exponential((score - most) * work->scale) & (score > UNSEEN));
+      totals[i] += weights[i];
+    }
+    __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
+    pairs[pair] = (vec)_mm512_permutexvar_epi16(order, rounded);
+  }
+  transpose(pairs);
+  memcpy(work->weights[tile][block], pairs, sizeof pairs);
+  return totals[0] + totals[1];
+}
+
+// Updates the softmax of a tile of queries with a chunk, and rescales the earlier sums to the new
+// maximum.
+INLINE void update_softmax(struct work *work, int tile, int64_t start, int blocks) {
+  vec most = mask_scores(work, tile, start, blocks * BLOCK);
+  vec factor = exponential((work->max_score[tile] - most) * work->scale);
+  work->max_score[tile] = most;
+  work->total[tile] *= factor;
+  for (int block = 0; block < blocks; block++)
+    work->total[tile] += weigh_block(work, tile, block, most);
+  for (int i = 0; i < TILE_ROWS && start > 0; i++) {
+    float *sums = work->sums[tile * TILE_ROWS + i];
+    for (int d = 0; d < work->head_size; d += LANES) {
+      vec scaled = load_float(sums + d) * factor[i];
+      memcpy(sums + d, &scaled, sizeof scaled);
+    }
+  }
+}
+
+// Adds a chunk's weighted values to the sums, 32 dimensions at a time.
+INLINE void add_values(struct work *work, int blocks) {
+  const int64_t row = sizeof work->sums[0];
+  compiler_fence();
+  for (int d = 0; d < work->head_size; d += 2 * TILE_ROWS) {
+    float *first = work->sums[0] + d, *second = work->sums[TILE_ROWS] + d;
+    _tile_loadd(0, first, row);
+    _tile_loadd(1, first + TILE_ROWS, row);
+    if (work->tiles == 2) {
+      _tile_loadd(2, second, row);
+      _tile_loadd(3, second + TILE_ROWS, row);
+    }
+    for (int block = 0; block < blocks; block++) {
+      _tile_loadd(4, work->weights[0][block], 64);
+      _tile_loadd(6, work->values[block][d / TILE_ROWS], 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, work->values[block][d / TILE_ROWS + 1], 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (work->tiles < 2) continue;
+      _tile_loadd(5, work->weights[1][block], 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, first, row);
+    _tile_stored(1, first + TILE_ROWS, row);
+    if (work->tiles < 2) continue;
+    _tile_stored(2, second, row);
+    _tile_stored(3, second + TILE_ROWS, row);
+  }
+}
+
+// Prefetches a head's keys or values of 16 positions. The processor does not do it by itself,
+// because a head's part of each row is short.
+INLINE void prefetch(const struct work *work, const uint16_t *from) {
+  for (int i = 0; i < TILE_ROWS; i++)
+    for (int d = 0; d < work->head_size; d += 32)
+      _mm_prefetch(from + i * work->stride + d, _MM_HINT_T0);
+}
+
+// Attends to `count` keys from position `start` on.
+INLINE void attend_chunk(struct work *work, const struct layer *layer, const int64_t *pages,
+                         int64_t kv_head, int64_t start, int count) {
+  int tiles = (count + TILE_ROWS - 1) / TILE_ROWS, blocks = (count + BLOCK - 1) / BLOCK;
+  for (int i = 0; i < tiles; i++) {
+    int64_t position = start + i * TILE_ROWS, page = pages[position / layer->page_size];
+    int64_t slot = page * layer->page_size + position % layer->page_size;
+    int64_t at = slot * work->stride + kv_head * work->head_size;
+    work->keys[i] = (const uint16_t *)layer->keys + at;
+    work->cached_values[i] = (const uint16_t *)layer->values + at;
+  }
+  // The last block may end after the last tile; give it a valid address.
+  work->cached_values[tiles] = work->cached_values[tiles - 1];
+  prefetch(work, work->keys[0]);
+  for (int i = 0; i < tiles; i++) {
+    if (i + 1 < tiles) prefetch(work, work->keys[i + 1]);
+    prefetch(work, work->cached_values[i]);
+    score_keys(work, i);
+  }
+  for (int tile = 0; tile < work->tiles; tile++) update_softmax(work, tile, start, blocks);
+  for (int block = 0; block < blocks; block++) pair_values(work, block, count);
+  add_values(work, blocks);
+}
+
+// Loads and transposes one tile of queries, and resets their softmax. Row r is query head
+// r % group of token r / group, where `group` query heads share a key/value head.
+INLINE void load_queries(struct work *work, int tile, const struct layer *layer,
+                         const struct batch *batch, const struct rows *query, int64_t slice,
+                         int64_t kv_head, int64_t first_row, int64_t row_count) {
+  int64_t group = layer->heads / layer->kv_heads;
+  const uint16_t *rows[TILE_ROWS];
+  int count = (int)(row_count - first_row < TILE_ROWS ? row_count - first_row : TILE_ROWS);
+  work->max_score[tile] = UNSEEN;
+  work->total[tile] = splat(0);
+  for (int i = 0; i < TILE_ROWS; i++) {
+    memset(work->sums[tile * TILE_ROWS + i], 0, work->head_size * sizeof(float));
+    int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
+    work->last[tile][i] = i < count ? (int32_t)(batch->starts[slice] + token) : -1;
+    rows[i] = (const uint16_t *)query->data + head * query->head_stride +
+              (batch->first_rows[slice] + token) * query->token_stride;
+  }
+  for (int d = 0; d < work->head_size; d += TILE_DEPTH) {
+    vec block[TILE_ROWS];
+    for (int i = 0; i < TILE_ROWS; i++) {
+      if (i < count)
+        memcpy(&block[i], rows[i] + d, sizeof block[i]);
+      else
+        block[i] = splat(0);
+    }
+    transpose(block);
+    memcpy(work->queries[tile][d / TILE_DEPTH], block, sizeof block);
+  }
+}
+
+// Divides the sums of `count` rows by their totals and stores them.
+INLINE void store_output(const struct work *work, const struct layer *layer,
+                         const struct batch *batch, int64_t slice, int64_t kv_head,
+                         int64_t first_row, int count, uint16_t *out) {
+  int64_t group = layer->heads / layer->kv_heads;
+  for (int i = 0; i < count; i++) {
+    int64_t token = (first_row + i) / group, head = kv_head * group + (first_row + i) % group;
+    int64_t at = ((batch->first_rows[slice] + token) * layer->heads + head) * work->head_size;
+    for (int d = 0; d < work->head_size; d += LANES) {
+      vec sum = load_float(work->sums[i] + d);
+      store(sum / work->total[i / TILE_ROWS][i % TILE_ROWS], out, at + d, 1);
+    }
+  }
+}
+
+void outrider_attend_amx(const struct layer *layer, const struct batch *batch,
+                         const struct rows *query, void *out, float scale,
+                         struct attention_item item) {
+  // Not initialized as a whole: most of it is room for the largest heads.
+  struct work work;
+  work.head_size = (int)layer->head_size;
+  work.stride = layer->kv_heads * layer->head_size;
+  work.scale = scale;
+  int64_t slice = item.slice, kv_head = item.kv_head, group = layer->heads / layer->kv_heads;
+  int64_t rows = batch->lengths[slice] * group;
+  const int64_t *pages = batch->pages + batch->page_offsets[slice];
+  for (int64_t row = item.part * QUERY_ROWS; row < rows; row += item.parts * QUERY_ROWS) {
+    int64_t count = rows - row < QUERY_ROWS ? rows - row : QUERY_ROWS;
+    work.tiles = count > TILE_ROWS ? 2 : 1;
+    for (int tile = 0; tile < work.tiles; tile++)
+      load_queries(&work, tile, layer, batch, query, slice, kv_head, row + tile * TILE_ROWS, rows);
+    int64_t end = batch->starts[slice] + (row + count - 1) / group + 1;
+    for (int64_t start = 0; start < end; start += CHUNK) {
+      int keys = (int)(end - start < CHUNK ? end - start : CHUNK);
+      attend_chunk(&work, layer, pages, kv_head, start, keys);
+    }
+    store_output(&work, layer, batch, slice, kv_head, row, (int)count, out);
+  }
+}

@@ -1,0 +1,55 @@
+// The tile registers of AMX (Intel, Architecture Instruction Set Extensions Programming Reference,
+// chapter 3): eight registers of up to 16 rows of 64 bytes.
+//
+// A tile product adds A · B to an accumulator. A has rows of 32 bfloat16. B has pairs of rows, the
+// two elements of a pair next to each other.
+#pragma once
+
+#include "cpu_kernels.h"
+
+#include <immintrin.h>
+
+struct tile_config {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+} __attribute__((packed));
+
+#ifdef EMULATED_TILES
+#include EMULATED_TILES
+#else
+// GCC's own intrinsics declare only 8 of the 64 bytes as accessed (GCC bug 114098).
+INLINE void load_config(const struct tile_config *config) {
+  __asm__ volatile("ldtilecfg %0" ::"m"(*config));
+}
+
+INLINE void store_config(struct tile_config *config) {
+  __asm__ volatile("sttilecfg %0" : "=m"(*config));
+}
+#endif
+
+// Makes the compiler finish earlier stores: GCC does not know that a tile load reads memory.
+INLINE void compiler_fence(void) { __asm__ volatile("" ::: "memory"); }
+
+// Configures the tiles for up to 32 rows of A. Tiles 0 to 3 are accumulators: 0 and 1 for the
+// first 16 rows, 2 and 3 for the others. Tile 4 has the first rows of A, 5 the others. Tiles 6 and
+// 7 are B.
+INLINE void configure_tiles(int rows) {
+  struct tile_config config = {.palette = 1};
+  uint8_t first = (uint8_t)(rows < 16 ? rows : 16), second = (uint8_t)(rows > 16 ? rows - 16 : 1);
+  const uint8_t counts[8] = {first, first, second, second, first, second, 16, 16};
+  for (int i = 0; i < 8; i++) {
+    config.row_bytes[i] = 64;
+    config.rows[i] = counts[i];
+  }
+  load_config(&config);
+}
+
+// Whether outrider_attend_amx supports a layer.
+int outrider_fits_amx(const struct layer *layer);
+
+// Like outrider_attend, for one key/value head of a layer that fits; expects tiles configured for
+// 32 rows.
+void outrider_attend_amx(const struct layer *layer, const struct batch *batch,
+                         const struct rows *query, void *out, float scale,
+                         struct attention_item item);

@@ -1,0 +1,61 @@
+// The matrix product of one block of output columns: in bfloat16 by AMX tiles or by the dot
+// products of AVX512-BF16; else by vectors of floats. A row's result does not depend on the other
+// rows, because its sums are always taken in the same order.
+//
+// Including files define BFLOAT16: 1 if inputs and weights are bfloat16, 0 if they are float.
+#pragma once
+
+#include "cpu_kernels.h"
+
+#if BFLOAT16
+typedef uint16_t element;
+// Rows of `in` that a line of weights interleaves, for LINE columns of `out`.
+#define PAIR 2
+#else
+typedef float element;
+#define PAIR 1
+#endif
+
+// Columns of a block of weights, and the most rows of activations that one call multiplies by it.
+#define BLOCK 32
+#define ROWS 32
+// Lines of weights for TILE_DEPTH elements of `in`, and the bytes that a block's lines take.
+#define LINES (TILE_DEPTH / PAIR)
+#define DEPTH_BYTES (LINES * BLOCK * 4)
+
+// A layer's weights [out, in], in the order [blocks of 32 out][blocks of 32 in][parts of a line]
+// [lines][LINE columns][pair]; zeros pad `out` to a whole block. The bias, if any, is padded too.
+struct linear {
+  const void *tiles;
+  const element *bias;
+  int64_t in, out;
+};
+
+// The input [rows, in] of a product. If `tiled`, it consists of tiles of `tile_rows` rows by 32
+// elements, and the tiles of the same rows are adjacent; these read faster, because their lines
+// fall into different sets of the cache. Otherwise each row is contiguous. The vector code
+// multiplies at most `tile_rows` rows at once in both cases. The output of a SWIGLU product has
+// tiles of the same shape.
+struct gemm_input {
+  const element *data;
+  int64_t tile_rows;
+  int tiled;
+};
+
+// What to prefetch during a block. `cold`: the block's own weights are not in the cache yet.
+// `next`: distance in blocks to the next block to fetch, or 0 for none.
+struct prefetch_plan {
+  int cold;
+  int64_t next;
+};
+
+// Returns the start of a row of tiled data; its parts of TILE_DEPTH elements are a tile apart.
+INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_rows) {
+  return data + row / tile_rows * tile_rows * in + row % tile_rows * TILE_DEPTH;
+}
+
+#if BFLOAT16 && defined(__AMX_BF16__)
+#include "gemm_amx.h"
+#else
+#include "gemm_vector.h"
+#endif
