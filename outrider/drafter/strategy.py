@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import MAX_DEPTH, DraftDistribution
+from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.messages import DraftDistribution
 
 
 class Strategy(ABC):
@@ -20,7 +21,7 @@ class Strategy(ABC):
 
     name: str
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
-    max_draft_tokens = MAX_DEPTH
+    max_draft_tokens = MAX_DRAFT_TOKENS
     """Most guesses, one behind the other, that it ever offers for a step; at most 64."""
     device = "cpu"
     fatal: tuple[type[Exception], ...] = ()

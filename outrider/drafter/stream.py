@@ -17,7 +17,8 @@ from outrider.clock import Clock, monotonic
 from outrider.drafter.session import DraftSession
 from outrider.drafter.strategy import Strategy
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch, Welcome
+from outrider.messages import DraftBatch, Hello, StepBatch, Welcome
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc, telemetry
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider.wire import drafts as wire_drafts

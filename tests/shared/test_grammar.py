@@ -23,7 +23,8 @@ from outrider.grammar.backends import Backend, Compiled, Matcher
 from outrider.grammar.cache import GrammarCache
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.repetition import check_ebnf, check_pattern
-from outrider.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from outrider.limits import MAX_GRAMMAR_CHARACTERS
+from outrider.messages import Grammar, GrammarKind
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason
+from outrider.model_info import Stage
 from outrider.v1 import common_pb2, drafts_pb2, generation_pb2, verifier_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
@@ -132,7 +133,7 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
     )
     assert (
         wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value)).stage
-        is m.Stage.LOADING
+        is Stage.LOADING
     )
     hello = drafts_pb2.Hello(
         distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], capabilities=[value]
@@ -142,7 +143,6 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
         m.DraftDistribution.ONE_HOT,
         m.DraftDistribution.COUPLED,
     }
-    assert not wire_drafts.hello_from_proto(hello).wants_features
     rules = [value, common_pb2.ACCEPTANCE_RULE_BLOCK]
     response = verifier_pb2.GenerateTokensResponse(
         token_ids=[1, 2],

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason
+from outrider.limits import MAX_DRAFT_SECONDS
+from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.v1 import drafts_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
@@ -156,9 +158,9 @@ def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
     )
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
     place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
-    drafter = m.DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
-    info = m.ModelInfo(
-        "model", m.Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
+    drafter = DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
+    info = ModelInfo(
+        "model", Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
     )
     assert wire_model.model_from_proto(wire_model.model_to_proto(info)) == info
 
@@ -167,7 +169,7 @@ PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 
 
 @pytest.mark.parametrize(
-    ("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire_drafts.MAX_DRAFT_SECONDS)]
+    ("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, MAX_DRAFT_SECONDS)]
 )
 def test_a_drafters_own_clock_is_believed_within_bounds(told: int, believed: float) -> None:
     proto = drafts_pb2.DraftBatch(
@@ -175,11 +177,11 @@ def test_a_drafters_own_clock_is_believed_within_bounds(told: int, believed: flo
     )
     [proposal] = wire_drafts.drafts_from_proto(proto, VOCAB).proposals
     assert proposal.draft_seconds == believed
-    info = m.ModelInfo(
+    info = ModelInfo(
         "",
-        m.Stage.READY,
+        Stage.READY,
         "",
-        drafters=(m.DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),),
+        drafters=(DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),),
     )
     assert (
         wire_model.model_from_proto(wire_model.model_to_proto(info)).drafters[0].token_s == believed
