@@ -297,7 +297,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class SparseDistribution:
-    """Probability `probabilities[i] / sum(probabilities)` for `token_ids[i]`, 0 for every other token.
+    """Probability `probabilities[i]` for `token_ids[i]`, 0 for every other token.
 
     `token_ids` is int64 [S], `probabilities` float64 [S], already renormalised.
     """

@@ -94,7 +94,7 @@ def test_a_missing_model_fails_at_once_in_one_line_when_there_is_no_hub(
     tmp_path: Path, target: str
 ) -> None:
     ended = serve(tmp_path, "http://127.0.0.1:1", target)
-    problem = f"there is no directory {target}, and the hub cannot be reached to look for it there"
+    problem = f"there is no directory {target}, and the hub cannot be reached"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"outrider serve: {problem}\n")
 
 
