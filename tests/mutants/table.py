@@ -269,8 +269,8 @@ MUTANTS = (
         "S6",
         "the race is run in float32",
         SAMPLING,
-        "(probs_RV[i : i + count].double() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1])).argmax(-1)",
-        "(probs_RV[i : i + count].float() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1]).float()).argmax(-1)",
+        "scores = probs.double() / coupled_exponentials(keys, vocab_size)",
+        "scores = probs.float() / coupled_exponentials(keys, vocab_size).float()",
         COUPLING,
     ),
     Mutant(
