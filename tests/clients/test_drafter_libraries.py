@@ -112,7 +112,7 @@ async def written(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_its_guesses_are_accepted_as_often_as_the_built_in_drafters(
+async def test_its_acceptance_rate_equals_the_built_in_drafters(
     stack: Stack, client: Client, prompts: list[list[int]], language: str, sampling: SamplingParams
 ) -> None:
     expected, _ = await written(client, prompts, sampling, PLAIN)
@@ -134,7 +134,7 @@ async def test_its_guesses_are_accepted_as_often_as_the_built_in_drafters(
 
 
 @pytest.mark.slow
-async def test_texts_stand_while_it_is_killed_paused_doubled_and_restarted(
+async def test_kills_pauses_and_restarts_do_not_change_the_texts(
     stack: Stack, client: Client, prompts: list[list[int]], language: str
 ) -> None:
     prompts, options = prompts[:16], SpeculationOptions(drafter=FAMILIES[language])

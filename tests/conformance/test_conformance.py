@@ -54,7 +54,7 @@ def played(command: list[str], monkeypatch: pytest.MonkeyPatch, tokenizer: str =
     return kit
 
 
-def test_a_drafter_in_one_file_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correct_drafter_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     kit = played(FAULTY, monkeypatch)
     assert [(name, kit.results[name].reason) for name in kit.failed] == []
     seen = {name for name, result in kit.results.items() if result.outcome is Outcome.PASS}
@@ -99,7 +99,7 @@ def test_the_verifier_passes() -> None:
     assert check.results == dict.fromkeys(RULES_OF_VERIFIERS)
 
 
-async def test_what_generates_no_tokens_is_no_verifier() -> None:
+async def test_a_verifier_without_tokens_fails() -> None:
     server = rpc.Server("outrider.v1.VerifierService")
     silent = Kit(FAULTY, "f" * 64, 4096).verifier
     add_VerifierServiceServicer_to_server(silent, server.grpc)

@@ -288,7 +288,7 @@ MUTANTS = (
         "return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])",
         "return kept_RV, torch.ones_like(drop[:, -1])",
         (
-            "tests/shared/test_sampling.py::test_candidates_keep_what_all_tokens_would_whatever_ties",
+            "tests/shared/test_sampling.py::test_truncation_by_candidates_equals_truncation_by_all_tokens",
         ),
     ),
     Mutant(

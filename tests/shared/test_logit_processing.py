@@ -75,9 +75,7 @@ def contexts(draw: st.DrawFn) -> Context:
 
 @given(st.lists(contexts(), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
-def test_every_row_of_a_batch_is_what_transformers_makes_of_it(
-    batch: list[Context], seed: int
-) -> None:
+def test_every_row_of_a_batch_equals_that_of_transformers(batch: list[Context], seed: int) -> None:
     logits = (
         torch.randn(
             sum(c.row_count for c in batch), VOCAB, generator=torch.Generator().manual_seed(seed)
@@ -96,7 +94,7 @@ def test_every_row_of_a_batch_is_what_transformers_makes_of_it(
         first = rows.stop
 
 
-def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
+def test_rows_without_settings_are_not_copied() -> None:
     logits = torch.randn(3, VOCAB)
     assert (
         adjust(logits, [Context(SamplingParams(0.3, 5, 0.5, min_p=0.1), [1], 1, [2, 3])]) is logits
@@ -104,7 +102,7 @@ def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
 
 
 @pytest.mark.parametrize("vocab", [40, 64, 33])
-def test_a_mask_leaves_what_its_bits_allow(vocab: int) -> None:
+def test_a_mask_leaves_the_tokens_of_its_bits(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     allowed = rng.random((3, vocab)) < 0.3
     words = np.zeros((3, -(-vocab // 32)), np.int64)

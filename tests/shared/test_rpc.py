@@ -68,7 +68,7 @@ async def test_an_error_travels_with_reason_field_and_retry() -> None:
     assert rpc.error_of(caught.value) == ERROR
 
 
-async def test_an_error_in_a_stream_comes_behind_what_was_sent() -> None:
+async def test_an_error_in_a_stream_follows_the_messages_sent_before() -> None:
     async with serving() as (_, channel):
         call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
             verifier_pb2.GenerateTokensRequest()
@@ -79,7 +79,7 @@ async def test_an_error_in_a_stream_comes_behind_what_was_sent() -> None:
     assert rpc.error_of(caught.value) == ERROR
 
 
-async def test_what_was_not_foreseen_is_internal_and_tells_nothing(
+async def test_an_unexpected_exception_is_internal_and_hides_its_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving() as (_, channel):
@@ -96,7 +96,7 @@ async def test_what_was_not_foreseen_is_internal_and_tells_nothing(
     assert "secret" in caplog.text
 
 
-async def test_an_error_that_no_outrider_process_described_gets_the_callers_reason() -> None:
+async def test_a_status_without_details_gets_a_reason_by_its_code() -> None:
     async with rpc.dial("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
@@ -116,7 +116,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("kind", "method"), METHODS)
-async def test_a_request_that_cannot_be_parsed_is_refused_without_a_traceback(
+async def test_an_unparsable_request_is_refused_without_a_traceback(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as (_, channel):
@@ -142,12 +142,12 @@ def failure(status: bytes) -> grpc.aio.AioRpcError:
 @pytest.mark.parametrize(
     "status", [b"\xff" * 30, status_pb2.Status(code=3, message="other").SerializeToString()]
 )
-def test_error_details_that_cannot_be_read_leave_the_status(status: bytes) -> None:
+def test_unreadable_error_details_leave_the_status(status: bytes) -> None:
     assert rpc.error_of(failure(status)) == OutriderError(Reason.VERIFIER_UNAVAILABLE, "away")
     assert rpc.error_in(b"\xff" * 30).reason is Reason.INTERNAL
 
 
-async def test_health_is_not_serving_until_told_and_by_service() -> None:
+async def test_health_is_not_serving_until_set_for_each_service() -> None:
     async with serving() as (server, channel):
         health = health_pb2_grpc.HealthStub(channel)
 
@@ -161,7 +161,7 @@ async def test_health_is_not_serving_until_told_and_by_service() -> None:
             assert await status(service) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_stream_that_is_quiet_for_many_pings_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """With pings far more frequent than gRPC's default server allows, a stream outlasts them."""
     quick = [
         (key, 100 if key == "grpc.keepalive_time_ms" else value)
@@ -187,7 +187,7 @@ def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
 
 
-def test_both_ends_give_up_a_silent_peer_within_15_s() -> None:
+def test_both_ends_drop_a_silent_peer_within_15_s() -> None:
     for options in (dict(rpc.CHANNEL_OPTIONS), dict(rpc.SERVER_OPTIONS)):
         assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 15_000
         # A ping that gRPC sent for its own ends stands in for one that keeps alive.
@@ -195,7 +195,7 @@ def test_both_ends_give_up_a_silent_peer_within_15_s() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_a_peer_that_vanishes_is_noticed_at_both_ends(
+async def test_both_ends_notice_a_peer_that_vanishes(
     monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
     """In ten times shorter times; without a time-out for every ping it took a minute."""
@@ -227,7 +227,7 @@ async def test_a_peer_that_vanishes_is_noticed_at_both_ends(
             await servicer.lost.wait()
 
 
-async def test_an_address_that_cannot_be_bound_is_named() -> None:
+async def test_the_error_names_an_address_that_cannot_be_bound() -> None:
     async with serving() as (_, _channel):
         server = rpc.Server("x")
         with pytest.raises(OutriderError, match="cannot listen on nowhere"):
@@ -236,14 +236,14 @@ async def test_an_address_that_cannot_be_bound_is_named() -> None:
         await server.stop(0)
 
 
-def test_every_reason_has_a_status_of_grpc_and_of_http() -> None:
+def test_every_reason_has_a_grpc_and_an_http_status() -> None:
     for reason in Reason:
         assert hasattr(grpc.StatusCode, reason.kind.status)
         assert 400 <= reason.kind.http < 600
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_answers_under_both_of_its_names(version: str) -> None:
+async def test_reflection_answers_under_both_names(version: str) -> None:
     method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
     async with serving() as (_, channel):
         call = channel.stream_stream(

@@ -18,7 +18,7 @@ from outrider.sampling.noise import Purpose, philox4x32, uniforms
 from outrider.sampling.sampler import inverse_cdf, target_probs
 
 
-def test_philox_gives_the_known_answers_of_random123() -> None:
+def test_philox_matches_the_known_answers_of_random123() -> None:
     ones = 0xFFFFFFFF
     counters = np.array(
         [[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint64
@@ -94,7 +94,7 @@ def test_two_purposes_share_no_noise() -> None:
     [(200, 3.0), (5000, 6.0), (5000, 0.1)],
     ids=["few tokens", "many, the candidates are enough", "many, the candidates are not enough"],
 )
-def test_target_probabilities_are_those_of_transformers_processors(
+def test_target_probabilities_equal_those_of_transformers(
     temperature: float,
     top_k: int,
     top_p: float,
@@ -127,7 +127,7 @@ def test_target_probabilities_are_those_of_transformers_processors(
     [SamplingParams(top_p=0.9), SamplingParams(typical_p=0.9)],
     ids=["top-p", "typical-p"],
 )
-def test_candidates_keep_what_all_tokens_would_whatever_ties(
+def test_truncation_by_candidates_equals_truncation_by_all_tokens(
     sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -93,7 +93,7 @@ def with_value(message: Message, path: tuple[FieldDescriptor, ...], value: int) 
 
 @pytest.mark.parametrize(("message", "reader", "path"), CASES, ids=name)
 @pytest.mark.parametrize("value", UNKNOWN)
-def test_no_enum_value_is_an_unexpected_error(
+def test_no_enum_value_causes_an_unexpected_error(
     message: Message, reader: Callable[[Any], object], path: tuple[FieldDescriptor, ...], value: int
 ) -> None:
     reader(message)
@@ -111,7 +111,7 @@ def test_no_enum_value_is_an_unexpected_error(
         reader(received)
 
 
-def test_every_enum_is_tried() -> None:
+def test_the_cases_cover_every_enum() -> None:
     declared = {
         enum.full_name
         for file in (common_pb2, drafts_pb2, generation_pb2, verifier_pb2)
@@ -121,7 +121,7 @@ def test_every_enum_is_tried() -> None:
 
 
 @pytest.mark.parametrize("value", UNKNOWN)
-def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -> None:
+def test_unknown_values_are_read_as_the_protos_say(value: Any) -> None:
     step = drafts_pb2.StepBatch(
         opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, distribution=value)],
         closed=[drafts_pb2.Closed(reason=value)],
@@ -158,7 +158,7 @@ def test_what_an_unknown_value_is_taken_for_is_what_the_protos_say(value: Any) -
 
 
 @pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
-def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused_and_drafted_without(data: bytes) -> None:
+def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(data: bytes) -> None:
     """Taken for no grammar, it would give free text where the caller asked for a form."""
     grammar = common_pb2.Grammar.FromString(data)
     request = verifier_pb2.GenerateTokensRequest(
@@ -175,7 +175,7 @@ def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused_and_drafted_without(d
     assert wire_drafts.step_from_proto(step, VOCAB).opened[0].grammar is None
 
 
-def test_limits_are_told_in_plain_words() -> None:
+def test_negative_counts_are_refused_by_field() -> None:
     cases = [
         (
             verifier_pb2.GenerateTokensRequest(

@@ -45,7 +45,7 @@ names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
     chunk=st.integers(1, 100),
     likeliest=st.none() | st.integers(0, 20),
 )
-def test_a_request_comes_back_as_it_was(
+def test_a_request_survives_a_round_trip(
     prompt: list[int],
     max_tokens: int,
     sampling: m.SamplingParams,
@@ -68,7 +68,7 @@ def test_a_request_comes_back_as_it_was(
     assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
 
 
-def test_no_more_tokens_are_gathered_than_a_message_holds() -> None:
+def test_at_most_4096_tokens_are_gathered() -> None:
     proto = wire_requests.request_to_proto(m.TokenRequest([1], 5, min_chunk_tokens=2**30))
     assert (
         wire_requests.request_from_proto(
@@ -78,7 +78,7 @@ def test_no_more_tokens_are_gathered_than_a_message_holds() -> None:
     )
 
 
-def test_a_chunk_comes_back_as_it_was() -> None:
+def test_a_chunk_survives_a_round_trip() -> None:
     likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
     sources = [m.TokenSource.PLAIN]
     chunk = m.TokenChunk(
@@ -103,7 +103,7 @@ def test_a_chunk_comes_back_as_it_was() -> None:
     window=st.builds(m.Window, st.integers(1, 4096), st.integers(1, 128)),
     accepted=st.integers(0, 64),
 )
-def test_a_step_comes_back_as_it_was(
+def test_a_step_survives_a_round_trip(
     sequence_id: int,
     length: int,
     tokens: list[int],
@@ -131,7 +131,7 @@ def test_a_step_comes_back_as_it_was(
 
 
 @given(st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=32))
-def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[float]) -> None:
+def test_drafter_and_verifier_use_the_same_distribution(weights: list[float]) -> None:
     """The drafter draws from float32 weights over their sum; the verifier must divide by the very same numbers."""
     drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
     sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
@@ -145,7 +145,7 @@ def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[
     assert (received.probabilities == drawn_from / drawn_from.sum()).all()
 
 
-def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
+def test_statistics_and_model_info_survive_a_round_trip() -> None:
     stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4)
     chunk = m.TokenChunk(
         [1, 2],
@@ -171,7 +171,7 @@ PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 @pytest.mark.parametrize(
     ("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, MAX_DRAFT_SECONDS)]
 )
-def test_a_drafters_own_clock_is_believed_within_bounds(told: int, believed: float) -> None:
+def test_reported_durations_are_clamped(told: int, believed: float) -> None:
     proto = drafts_pb2.DraftBatch(
         proposals=[drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=told))]
     )
@@ -224,7 +224,7 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
         (sparse([6], [1.0]), "must give the proposed token 5 a probability above 0"),
     ],
 )
-def test_a_malformed_proposal_is_refused_with_the_limit(
+def test_the_error_of_a_malformed_proposal_states_the_limit(
     fields: dict[str, Any], message: str
 ) -> None:
     batch = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)])
@@ -246,6 +246,6 @@ def refusal(data: bytes) -> OutriderError | None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_taken_or_refused_by_a_field(data: bytes) -> None:
+def test_any_bytes_are_accepted_or_refused_by_field(data: bytes) -> None:
     error = refusal(data)
     assert error is None or error.field
