@@ -1,4 +1,4 @@
-"""The conformance kit passes what keeps the contract, and finds each fault at the rule it breaks."""
+"""The conformance kit passes correct drafters and finds each fault under the rule it breaks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTS: dict[str, set[str]] = {
     "ids-too-large": {"valid-tokens"},
     "parents-behind": {"valid-parents"},
     "forgets-closed": {"knows-its-sequences"},
-    # Whatever the scene, it owes an answer.
+    # It fails to answer in several scenes.
     "never-skips": {
         "answers-verdicts",
         "many-at-once",
@@ -46,10 +46,11 @@ FAULTS: dict[str, set[str]] = {
 
 
 def played(command: list[str], monkeypatch: pytest.MonkeyPatch, tokenizer: str = "") -> Kit:
-    """The kit after it played all of its scenes."""
+    """A kit that has played all scenes."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(ROOT)
-    kit = Kit(command, fingerprint(load_tokenizer(tokenizer)) if tokenizer else "f" * 64, 4096)
+    hash_of_ids = fingerprint(load_tokenizer(tokenizer)) if tokenizer else "f" * 64
+    kit = Kit(command, hash_of_ids, 4096)
     asyncio.run(kit.run())
     return kit
 
@@ -92,7 +93,7 @@ def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_verifier_passes() -> None:
-    # Else the verifier may find that the kit's drafts do not pay, and open no more sequences to it.
+    # Without --always-draft the verifier opens no sequences to a drafter whose drafts do not pay.
     with running(Stack("--always-draft")) as stack:
         check = VerifierCheck(stack.address)
         asyncio.run(check.run())

@@ -1,4 +1,4 @@
-"""The coupled noise is what docs/coupling.md says, is noise, and couples."""
+"""The coupled noise agrees with docs/coupling.md, is random, and couples draws."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def by_the_document(seed: int, position: int, token: int) -> tuple[int, float]:
-    """Key and E, in plain integers."""
+    """Key and E (docs/coupling.md), computed with plain integers."""
     words = philox([position & MASK32, position >> 32, 3, 0], [seed & MASK32, seed >> 32])
     key = words[0] | words[1] << 32
     return key, -math.log(((output(key, token) >> 12) + 0.5) * 2.0**-52)
@@ -62,9 +62,8 @@ def test_code_and_document_agree_with_the_documents_vectors(
 ) -> None:
     keys = coupled_keys([seed], [position])
     assert int(keys[0]) % 2**64 == key
-    assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(
-        noise, rel=TWO_ULP
-    )
+    exponential = coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item()
+    assert exponential == pytest.approx(noise, rel=TWO_ULP)
     assert by_the_document(seed, position, token) == (key, pytest.approx(noise, rel=TWO_ULP))
 
 
@@ -78,9 +77,8 @@ def test_the_vectors_for_other_languages_agree_with_the_code() -> None:
         assert output(int(row["key"], 16), row["token"]) == int(row["z"], 16)
     for row in FILE["draws"]:
         seed, position = int(row["seed"]), int(row["position"])
-        drawn = coupled_sample(
-            torch.tensor([row["probs"]]), torch.from_numpy(coupled_keys([seed], [position]))
-        )
+        keys = torch.from_numpy(coupled_keys([seed], [position]))
+        drawn = coupled_sample(torch.tensor([row["probs"]]), keys)
         assert drawn.item() == row["token"] == coupled_draw(row["probs"], seed, position)
 
 
@@ -136,9 +134,8 @@ def test_the_largest_noise_makes_an_unlikely_token_win() -> None:
 def test_draws_equal_those_of_the_document(
     seed: int, position: int, token: int, score: float
 ) -> None:
-    drawn = coupled_sample(
-        torch.tensor([PROBS]), torch.from_numpy(coupled_keys([seed], [position]))
-    )
+    keys = torch.from_numpy(coupled_keys([seed], [position]))
+    drawn = coupled_sample(torch.tensor([PROBS]), keys)
     assert drawn.item() == token
     races = [p / by_the_document(seed, position, t)[1] for t, p in enumerate(PROBS)]
     assert races.index(max(races)) == token
@@ -171,14 +168,8 @@ def test_two_distributions_agree_at_least_as_often_as_the_bound() -> None:
     keys = torch.from_numpy(coupled_keys(np.full(20_000, 4), np.arange(20_000)))
     for concentration in (0.3, 1.0, 5.0):
         one, other = (torch.from_numpy(rng.dirichlet(np.full(50, concentration))) for _ in range(2))
-        agree = (
-            (
-                coupled_sample(one.repeat(20_000, 1), keys)
-                == coupled_sample(other.repeat(20_000, 1), keys)
-            )
-            .double()
-            .mean()
-        )
+        tokens = [coupled_sample(probs.repeat(20_000, 1), keys) for probs in (one, other)]
+        agree = (tokens[0] == tokens[1]).double().mean()
         distance = (one - other).abs().sum() / 2
         assert agree > (1 - distance) / (1 + distance) - 0.01
 
@@ -206,7 +197,7 @@ def test_all_bits_of_a_seed_change_the_verifiers_draws() -> None:
 
 
 def test_draws_compare_scores_in_float64() -> None:
-    """As coupling.md has it for both sides; in float32 these pairs of tokens, with probabilities as near as can be, often tie."""
+    """docs/coupling.md requires this. In float32 these pairs of close scores often tie."""
     keys = torch.from_numpy(coupled_keys(np.full(2_000, 12), np.arange(2_000)))
     noise = coupled_exponentials(keys, 2)
     probs = torch.stack([torch.ones(2_000), (noise[:, 1] / noise[:, 0]).float()], 1)

@@ -1,4 +1,4 @@
-"""gRPC scaffolding on a real server: errors travel whole, health is told by service, quiet streams live."""
+"""gRPC on a real server: errors arrive whole, health is set by service, quiet streams live."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,12 +17,12 @@ from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 ERROR = OutriderError(
-    Reason.OVERLOADED, "too much of depth", "speculation.draft_tokens", 2.5, {"limit": "4"}
+    Reason.OVERLOADED, "too many tokens", "speculation.draft_tokens", 2.5, {"limit": "4"}
 )
 
 
 class Failing(verifier_pb2_grpc.VerifierServiceServicer):
-    """Fails as told by the request."""
+    """Fails as the request asks."""
 
     def __init__(self) -> None:
         self.lost = asyncio.Event()
@@ -38,7 +38,7 @@ class Failing(verifier_pb2_grpc.VerifierServiceServicer):
         raise ZeroDivisionError("a user's secret") if request.ignore_eos else ERROR
 
     async def StreamDrafts(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # writes through the context
-        """Answers each message, until the stream is lost."""
+        """Answer each message until the stream is lost."""
         try:
             async for _ in request_iterator:
                 await context.write(verifier_pb2.StreamDraftsResponse())
@@ -85,12 +85,8 @@ async def test_an_unexpected_exception_is_internal_and_hides_its_text(
     async with serving() as (_, channel):
         request = verifier_pb2.GenerateTokensRequest(ignore_eos=True)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            [
-                response
-                async for response in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
-                    request
-                )
-            ]
+            async for _ in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request):
+                pass
     assert rpc.error_of(caught.value).reason is Reason.INTERNAL
     assert "secret" not in str(caught.value.details())
     assert "secret" in caplog.text
@@ -128,10 +124,9 @@ async def test_an_unparsable_request_is_refused_without_a_traceback(
             await (answer if kind == "unary_unary" else answer.read())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert rpc.error_of(caught.value).reason is Reason.MALFORMED_REQUEST
-    # asyncio may log what gRPC's poller has left of another test's loop.
-    assert [
-        record for record in caplog.records if record.name.startswith(("grpc", "outrider"))
-    ] == []
+    # asyncio may log leftovers of gRPC's poller from another test's loop.
+    ours = [record for record in caplog.records if record.name.startswith(("grpc", "outrider"))]
+    assert ours == []
 
 
 def failure(status: bytes) -> grpc.aio.AioRpcError:
@@ -162,7 +157,7 @@ async def test_health_is_not_serving_until_set_for_each_service() -> None:
 
 
 async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pings far more frequent than gRPC's default server allows, a stream outlasts them."""
+    """Our server allows pings that are far more frequent than gRPC's default limit."""
     quick = [
         (key, 100 if key == "grpc.keepalive_time_ms" else value)
         for key, value in rpc.CHANNEL_OPTIONS
@@ -183,14 +178,14 @@ async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatc
 
 
 def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The options with ten times shorter times."""
+    """The options with all times divided by ten."""
     return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
 
 
 def test_both_ends_drop_a_silent_peer_within_15_s() -> None:
     for options in (dict(rpc.CHANNEL_OPTIONS), dict(rpc.SERVER_OPTIONS)):
         assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 15_000
-        # A ping that gRPC sent for its own ends stands in for one that keeps alive.
+        # A ping that gRPC sends for other reasons replaces a keepalive ping.
         assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] <= 15_000
 
 
@@ -198,11 +193,11 @@ def test_both_ends_drop_a_silent_peer_within_15_s() -> None:
 async def test_both_ends_notice_a_peer_that_vanishes(
     monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    """In ten times shorter times; without a time-out for every ping it took a minute."""
+    """With all times divided by ten. Without a timeout for every ping it took a minute."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
     servicer = Failing()
-    # The proxy's end of the channel is hung up first.
+    # The channel to the proxy closes first.
     async with (
         serving(servicer) as (server, _),
         chaos_proxy(server.ports[0]) as proxy,

@@ -1,6 +1,6 @@
-"""An enum value that only a later version knows is taken for something documented, or refused; it is no unexpected error.
+"""Unknown enum values are read as the protos say, or refused; they cause no unexpected error.
 
-The enums, and every field that has one, come from the protos' descriptors, so that one that is added is tried as well.
+The enums and their fields come from the protos' descriptors, so that the tests include new ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.wire import requests as wire_requests
 VOCAB = 1000
 OPENED = drafts_pb2.Opened(token_ids=[1], window=drafts_pb2.Window(token_count=1, depth=1))
 HELLO = drafts_pb2.Hello(drafter_id="d", family="f", tokenizer_fingerprint="t", max_draft_tokens=1)
-# What is read from the network, by a message that is accepted.
+# For each kind of message from the network, a valid message and its reader.
 READERS: list[tuple[Message, Callable[[Any], object]]] = [
     (
         verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1),
@@ -49,7 +49,7 @@ UNKNOWN = (0, 99, -1, 2**31 - 1)
 def enum_fields(
     of: Descriptor, path: tuple[FieldDescriptor, ...] = ()
 ) -> Iterator[tuple[FieldDescriptor, ...]]:
-    """Paths to the fields below a message that have an enum for a type."""
+    """Paths to all fields within a message whose type is an enum."""
     for field in of.fields:
         if field.enum_type is not None:
             yield (*path, field)
@@ -73,7 +73,7 @@ def name(value: object) -> str:
 
 
 def with_value(message: Message, path: tuple[FieldDescriptor, ...], value: int) -> Message:
-    """A copy that has the value at the path."""
+    """A copy of the message with this value at the path."""
     whole = type(message)()
     whole.CopyFrom(message)
     part: Any = whole
@@ -97,16 +97,14 @@ def test_no_enum_value_causes_an_unexpected_error(
     message: Message, reader: Callable[[Any], object], path: tuple[FieldDescriptor, ...], value: int
 ) -> None:
     reader(message)
-    # As it comes from the network, since a setter could refuse it.
+    # Serialized and parsed again, since a setter could refuse the value.
     received = type(message).FromString(with_value(message, path, value).SerializeToString())
-    # A request may ask for what is not there; nothing that is only told of is refused.
+    # Only a request can ask for something unknown; all other messages are accepted.
     if isinstance(message, verifier_pb2.GenerateTokensRequest) and value != 0:
         with pytest.raises(OutriderError) as caught:
             reader(received)
-        assert (caught.value.reason, caught.value.field) == (
-            Reason.INVALID_VALUE,
-            "speculation.acceptance",
-        )
+        assert caught.value.reason is Reason.INVALID_VALUE
+        assert caught.value.field == "speculation.acceptance"
     else:
         reader(received)
 
@@ -127,14 +125,10 @@ def test_unknown_values_are_read_as_the_protos_say(value: Any) -> None:
         closed=[drafts_pb2.Closed(reason=value)],
     )
     read = wire_drafts.step_from_proto(step, VOCAB)
-    assert (read.opened[0].distribution, read.closed[0].reason) == (
-        m.DraftDistribution.ONE_HOT,
-        m.CloseReason.ENDED,
-    )
-    assert (
-        wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value)).stage
-        is Stage.LOADING
-    )
+    assert read.opened[0].distribution is m.DraftDistribution.ONE_HOT
+    assert read.closed[0].reason is m.CloseReason.ENDED
+    info = wire_model.model_from_proto(verifier_pb2.GetModelResponse(stage=value))
+    assert info.stage is Stage.LOADING
     hello = drafts_pb2.Hello(
         distributions=[value, drafts_pb2.DRAFT_DISTRIBUTION_COUPLED], capabilities=[value]
     )
@@ -159,15 +153,13 @@ def test_unknown_values_are_read_as_the_protos_say(value: Any) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
 def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(data: bytes) -> None:
-    """Taken for no grammar, it would give free text where the caller asked for a form."""
+    """A request without its grammar would get free text where the caller asked for a form."""
     grammar = common_pb2.Grammar.FromString(data)
     request = verifier_pb2.GenerateTokensRequest(
         prompt_token_ids=[1], max_tokens=1, grammar=grammar
     )
-    with pytest.raises(
-        OutriderError,
-        match="grammar must have one of json_schema, json_object, regex, ebnf, choice, structural_tag;",
-    ):
+    kinds = "json_schema, json_object, regex, ebnf, choice, structural_tag"
+    with pytest.raises(OutriderError, match=f"grammar must have one of {kinds};"):
         wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=100)
     step = drafts_pb2.StepBatch(
         opened=[drafts_pb2.Opened(token_ids=[1], window=OPENED.window, grammar=grammar)]
@@ -176,33 +168,22 @@ def test_requests_refuse_an_unknown_grammar_and_drafters_ignore_it(data: bytes) 
 
 
 def test_negative_counts_are_refused_by_field() -> None:
-    cases = [
-        (
-            verifier_pb2.GenerateTokensRequest(
-                prompt_token_ids=[1], max_tokens=1, min_chunk_token_count=-1
-            ),
-            "min_chunk_token_count",
-        ),
-        (
-            verifier_pb2.GenerateTokensRequest(
-                prompt_token_ids=[1],
-                max_tokens=1,
-                sampling=common_pb2.SamplingParams(min_tokens=-1),
-            ),
-            "sampling.min_tokens",
-        ),
-    ]
-    for request, field in cases:
+    negative: dict[str, dict[str, Any]] = {
+        "min_chunk_token_count": {"min_chunk_token_count": -1},
+        "sampling.min_tokens": {"sampling": common_pb2.SamplingParams(min_tokens=-1)},
+    }
+    for field, fields in negative.items():
+        request = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[1], max_tokens=1, **fields)
         with pytest.raises(OutriderError, match=f"{field} must be at least 0, not -1"):
             wire_requests.request_from_proto(request, vocab_size=VOCAB, context_length=100)
 
 
-@pytest.mark.parametrize(("length", "taken"), [(0, False), (1, True), (64, True), (65, False)])
-def test_a_family_has_1_to_64_characters(length: int, taken: bool) -> None:
+@pytest.mark.parametrize(("length", "is_valid"), [(0, False), (1, True), (64, True), (65, False)])
+def test_a_family_has_1_to_64_characters(length: int, is_valid: bool) -> None:
     hello = drafts_pb2.Hello()
     hello.CopyFrom(HELLO)
     hello.family = "x" * length
-    if taken:
+    if is_valid:
         assert wire_drafts.hello_from_proto(hello).family == "x" * length
         return
     with pytest.raises(OutriderError, match=r"hello\.family must be 1 to 64 printable characters"):

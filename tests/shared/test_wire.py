@@ -1,4 +1,4 @@
-"""What goes over the wire comes back as it was; what must not come in does not."""
+"""Messages survive a round trip over the wire, and invalid ones are refused."""
 
 import math
 from dataclasses import replace
@@ -59,38 +59,30 @@ def test_a_request_survives_a_round_trip(
     request = m.TokenRequest(
         prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk
     )
-    request = replace(
-        request,
-        prompt_logprobs=likeliest,
-        max_tokens=max_tokens if likeliest is None else max_tokens - 1,
-    )
+    if likeliest is not None:
+        request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens - 1)
     proto = wire_requests.request_to_proto(request)
     assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
 
 
 def test_at_most_4096_tokens_are_gathered() -> None:
     proto = wire_requests.request_to_proto(m.TokenRequest([1], 5, min_chunk_tokens=2**30))
-    assert (
-        wire_requests.request_from_proto(
-            proto, vocab_size=VOCAB, context_length=1000
-        ).min_chunk_tokens
-        == 4096
-    )
+    request = wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000)
+    assert request.min_chunk_tokens == 4096
 
 
 def test_a_chunk_survives_a_round_trip() -> None:
     likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
-    sources = [m.TokenSource.PLAIN]
     chunk = m.TokenChunk(
-        [4],
-        sources,
-        "d",
-        m.FinishReason.STOP,
-        m.SpeculationStats(1),
-        7,
-        2,
-        [likely],
-        [likely, likely],
+        token_ids=[4],
+        sources=[m.TokenSource.PLAIN],
+        drafter_id="d",
+        finish_reason=m.FinishReason.STOP,
+        stats=m.SpeculationStats(1),
+        cached_token_count=7,
+        draft_token_count=2,
+        logprobs=[likely],
+        prompt_logprobs=[likely, likely],
     )
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
 
@@ -111,19 +103,9 @@ def test_a_step_survives_a_round_trip(
     window: m.Window,
     accepted: int,
 ) -> None:
+    sparse = m.DraftDistribution.SPARSE
     step = m.StepBatch(
-        [
-            m.Opened(
-                sequence_id,
-                tokens,
-                sampling,
-                m.DraftDistribution.SPARSE,
-                window,
-                4,
-                "tenant",
-                "trace",
-            )
-        ],
+        [m.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")],
         [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace")],
         [m.Closed(sequence_id, m.CloseReason.ENDED)],
     )
@@ -132,30 +114,20 @@ def test_a_step_survives_a_round_trip(
 
 @given(st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=32))
 def test_drafter_and_verifier_use_the_same_distribution(weights: list[float]) -> None:
-    """The drafter draws from float32 weights over their sum; the verifier must divide by the very same numbers."""
+    """The drafter draws from float32 weights over their sum; the verifier divides the same way."""
     drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
     sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
     batch = m.DraftBatch([m.Proposal(1, 5, [0], [], [sent])])
-    received = (
-        wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB)
-        .proposals[0]
-        .distributions[0]
-    )
+    read = wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB)
+    received = read.proposals[0].distributions[0]
     assert received is not None
     assert (received.probabilities == drawn_from / drawn_from.sum()).all()
 
 
 def test_statistics_and_model_info_survive_a_round_trip() -> None:
     stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4)
-    chunk = m.TokenChunk(
-        [1, 2],
-        [m.TokenSource.ACCEPTED, m.TokenSource.BONUS],
-        "d",
-        m.FinishReason.LENGTH,
-        stats,
-        16,
-        1,
-    )
+    sources = [m.TokenSource.ACCEPTED, m.TokenSource.BONUS]
+    chunk = m.TokenChunk([1, 2], sources, "d", m.FinishReason.LENGTH, stats, 16, 1)
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
     place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
     drafter = DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
@@ -169,32 +141,23 @@ PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 
 
 @pytest.mark.parametrize(
-    ("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, MAX_DRAFT_SECONDS)]
+    ("reported", "expected"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, MAX_DRAFT_SECONDS)]
 )
-def test_reported_durations_are_clamped(told: int, believed: float) -> None:
-    proto = drafts_pb2.DraftBatch(
-        proposals=[drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=told))]
-    )
-    [proposal] = wire_drafts.drafts_from_proto(proto, VOCAB).proposals
-    assert proposal.draft_seconds == believed
-    info = ModelInfo(
-        "",
-        Stage.READY,
-        "",
-        drafters=(DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),),
-    )
-    assert (
-        wire_model.model_from_proto(wire_model.model_to_proto(info)).drafters[0].token_s == believed
-    )
+def test_reported_durations_are_clamped(reported: int, expected: float) -> None:
+    sent = drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=reported))
+    batch = drafts_pb2.DraftBatch(proposals=[sent])
+    [proposal] = wire_drafts.drafts_from_proto(batch, VOCAB).proposals
+    assert proposal.draft_seconds == expected
+    drafter = DrafterInfo("d", "f", m.Placement(), True, 0, token_s=expected)
+    info = ModelInfo("", Stage.READY, "", drafters=(drafter,))
+    read = wire_model.model_from_proto(wire_model.model_to_proto(info))
+    assert read.drafters[0].token_s == expected
 
 
 def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
-    return {
-        **PROPOSAL,
-        "distributions": [
-            drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)
-        ],
-    }
+    """The fields of a proposal with this distribution."""
+    distribution = drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)
+    return {**PROPOSAL, "distributions": [distribution]}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +202,8 @@ def refusal(data: bytes) -> OutriderError | None:
         batch.ParseFromString(data)
         wire_drafts.drafts_from_proto(batch, VOCAB)
     except DecodeError:
-        return None  # grpc ends such a call before wire sees it
+        # gRPC ends such a call before it reaches our code.
+        return None
     except OutriderError as error:
         return error
     return None
