@@ -1,4 +1,4 @@
-"""The n-gram examples of the drafter libraries, built from this tree, keep the stream's contract."""
+"""The n-gram examples of the drafter libraries, built from this tree, keep the stream contract."""
 
 from __future__ import annotations
 
