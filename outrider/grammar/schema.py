@@ -53,7 +53,7 @@ _MAX_PAIRS = 10_000
 _MAX_MULTIPLE = 1024
 _MAX_NUMBERS = 10_000
 _UNENFORCED_IN_PATTERNS = ("(?=", "(?!", "(?<", '"')
-_TYPE_NAMES: dict[type, str] = {
+_TYPE_NAMES: dict[type[Any], str] = {
     int: "number",
     float: "number",
     str: "string",

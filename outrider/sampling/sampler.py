@@ -57,8 +57,9 @@ def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor
         return noise_kernel.coupled_sample(probs_RV, keys_R)
     vocab_size = probs_RV.shape[-1]
     row_count = max(1, _NOISE_BLOCK // vocab_size)
+    blocks = torch.split(probs_RV, row_count)
     tokens = []
-    for probs, keys in zip(probs_RV.split(row_count), keys_R.split(row_count), strict=True):
+    for probs, keys in zip(blocks, torch.split(keys_R, row_count), strict=True):
         scores = probs.double() / coupled_exponentials(keys, vocab_size)
         tokens.append(scores.argmax(-1))
     return torch.cat(tokens)
