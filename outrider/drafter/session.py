@@ -128,7 +128,7 @@ class DraftSession:
         kind = type(error), *_origin(error)
         if kind not in self._logged:
             self._logged.add(kind)
-            message = "drafting for sequence %d failed and stops; such failures are logged once"
+            message = "sequence %d is not drafted for any more; such failures are logged once"
             log.error(message, sequence.id, exc_info=error)
         self.abandoned_count += 1
         sequence.abandon()

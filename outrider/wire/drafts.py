@@ -46,7 +46,8 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
     if proto.max_sequence_count < 0:
         message = f"must be at least 0, not {proto.max_sequence_count}"
         raise invalid("hello.max_sequence_count", message)
-    distributions = [kind for kind in m.DraftDistribution if kind in proto.distributions]
+    offered: set[int] = set(proto.distributions)
+    distributions = [kind for kind in m.DraftDistribution if kind in offered]
     return m.Hello(
         drafter_id=proto.drafter_id,
         family=proto.family,
