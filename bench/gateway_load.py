@@ -27,7 +27,8 @@ from outrider.internal.v1.token_streams_pb2_grpc import (
 from outrider.launch.stack import free_port
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import SequenceSlice
-from outrider.messages import ModelInfo, SamplingParams, SpeculationOptions, Stage, TokenRequest
+from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
 from outrider.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_server

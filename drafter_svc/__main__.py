@@ -22,7 +22,8 @@ from outrider.drafter.strategy import Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.streams import DraftStreams
 from outrider.errors import OutriderError
-from outrider.messages import DraftBatch, Hello, ModelInfo
+from outrider.messages import DraftBatch, Hello
+from outrider.model_info import ModelInfo
 from outrider.process import rpc, telemetry
 from outrider.process.config import load, parse
 from outrider.process.metrics_export import sending_metrics, serve_metrics

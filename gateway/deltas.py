@@ -7,14 +7,8 @@ from dataclasses import dataclass
 
 from gateway.request import TextRequest
 from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
-from outrider.messages import (
-    FinishReason,
-    ModelInfo,
-    SpeculationStats,
-    TokenChunk,
-    TokenLogprob,
-    TokenSource,
-)
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
+from outrider.model_info import ModelInfo
 
 # OpenAI's number for a token that cannot come, since JSON has no infinity.
 _LEAST_LOGPROB = -9999.0

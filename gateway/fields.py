@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from outrider.errors import OutriderError, Reason
-from outrider.messages import MAX_LISTED_TOKENS
+from outrider.limits import MAX_LISTED_TOKENS
 
 MAX_KEYS = 128
 """Most keys of an object with known keys; there are fewer of these."""

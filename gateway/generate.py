@@ -15,7 +15,9 @@ from gateway.request import TextRequest, check_ids
 from gateway.routing import Pick, Router
 from gateway.text import TokenTable
 from outrider.errors import OutriderError, Reason
-from outrider.messages import MAX_DEPTH, ModelInfo, TokenChunk
+from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.messages import TokenChunk
+from outrider.model_info import ModelInfo
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
 """Checks what was asked for against a model and builds its sequences. Raises OutriderError."""
@@ -151,7 +153,7 @@ def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> 
         problem = "more tokens than it was asked for"
     elif len(chunk.sources) != len(ids) or (chunk.logprobs and len(chunk.logprobs) != len(ids)):
         problem = "tokens without a source or a log probability each"
-    elif chunk.stats is not None and len(chunk.stats.histogram) > MAX_DEPTH + 1:
+    elif chunk.stats is not None and len(chunk.stats.histogram) > MAX_DRAFT_TOKENS + 1:
         problem = f"an acceptance histogram of {len(chunk.stats.histogram)} entries"
     if problem:
         raise OutriderError(Reason.INTERNAL, f"verifier {address} sent {problem}")

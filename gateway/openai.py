@@ -19,7 +19,7 @@ from gateway.shapes import ChatShape, CompletionShape, ResponseShape, attributio
 from gateway.streaming import ChunkWriter, EventStream, sse, until_gone
 from gateway.tenants import tenant_of
 from outrider.errors import invalid
-from outrider.messages import ModelInfo
+from outrider.model_info import ModelInfo
 
 _ERRORS = (400, 404, 408, 413, 429, 500, 503)
 

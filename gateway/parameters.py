@@ -18,9 +18,10 @@ from gateway.schema import (
     StructuredOutputs,
 )
 from outrider import messages as m
+from outrider.checks import check_grammar, check_logprobs, check_sampling, check_speculation
 from outrider.errors import invalid
-from outrider.wire import requests as wire_requests
-from outrider.wire import settings as wire_settings
+from outrider.limits import MAX_STOP_TOKENS
+from outrider.model_info import ModelInfo
 
 _COMPLETION_MAX_TOKENS = 16
 
@@ -30,7 +31,7 @@ def text_requests(
     prompts: Sequence[Prompt],
     n: int,
     caller: Caller,
-    info: m.ModelInfo,
+    info: ModelInfo,
 ) -> list[TextRequest]:
     """The request's sequences, n for each prompt, checked against a model.
 
@@ -118,7 +119,7 @@ def _sampling(body: GenerationBody, vocab_size: int) -> m.SamplingParams:
     if body.top_k == -1:
         given["top_k"] = 0
     sampling = m.SamplingParams(**given)
-    wire_settings.check_sampling(sampling, vocab_size)
+    check_sampling(sampling, vocab_size)
     if body.seed is not None and not SEED_MIN <= body.seed <= SEED_MAX:
         raise invalid("seed", f"must be in [{SEED_MIN}, {SEED_MAX}], not {body.seed}")
     return sampling
@@ -138,15 +139,13 @@ def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
 def _speculation(body: SpeculationBody) -> m.SpeculationOptions:
     given = {field.name: getattr(body, field.name) for field in fields(m.SpeculationOptions)}
     options = m.SpeculationOptions(**given | {"acceptance": m.Acceptance[body.acceptance.upper()]})
-    wire_settings.check_speculation(options)
+    check_speculation(options)
     return options
 
 
 def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
-    if len(ids) > m.MAX_STOP_TOKENS:
-        raise invalid(
-            "stop_token_ids", f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(ids)}"
-        )
+    if len(ids) > MAX_STOP_TOKENS:
+        raise invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise invalid(
@@ -158,9 +157,9 @@ def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
 def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     """How many of the likeliest tokens are wanted with each; None for no log probabilities at all."""
     if isinstance(body, CompletionBody):
-        wire_requests.check_logprobs("logprobs", body.logprobs)
+        check_logprobs("logprobs", body.logprobs)
         return body.logprobs
-    wire_requests.check_logprobs("top_logprobs", body.top_logprobs)
+    check_logprobs("top_logprobs", body.top_logprobs)
     if not body.logprobs:
         if body.top_logprobs:
             raise invalid("top_logprobs", "is only for logprobs: true")
@@ -170,7 +169,7 @@ def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
     """The same for the prompt's tokens, which an echo shows as it shows the others unless told otherwise."""
-    wire_requests.check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs)
     if body.prompt_logprobs is not None and body.stream:
         raise invalid(
             "prompt_logprobs",
@@ -191,7 +190,7 @@ def _grammar(body: GenerationBody) -> tuple[m.Grammar | None, str]:
         raise invalid(
             more[0][0], f"contradicts {field}: only one of them can say what the answer must be"
         )
-    wire_settings.check_grammar(grammar, field)
+    check_grammar(grammar, field)
     return grammar, field
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from gateway.prompts import context_overflow
 from outrider.errors import invalid
-from outrider.messages import ModelInfo, TokenRequest
+from outrider.messages import TokenRequest
+from outrider.model_info import ModelInfo
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256

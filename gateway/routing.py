@@ -15,7 +15,8 @@ import grpc
 from gateway.token_stream import TokenStream
 from outrider.errors import OutriderError, Reason
 from outrider.internal.v1 import token_streams_pb2_grpc
-from outrider.messages import MAX_DEPTH, ModelInfo, Stage
+from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.process.tasks import keep_running, watch
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
@@ -131,7 +132,9 @@ def _lost(address: str, error: OutriderError) -> OutriderError:
 def _check(info: ModelInfo) -> None:
     """Raises ValueError for a model that there cannot be."""
     possible = (
-        info.vocab_size > 0 and info.context_length > 0 and 0 <= info.max_draft_tokens <= MAX_DEPTH
+        info.vocab_size > 0
+        and info.context_length > 0
+        and 0 <= info.max_draft_tokens <= MAX_DRAFT_TOKENS
     )
     if info.stage is Stage.READY and not possible:
         sizes = f"{info.vocab_size}, {info.context_length} and {info.max_draft_tokens}"

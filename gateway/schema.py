@@ -21,9 +21,9 @@ from gateway.fields import (
 from gateway.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gateway.unsupported import drop_neutral, tell_neutral
 from outrider.errors import invalid
-from outrider.messages import (
+from outrider.limits import (
     MAX_CHOICES,
-    MAX_DEPTH,
+    MAX_DRAFT_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_LISTED_TOKENS,
     MAX_NAME_LENGTH,
@@ -53,7 +53,7 @@ class SpeculationBody(Body):
 
     enabled: bool = True
     drafter: Text = Field(default="", json_schema_extra={"maxLength": MAX_NAME_LENGTH})
-    draft_tokens: int | None = limited(minimum=0, maximum=MAX_DEPTH)
+    draft_tokens: int | None = limited(minimum=0, maximum=MAX_DRAFT_TOKENS)
     acceptance: Literal["exact", "typical", "relaxed"] = "exact"
     typical_epsilon: float = Field(
         default=0.09, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}

@@ -18,8 +18,10 @@ from gateway.json_body import MAX_VALUES
 from gateway.request import AnswerLimit, Caller, Prompt, TextRequest, check_stop
 from gateway.request_span import begin, describe, describe_settings
 from gateway.tenants import tenant_of
+from outrider.checks import check_logprobs
 from outrider.errors import OutriderError, invalid
-from outrider.messages import ModelInfo, TokenRequest
+from outrider.messages import TokenRequest
+from outrider.model_info import ModelInfo
 from outrider.process import rpc
 from outrider.process.telemetry import Span
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -142,11 +144,11 @@ def _text_request(
 ) -> TextRequest:
     """The request, checked against a model; raises OutriderError that names the field and the limit."""
     top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
-    wire_requests.check_logprobs("top_logprob_count", top_logprobs)
+    check_logprobs("top_logprob_count", top_logprobs)
     prompt_logprobs = (
         request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
     )
-    wire_requests.check_logprobs("prompt_logprob_count", prompt_logprobs)
+    check_logprobs("prompt_logprob_count", prompt_logprobs)
     sampling = wire_settings.sampling_from_proto(request.sampling, info.vocab_size)
     limit = AnswerLimit(
         request.max_tokens if request.HasField("max_tokens") else None,

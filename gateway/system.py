@@ -17,7 +17,7 @@ from gateway.metrics import Metrics
 from gateway.routing import Replica, Router
 from gateway.schema import DetokenizeBody, TokenizeBody
 from outrider.errors import OutriderError, Reason, invalid
-from outrider.messages import DrafterInfo, ModelInfo, Stage
+from outrider.model_info import DrafterInfo, ModelInfo, Stage
 
 MAX_TOKENIZED = 65_536
 """Most tokens that /tokenize and /detokenize take where the model's context is shorter."""

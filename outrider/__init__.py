@@ -1,19 +1,20 @@
-"""Shared by every process of Outrider; imports no service."""
+"""What every process of Outrider shares. Imports no service."""
 
 import os
 import sys
 
-# A worker of OpenMP that is out of work spins for some 16 ms before it sleeps; between two forwards verifier, drafters and gateway
-# want its core. These rounds take 1 ms, longer than what lies between the loops of one forward. Read when torch is first imported.
+# An idle OpenMP worker spins for about 16 ms before it sleeps, but other processes need its core
+# between two forwards. These rounds take about 1 ms, which is longer than the gap between two loops
+# of one forward. OpenMP reads the variable when torch is first imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-# What gRPC does around a fork is for children that go on with gRPC. Ours are always other programs, and one that was started while
-# other threads were in gRPC crashed now and then before it could become one.
+# gRPC's fork handlers serve children that keep using gRPC. Our children always become other
+# programs, and with the handlers some crashed before exec while other threads were inside gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# Of Hugging Face's libraries: progress bars write over one line again and again, which makes a mess of a log; and what an attempt
-# failed of is said by us, once there is no further one. Read when the first of the libraries is imported.
+# Hugging Face's progress bars redraw one line, which fills a log. Its warnings of failed attempts
+# are redundant, since we report the last failure. The libraries read both on their first import.
 if sys.stderr is None or not sys.stderr.isatty():
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")

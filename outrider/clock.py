@@ -1,4 +1,4 @@
-"""The clock that the verifier and the drafters read, handed to them so that the simulator can hand them another."""
+"""The clock of verifier and drafters: a parameter of theirs, so that a simulator can set it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import time
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Monotonic time in seconds; only differences have a meaning."""
+"""Returns monotonic time in seconds. Only differences have a meaning."""
 
 monotonic: Clock = time.monotonic

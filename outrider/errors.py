@@ -1,4 +1,7 @@
-"""Every error a caller can see: one table of (reason, gRPC status, retry rule, HTTP status, OpenAI type)."""
+"""The table of all errors that a caller can see.
+
+Each has a reason, a gRPC status, a retry rule, an HTTP status and an OpenAI type.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from enum import Enum
 from typing import NamedTuple
 
 DOMAIN = "outrider.dev"
-# What RetryInfo says where nothing is known that decides it.
+# RetryInfo's delay where the server has no estimate.
 _RETRY_S = 1.0
 
 
 class Retry(Enum):
-    """What coming back brings; protos/outrider/v1/errors.proto says what a client does."""
+    """Whether and when to retry; protos/outrider/v1/errors.proto tells clients what to do."""
 
     NEVER = "never"
     RETRY_INFO = "RetryInfo"
@@ -21,7 +24,7 @@ class Retry(Enum):
 
 
 class Kind(NamedTuple):
-    """How one reason looks on each protocol. `status` is the name of a gRPC status code."""
+    """How each protocol reports one reason. `status` is the name of a gRPC status code."""
 
     status: str
     retry: Retry
@@ -30,7 +33,7 @@ class Kind(NamedTuple):
 
 
 class Reason(Enum):
-    """What went wrong: outrider.v1.ErrorReason without its prefix; in lower case OpenAI's `code`."""
+    """The names of outrider.v1.ErrorReason without prefix; in lower case, OpenAI's `code`."""
 
     INVALID_VALUE = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
     UNKNOWN_PARAMETER = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
@@ -59,7 +62,7 @@ class Reason(Enum):
     LOGITS_NOT_FINITE = "INTERNAL", Retry.NEVER, 500, "internal_server_error"
     INTERNAL = "INTERNAL", Retry.BACKOFF, 500, "internal_server_error"
 
-    # Two reasons may look alike on the wire; without this, Enum would make them one.
+    # Two reasons may have equal columns. Enum would make them aliases without a distinct value.
     def __new__(cls, status: str, retry: Retry, http: int, openai_type: str) -> Reason:
         member = object.__new__(cls)
         member._value_ = len(cls.__members__)
@@ -71,10 +74,11 @@ class Reason(Enum):
 
 @dataclass
 class OutriderError(Exception):
-    """An error with a reason a person can act on.
+    """An error that names its reason and how to avoid it.
 
-    `message` names the field and the limit; `field` is the parameter's path, when one is at fault; `retry_after_s` says when to
-    come back, when that helps and is known. It is always set where the reason's rule is RETRY_INFO.
+    `message` names the field and the limit. `field` is the path of the parameter at fault, or
+    None. `retry_after_s` is the time to wait before a retry, where the server knows it; it is
+    always set where the reason's rule is RETRY_INFO.
     """
 
     reason: Reason
@@ -92,5 +96,5 @@ class OutriderError(Exception):
 
 
 def invalid(field_name: str, message: str) -> OutriderError:
-    """INVALID_VALUE for the field at fault; the message should say what it takes."""
+    """An INVALID_VALUE error for this field; `message` says which values are valid."""
     return OutriderError(Reason.INVALID_VALUE, f"{field_name} {message}", field_name)

@@ -1,7 +1,9 @@
-"""The domain's messages as plain data: what the protos carry, without protobuf, grpc or torch.
+"""The protos' messages as plain data, without protobuf, grpc or torch.
 
-Objects that come out of `outrider.wire` have been checked: ids, counts and numbers are in the ranges the protos state. Those that
-each step makes for every sequence are not frozen, here and in the verifier, since that takes four times as long; none is changed.
+`outrider.wire` checks every object that it makes: ids, counts and numbers are in the ranges that
+the protos state. Nothing changes a message after its creation, but classes that each step creates
+for every sequence are not frozen, because a frozen one takes four times as long to create. The
+values of the enums are the protos' values.
 """
 
 from __future__ import annotations
@@ -12,22 +14,11 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
-MAX_DEPTH = 64
-MAX_NAME_LENGTH = 128
-MAX_FAMILY_LENGTH = 64
-MAX_STOP_TOKENS = 64
-MAX_LISTED_TOKENS = 1024
-MAX_TOP_LOGPROBS = 20
-# Below it sampling is greedy, as in vLLM: logits over so little are beyond float32, and the argmax has all the probability.
-MIN_TEMPERATURE = 1e-5
-MAX_GRAMMAR_CHARACTERS = 65536
-MAX_CHOICES = 1024
-MAX_RELAXED_TOPK = 64
-MAX_GATHERED_TOKENS = 4096
+from outrider.limits import MIN_TEMPERATURE
 
 
 class DraftDistribution(IntEnum):
-    """What a drafter sends with a sequence's proposals, which decides how they are judged: the proto's `DraftDistribution`."""
+    """The distributions that a drafter sends with its proposals; they decide the rule."""
 
     ONE_HOT = 1
     SPARSE = 2
@@ -35,7 +26,7 @@ class DraftDistribution(IntEnum):
 
 
 class TokenSource(IntEnum):
-    """Who wrote a committed token; the values are those of the proto."""
+    """Who wrote a committed token."""
 
     PLAIN = 1
     ACCEPTED = 2
@@ -44,30 +35,20 @@ class TokenSource(IntEnum):
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended; the values are those of the proto."""
+    """Why a sequence ended."""
 
     STOP = 1
     LENGTH = 2
 
 
 class CloseReason(IntEnum):
-    """Why a sequence was closed to a drafter; the values are those of the proto."""
+    """Why the verifier closed a sequence to a drafter."""
 
     ENDED = 1
 
 
-class Stage(Enum):
-    """How far a verifier has loaded."""
-
-    LOADING = 1
-    WARMING_UP = 2
-    READY = 3
-    DRAINING = 4
-    FAILED = 5
-
-
 class Acceptance(Enum):
-    """How closely the output has to follow the target; the values are those of the proto. All but EXACT are lossy."""
+    """How closely the output has to follow the target. All but EXACT are lossy."""
 
     EXACT = 1
     TYPICAL = 2
@@ -75,7 +56,7 @@ class Acceptance(Enum):
 
 
 class AcceptanceRule(IntEnum):
-    """The rule that judged a draft; the values are those of the proto."""
+    """The rule that accepted or rejected a draft's tokens."""
 
     GREEDY = 1
     COUPLED = 2
@@ -87,12 +68,12 @@ class AcceptanceRule(IntEnum):
 
     @property
     def lossy(self) -> bool:
-        """Whether output judged by it may differ in law from the target's own."""
+        """Whether the output's distribution may differ from the target's."""
         return self >= AcceptanceRule.TYPICAL
 
 
 class GrammarKind(Enum):
-    """What a grammar's text is; the values are the names of the proto's fields."""
+    """The language of a grammar's text; the values are the names of the proto's fields."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -104,7 +85,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must be. `text` is empty for JSON_OBJECT and CHOICE, `choices` for all but CHOICE."""
+    """A constraint on the output. JSON_OBJECT has no `text`, and CHOICE has `choices` instead."""
 
     kind: GrammarKind
     text: str = ""
@@ -113,9 +94,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn; see `outrider.sampling.sampler` for the order. Temperature 0 is greedy, and top_k 0 is off.
+    """How the next token is drawn; `outrider.sampling.sampler` documents the order of the steps.
 
-    `logit_bias` is (token id, value) pairs, no id twice.
+    Temperature 0 is greedy, and top_k 0 is off. `logit_bias` is (token id, value) pairs with
+    distinct ids.
     """
 
     temperature: float = 1.0
@@ -130,10 +112,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     banned_token_ids: tuple[int, ...] = ()
-    # Found once, since each step asks it of every sequence.
+    # Computed once, because each step reads them for every sequence.
     greedy: bool = field(init=False, repr=False, compare=False)
     adjusts: bool = field(init=False, repr=False, compare=False)
-    """Whether it changes logits before the temperature does."""
+    """Whether bias, penalties, bans or min_tokens change the logits before the temperature."""
 
     def __post_init__(self) -> None:
         if 0.0 < self.temperature < MIN_TEMPERATURE:
@@ -144,17 +126,19 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether a token's chance depends on the tokens before it."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
+        """Whether the tokens so far change a token's probability."""
+        return self.repetition_penalty != 1.0 or bool(
+            self.presence_penalty or self.frequency_penalty
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """Whether to speculate, with which drafter (id or family; empty: any) and how deep (None: the verifier's setting)."""
+    """Whether to speculate and how.
+
+    `drafter` is an id or a family; empty takes any. `draft_tokens` None takes the verifier's
+    setting.
+    """
 
     enabled: bool = True
     drafter: str = ""
@@ -169,8 +153,8 @@ class SpeculationOptions:
 class TokenRequest:
     """One sequence to generate.
 
-    `top_logprobs` and `prompt_logprobs` say how many of the likeliest tokens are wanted with each generated token and with each
-    token of the prompt; None for no log probabilities.
+    `top_logprobs` is the number of likeliest tokens to report with each generated token,
+    `prompt_logprobs` with each token of the prompt. None asks for no log probabilities.
     """
 
     prompt: list[int]
@@ -191,9 +175,10 @@ class TokenRequest:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What speculation did for one sequence, in vLLM's definitions; `histogram[i]` counts steps that accepted i tokens.
+    """What speculation did for one sequence, in vLLM's definitions.
 
-    `rules` are those that judged its drafts.
+    `histogram[i]` counts the verifying steps that accepted i tokens. `rules` lists the acceptance
+    rules that were used, without repetition.
     """
 
     forward_count: int = 0
@@ -205,7 +190,7 @@ class SpeculationStats:
     rules: list[AcceptanceRule] = field(default_factory=list)
 
     def record(self, drafted: int, accepted: int, rule: AcceptanceRule | None = None) -> None:
-        """Count one forward that verified `drafted` tokens by a rule and accepted `accepted` of them."""
+        """Count a forward that verified `drafted` tokens by `rule` and accepted `accepted`."""
         self.forward_count += 1
         if drafted == 0:
             return
@@ -221,9 +206,10 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms of the target's unprocessed softmax: of the token, and of the likeliest ones, best first.
+    """Natural logarithms of the target's unprocessed softmax for a token and the likeliest ones.
 
-    `rank` is how many tokens are at least as likely as this one, itself included.
+    The likeliest come first. `rank` counts the tokens at least as likely as this one, itself
+    included.
     """
 
     logprob: float
@@ -234,10 +220,11 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class TokenChunk:
-    """What one engine step committed for one sequence, and how many draft tokens it verified.
+    """The tokens that one engine step committed for one sequence.
 
-    The last chunk has a finish reason and statistics. `prompt_logprobs` go on where the chunk before left off, beginning with the
-    prompt's second token.
+    `draft_token_count` is the number of draft tokens verified. The last chunk has a finish reason
+    and statistics. `prompt_logprobs` begin with the prompt's second token, and each chunk
+    continues those of the chunk before.
     """
 
     token_ids: list[int]
@@ -251,7 +238,7 @@ class TokenChunk:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def joined(self, after: TokenChunk) -> TokenChunk:
-        """This chunk and the one after it as one."""
+        """Merge this chunk with the next one."""
         return replace(
             after,
             token_ids=[*self.token_ids, *after.token_ids],
@@ -264,7 +251,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a drafter runs; `cores` is empty when the process is not pinned, `numa_node` None when not bound."""
+    """Where a drafter runs. Empty `cores`: not pinned; `numa_node` None: memory not bound."""
 
     kind: str = "local"
     host: str = ""
@@ -282,11 +269,11 @@ class Hello:
     family: str
     tokenizer_fingerprint: str
     max_draft_tokens: int
-    """Most draft tokens, one behind the other, that it will ever propose for a step."""
+    """Longest chain of draft tokens that it proposes for a step."""
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     placement: Placement = field(default_factory=Placement)
     max_sequence_count: int = 0
-    wants_features: bool = False
+    """Most sequences at a time; 0 for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +287,17 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How far a drafter may run ahead of the last committed token: in all, and one token behind the other."""
+    """How far a drafter may run ahead of the last committed token."""
 
     token_count: int
+    """Most draft tokens of all branches together."""
     depth: int
+    """Most draft tokens of one branch, one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseDistribution:
-    """Probability `probabilities[i] / sum(probabilities)` for `token_ids[i]`, 0 for every other token.
+    """Probability `probabilities[i]` for `token_ids[i]`, 0 for every other token.
 
     `token_ids` is int64 [S], `probabilities` float64 [S], already renormalised.
     """
@@ -319,7 +308,10 @@ class SparseDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A sequence is handed to a drafter; `token_ids` are committed, the first `prompt_length` of them the prompt."""
+    """The verifier hands a sequence to a drafter.
+
+    `token_ids` are the committed tokens; the first `prompt_length` of them are the prompt.
+    """
 
     sequence_id: int
     token_ids: list[int]
@@ -327,7 +319,7 @@ class Opened:
     distribution: DraftDistribution
     window: Window
     draft_tokens: int
-    """Draft tokens that the verifier has a use for in its next step."""
+    """Draft tokens that the verifier can use in its next step."""
     tenant: str = ""
     traceparent: str = ""
     grammar: Grammar | None = None
@@ -339,8 +331,9 @@ class Opened:
 class Proposal:
     """Guesses behind the first `base_length` committed tokens.
 
-    `parents` is empty for a chain; otherwise it has the place of each token's parent, 0 for the base and j for `token_ids[j - 1]`.
-    `distributions` is empty, or has for each token what it was sampled from; None if that was said before or the token is one-hot.
+    `parents` is empty for a chain. For a tree it holds each token's parent: 0 for the base, j for
+    `token_ids[j - 1]`. `distributions` is empty or holds, for each token, the distribution it was
+    sampled from; None for a one-hot token and where an earlier proposal had the distribution.
     """
 
     sequence_id: int
@@ -353,7 +346,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Nothing more will come behind the first `base_length` committed tokens until the next verdict."""
+    """The drafter proposes nothing more behind `base_length` tokens until the next verdict."""
 
     sequence_id: int
     base_length: int
@@ -361,22 +354,25 @@ class Skip:
 
 @dataclass(slots=True)
 class Verdict:
-    """The last `new_token_ids` of `committed_length` tokens were committed; `accepted_count` is the drafter's share of a commit."""
+    """The verifier committed `new_token_ids`, the last of now `committed_length` tokens.
+
+    `accepted_count` is the number of this drafter's tokens that the last commit matched.
+    """
 
     sequence_id: int
     committed_length: int
     new_token_ids: list[int]
     accepted_count: int
     draft_tokens: int
-    """Draft tokens that the verifier has a use for in its next step."""
+    """Draft tokens that the verifier can use in its next step."""
     window: Window | None = None
-    """How far to run ahead from now on; None leaves it."""
+    """The window from now on; None leaves it unchanged."""
     traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The sequence is over for this drafter."""
+    """The sequence has ended for this drafter."""
 
     sequence_id: int
     reason: CloseReason = CloseReason.ENDED
@@ -384,7 +380,7 @@ class Closed:
 
 @dataclass(slots=True)
 class DraftBatch:
-    """All a drafter has to say at once; skips apply after proposals."""
+    """A drafter's messages of one round; skips apply after proposals."""
 
     proposals: list[Proposal] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
@@ -392,7 +388,7 @@ class DraftBatch:
 
 @dataclass(slots=True)
 class StepBatch:
-    """All an engine step has to say to one drafter, in the order opened, verdicts, closed."""
+    """An engine step's messages to one drafter; they apply in the order of the fields."""
 
     opened: list[Opened] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -400,36 +396,3 @@ class StepBatch:
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.verdicts or self.closed)
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterInfo:
-    """A drafter as the verifier sees it."""
-
-    drafter_id: str
-    family: str
-    placement: Placement
-    connected: bool
-    sequence_count: int
-    acceptance_rate: float | None = None
-    round_trip_s: float | None = None
-    """From a verdict to what answers it, without the time spent drafting; None before the first."""
-    token_s: float | None = None
-    """Drafting one token; None before the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The model a verifier serves and who drafts for it."""
-
-    model_id: str
-    stage: Stage
-    stage_detail: str = ""
-    tokenizer_fingerprint: str = ""
-    vocab_size: int = 0
-    context_length: int = 0
-    eos_token_ids: tuple[int, ...] = ()
-    dtype: str = ""
-    device: str = ""
-    drafters: tuple[DrafterInfo, ...] = ()
-    max_draft_tokens: int = 0

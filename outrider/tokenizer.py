@@ -1,4 +1,7 @@
-"""Loads a model's fast tokenizer without torch, and names it by a fingerprint. Knows no chat template and no text limits."""
+"""Loads a model's fast tokenizer without torch and computes its fingerprint.
+
+Knows no chat template and no text limits.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ _HUB_TIMEOUT_S = 5.0
 
 
 def model_file(model: str, name: str) -> Path | None:
-    """The file `name` of a model directory or of a hub id; None when the model has no such file.
+    """The path of a model's file; None when the model has no file of this name.
 
-    Raises OutriderError(MODEL_NOT_FOUND) when `model` is neither a directory nor a hub id that is cached or can be reached.
+    `model` is a directory or a Hugging Face hub id. Raises OutriderError(MODEL_NOT_FOUND) when it
+    is no directory and the hub has no such model, neither cached nor online.
     """
     directory = Path(model)
     if directory.is_dir():
@@ -35,17 +39,15 @@ def model_file(model: str, name: str) -> Path | None:
         _look_for_hub()
         return Path(hf_hub_download(model, name))
     except LocalEntryNotFoundError as cause:
-        raise _not_found(
-            f"there is no directory {model}, and the hub cannot be reached to look for it there"
-        ) from cause
+        message = f"there is no directory {model}, and the hub cannot be reached"
+        raise _not_found(message) from cause
     except EntryNotFoundError:
         return None
     except HFValidationError as cause:
         raise _not_found(f"there is no directory {model}") from cause
     except GatedRepoError as cause:
-        raise _not_found(
-            f"{model} is gated on the hub; ask there for access, and set HF_TOKEN"
-        ) from cause
+        message = f"{model} is gated on the hub; ask there for access, and set HF_TOKEN"
+        raise _not_found(message) from cause
     except (HfHubHTTPError, OSError) as cause:
         raise _not_found(f"{model} is neither a directory nor a model of the hub") from cause
 
@@ -56,9 +58,9 @@ def _not_found(message: str) -> OutriderError:
 
 @functools.cache
 def _look_for_hub() -> None:
-    """Turn the hub's offline mode on, here and in processes started from here, if it does not answer.
+    """If the hub does not answer, turn on its offline mode for this process and its children.
 
-    Without it the hub's library tries for half a minute before it takes what is cached.
+    Online, the hub's library retries for half a minute before it reads its cache.
     """
     import httpx
 
@@ -72,22 +74,22 @@ def _look_for_hub() -> None:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model directory or hub id; raises OutriderError(MODEL_NOT_FOUND) when it has no tokenizer.json."""
+    """The tokenizer of a model directory or hub id.
+
+    Raises OutriderError(MODEL_NOT_FOUND) when the model has no tokenizer.json.
+    """
     path = model_file(model, "tokenizer.json")
     if path is None:
-        raise OutriderError(
-            Reason.MODEL_NOT_FOUND,
-            f"{model} has no tokenizer.json; save it with a fast tokenizer",
-            "model",
-        )
+        raise _not_found(f"{model} has no tokenizer.json; save it with a fast tokenizer")
     return Tokenizer.from_file(str(path))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 (hex) over the id-to-token table, added tokens included: equal exactly when ids mean the same."""
-    table = sorted(
-        (index, token) for token, index in tokenizer.get_vocab(with_added_tokens=True).items()
-    )
-    return hashlib.sha256(
-        json.dumps(table, ensure_ascii=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    """SHA-256 (hex) over the id-to-token table, added tokens included.
+
+    Two fingerprints are equal exactly when all ids stand for the same tokens.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    table = sorted((index, token) for token, index in vocabulary.items())
+    text = json.dumps(table, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes outrider/v1 and outrider/internal/v1 from the protos. Usage: protos/generate.sh [OUT_DIR]; run from anywhere, with the virtual environment's python.
+# Generates outrider/v1 and outrider/internal/v1 from the protos, with the virtual environment's
+# python. Runs from any directory. Usage: protos/generate.sh [OUT_DIR]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.messages import MAX_DEPTH
+from outrider.limits import MAX_DRAFT_TOKENS
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.step_clock import StepClock
@@ -12,7 +12,7 @@ from verifier_svc.state.trie import CommitWalk, LookupResult
 
 _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "placement"]
-_POSITIONS = [str(position) for position in range(MAX_DEPTH)]
+_POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
 
 def _doubling(first: float, count: int) -> list[float]:
@@ -194,7 +194,7 @@ class Metrics:
             self._add(self._drafts, labels, count)
             self._add(self._draft_tokens, labels, count * drafted)
             self._add(self._accepted_tokens, labels, count * accepted)
-            for position in range(min(accepted, MAX_DEPTH)):
+            for position in range(min(accepted, MAX_DRAFT_TOKENS)):
                 self._add(self._accepted_per_pos, (*labels, _POSITIONS[position]), count)
         self._walks.clear()
         self._verified.clear()

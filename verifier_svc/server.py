@@ -18,7 +18,8 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.internal.v1.token_streams_pb2_grpc import add_TokenStreamServiceServicer_to_server
 from outrider.lm.pages import PagePool
 from outrider.lm.runner import Bounds, ModelRunner
-from outrider.messages import AcceptanceRule, ModelInfo, Stage
+from outrider.messages import AcceptanceRule
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc, telemetry
 from outrider.process.metrics_export import serve_metrics
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -121,7 +122,7 @@ class Loader:
             eos_token_ids=runner.eos_token_ids,
             dtype=str(runner.dtype).removeprefix("torch."),
             device=str(runner.device),
-            max_draft_tokens=policy.depth,
+            max_draft_tokens=policy.max_draft_tokens,
         )
         rule = (
             AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
@@ -156,7 +157,9 @@ class Loader:
             cache_bytes=settings.grammar_cache_bytes,
         )
         self._report(Stage.WARMING_UP, "running trial forwards")
-        runner.capture(Bounds(settings.max_sequences, 1 + policy.depth, settings.max_batch_tokens))
+        runner.capture(
+            Bounds(settings.max_sequences, 1 + policy.max_draft_tokens, settings.max_batch_tokens)
+        )
         engine.warm_up(min(_TRIAL_CONTEXT, self.info.context_length))
         # What loading left behind lives as long as the process; without this a collection now and then takes 100 ms to see that.
         gc.collect()

@@ -139,7 +139,7 @@ def times_of(situation: Situation, place: Place) -> Times:
     """The times of a place by the cost tables."""
     costs, batch = situation.costs, situation.batch
     plain_s = arithmetic.step_s(situation.plain_costs, batch, 0)
-    depths = range(1, arithmetic.MAX_DEPTH + 1)
+    depths = range(1, arithmetic.MAX_DRAFT_TOKENS + 1)
     verify_s = [arithmetic.step_s(costs, batch, depth) for depth in depths]
     cost = costs.drafting[place.cost]
     return Times(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from bench.simulator.costs import Costs
 
-MAX_DEPTH = 16
+MAX_DRAFT_TOKENS = 16
 PAYS = 1.02
 """Drafting pays from this multiple of plain decoding on."""
 MAX_ROUND_TRIP_S = 1.0

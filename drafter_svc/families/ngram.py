@@ -20,7 +20,8 @@ from drafter_svc.pools.prediction import Prediction
 from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPool
 from drafter_svc.pools.redis_server import RedisServer
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import MAX_DEPTH, ModelInfo
+from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.model_info import ModelInfo
 
 # Branches that are prepared between two verdicts, one for each place where a draft can end; where the sequences are too many for
 # that, so many for each. Looking them up is almost free, but sending them is not.
@@ -31,7 +32,7 @@ _FEWEST = 4
 class NgramSettings(RedisSettings):
     """Settings of the family ngram."""
 
-    max_draft_len: int = Field(8, ge=1, le=MAX_DEPTH)
+    max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
     """Longest run proposed at once."""
 
     max_matching_ngram_size: int = Field(3, ge=1, le=16)

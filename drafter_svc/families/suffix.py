@@ -21,7 +21,8 @@ from drafter_svc.metrics import Metrics
 from drafter_svc.placement import PlacementPlan
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.errors import OutriderError, Reason
-from outrider.messages import ModelInfo, Opened
+from outrider.messages import Opened
+from outrider.model_info import ModelInfo
 
 # Each tenant's trees are its own; of more tenants than these the least recently seen are forgotten.
 _MAX_CORPORA = 64

@@ -1,4 +1,4 @@
-"""Starts a drafter against the scripted verifier, plays the scenes, and says which rules it kept."""
+"""Runs a drafter against the scripted verifier, plays the scenes, and reports broken rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXIT_S = 5.0
 
 
 class Kit:
-    """One drafter and what became of each rule."""
+    """One drafter under test, and the result of each rule."""
 
     def __init__(self, command: Sequence[str], fingerprint: str, vocab_size: int) -> None:
         self.results = {name: Result() for name in RULES}
@@ -39,7 +39,7 @@ class Kit:
         model = verifier_pb2.GetModelResponse(
             model_id="conformance",
             stage=verifier_pb2.MODEL_STAGE_LOADING,
-            stage_detail="the conformance kit waits",
+            stage_detail="the conformance kit tests whether the drafter waits",
             tokenizer_fingerprint=fingerprint,
             vocab_size=vocab_size,
             context_length=8192,
@@ -51,10 +51,13 @@ class Kit:
         self._address = ""
         self._began = time.monotonic()
 
-    # --- what scenes use ---
+    # --- the interface for scenes ---
 
     async def link(self) -> Link:
-        """The drafter's stream, which it may have to open again; a process is started where there is none."""
+        """The drafter's stream; starts the process and waits for a new stream where needed.
+
+        Raises Broken("comes-back") if no stream comes within 8 s.
+        """
         if self._link is not None and not self._link.ended:
             return self._link
         if self._process is None:
@@ -63,11 +66,13 @@ class Kit:
         if self._link is None:
             assert self._process is not None
             code = self._process.poll()
-            text = f"no stream within {_BACK_S:.0f} s" if code is None else f"exited with {code}"
-            raise Broken("comes-back", text)
+            if code is not None:
+                raise Broken("comes-back", f"exited with {code}")
+            raise Broken("comes-back", f"no stream within {_BACK_S:.0f} s")
         return self._link
 
     def passed(self, *rules: str) -> None:
+        """Mark these rules as kept, unless they failed before."""
         for rule in rules:
             if self.results[rule].outcome is Outcome.NOT_SEEN:
                 self.results[rule].outcome = Outcome.PASS
@@ -77,13 +82,14 @@ class Kit:
         if result.outcome is not Outcome.FAIL:
             self.results[rule] = Result(Outcome.FAIL, reason)
 
-    def _note(self, who: str, what: dict[str, Any]) -> None:
+    def _note(self, sender: str, message: dict[str, Any]) -> None:
         at = round(time.monotonic() - self._began, 3)
-        self.transcript.append({"seconds": at, "from": who, **what})
+        self.transcript.append({"seconds": at, "from": sender, **message})
 
     # --- the run ---
 
     async def run(self) -> None:
+        """Play everything; `results` and `transcript` have the outcome."""
         server = rpc.Server("outrider.v1.VerifierService")
         add_VerifierServiceServicer_to_server(self.verifier, server.grpc)
         [port] = await server.start("127.0.0.1:0")
@@ -98,7 +104,7 @@ class Kit:
             await server.stop(0)
 
     async def _arrives(self) -> bool:
-        """Whether the drafter opened a stream, and only once the model was ready."""
+        """Wait for the first stream, which must not come before READY; False if none comes."""
         self._start()
         early = await self._first_link(1.5)
         self.verifier.model.stage = verifier_pb2.MODEL_STAGE_READY
@@ -127,13 +133,14 @@ class Kit:
             except Broken as broken:
                 self._complain(broken.rule, broken.reason)
                 self.verifier.refusal = None
-                # The next scene begins with a stream in order.
+                # The next scene needs a stream in a clean state.
                 self._kill()
                 self._link = None
                 while not self.verifier.links.empty():
                     self.verifier.links.get_nowait()
 
     async def _leaves(self) -> None:
+        """Check that the drafter leaves politely on SIGTERM."""
         rule = "leaves-politely"
         try:
             link = await self.link()
@@ -142,25 +149,27 @@ class Kit:
             return
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        # As a verifier does: the stream ends once the drafter has half-closed.
+        # Like a verifier, end the stream once the drafter has half-closed.
         half_closed = await link.until(link.half_closed.is_set, _EXIT_S)
         code = await self._exit_code(_EXIT_S)
         if not link.draining:
-            self._complain(rule, "no Draining came")
+            self._complain(rule, "the drafter sent no Draining")
         elif not half_closed and not link.half_closed.is_set():
             self._complain(rule, "the stream was not half-closed")
         elif code != 0:
-            what = "still runs" if code is None else f"exited with {code}"
-            self._complain(rule, f"the process {what} after {_EXIT_S:.0f} s")
+            state = "still runs" if code is None else f"exited with {code}"
+            self._complain(rule, f"the process {state} after {_EXIT_S:.0f} s")
         self.passed(rule)
 
     async def _gives_up(self) -> None:
+        """Check that the drafter exits after a final refusal."""
         rule = "gives-up"
         self._kill()
         self.verifier.refusal = refused(Reason.TOKENIZER_MISMATCH)
         before = len(self.verifier.attempts)
         self._start()
-        code, attempts = None, 0
+        code = None
+        attempts = 0
         deadline = time.monotonic() + _START_S
         while code is None and attempts < 2 and time.monotonic() < deadline:
             code = await self._exit_code(0.2)
@@ -168,9 +177,9 @@ class Kit:
         if code is None:
             self._complain(rule, f"still runs after {attempts} attempts")
         elif code == 0:
-            self._complain(rule, "exits with 0")
+            self._complain(rule, "exited with 0")
         elif attempts != 1:
-            self._complain(rule, f"dialled {attempts} times")
+            self._complain(rule, f"opened {attempts} streams")
         self.passed(rule)
 
     # --- the process ---
@@ -192,18 +201,20 @@ class Kit:
             self._process.wait()
         self._process = None
 
-    # --- what came of it ---
+    # --- the results ---
 
     @property
     def failed(self) -> list[str]:
+        """The names of the broken rules."""
         return [name for name, result in self.results.items() if result.outcome is Outcome.FAIL]
 
     def table(self) -> Table:
-        """The rules, and what to mend of those that were broken."""
-        table = Table("rule", "", "what it says; what was wrong; what to mend")
+        """A table of the rules, with reasons and hints for the broken ones."""
+        table = Table("rule", "", "statement; reason of the failure; hint")
         styles = {Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_SEEN: "dim"}
         for name, result in self.results.items():
-            rule, text = RULES[name], RULES[name].says
+            rule = RULES[name]
+            text = rule.says
             if result.outcome is Outcome.FAIL:
                 text = f"{rule.says}\n[red]{result.reason}[/red]\n{rule.mend}"
             outcome = f"[{styles[result.outcome]}]{result.outcome.value}[/]"
@@ -218,7 +229,11 @@ def check_drafter(
     vocab_size: int = 4096,
     transcript: Path | None = None,
 ) -> int:
-    """Check the drafter that `command` starts, with {address} for the verifier's; the exit status."""
+    """Check a drafter, print the results, and return the exit status: 1 if it broke a rule.
+
+    `command` starts the drafter; {address} in it stands for the verifier's address. `transcript`
+    is a file for all messages, one JSON object a line.
+    """
     kit = Kit(command, fingerprint, vocab_size)
     asyncio.run(kit.run())
     Console().print(kit.table())

@@ -1,4 +1,7 @@
-"""What was said on one draft stream, and whether a drafter's messages keep the contract. Knows no sockets."""
+"""Records one draft stream and checks a drafter's messages against the contract.
+
+Knows no sockets.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outrider.limits import MAX_BATCH_ENTRIES, MAX_PROPOSAL_TOKENS, SUM_TOLERANCE
 from outrider.v1 import drafts_pb2
 
+# Messages for a sequence may arrive this long after the verifier closed it.
 _CLOSED_S = 0.5
-_MAX_TOKENS, _MAX_ENTRIES = 1024, 4096
 Complain = Callable[[str, str], None]
-"""Takes a rule's name and what was wrong."""
+"""Takes the name of a broken rule and the reason."""
 
 
 @dataclass
-class Followed:
-    """One sequence as the verifier has it, and the guesses that stand."""
+class TrackedSequence:
+    """One sequence: the verifier's committed tokens, and the drafter's guesses."""
 
     opened: drafts_pb2.Opened
     committed: list[int]
-    wanted: int
+    draft_tokens: int
     closed_at: float = 0.0
-    # Each guess with its base: a path of tokens behind so many committed ones.
+    # Each path of guesses, behind a number of committed tokens.
     paths: list[tuple[int, list[int]]] = field(default_factory=list)
     answered: set[int] = field(default_factory=set)
-    """Committed lengths that a proposal or skip named."""
+    """Committed lengths that a proposal or skip has answered."""
 
-    def standing(self) -> list[int]:
-        """The longest guess that still agrees, behind the committed tokens."""
+    def valid_guess(self) -> list[int]:
+        """The longest path of guesses behind the committed tokens that agrees with them."""
         best: list[int] = []
         for base, path in self.paths:
             text = [*self.committed[:base], *path]
@@ -38,43 +42,46 @@ class Followed:
 
 
 class Ledger:
-    """The sequences of one stream. `said` and `heard` keep it up to date; `heard` complains."""
+    """The sequences of one stream. `received` reports broken rules to `complain`."""
 
     def __init__(self, vocab_size: int, complain: Complain) -> None:
-        self.sequences: dict[int, Followed] = {}
+        self.sequences: dict[int, TrackedSequence] = {}
         self.fault_count = 0
         self._vocab_size = vocab_size
-        self._told = complain
+        self._report = complain
 
     def _complain(self, rule: str, reason: str) -> None:
         self.fault_count += 1
-        self._told(rule, reason)
+        self._report(rule, reason)
 
-    def said(self, step: drafts_pb2.StepBatch) -> None:
-        """The verifier says this."""
+    def sent(self, step: drafts_pb2.StepBatch) -> None:
+        """Record a message of the verifier."""
         for opened in step.opened:
-            followed = Followed(opened, list(opened.token_ids), opened.draft_tokens)
-            self.sequences[opened.sequence_id] = followed
+            sequence = TrackedSequence(opened, list(opened.token_ids), opened.draft_tokens)
+            self.sequences[opened.sequence_id] = sequence
         for verdict in step.verdicts:
             known = self.sequences[verdict.sequence_id]
             behind = len(known.committed) - (verdict.committed_length - len(verdict.new_token_ids))
             known.committed += verdict.new_token_ids[behind:]
-            known.wanted = verdict.draft_tokens
+            known.draft_tokens = verdict.draft_tokens
         for closed in step.closed:
             self.sequences[closed.sequence_id].closed_at = time.monotonic()
 
-    def heard(self, batch: drafts_pb2.DraftBatch) -> None:
-        """The drafter says this."""
-        if len(batch.proposals) + len(batch.skips) > _MAX_ENTRIES:
-            self._complain("valid-tokens", f"a message has more than {_MAX_ENTRIES} entries")
+    def received(self, batch: drafts_pb2.DraftBatch) -> None:
+        """Record a message of the drafter and check it."""
+        if len(batch.proposals) + len(batch.skips) > MAX_BATCH_ENTRIES:
+            self._complain("valid-tokens", f"a message has more than {MAX_BATCH_ENTRIES} entries")
         for proposal in batch.proposals:
-            if known := self._known(proposal.sequence_id, proposal.base_length):
+            known = self._known(proposal.sequence_id, proposal.base_length)
+            if known is not None:
                 self._take(known, proposal)
         for skip in batch.skips:
-            if known := self._known(skip.sequence_id, skip.base_length):
+            known = self._known(skip.sequence_id, skip.base_length)
+            if known is not None:
                 known.answered.add(skip.base_length)
 
-    def _known(self, sequence_id: int, base_length: int) -> Followed | None:
+    def _known(self, sequence_id: int, base_length: int) -> TrackedSequence | None:
+        """The sequence of a proposal or skip; None and a complaint if that is invalid."""
         known = self.sequences.get(sequence_id)
         if known is None:
             self._complain("knows-its-sequences", f"{sequence_id} was never opened on this stream")
@@ -82,19 +89,21 @@ class Ledger:
         if known.closed_at and time.monotonic() > known.closed_at + _CLOSED_S:
             self._complain("knows-its-sequences", f"{sequence_id} was closed")
             return None
-        first, last = len(known.opened.token_ids), len(known.committed)
+        first = len(known.opened.token_ids)
+        last = len(known.committed)
         if not first <= base_length <= last:
             text = f"base_length must be in [{first}, {last}], not {base_length}"
             self._complain("valid-base", text)
-            # Wrong, but an answer.
+            # A wrong base still answers the verdict, so that only one rule counts as broken.
             known.answered.add(last)
             return None
         return known
 
-    def _take(self, known: Followed, proposal: drafts_pb2.Proposal) -> None:
+    def _take(self, known: TrackedSequence, proposal: drafts_pb2.Proposal) -> None:
         known.answered.add(proposal.base_length)
-        tokens, parents = list(proposal.token_ids), list(proposal.parents)
-        if not 1 <= len(tokens) <= _MAX_TOKENS:
+        tokens = list(proposal.token_ids)
+        parents = list(proposal.parents)
+        if not 1 <= len(tokens) <= MAX_PROPOSAL_TOKENS:
             self._complain("valid-tokens", f"a proposal has {len(tokens)} tokens")
             return
         if max(tokens) >= self._vocab_size:
@@ -111,16 +120,18 @@ class Ledger:
             paths.append([*paths[parent], token])
         known.paths += [(proposal.base_length, path) for path in paths[1:]]
 
-    def _check_distributions(self, known: Followed, proposal: drafts_pb2.Proposal) -> None:
-        count, given = len(proposal.token_ids), list(proposal.distributions)
+    def _check_distributions(self, known: TrackedSequence, proposal: drafts_pb2.Proposal) -> None:
+        count = len(proposal.token_ids)
+        given = list(proposal.distributions)
         if known.opened.distribution != drafts_pb2.DRAFT_DISTRIBUTION_SPARSE:
             if any(one.token_ids for one in given):
-                self._complain("valid-distributions", "distributions where none were asked for")
+                self._complain("valid-distributions", "distributions without a request for them")
             return
         if len(given) not in (0, count):
             self._complain("valid-distributions", f"{len(given)} of them for {count} tokens")
         for token, one in zip(proposal.token_ids, given, strict=False):
             weights = dict(zip(one.token_ids, one.probabilities, strict=False))
-            if weights and (abs(sum(weights.values()) - 1) > 1e-3 or not weights.get(token)):
-                text = f"the distribution of {token} does not sum to 1, or gives it nothing"
+            is_normal = abs(sum(weights.values()) - 1) <= SUM_TOLERANCE
+            if weights and not (is_normal and weights.get(token)):
+                text = f"the distribution of {token} does not sum to 1, or gives it probability 0"
                 self._complain("valid-distributions", text)

@@ -1,4 +1,4 @@
-"""What a drafter has to keep, by name, and what to mend when it does not. docs/protocol.md explains each."""
+"""The rules of the draft stream for drafters, with hints. docs/protocol.md explains them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from enum import Enum
 
 
 class Outcome(Enum):
+    """The result of one rule."""
+
     PASS = "pass"
     FAIL = "FAIL"
     NOT_SEEN = "not seen"
-    """No scene led there, or the drafter does not do what the rule is about."""
+    """No scene tested the rule, or the drafter does not use the feature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`says` is what the contract asks for, `mend` what to look at when it is broken."""
+    """`says` states the rule; `mend` says where to look when it is broken."""
 
     says: str
     mend: str
@@ -23,29 +25,31 @@ class Rule:
 
 @dataclass(slots=True)
 class Result:
+    """The outcome of one rule, and why it failed."""
+
     outcome: Outcome = Outcome.NOT_SEEN
     reason: str = ""
 
 
 RULES: dict[str, Rule] = {
     "waits-until-ready": Rule(
-        "Opens no stream while GetModel says LOADING, and one once it says READY.",
+        "Opens no stream while GetModel says LOADING, and opens one when it says READY.",
         "Poll GetModel every 0.25 s or so.",
     ),
     "hello": Rule(
-        "Says Hello first: id, family, the tokenizer's fingerprint, 1 to 64 draft tokens.",
+        "Sends Hello first: id, family, the tokenizer's fingerprint, 1 to 64 draft tokens.",
         "Repeat GetModel's tokenizer_fingerprint if you work on ids alone.",
     ),
     "answers-opened": Rule(
-        "Answers a sequence that is opened with a proposal or a skip.",
+        "Answers each opened sequence with a proposal or a skip.",
         "Guess behind the tokens of Opened, or send a Skip with their number.",
     ),
     "answers-verdicts": Rule(
-        "Has draft_tokens guesses standing behind each verdict, or answers with a proposal or a skip.",
+        "Answers a verdict with a proposal or a skip, unless draft_tokens guesses are valid.",
         "Send a Skip with committed_length when there is nothing to offer.",
     ),
     "valid-base": Rule(
-        "base_length lies between the tokens of Opened and those committed.",
+        "base_length lies between the lengths of Opened and of the committed tokens.",
         "It is the number of committed tokens that you know, from Opened and verdicts.",
     ),
     "valid-tokens": Rule(
@@ -53,15 +57,15 @@ RULES: dict[str, Rule] = {
         "Welcome.vocab_size is the limit; cut what is longer into several messages.",
     ),
     "valid-parents": Rule(
-        "parents is empty, or names for each token one before it.",
+        "parents is empty, or has for each token a parent that comes before it.",
         "0 is the base; j is the j-th token, counted from 1.",
     ),
     "valid-distributions": Rule(
-        "SPARSE: a distribution for each token that it was sampled from; otherwise none.",
+        "SPARSE: has the distribution that each token was sampled from; otherwise none.",
         "Send distributions only where Opened.distribution is SPARSE.",
     ),
     "knows-its-sequences": Rule(
-        "Speaks only of sequences that are open, 0.5 s after Closed at the latest.",
+        "Sends nothing for unknown sequences, and nothing later than 0.5 s after Closed.",
         "Drop a sequence with Closed, and all of them when the stream ends.",
     ),
     "falls-silent": Rule(
@@ -69,7 +73,7 @@ RULES: dict[str, Rule] = {
         "Send only what is new; wait for a message otherwise.",
     ),
     "many-at-once": Rule(
-        "Takes steps that open, move and close several sequences, one of them all three.",
+        "Accepts a step that opens, continues and closes several sequences, also the same one.",
         "Apply opened, then verdicts, then closed; then answer those that are open.",
     ),
     "repeated-verdicts": Rule(
@@ -81,47 +85,47 @@ RULES: dict[str, Rule] = {
         "Give every switch over an enum a default.",
     ),
     "unknown-grammars": Rule(
-        "Drafts without a grammar whose kind it does not know.",
-        "A oneof that is not set is no error.",
+        "Drafts without the grammar if it does not know the grammar's kind.",
+        "Accept a oneof that is not set.",
     ),
     "unknown-messages": Rule(
         "Ignores a message whose kind it does not know.",
-        "Do nothing when none of the message's kinds is set.",
+        "Do nothing when no field of the message's oneof is set.",
     ),
     "large-numbers": Rule(
         "Takes sequence ids up to 2^53 - 1, long prompts, and prompts of one token.",
         "Keep ids in 64 bits; allow messages of 16 MiB.",
     ),
     "windows": Rule(
-        "Goes on when the window shrinks to one token, and when no draft tokens are wanted.",
-        "Window and draft_tokens hold from the verdict on that brings them.",
+        "Continues when the window shrinks to one token, and when draft_tokens is 0.",
+        "Window and draft_tokens hold from the verdict that has them.",
     ),
     "predictions": Rule(
-        "Takes prediction_token_ids for the output from its first token on.",
+        "Takes prediction_token_ids as a guess of the output from its first token.",
         "The output begins behind prompt_token_count tokens.",
     ),
     "serves-while-draining": Rule(
-        "Goes on guessing after the verifier's Draining, until the stream ends.",
-        "Draining asks for nothing; the end of the stream is what counts.",
+        "Continues to guess after the verifier's Draining, until the stream ends.",
+        "Ignore Draining; react to the end of the stream.",
     ),
     "honours-retry-info": Rule(
-        "Comes back no sooner than RetryInfo says.",
+        "Reconnects no sooner than RetryInfo says.",
         "Read google.rpc.RetryInfo from the status' details.",
     ),
     "comes-back": Rule(
-        "Dials again within 8 s of a lost stream, of a taken id and of an unknown error.",
+        "Reconnects within 8 s after a lost stream, a taken id and an unknown error.",
         "Wait at most 2 s between attempts; set gRPC's own maximum backoff too.",
     ),
     "begins-anew": Rule(
-        "Knows nothing of earlier sequences on a new stream.",
-        "Every sequence is opened again; begin with an empty table.",
+        "Forgets all sequences when it opens a new stream.",
+        "The verifier opens every sequence again; begin with an empty table.",
     ),
     "leaves-politely": Rule(
         "On SIGTERM sends Draining, half-closes, reads to the end, and exits with 0 within 5 s.",
         "Read on until the stream ends; a process that exits at once loses its last message.",
     ),
     "gives-up": Rule(
-        "Exits with another status than 0 when it is refused for ever, and dials no more.",
+        "Exits with a status other than 0 when it is refused for good, and does not reconnect.",
         'Reasons with "Retry: never" in errors.proto are final.',
     ),
 }

@@ -1,4 +1,4 @@
-"""A verifier without a model, over real gRPC: it says what a scene tells it to, and writes down what it hears."""
+"""A verifier without a model, over real gRPC: sends a scene's messages and records the answers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from google.protobuf.message import Message
 
 from outrider.conformance.ledger import Complain, Ledger
 from outrider.errors import OutriderError, Reason
+from outrider.limits import MAX_DRAFT_TOKENS, MAX_FAMILY_LENGTH, MAX_NAME_LENGTH
 from outrider.process import rpc
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
 Note = Callable[[str, dict[str, Any]], None]
-"""Takes who spoke, and what was said, for the transcript."""
+"""Takes the sender's name and its message, for the transcript."""
 
 
 class Broken(Exception):
-    """A rule that a scene found broken, and how."""
+    """A scene found a broken rule."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(f"{rule}: {reason}")
-        self.rule, self.reason = rule, reason
+        self.rule = rule
+        self.reason = reason
 
 
 class Link:
-    """One stream of the drafter, from its Hello on."""
+    """One stream of the drafter, after its Hello."""
 
     def __init__(self, hello: drafts_pb2.Hello, ledger: Ledger, note: Note) -> None:
         self.hello = hello
         self.ledger = ledger
         self.began_at = time.monotonic()
-        self.heard_at = self.began_at
+        self.received_at = self.began_at
         self.ended = False
         self.half_closed = asyncio.Event()
         self.draining = False
@@ -44,24 +46,25 @@ class Link:
         self._outbox: asyncio.Queue[Message | OutriderError | None] = asyncio.Queue()
         self._changed = asyncio.Event()
 
-    def say(self, **step: Any) -> None:
-        """What an engine step opened, committed and closed."""
-        batch = drafts_pb2.StepBatch(**step)
-        self.ledger.said(batch)
+    def step(self, **fields: Any) -> None:
+        """Send a StepBatch with these fields."""
+        batch = drafts_pb2.StepBatch(**fields)
+        self.ledger.sent(batch)
         self.send(verifier_pb2.StreamDraftsResponse(step=batch))
 
     def send(self, message: Message) -> None:
+        """Send any message and record it in the transcript."""
         self._note("verifier", MessageToDict(message, preserving_proto_field_name=True))
         self._outbox.put_nowait(message)
 
     def end(self, error: OutriderError | None) -> None:
-        """End the stream: with the error, or as if the process had died."""
+        """End the stream with the error; with None, as if the process had died."""
         self._note("verifier", {"ends": error.reason.name if error else "without a status"})
         self._outbox.put_nowait(error)
-        self.over()
+        self.close()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether the condition came true in time; it is looked at with each message."""
+        """Wait for the condition; returns whether it holds. Each message triggers a check."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition() and not self.ended:
@@ -72,9 +75,9 @@ class Link:
     async def read(self, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]) -> None:
         async for request in requests:
             self._note("drafter", MessageToDict(request, preserving_proto_field_name=True))
-            self.heard_at = time.monotonic()
+            self.received_at = time.monotonic()
             if request.HasField("drafts"):
-                self.ledger.heard(request.drafts)
+                self.ledger.received(request.drafts)
             self.draining |= request.HasField("draining")
             self._changed.set()
         self._note("drafter", {"half_closes": True})
@@ -87,13 +90,14 @@ class Link:
             await context.write(message)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
-    def over(self) -> None:
+    def close(self) -> None:
+        """Mark the stream as ended and wake `until`."""
         self.ended = True
         self._changed.set()
 
 
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """`model` is what GetModel answers; `refusal`, while there is one, what each new stream ends with."""
+    """GetModel returns `model`. While `refusal` is set, each new stream ends with it."""
 
     def __init__(
         self, model: verifier_pb2.GetModelResponse, complain: Complain, note: Note
@@ -101,9 +105,10 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.model = model
         self.refusal: OutriderError | None = None
         self.attempts: list[float] = []
-        """When streams were opened, refused ones included."""
+        """Times at which streams were opened, refused ones included."""
         self.links: asyncio.Queue[Link] = asyncio.Queue()
-        self._complain, self._note = complain, note
+        self._complain = complain
+        self._note = note
 
     @rpc.reports_errors
     async def GetModel(
@@ -118,7 +123,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         raise OutriderError(Reason.UNSUPPORTED_PARAMETER, "the conformance kit has no model")
 
     @rpc.reports_errors
-    async def StreamDrafts(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+    async def StreamDrafts(  # type: ignore[override]  # the stubs do not know writes to the context
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Any
     ) -> None:
         self.attempts.append(time.monotonic())
@@ -149,7 +154,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         finally:
             for task in tasks:
                 task.cancel()
-            link.over()
+            link.close()
 
     def _check_hello(self, first: verifier_pb2.StreamDraftsRequest) -> None:
         hello = first.hello
@@ -157,12 +162,14 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self._complain("hello", "the first message is no Hello")
         if hello.tokenizer_fingerprint != self.model.tokenizer_fingerprint:
             self._complain("hello", f"tokenizer_fingerprint is {hello.tokenizer_fingerprint!r}")
-        if not (1 <= len(hello.drafter_id) <= 128 and 1 <= len(hello.family) <= 64):
-            self._complain("hello", "drafter_id has 1 to 128 characters, family 1 to 64")
-        if not 1 <= hello.max_draft_tokens <= 64:
+        has_valid_id = 1 <= len(hello.drafter_id) <= MAX_NAME_LENGTH
+        if not (has_valid_id and 1 <= len(hello.family) <= MAX_FAMILY_LENGTH):
+            lengths = f"1 to {MAX_NAME_LENGTH} characters, family 1 to {MAX_FAMILY_LENGTH}"
+            self._complain("hello", f"drafter_id must have {lengths}")
+        if not 1 <= hello.max_draft_tokens <= MAX_DRAFT_TOKENS:
             self._complain("hello", f"max_draft_tokens is {hello.max_draft_tokens}")
 
 
 def refused(reason: Reason, retry_after_s: float | None = None) -> OutriderError:
-    """An error of the conformance kit's own verifier."""
-    return OutriderError(reason, "the conformance kit says so", retry_after_s=retry_after_s)
+    """An error with which the scripted verifier refuses a drafter."""
+    return OutriderError(reason, "the conformance kit refuses", retry_after_s=retry_after_s)

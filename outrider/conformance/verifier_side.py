@@ -1,4 +1,4 @@
-"""The counterpart for verifiers: plays a client and a drafter against any implementation of VerifierService."""
+"""Checks a verifier: plays a client and a drafter against any VerifierService."""
 
 from __future__ import annotations
 
@@ -24,41 +24,46 @@ Request = verifier_pb2.GenerateTokensRequest
 Step = verifier_pb2.StreamDraftsResponse
 
 RULES = {
-    "model": "GetModel says READY, and what ids and lengths there are.",
+    "model": "GetModel says READY, the vocabulary size and the context length.",
     "tokens": "GenerateTokens streams max_tokens ids, and finish_reason and stats at the end.",
-    "seeds": "A seed of 64 bits gives the same tokens again.",
+    "seeds": "Two requests with the same 64-bit seed get the same tokens.",
     "limits": "A value out of range is INVALID_ARGUMENT, with reason and field.",
-    "cancel": "A cancelled call holds up nobody.",
-    "hello": "Another tokenizer and a taken id are refused, each with its reason.",
-    "opened": "A drafter is handed sequences, with every committed token.",
-    "verdicts": "Verdicts say what the client receives, in order and without a gap.",
-    "accepts": "Guesses that are what the target writes are accepted.",
-    "lossless": "Right, wrong, late and repeated guesses leave the text as it is.",
-    "unknown": "A message of an unknown kind is ignored.",
-    "violations": "What no delay explains ends the stream with PROTOCOL_VIOLATION.",
+    "cancel": "A cancelled call does not affect later calls.",
+    "hello": "A different tokenizer and a taken id are refused, each with its reason.",
+    "opened": "Opened hands a sequence to the drafter, with every committed token.",
+    "verdicts": "Verdicts have the tokens that the client receives, in order and without a gap.",
+    "accepts": "Guesses that match the target's tokens are accepted.",
+    "lossless": "Right, wrong, late and repeated guesses do not change the text.",
+    "unknown": "The verifier ignores a message of an unknown kind.",
+    "violations": "An invalid message ends the stream with PROTOCOL_VIOLATION.",
     "leaving": "After Draining and half-closing the stream ends with OK.",
 }
 
 
 class Drafter:
-    """One stream; `guess` says what to answer a committed text with."""
+    """A scripted drafter on one stream."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
         self.texts: dict[int, list[int]] = {}
         self.accepted = 0
 
-    async def say(self, **message: Any) -> None:
+    async def send(self, **message: Any) -> None:
+        """Send a message with these fields."""
         await self.call.write(verifier_pb2.StreamDraftsRequest(**message))
 
-    async def hear(self) -> Step:
+    async def receive(self) -> Step:
+        """The next message, or EOF; raises TimeoutError after 20 s."""
         response: Step = await asyncio.wait_for(self.call.read(), _WAIT_S)
         return response
 
     async def follow(self, guess: Callable[[list[int]], list[int]], repeats: int = 1) -> None:
-        """Answer everything until the first sequence is closed."""
+        """Answer each message `repeats` times until the first sequence is closed.
+
+        `guess` maps a committed text to guesses.
+        """
         while True:
-            response = await self.hear()
+            response = await self.receive()
             if response == _END:
                 raise Broken("opened", "the stream ended")
             step = response.step
@@ -89,22 +94,23 @@ class Drafter:
         if found:
             proposal = drafts_pb2.Proposal(**place, token_ids=found)
             batch = drafts_pb2.DraftBatch(proposals=[proposal])
-        await self.say(drafts=batch)
+        await self.send(drafts=batch)
 
 
 class VerifierCheck:
-    """Plays against one verifier."""
+    """The check of one verifier."""
 
     def __init__(self, address: str) -> None:
         self.results: dict[str, str | None] = {}
-        """Of each rule that was tried, what was wrong; None if nothing."""
+        """By tested rule, the reason why it failed, or None."""
         self._address = address
         self._stub: Any = None
         self._model = verifier_pb2.GetModelResponse()
         self._plain: list[int] = []
 
     async def run(self) -> None:
-        # Each with the rule that is broken when it cannot be played at all.
+        """Play all parts; stops early if the verifier generates no tokens."""
+        # By the rule that counts as broken when the call itself fails.
         parts = {
             "tokens": self._client,
             "hello": self._hello,
@@ -124,7 +130,7 @@ class VerifierCheck:
                 except TimeoutError:
                     self.results[rule] = f"nothing came for {_WAIT_S:.0f} s"
                 if not self._plain:
-                    # What generates nothing cannot be drafted for.
+                    # Without tokens there is nothing to draft for.
                     return
 
     def _hold(self, rule: str, fact: bool, reason: str) -> None:
@@ -177,16 +183,16 @@ class VerifierCheck:
         } | hello
         call = self._stub.StreamDrafts()
         drafter = Drafter(call)
-        await drafter.say(hello=drafts_pb2.Hello(**fields))
+        await drafter.send(hello=drafts_pb2.Hello(**fields))
         try:
             yield drafter
         finally:
             call.cancel()
 
     async def _ending(self, drafter: Drafter) -> tuple[grpc.StatusCode, OutriderError]:
-        """What the stream ends with."""
+        """Read to the end of the stream; returns its status and error."""
         with suppress(grpc.aio.AioRpcError):
-            while await drafter.hear() != _END:
+            while await drafter.receive() != _END:
                 pass
         call = drafter.call
         code, details = await call.code(), await call.details()
@@ -199,7 +205,7 @@ class VerifierCheck:
         name = error.reason.name
         self._hold("hello", error.reason is Reason.TOKENIZER_MISMATCH, f"mismatch: {name}")
         async with self._drafter("conformance-twin") as first:
-            await first.hear()
+            await first.receive()
             async with self._drafter("conformance-twin") as second:
                 _, error = await self._ending(second)
         name = error.reason.name
@@ -216,8 +222,8 @@ class VerifierCheck:
 
         name = "conformance-drafter"
         async with self._drafter(name) as drafter:
-            await drafter.hear()
-            await drafter.say()  # a message of no kind that is known
+            await drafter.receive()
+            await drafter.send()  # a message without a kind
             for guess, repeats in ((right, 1), (wrong, 1), (right, 3)):
                 asked = common_pb2.SpeculationOptions(drafter=name)
                 text = asyncio.create_task(self._tokens(speculation=asked))
@@ -226,45 +232,46 @@ class VerifierCheck:
                 self._hold("opened", True, "")
                 same = ids(await text) == self._plain
                 self._hold("lossless", same, f"{guess.__name__} guesses change the text")
-                said = next(iter(drafter.texts.values()))
-                self._hold("verdicts", said == whole[: len(said)], "verdicts say another text")
+                text_here = next(iter(drafter.texts.values()))
+                same = text_here == whole[: len(text_here)]
+                self._hold("verdicts", same, "the verdicts' tokens differ from the client's")
                 drafter.texts.clear()
             self._hold("accepts", drafter.accepted > 0, "no guess was accepted")
 
     async def _violations(self) -> None:
         wrongs: dict[str, dict[str, Any]] = {
-            "a sequence that never was": {"sequence_id": 2**52, "base_length": 1, "token_ids": [1]},
+            "an unknown sequence": {"sequence_id": 2**52, "base_length": 1, "token_ids": [1]},
             "a proposal without tokens": {"sequence_id": 2**52, "base_length": 1},
             "an id out of range": {"base_length": 1, "token_ids": [self._model.vocab_size]},
         }
-        for number, (what, fields) in enumerate(wrongs.items()):
+        for number, (fault, fields) in enumerate(wrongs.items()):
             async with self._drafter(f"conformance-liar-{number}") as drafter:
-                await drafter.hear()
+                await drafter.receive()
                 proposal = drafts_pb2.Proposal(**fields)
-                await drafter.say(drafts=drafts_pb2.DraftBatch(proposals=[proposal]))
+                await drafter.send(drafts=drafts_pb2.DraftBatch(proposals=[proposal]))
                 _, error = await self._ending(drafter)
             right = error.reason is Reason.PROTOCOL_VIOLATION and error.field is not None
-            self._hold("violations", right, f"{what} gave {error.reason.name}")
+            self._hold("violations", right, f"{fault} gave {error.reason.name}")
 
     async def _leaving(self) -> None:
         async with self._drafter("conformance-leaver") as drafter:
-            await drafter.hear()
-            await drafter.say(draining=drafts_pb2.Draining(reason="the check is over"))
+            await drafter.receive()
+            await drafter.send(draining=drafts_pb2.Draining(reason="the check is over"))
             await drafter.call.done_writing()
             code, _ = await self._ending(drafter)
         self._hold("leaving", code is grpc.StatusCode.OK, f"it ends with {code.name}")
 
 
 def ids(parts: list[Any]) -> list[int]:
-    """The token ids of a text."""
+    """The token ids of all parts of an answer."""
     return [token for part in parts for token in part.token_ids]
 
 
 def check_verifier(address: str) -> int:
-    """Check the verifier at host:port; the exit status."""
+    """Check the verifier at host:port, print the results, and return the exit status."""
     check = VerifierCheck(address)
     asyncio.run(check.run())
-    table = Table("rule", "", "what it says; what was wrong")
+    table = Table("rule", "", "statement; reason of the failure")
     for rule, says in RULES.items():
         wrong = check.results.get(rule, "not reached, since an earlier rule failed")
         outcome = "[green]pass[/]" if wrong is None else "[bold red]FAIL[/]"

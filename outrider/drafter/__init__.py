@@ -1,4 +1,4 @@
-"""Write your own drafter: a strategy is a function of a text, and the rest is here.
+"""The library for drafters of your own: write a strategy; this does the rest.
 
     from outrider.drafter import serve
 
@@ -17,13 +17,13 @@ from outrider.messages import DraftDistribution, Opened, SparseDistribution
 from outrider.sampling.noise import coupled_draw
 
 __all__ = [
+    "DraftDistribution",
     "DraftSequence",
     "DraftStream",
     "Guess",
     "GuessStrategy",
     "Observer",
     "Opened",
-    "DraftDistribution",
     "SparseDistribution",
     "Strategy",
     "coupled_draw",

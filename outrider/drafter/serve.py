@@ -1,4 +1,4 @@
-"""A whole drafter process around a strategy: what examples and drafters of one's own call."""
+"""Runs a whole drafter process around a strategy. Examples and drafters of your own call it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from outrider.drafter.strategy import Guess, GuessStrategy, Strategy
 from outrider.drafter.stream import DraftStream, Observer
 from outrider.drafter.streams import DraftStreams
 from outrider.errors import OutriderError
-from outrider.messages import Hello, ModelInfo, Placement
+from outrider.messages import Hello, Placement
+from outrider.model_info import ModelInfo
 from outrider.process import telemetry
 
 
@@ -24,14 +25,14 @@ def serve(
     drafter_id: str | None = None,
     tokenizer_fingerprint: str = "",
 ) -> None:
-    """Draft until SIGTERM or SIGINT, through the verifier's restarts, or for several verifiers.
+    """Draft for one or several verifiers until SIGTERM or SIGINT; reconnects when one restarts.
 
-    `draft` is a function (text, count) → tokens, or a Strategy, of which each connection gets a
-    fresh one. `name` is the family's: requests and metrics use it. The id is made of name, host
-    and process unless it is given. Without a fingerprint the drafter works on ids alone, whatever
-    they mean.
+    `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes an
+    instance. `name` is the family's name in requests and metrics. `drafter_id` defaults to name,
+    host and process id. `tokenizer_fingerprint` defaults to the verifier's own, for drafters that
+    work with any ids.
 
-    Ends the process with status 1 and a sentence when no verifier will ever have this drafter.
+    Exits with status 1 and a message when every verifier refuses this drafter for good.
     """
     telemetry.setup_logging("info")
     verifiers = [verifier] if isinstance(verifier, str) else list(verifier)

@@ -1,6 +1,7 @@
-"""A drafter's part in one draft stream, without the stream: what the verifier says goes in, what there is to say comes out.
+"""A drafter's side of one draft stream, without the stream: step batches in, draft batches out.
 
-Owns the sequences and knows when to ask a family for which. Knows no way of drafting, no sockets and no tasks.
+Owns the sequences and decides when to ask the strategy for which. Knows no way of drafting, no
+sockets and no tasks.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ log = logging.getLogger(__name__)
 
 
 class DraftSession:
-    """The sequences of one stream and the family that drafts for them. `apply` and `round` must not overlap.
+    """The sequences of one stream and the strategy that drafts for them.
 
-    An exception out of the family's work for one sequence costs that sequence its drafts: it is abandoned, and skipped after each
-    verdict until it is closed. OutriderErrors and the family's `fatal` exceptions are no sequence's fault and go on up.
+    Calls of `apply` and `round` must not overlap. When the strategy raises while it works on one
+    sequence, the session abandons that sequence: it drafts no more for it and skips after each
+    verdict until the sequence is closed. OutriderErrors and the strategy's `fatal` exceptions
+    propagate, because no single sequence causes them.
     """
 
     def __init__(self, strategy: Strategy, clock: Clock = monotonic) -> None:
         self.sequences: dict[int, DraftSequence] = {}
         self.abandoned_count = 0
-        """Sequences that were abandoned so far."""
+        """Sequences abandoned so far."""
         self._strategy = strategy
         self._clock = clock
-        # Exceptions that are no sequence's fault.
-        self._nobodys: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)
-        # Kinds of failures that were logged, by type and origin.
+        # Exceptions that no single sequence causes.
+        self._propagated: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)
+        # Failures in the log, by type, file and line.
         self._logged: set[tuple[type[Exception], str, int]] = set()
 
     def apply(self, step: StepBatch) -> None:
-        """Take over what the verifier said; raises OutriderError(PROTOCOL_VIOLATION) for what no delay explains."""
+        """Apply a step batch; raises OutriderError(PROTOCOL_VIOLATION) for an invalid verdict."""
         for opened in step.opened:
             self._open(opened)
         for verdict in step.verdicts:
@@ -64,10 +67,11 @@ class DraftSession:
                 self._strategy.committed(sequence, standing)
 
     async def round(self, interrupted: Callable[[], bool]) -> DraftBatch:
-        """What there is to say; empty when there is nothing to do before the next message.
+        """Draft until there is something to send; an empty batch means to wait for a message.
 
-        Sequences that the verifier may be waiting for come first. Only when there are none do others run ahead of it. Once
-        `interrupted` says so, a message waits to be applied, and the round ends with what there is.
+        Sequences that the verifier may be waiting for come first; the others run ahead only when
+        there are none. `interrupted` returns whether a message waits to be applied; then the round
+        ends with the guesses so far.
         """
         started = self._clock()
         while asked := self._next():
@@ -82,9 +86,9 @@ class DraftSession:
     def _next(self) -> list[DraftSequence]:
         sequences = self.sequences.values()
         urgent = [sequence for sequence in sequences if sequence.urgent]
-        return urgent or [
-            sequence for sequence in sequences if sequence.room > 0 or sequence.branch_room > 0
-        ]
+        if urgent:
+            return urgent
+        return [one for one in sequences if one.room > 0 or one.branch_room > 0]
 
     def _collect(self, draft_seconds: float) -> DraftBatch:
         batch = DraftBatch()
@@ -97,32 +101,34 @@ class DraftSession:
         return batch
 
     async def _propose(self, asked: list[DraftSequence], interrupted: Callable[[], bool]) -> None:
-        """Ask for all at once; if that fails, for each alone, so that those at fault are known."""
+        """Ask for all at once; if that fails, for each alone, to find the sequences at fault."""
         try:
             await self._strategy.propose(asked, interrupted)
-        except self._nobodys:
+        except self._propagated:
             raise
-        except Exception:  # noqa: BLE001  # raised again by those at fault
+        # The calls below raise it again for the sequences at fault.
+        except Exception:  # noqa: BLE001
             for sequence in asked:
                 with self._abandoning(sequence):
                     await self._strategy.propose([sequence], interrupted)
 
     @contextmanager
     def _abandoning(self, sequence: DraftSequence) -> Iterator[None]:
-        """Work for one sequence, which is abandoned if that raises."""
+        """Abandon the sequence if the block raises."""
         try:
             yield
-        except self._nobodys:
+        except self._propagated:
             raise
-        except Exception as error:  # noqa: BLE001  # logged there
+        # `_abandon` logs it.
+        except Exception as error:  # noqa: BLE001
             self._abandon(sequence, error)
 
     def _abandon(self, sequence: DraftSequence, error: Exception) -> None:
-        """Draft no more for a sequence; the log has each kind of error once, by its type and where it was raised."""
+        """Draft no more for a sequence; logs an error once for each type and line."""
         kind = type(error), *_origin(error)
         if kind not in self._logged:
             self._logged.add(kind)
-            message = "sequence %d is not drafted for any more; later failures of this kind are not logged"
+            message = "sequence %d is not drafted for any more; such failures are logged once"
             log.error(message, sequence.id, exc_info=error)
         self.abandoned_count += 1
         sequence.abandon()
@@ -131,15 +137,17 @@ class DraftSession:
     def _close(self, sequence: DraftSequence) -> None:
         try:
             self._strategy.closed(sequence)
-        except self._nobodys:
+        except self._propagated:
             raise
         except Exception:
-            log.exception("the family could not give back what it held of sequence %d", sequence.id)
+            log.exception("the strategy failed to release its state of sequence %d", sequence.id)
 
 
 def _origin(error: Exception) -> tuple[str, int]:
-    """File and line of the innermost frame."""
+    """File and line of the frame that raised the error."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    if trace is None:
+        return "", 0
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace is not None else ("", 0)
+    return trace.tb_frame.f_code.co_filename, trace.tb_lineno

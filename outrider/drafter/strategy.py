@@ -1,4 +1,4 @@
-"""What a way of drafting has to do. docs/drafters.md explains it with a whole drafter as its example."""
+"""The interface of a way of drafting. docs/drafters.md explains it with a complete example."""
 
 # ruff: noqa: B027  # hooks that a strategy may leave out
 from __future__ import annotations
@@ -7,21 +7,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from outrider.drafter.draft_sequence import DraftSequence
-from outrider.messages import MAX_DEPTH, DraftDistribution
+from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.messages import DraftDistribution
 
 
 class Strategy(ABC):
     """A way of drafting, for one connection to a verifier.
 
-    The session owns the sequences; a strategy owns its model or pool, and what it caches for each
-    sequence. What a method raises for one sequence costs that sequence its drafts and nobody else
-    anything. An OutriderError ends the connection, and an exception of a `fatal` type the process.
+    The session owns the sequences; a strategy owns its model or pool and its caches for each
+    sequence. When a method raises, only the sequence that it worked on loses its drafts. An
+    OutriderError ends the connection, and an exception of a `fatal` type ends the process.
     """
 
     name: str
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
-    max_draft_tokens = MAX_DEPTH
-    """Most guesses, one behind the other, that it ever offers for a step; at most 64."""
+    max_draft_tokens = MAX_DRAFT_TOKENS
+    """Longest chain of guesses that it ever offers for a step; at most 64."""
     device = "cpu"
     fatal: tuple[type[Exception], ...] = ()
 
@@ -31,29 +32,30 @@ class Strategy(ABC):
     ) -> None:
         """Guess for these sequences with `sequence.extend` and `sequence.branch`.
 
-        `sequence.goal` tokens are wanted of each now. A sequence for which nothing is offered is
-        not asked for again before its next verdict, unless it is postponed. What takes long looks
-        at `interrupted` now and then and returns once that is true: a message waits to be read.
+        The verifier can use `sequence.goal` tokens of each now. The session does not ask again
+        for a sequence without an offer before its next verdict, unless the strategy postpones it.
+        A long computation should call `interrupted` now and then and return once it is true: then
+        a message waits to be read.
         """
 
     def opened(self, sequence: DraftSequence) -> None:
-        """A sequence begins. This and the next two run between two drafts and should be quick."""
+        """Begin a sequence. This and the next two run between two drafts and should be quick."""
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
-        """A verdict was followed: of the tokens held before, the first `standing` still stand.
+        """Handle a verdict. Of the tokens held before it, the first `standing` are still valid.
 
         The tokens held are the committed ones and the guesses behind them.
         """
 
     def closed(self, sequence: DraftSequence) -> None:
-        """A sequence is over or given up; also after `opened` failed."""
+        """Release a sequence that ended or was abandoned, also after `opened` failed."""
 
     async def aclose(self) -> None:
-        """The connection is over. Sequences are not closed one by one."""
+        """Release the connection's state. `closed` is not called for the sequences left."""
 
 
 Guess = Callable[[Sequence[int], int], Sequence[int]]
-"""From a text, and how many tokens are wanted, to tokens that may follow it: fewer, or none."""
+"""Maps a text and a number of tokens to at most as many tokens that may follow the text."""
 
 
 class GuessStrategy(Strategy):

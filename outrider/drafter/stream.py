@@ -1,6 +1,7 @@
-"""A drafter's end of the draft stream: dials, introduces itself, and carries messages to and from a DraftSession.
+"""A drafter's end of the draft stream: dials, introduces itself, and serves a DraftSession.
 
-Receiving and drafting are separate tasks, so neither end ever waits for the other to read. Knows no way of drafting.
+Receiving and drafting are separate tasks, so that a full send buffer never stops the reading.
+Knows no way of drafting.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from outrider.clock import Clock, monotonic
 from outrider.drafter.session import DraftSession
 from outrider.drafter.strategy import Strategy
 from outrider.errors import OutriderError, Reason, Retry
-from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch, Welcome
+from outrider.messages import DraftBatch, Hello, StepBatch, Welcome
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc, telemetry
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 from outrider.wire import drafts as wire_drafts
@@ -28,41 +30,46 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _BACKOFF_S = (0.1, 2.0)
-# Only a stream that lasted so long shows that all is well again.
+# A stream that lasted this long resets the backoff.
 _GOOD_S = 60.0
-# However long a verifier asks to be left alone.
+# Upper bound of the retry delay that a verifier may ask for.
 _LONGEST_RETRY_S = 60.0
 _POLL_LOADING_S = 0.25
-# A verifier that starts as well takes longer to answer, and then loads for a while.
-_WORTH_TELLING_S = 30.0
+# Log a wait for the verifier only after this time: it may be starting too, and loads for a while.
+_LOG_WAIT_AFTER_S = 30.0
 _GOODBYE_S = 1.0
-# More than these wait in the verifier, which cuts off who does not read.
+# Further steps stay in the verifier, which closes the stream of a drafter that does not read.
 _MAX_UNREAD_STEPS = 256
-# Proposals or skips in a message: of sampled runs of 8 tokens with 32 probabilities each, about 1 MB, of 16 that gRPC lets through.
-_MOST_ENTRIES = 512
+# Most proposals or skips of a message. With sampled runs of 8 tokens and 32 probabilities each they
+# take about 1 MB of the 16 MiB that a message may have.
+_MAX_MESSAGE_ENTRIES = 512
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 
 
 class Observer:
-    """What a process may want to hear of its stream. Does nothing; override what is wanted."""
+    """Callbacks of a stream. They do nothing; override those that you need."""
 
     async def registered(self, address: str) -> None:
-        """A verifier took this drafter."""
+        """A verifier registered this drafter."""
 
     async def lost(self) -> None:
-        """The stream is over, and its sequences with it."""
+        """The stream ended, and its sequences with it."""
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
-        """A batch was made in so many seconds, and is about to be sent."""
+        """The session made a batch in this time and is about to send it."""
 
     def following(self, sequence_count: int, abandoned_count: int) -> None:
-        """So many sequences are open; so many of this stream were given up since drafting failed for them."""
+        """A round ended with these counts: sequences that are open, and all abandoned so far."""
 
 
 async def wait_until_ready(channel: grpc.aio.Channel, clock: Clock = monotonic) -> ModelInfo:
-    """The model, once the verifier serves it; polls for as long as it takes. Raises OutriderError for what has no meaning."""
+    """Poll GetModel until the verifier is READY; returns its model.
+
+    Never times out. Raises OutriderError for an answer that is invalid.
+    """
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-    told, worth_telling = "", clock() + _WORTH_TELLING_S
+    logged = ""
+    log_after = clock() + _LOG_WAIT_AFTER_S
     while True:
         try:
             response = await stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
@@ -72,14 +79,14 @@ async def wait_until_ready(channel: grpc.aio.Channel, clock: Clock = monotonic) 
             state = f"{info.stage.name.lower()}: {info.stage_detail}"
         except grpc.aio.AioRpcError as failure:
             state = f"{failure.code().name}: {failure.details()}"
-        if state != told and clock() > worth_telling:
+        if state != logged and clock() > log_after:
             log.info("waiting for the verifier (%s)", state)
-            told = state
+            logged = state
         await asyncio.sleep(_POLL_LOADING_S)
 
 
 class DraftStream:
-    """Serves one verifier for ever, through its restarts; `stop` ends it."""
+    """Serves one verifier and reconnects when it restarts; `stop` ends it."""
 
     def __init__(
         self,
@@ -89,8 +96,10 @@ class DraftStream:
         observer: Observer,
         clock: Clock = monotonic,
     ) -> None:
-        """`address` is asked for at each connection, as the verifier's socket may appear later than this drafter; `make_strategy`
-        makes fresh state for each, since a verifier announces everything anew.
+        """Each connection calls `address`, `make_strategy` and `hello` anew.
+
+        The verifier's socket may appear after this drafter started, so its address may change. A
+        verifier opens every sequence again on a new stream, so each strategy starts empty.
         """
         self._address = address
         self._make_strategy = make_strategy
@@ -106,22 +115,22 @@ class DraftStream:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Raises OutriderError when the verifier will never have this drafter."""
+        """Serve until `stop`; raises OutriderError when the verifier refuses it for good."""
         while not self._stopping.is_set():
             try:
                 await self._connect()
-                error = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier ended it")
+                error = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the verifier ended the stream")
             except grpc.aio.AioRpcError as failure:
                 error = rpc.error_of(failure)
                 if error.reason.kind.retry is Retry.NEVER:
                     raise error from failure
             except OutriderError as violation:
-                # What the verifier said makes no sense; a new stream begins with nothing that could be out of step.
+                # The verifier sent an invalid message. A new stream starts from a clean state.
                 error = violation
             except Exception as fault:
                 if isinstance(fault, self._fatal):
                     raise
-                log.exception("drafting failed; it begins anew")
+                log.exception("drafting failed; reconnecting")
                 error = OutriderError(Reason.INTERNAL, "drafting failed")
             if not self._stopping.is_set():
                 log.warning("the stream to %s ended: %s", self._address(), error)
@@ -170,7 +179,8 @@ class DraftStream:
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
         """The result of `work`; None when `stop` came first."""
-        task, stopped = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
@@ -181,7 +191,7 @@ class DraftStream:
 
 
 class _Connection:
-    """One connection, with its session."""
+    """One connection to a verifier, with its session."""
 
     def __init__(
         self,
@@ -204,30 +214,28 @@ class _Connection:
         self._wake = asyncio.Event()
 
     async def introduce(self, hello: Hello) -> Welcome:
-        """Raises grpc.aio.AioRpcError when the verifier refuses."""
+        """Send Hello and wait for Welcome; raises AioRpcError when the verifier refuses."""
+        request = verifier_pb2.StreamDraftsRequest(hello=wire_drafts.hello_to_proto(hello))
         try:
-            await self._call.write(
-                verifier_pb2.StreamDraftsRequest(hello=wire_drafts.hello_to_proto(hello))
-            )
+            await self._call.write(request)
         except asyncio.InvalidStateError:
             await self._raise_status()
         first = await self._call.read()
         if first is _END:
             await self._raise_status()
         if first is _END or rpc.readable(first).WhichOneof("message") != "welcome":
-            raise OutriderError(
-                Reason.PROTOCOL_VIOLATION, "the verifier's first message must be a Welcome"
-            )
-        return Welcome(
-            first.welcome.model_id, first.welcome.vocab_size, first.welcome.context_length
-        )
+            message = "the verifier's first message must be a Welcome"
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message)
+        welcome = first.welcome
+        return Welcome(welcome.model_id, welcome.vocab_size, welcome.context_length)
 
     async def serve(self) -> None:
-        """Until the verifier ends the stream, or `stopping` is set and the goodbye is said."""
-        receiving, drafting = (
-            asyncio.create_task(self._receive()),
-            asyncio.create_task(self._draft()),
-        )
+        """Receive and draft until the verifier ends the stream or `stopping` is set.
+
+        In the second case, send Draining, half-close and wait up to 1 s for the end of the stream.
+        """
+        receiving = asyncio.create_task(self._receive())
+        drafting = asyncio.create_task(self._draft())
         stopped = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([receiving, drafting, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -243,24 +251,22 @@ class _Connection:
             await asyncio.gather(receiving, drafting, stopped, return_exceptions=True)
 
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
-        """Raise why the stream ended: what we found wrong as it is, all else by the call's status, since a failed write says
-        nothing.
+        """Raise why the stream ended: an error of our own tasks as it is, else the call's status.
+
+        gRPC's own exceptions are ignored, because a failed write does not carry the status.
         """
+        ended_by_grpc = (grpc.aio.AioRpcError, asyncio.InvalidStateError, type(None))
         for task in tasks:
-            if task.done() and not isinstance(
-                task.exception(), grpc.aio.AioRpcError | asyncio.InvalidStateError | None
-            ):
+            if task.done() and not isinstance(task.exception(), ended_by_grpc):
                 task.result()
         await self._raise_status()
 
     async def _raise_status(self) -> None:
-        """Raise what the verifier ended the call with, if that was an error."""
+        """Raise AioRpcError with the call's status, unless that is OK."""
         code = await self._call.code()
         if code is not grpc.StatusCode.OK:
-            initial, trailing = (
-                await self._call.initial_metadata(),
-                await self._call.trailing_metadata(),
-            )
+            initial = await self._call.initial_metadata()
+            trailing = await self._call.trailing_metadata()
             raise grpc.aio.AioRpcError(code, initial, trailing, await self._call.details(), None)
 
     async def _receive(self) -> None:
@@ -284,9 +290,8 @@ class _Connection:
                 self._observer.drafted(batch, self._clock() - started)
                 self._trace(batch)
                 for part in _messages(batch):
-                    await self._call.write(
-                        verifier_pb2.StreamDraftsRequest(drafts=wire_drafts.drafts_to_proto(part))
-                    )
+                    proto = wire_drafts.drafts_to_proto(part)
+                    await self._call.write(verifier_pb2.StreamDraftsRequest(drafts=proto))
             else:
                 await self._wake.wait()
         goodbye = drafts_pb2.Draining(reason="the drafter is stopping")
@@ -294,7 +299,7 @@ class _Connection:
         await self._call.done_writing()
 
     def _trace(self, batch: DraftBatch) -> None:
-        """A span for each proposal of a traced sequence, below the span of the round that it answers."""
+        """Record a span for each proposal, as a child of the round that it answers."""
         if not telemetry.enabled():
             return
         for proposal in batch.proposals:
@@ -310,11 +315,15 @@ class _Connection:
 
 
 def _messages(batch: DraftBatch) -> Iterator[DraftBatch]:
-    """The batch in as many messages as it needs: one if it may, whose longest run tells how long all was drafted for."""
-    if len(batch.proposals) + len(batch.skips) <= _MOST_ENTRIES:
+    """Split a batch into messages of at most 512 entries.
+
+    A batch that fits stays whole, because the verifier divides the drafting time of a message by
+    its longest run.
+    """
+    if len(batch.proposals) + len(batch.skips) <= _MAX_MESSAGE_ENTRIES:
         yield batch
         return
-    for first in range(0, len(batch.proposals), _MOST_ENTRIES):
-        yield DraftBatch(batch.proposals[first : first + _MOST_ENTRIES])
-    for first in range(0, len(batch.skips), _MOST_ENTRIES):
-        yield DraftBatch(skips=batch.skips[first : first + _MOST_ENTRIES])
+    for first in range(0, len(batch.proposals), _MAX_MESSAGE_ENTRIES):
+        yield DraftBatch(batch.proposals[first : first + _MAX_MESSAGE_ENTRIES])
+    for first in range(0, len(batch.skips), _MAX_MESSAGE_ENTRIES):
+        yield DraftBatch(skips=batch.skips[first : first + _MAX_MESSAGE_ENTRIES])

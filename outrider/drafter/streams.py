@@ -1,4 +1,4 @@
-"""One drafter for several verifiers: a draft stream for each, none of which waits for another."""
+"""One drafter for several verifiers, with an independent draft stream for each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class DraftStreams:
-    """Serves verifiers for ever, each through its own restarts; `stop` ends all streams."""
+    """Serves several verifiers and reconnects when one restarts; `stop` ends all streams."""
 
     def __init__(self, streams: Sequence[tuple[str, DraftStream]]) -> None:
-        """Each stream with the name of its verifier, for the log and for errors."""
+        """`streams` holds (verifier's name, stream) pairs; log lines and errors use the names."""
         self._streams = streams
         self._refusals: list[tuple[str, OutriderError]] = []
 
@@ -26,10 +26,10 @@ class DraftStreams:
             stream.stop()
 
     async def run(self) -> None:
-        """Go on while a verifier may still take this drafter.
+        """Serve until `stop`, or until every verifier has refused this drafter for good.
 
-        Raises OutriderError once all verifiers have refused it for good, with all their reasons. An
-        exception of a `fatal` type of the strategy ends all streams.
+        Raises OutriderError with all reasons in the second case. An exception of one of the
+        strategy's `fatal` types ends all streams.
         """
         tasks = [asyncio.create_task(self._run(name, stream)) for name, stream in self._streams]
         try:
@@ -51,4 +51,4 @@ class DraftStreams:
         except OutriderError as error:
             self._refusals.append((name, error))
             if len(self._streams) > 1:
-                log.error("%s refuses this drafter and is left alone: %s", name, error)
+                log.error("%s refuses this drafter for good: %s", name, error)

@@ -1,1 +1,1 @@
-"""Grammars: checked, compiled and followed by a backend."""
+"""Checks and compiles grammars, and computes token masks with a backend."""

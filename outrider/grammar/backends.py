@@ -13,47 +13,49 @@ from outrider.messages import Grammar, GrammarKind
 
 Backend = Literal["xgrammar", "llguidance"]
 Mask = npt.NDArray[np.int32]
-# Of a text's whitespace no more than this stands between two JSON tokens: without a bound a model can go on indenting for ever.
-_MOST_WHITESPACE = 16
-# LLGuidance does not say what a grammar holds. By malloc's count hardly any grammar of up to 64,000 characters held more than this.
-_LL_BYTES, _LL_BYTES_PER_CHARACTER = 128 * 1024, 128
+# Most whitespace characters between two JSON tokens. Without a bound a model can indent for ever.
+_MAX_WHITESPACE = 16
+# LLGuidance does not report a grammar's size. Measured with malloc, hardly any grammar of up to
+# 64,000 characters took more than this.
+_LL_BYTES = 128 * 1024
+_LL_BYTES_PER_CHARACTER = 128
 
 
 class Matcher(Protocol):
-    """Where one text stands in its grammar."""
+    """The state of one text in its grammar."""
 
     def accept(self, token_id: int) -> bool:
-        """Go on behind a token; False, and nothing has changed, when the grammar forbids it."""
+        """Advance by a token; returns False and changes nothing when the grammar forbids it."""
 
     def rollback(self, count: int) -> None:
-        """Take back the last accepted tokens."""
+        """Undo the last `count` accepted tokens."""
 
     def fill(self, mask_RW: Mask, row: int) -> None:
-        """Write which tokens may come next, a bit for each, the lowest first."""
+        """Write the allowed tokens to a row of int32 [R, ceil(V / 32)], lowest bit first."""
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete and closed by an end token, so that nothing can follow."""
+        """Whether an end token has closed the text."""
 
 
 class Compiled(Protocol):
-    """A grammar that was understood."""
+    """A compiled grammar."""
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it takes."""
+        """Its memory, in bytes; an estimate with LLGuidance."""
 
     def matcher(self) -> Matcher:
-        """At its beginning."""
+        """A matcher at the start of a text."""
 
 
 def _alternatives(choices: tuple[str, ...]) -> str:
-    """A grammar of one of these texts; JSON's escapes are the grammar's."""
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    """The right side of a rule that matches one of these texts, escaped as in JSON."""
+    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 class XGrammar:
-    """XGrammar (Dong et al., arXiv 2411.15100)."""
+    """Compiles with XGrammar (Dong et al., arXiv 2411.15100)."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
         import xgrammar
@@ -62,33 +64,34 @@ class XGrammar:
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_token_ids)
         )
-        # In JSON a control character has to be escaped, which the library forgets for strings of bounded length and for patterns.
-        raw = [
-            i
-            for i, text in enumerate(info.decoded_vocab)
+        # JSON strings must escape control characters. The library does not enforce that in strings
+        # of bounded length and in patterns, so we forbid tokens with raw control characters.
+        self._raw = frozenset(
+            token_id
+            for token_id, text in enumerate(info.decoded_vocab)
             if any(byte < 0x20 and byte not in b"\r\n" for byte in text)
-        ]
-        self._raw = frozenset(raw)
-        # What was compiled is remembered by our own compiler.
+        )
+        # GrammarCache caches instead of the library.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> Compiled:
+        """Compile; raises the library's exceptions for a grammar that it refuses."""
         compiler = self._compiler
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 compiled = compiler.compile_json_schema(
-                    grammar.text, max_whitespace_cnt=_MOST_WHITESPACE
+                    grammar.text, max_whitespace_cnt=_MAX_WHITESPACE
                 )
             case GrammarKind.JSON_OBJECT:
                 compiled = compiler.compile_json_schema(
-                    '{"type": "object"}', max_whitespace_cnt=_MOST_WHITESPACE, strict_mode=False
+                    '{"type": "object"}', max_whitespace_cnt=_MAX_WHITESPACE, strict_mode=False
                 )
             case GrammarKind.REGEX:
                 compiled = compiler.compile_regex(grammar.text)
             case GrammarKind.EBNF:
                 compiled = compiler.compile_grammar(grammar.text)
             case GrammarKind.CHOICE:
-                compiled = compiler.compile_grammar(_alternatives(grammar.choices))
+                compiled = compiler.compile_grammar("root ::= " + _alternatives(grammar.choices))
             case GrammarKind.STRUCTURAL_TAG:
                 compiled = compiler.compile_structural_tag(grammar.text)
         is_json = grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
@@ -97,7 +100,9 @@ class XGrammar:
 
 class _XCompiled:
     def __init__(self, library: Any, compiled: Any, forbidden: frozenset[int]) -> None:
-        self._library, self._compiled, self._forbidden = library, compiled, forbidden
+        self._library = library
+        self._compiled = compiled
+        self._forbidden = forbidden
 
     @property
     def size_bytes(self) -> int:
@@ -112,11 +117,9 @@ class _XMatcher:
         self._matcher, self._forbidden = matcher, forbidden
 
     def accept(self, token_id: int) -> bool:
-        return (
-            token_id not in self._forbidden
-            and not self.ended
-            and bool(self._matcher.accept_token(token_id))
-        )
+        if token_id in self._forbidden or self.ended:
+            return False
+        return bool(self._matcher.accept_token(token_id))
 
     def rollback(self, count: int) -> None:
         if count:
@@ -125,11 +128,11 @@ class _XMatcher:
     def fill(self, mask_RW: Mask, row: int) -> None:
         if self.ended:
             mask_RW[row] = 0
-        else:
-            self._matcher.fill_next_token_bitmask(mask_RW, row)
-            words = mask_RW[row].view(np.uint32)
-            for token in self._forbidden:
-                words[token // 32] &= ~np.uint32(1 << token % 32)
+            return
+        self._matcher.fill_next_token_bitmask(mask_RW, row)
+        words = mask_RW[row].view(np.uint32)
+        for token in self._forbidden:
+            words[token // 32] &= ~np.uint32(1 << token % 32)
 
     @property
     def ended(self) -> bool:
@@ -137,18 +140,20 @@ class _XMatcher:
 
 
 class LLGuidance:
-    """LLGuidance, which derives masks as it goes and so compiles in next to no time."""
+    """Compiles with LLGuidance, which derives masks lazily and so compiles in almost no time."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
         import llguidance.hf
         import llguidance.numpy
 
-        self._library, self._stops = llguidance, stop_token_ids
+        self._library = llguidance
+        self._stops = stop_token_ids
         self._tokenizer = llguidance.hf.from_tokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=list(stop_token_ids) or None
         )
 
     def compile(self, grammar: Grammar) -> Compiled:
+        """Compile; raises ValueError for a grammar that the library refuses."""
         matcher = self._library.LLMatcher
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
@@ -158,20 +163,13 @@ class LLGuidance:
             case GrammarKind.REGEX:
                 text = matcher.grammar_from_regex(grammar.text)
             case GrammarKind.EBNF:
-                text = matcher.grammar_from_lark(
-                    self._library.gbnf_to_lark.gbnf_to_lark(grammar.text)
-                )
+                lark = self._library.gbnf_to_lark.gbnf_to_lark(grammar.text)
+                text = matcher.grammar_from_lark(lark)
             case GrammarKind.CHOICE:
-                text = matcher.grammar_from_lark(
-                    "start: "
-                    + " | ".join(
-                        json.dumps(choice, ensure_ascii=False) for choice in grammar.choices
-                    )
-                )
+                text = matcher.grammar_from_lark("start: " + _alternatives(grammar.choices))
             case GrammarKind.STRUCTURAL_TAG:
-                raise invalid(
-                    f"grammar.{grammar.kind.value}", "is not known to the backend llguidance"
-                )
+                field = f"grammar.{grammar.kind.value}"
+                raise invalid(field, "is not known to the backend llguidance")
         return _LLCompiled(self._library, self._tokenizer, text, self._stops)
 
 
@@ -179,7 +177,8 @@ class _LLCompiled:
     def __init__(
         self, library: Any, tokenizer: Any, text: str, stop_token_ids: tuple[int, ...]
     ) -> None:
-        self._library, self._stops = library, stop_token_ids
+        self._library = library
+        self._stops = stop_token_ids
         self._first = library.LLMatcher(tokenizer, text)
         if self._first.is_error():
             raise ValueError(self._first.get_error())
@@ -190,18 +189,23 @@ class _LLCompiled:
 
 
 class _LLMatcher:
-    """The library stops by itself where nothing can follow; here an end token has to come, as after any other text."""
+    """Requires an end token after every text.
+
+    The library stops by itself where nothing can follow.
+    """
 
     def __init__(self, library: Any, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
-        self._library, self._matcher, self._stops = library, matcher, stop_token_ids
+        self._library = library
+        self._matcher = matcher
+        self._stops = stop_token_ids
         self.ended = False
 
     @property
     def _complete(self) -> bool:
-        # It also stops when it gives up; that is no end of a text.
-        return not self._matcher.is_error() and bool(
-            self._matcher.is_stopped() or self._matcher.is_accepting()
-        )
+        # The library also stops on an error, which does not end a text.
+        if self._matcher.is_error():
+            return False
+        return bool(self._matcher.is_stopped() or self._matcher.is_accepting())
 
     def accept(self, token_id: int) -> bool:
         if self.ended:
@@ -209,14 +213,15 @@ class _LLMatcher:
         if token_id in self._stops:
             self.ended = self._complete
             return self.ended
-        # `consume_token` alone would leave the matcher in an error state.
+        # `consume_token` of a forbidden token would leave the matcher in an error state.
         if self._matcher.is_stopped() or self._matcher.validate_tokens([token_id]) != 1:
             return False
         return bool(self._matcher.consume_token(token_id))
 
     def rollback(self, count: int) -> None:
         if self.ended and count:
-            self.ended, count = False, count - 1
+            self.ended = False
+            count -= 1
         if count:
             self._matcher.rollback(count)
 
@@ -232,6 +237,7 @@ class _LLMatcher:
         words = mask_RW[row].view(np.uint32)
         for token in self._stops:
             bit = np.uint32(1 << token % 32)
-            words[token // 32] = (
-                words[token // 32] | bit if self._complete else words[token // 32] & ~bit
-            )
+            if self._complete:
+                words[token // 32] |= bit
+            else:
+                words[token // 32] &= ~bit

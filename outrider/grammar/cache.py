@@ -1,4 +1,4 @@
-"""Compiled grammars that are remembered, up to a number of bytes; the one that was not asked for the longest goes first."""
+"""A cache of compiled grammars with a bound in bytes. Evicts the least recently used first."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import OrderedDict
 from outrider.grammar.backends import Compiled
 from outrider.messages import Grammar
 
-# What Python's own objects around a grammar take, so that very many very small ones are not counted as nothing.
+# The size of the Python objects around a grammar, so that many small grammars count as well.
 _ENTRY_BYTES = 4096
 
 
 class GrammarCache:
-    """For any thread. `size_bytes` is what the grammars in it take together, at most `capacity_bytes`."""
+    """Thread-safe. `size_bytes` is the size of all its grammars, at most `capacity_bytes`."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
@@ -22,20 +22,24 @@ class GrammarCache:
         self.size_bytes = 0
 
     def get(self, grammar: Grammar) -> Compiled | None:
-        """Asked for now, so that others go before it."""
+        """The cached grammar, now the most recently used; None if it is not cached."""
         with self._lock:
-            if (entry := self._entries.get(grammar)) is None:
+            entry = self._entries.get(grammar)
+            if entry is None:
                 return None
             self._entries.move_to_end(grammar)
             return entry[0]
 
     def add(self, grammar: Grammar, compiled: Compiled) -> Compiled:
-        """Remember what was compiled, unless it is larger than all there is room for; returns it, or what was there already."""
-        size = (
-            compiled.size_bytes + _ENTRY_BYTES + len(grammar.text) + sum(map(len, grammar.choices))
-        )
+        """Cache a compiled grammar unless it exceeds the whole capacity.
+
+        Returns it, or the one that another thread cached before.
+        """
+        source_size = len(grammar.text) + sum(map(len, grammar.choices))
+        size = compiled.size_bytes + _ENTRY_BYTES + source_size
         with self._lock:
-            if (entry := self._entries.get(grammar)) is not None:
+            entry = self._entries.get(grammar)
+            if entry is not None:
                 return entry[0]
             if size > self._capacity:
                 return compiled

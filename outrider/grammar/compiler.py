@@ -1,6 +1,7 @@
-"""Grammars, compiled once and remembered; refused by name where they have no meaning, cannot be kept to or would take too long.
+"""Compiles grammars within a time limit and caches them.
 
-Knows token ids and grammars; not sequences, streams or logits.
+Refuses grammars that are invalid, that no backend can enforce, and whose masks take too long. Knows
+token ids and grammars; not sequences, streams or logits.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ from outrider.grammar.repetition import check_ebnf, check_pattern, check_times
 from outrider.grammar.schema import check_schema
 from outrider.messages import Grammar, GrammarKind
 
-_COMPILING = 2
-# LLGuidance recurses along rules and references, and a stack that overflows ends the process. Chains as long as a grammar's 65,536
-# characters allow overflow 32 MiB and fit into 128. Only compiling goes so deep. What is not touched costs nothing.
+_THREAD_COUNT = 2
+# LLGuidance recurses along rules and references, and a stack overflow ends the process. The longest
+# chains that 65,536 characters allow overflow 32 MiB and fit in 128 MiB. Only compiling recurses so
+# deep, and untouched stack costs no memory.
 _STACK_BYTES = 256 * 2**20
-# Before a grammar is taken its masks are computed along a text of so many tokens, for no longer than this (CPU seconds). What can
-# be read in many ways compiles at once, and then takes seconds a mask, for which all sequences of a batch would have to wait.
+# A trial computes masks along a text of this many tokens, within this CPU time. An ambiguous
+# grammar compiles at once but may take seconds for a mask, and the whole batch would wait for it.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer, and remembers. `vocab_size` is the logits' width; ids without a token are never allowed.
+    """Compiles grammars for one tokenizer and caches them.
 
-    `compile_seconds` bounds how long a request waits for its grammar. The work itself cannot be cut off: it goes on, on one of
-    two threads, and what it finds is remembered; no other request waits for it unless both are busy with such work. `cache_bytes`
-    bounds what is remembered.
+    `vocab_size` is the logits' width; masks never allow ids without a token. `compile_seconds`
+    bounds how long a request waits for its grammar. Work in progress cannot be cancelled: it
+    continues on one of two threads, and the cache keeps its result. Another request waits for it
+    only if both threads are busy with such work. `cache_bytes` bounds the cache.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class GrammarCompiler:
         compile_seconds: float = 5.0,
         cache_bytes: int = 512 * 2**20,
     ) -> None:
-        """Raises ImportError when the backend is not installed."""
+        """Load the tokenizer; raises ImportError when the backend is not installed."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
@@ -63,29 +66,37 @@ class GrammarCompiler:
         self._pool = _threads()
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Raises OutriderError(INVALID_VALUE) that names the field for what has no meaning, or what no text could satisfy."""
-        return self.cache.get(grammar) or self._pool.submit(self._remembered, grammar).result()
+        """Compile a grammar or take it from the cache.
+
+        Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid or
+        allows no text.
+        """
+        return self.cache.get(grammar) or self._pool.submit(self._compile_once, grammar).result()
 
     async def compile_async(self, grammar: Grammar) -> Compiled:
-        """As `compile`, off the event loop and within the time allowed; raises OutriderError(OVERLOADED) if others took it all."""
-        if (known := self.cache.get(grammar)) is not None:
-            return known
-        work = self._pool.submit(self._remembered, grammar)
+        """Do the same off the event loop, within `compile_seconds`.
+
+        Raises OutriderError(OVERLOADED) too, if other grammars kept the threads busy all the time.
+        """
+        cached = self.cache.get(grammar)
+        if cached is not None:
+            return cached
+        field = _field(grammar)
+        work = self._pool.submit(self._compile_once, grammar)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(work), self._seconds)
         except TimeoutError as cause:
+            limit = f"{self._seconds:g} s"
             if work.cancel():
-                message = f"{_field(grammar)}: other grammars took {self._seconds:g} s to compile, so that this one was not begun"
-                raise OutriderError(Reason.OVERLOADED, message, _field(grammar)) from cause
-            raise invalid(
-                _field(grammar), f"takes longer than {self._seconds:g} s to compile"
-            ) from cause
+                message = f"{field}: not compiled, because other grammars took {limit}"
+                raise OutriderError(Reason.OVERLOADED, message, field) from cause
+            raise invalid(field, f"takes longer than {limit} to compile") from cause
         finally:
-            # What nobody waits for any more is not begun; what was begun ends, and is remembered.
+            # Cancelled callers' work does not start. Work in progress ends, and is cached.
             work.cancel()
 
-    def _remembered(self, grammar: Grammar) -> Compiled:
-        """On a thread of the pool; the same may have been compiled while this waited."""
+    def _compile_once(self, grammar: Grammar) -> Compiled:
+        """Compile on a thread of the pool, unless another thread has done so in the meantime."""
         return self.cache.get(grammar) or self.cache.add(grammar, self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> Compiled:
@@ -96,17 +107,21 @@ class GrammarCompiler:
             self._try_out(compiled.matcher(), field)
         except OutriderError:
             raise
-        # Each library has its own exceptions, all of them about the grammar it was given.
+        # Each library has its own exceptions, and all of them are about the grammar.
         except Exception as cause:
             raise invalid(field, f"cannot be compiled: {_readable(cause)}") from cause
         return compiled
 
     def _try_out(self, matcher: Matcher, field: str) -> None:
-        """Write a short text at random; raises OutriderError(INVALID_VALUE) if there is none, or its masks take too long."""
-        mask, choose = np.zeros((1, self.mask_width), np.int32), np.random.default_rng(0)
+        """Write a short random text.
+
+        Raises OutriderError(INVALID_VALUE) if the grammar allows none or its masks take too long.
+        """
+        mask = np.zeros((1, self.mask_width), np.int32)
+        choose = np.random.default_rng(0)
         seconds = 0.0
         for position in range(_TRIAL_TOKENS):
-            # Of this thread alone, so that a busy machine makes no difference.
+            # The thread's CPU time, so that a busy machine makes no difference.
             started = time.thread_time()
             matcher.fill(mask, 0)
             seconds += time.thread_time() - started
@@ -115,22 +130,20 @@ class GrammarCompiler:
                 raise invalid(field, "allows no text at all")
             if seconds > _TRIAL_SECONDS:
                 limit = 1000 * _TRIAL_SECONDS / _TRIAL_TOKENS
-                message = f"can be read in too many ways: masks for its tokens take longer than {limit:.0f} ms each"
-                raise invalid(field, message)
+                slow = f"masks for its tokens take longer than {limit:.0f} ms each"
+                raise invalid(field, f"can be read in too many ways: {slow}")
             allowed = allowed[~np.isin(allowed, self._stops)]
             if not len(allowed) or not matcher.accept(int(choose.choice(allowed))):
                 return
 
 
 def _threads() -> ThreadPoolExecutor:
-    """Those that compile, all of them started here, since the size of a stack is set for the threads to come."""
-    pool, started = (
-        ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammar"),
-        threading.Barrier(_COMPILING + 1),
-    )
+    """A pool with large stacks. All its threads start here, where the stack size is set."""
+    pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="grammar")
+    started = threading.Barrier(_THREAD_COUNT + 1)
     usual = threading.stack_size(_STACK_BYTES)
     try:
-        for _ in range(_COMPILING):
+        for _ in range(_THREAD_COUNT):
             pool.submit(started.wait)
         started.wait()
     finally:
@@ -143,13 +156,13 @@ def _field(grammar: Grammar) -> str:
 
 
 def _readable(cause: Exception) -> str:
-    """The first line of a library's message, without its time stamp and file."""
+    """The first line of a library's message, without time stamp and file."""
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
     return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", line)[:300]
 
 
 def _check(grammar: Grammar, field: str) -> None:
-    """Refuse what the backends would take and not keep to, or choke on while masks are computed."""
+    """Refuse grammars that the backends accept without enforcing, and those with slow masks."""
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         check_schema(_json(grammar.text, field), field)
     elif grammar.kind is GrammarKind.STRUCTURAL_TAG:
@@ -161,16 +174,15 @@ def _check(grammar: Grammar, field: str) -> None:
 
 
 def _check_tag(tag: Any, field: str, repeated: int = 1) -> None:
-    """Every schema, pattern and grammar within a structural tag, and how often its parts are repeated."""
+    """Check all schemas, patterns, grammars and repetitions within a structural tag."""
     if isinstance(tag, list):
         for part in tag:
             _check_tag(part, field, repeated)
     if not isinstance(tag, dict):
         return
     if tag.get("type") == "repeat":
-        repeated *= max(
-            [1, *(tag[name] for name in ("min", "max") if isinstance(tag.get(name), int))]
-        )
+        counts = [tag[name] for name in ("min", "max") if isinstance(tag.get(name), int)]
+        repeated *= max([1, *counts])
         check_times(repeated, field)
     for key, value in tag.items():
         if key == "json_schema":

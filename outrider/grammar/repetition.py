@@ -1,6 +1,7 @@
-"""How often a regular expression or a grammar repeats a part, counts within counts multiplied: bounded before it is compiled.
+"""Bounds the repetition counts of regular expressions and grammars before they are compiled.
 
-Counts of a rule that another rule repeats are not multiplied: neither backend writes them out.
+Nested counts are multiplied. The count of a rule that another rule repeats is not, because neither
+backend expands it.
 """
 
 from __future__ import annotations
@@ -10,32 +11,44 @@ from collections.abc import Iterable
 
 from outrider.errors import invalid
 
-# Masks take time in proportion; and XGrammar takes the rest of a count beyond 32 bits for the count.
-MOST_REPEATED = 10_000
-# What does not end matches too, so that a text is read once: whoever hides a count in it has a grammar that is refused anyway.
-# An escape may have braces of its own, as \u{1F600}; a class may begin with the bracket that elsewhere closes it.
+# The time for a mask grows with the count, and XGrammar keeps only the lowest 32 bits of a count.
+MAX_REPETITIONS = 10_000
+# Unterminated parts match as well, so that one pass reads any text; the backends refuse such
+# grammars, so that no count can hide in them. An escape may have braces of its own, as \u{1F600}.
+# A character class may begin with the bracket that elsewhere closes it.
 _PATTERN = re.compile(
-    r"\\[pPuUxX]\{[^{}]{0,64}\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|(?P<count>\{[\d,\s]*\})|(?P<bracket>[()])|.",
+    r"\\[pPuUxX]\{[^{}]{0,64}\}"
+    r"|\\."
+    r"|\[\^?\]?(?:\\.|[^\]\\])*\]?"
+    r"|(?P<count>\{[\d,\s]*\})"
+    r"|(?P<bracket>[()])"
+    r"|.",
     re.DOTALL,
 )
 _STRING = r'"(?:\\.|[^"\\\n\r])*"?'
-# What XGrammar takes between a rule's name and "::=", such as [max_tokens=10].
+# XGrammar's attributes between a rule's name and "::=", such as [max_tokens=10].
 _ATTRIBUTES = r'\[(?:"[^"\n\r]{0,99}"|[^\]"\n\r]){0,99}\][ \t]*::='
 _COMMENT = r"#[^\n\r]*"
 _EBNF = re.compile(
-    rf"{_COMMENT}|Regex(?=\s*\(\s*(?P<pattern>{_STRING}))|[\w.-]+(?:{_ATTRIBUTES})?|{_STRING}|\[(?:\\.|[^\]\\])*\]?"
-    rf"|(?P<count>\{{(?:{_COMMENT}|[^}}#])*\}}?)|(?P<bracket>[()])|\S",
+    rf"{_COMMENT}"
+    rf"|Regex(?=\s*\(\s*(?P<pattern>{_STRING}))"
+    rf"|[\w.-]+(?:{_ATTRIBUTES})?"
+    rf"|{_STRING}"
+    r"|\[(?:\\.|[^\]\\])*\]?"
+    rf"|(?P<count>\{{(?:{_COMMENT}|[^}}#])*\}}?)"
+    r"|(?P<bracket>[()])"
+    r"|\S",
     re.DOTALL,
 )
 
 
 def check_pattern(pattern: str, field: str) -> None:
-    """Raises OutriderError(INVALID_VALUE) for repetitions within repetitions that multiply to more than masks can bear."""
+    """Check a regular expression; raises OutriderError(INVALID_VALUE) for too many repetitions."""
     _check_product(_PATTERN.finditer(pattern), field)
 
 
 def check_ebnf(text: str, field: str) -> None:
-    """The same for a grammar in GBNF, and for the regular expressions in it."""
+    """Check a grammar in GBNF and the regular expressions in it, as `check_pattern` does."""
     parts = list(_EBNF.finditer(text))
     _check_product(parts, field)
     for part in parts:
@@ -44,19 +57,17 @@ def check_ebnf(text: str, field: str) -> None:
 
 
 def check_times(times: int, field: str) -> None:
-    """Raises OutriderError(INVALID_VALUE) for a part that comes more often than a repetition may."""
-    if times > MOST_REPEATED:
-        raise invalid(
-            field,
-            f"repeats more than {MOST_REPEATED} times, repetitions within repetitions multiplied",
-        )
+    """Check the number of repetitions of one part; raises OutriderError(INVALID_VALUE)."""
+    if times > MAX_REPETITIONS:
+        raise invalid(field, f"repeats more than {MAX_REPETITIONS} times, nested counts multiplied")
 
 
 def _check_product(parts: Iterable[re.Match[str]], field: str) -> None:
-    largest, last = (
-        [1],
-        1,
-    )  # of each bracket that is open, the text itself first; and of the part that a count would repeat
+    """Check the largest product of nested counts."""
+    # The largest product within each open bracket; the first entry is the whole text.
+    largest = [1]
+    # The product within the part that a following count would repeat.
+    last = 1
     for part in parts:
         if part["count"]:
             counts = re.findall(r"\d+", re.sub(_COMMENT, "", part["count"]))

@@ -1,4 +1,4 @@
-"""JSON-schema keywords that a grammar would silently leave out: refused by name, since the answer might then break the schema."""
+"""Refuses JSON schemas that the backends would not enforce in full."""
 
 from __future__ import annotations
 
@@ -6,100 +6,76 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
-from outrider.errors import invalid
+from outrider.errors import OutriderError, invalid
 from outrider.grammar.repetition import check_pattern
 
-# Not expressible, or not expressed by the backends (found by compiling each and looking at the grammar).
-_UNENFORCED = frozenset(
-    [
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "contains",
-        "minContains",
-        "maxContains",
-        "uniqueItems",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-    ]
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Keywords that a grammar cannot express or that the backends ignore, found by compiling each.
+_UNENFORCED = _names(
+    "not if then else dependentRequired dependentSchemas dependencies contains minContains "
+    "maxContains uniqueItems unevaluatedProperties unevaluatedItems $dynamicRef"
 )
-# Kept to as far as a grammar goes, as the specification allows: of a date that there is no 31st of February is not known.
-_FORMATS = frozenset(
-    [
-        "date",
-        "date-time",
-        "time",
-        "duration",
-        "email",
-        "hostname",
-        "ipv4",
-        "ipv6",
-        "uuid",
-        "uri",
-        "uri-reference",
-        "json-pointer",
-    ]
+# A grammar enforces their syntax alone, as the specification allows: 31 February is a date.
+_FORMATS = _names(
+    "date date-time time duration email hostname ipv4 ipv6 uuid uri uri-reference json-pointer"
 )
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-# Keywords that the backends keep to only beside the type they speak of.
+# Keywords that the backends enforce only beside the type that they apply to.
 _OF_TYPE = {
     "number": frozenset([*_BOUNDS, "multipleOf"]),
     "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
-    "object": frozenset(
-        [
-            "properties",
-            "required",
-            "additionalProperties",
-            "patternProperties",
-            "propertyNames",
-            "minProperties",
-            "maxProperties",
-        ]
+    "object": _names(
+        "properties required additionalProperties patternProperties propertyNames minProperties "
+        "maxProperties"
     ),
     "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
 }
-# A schema that has one of these is that alone: what stands beside it would be dropped.
+# The backends drop the keywords beside one of these.
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_NOTES = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "$defs",
-        "definitions",
-        "$schema",
-        "$id",
-        "$anchor",
-        "$comment",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-    ]
+# Keywords that constrain nothing by themselves.
+_NOTES = _names(
+    "title description default examples $defs definitions $schema $id $anchor $comment "
+    "deprecated readOnly writeOnly"
 )
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# XGrammar takes the rest of a count beyond 32 bits for the count. Smaller ones cost neither backend anything, within others or not.
-_MOST_COUNT = 2**31 - 1
-# Of the properties with a name, times as many of them as may stand before each: XGrammar makes a rule for each pair. A product of
-# 10,000 compiles in 1 s, one of 20,000 in 10 s, and of 40,000 in more than 30 s.
-_MOST_PAIRS = 10_000
-# XGrammar leaves multipleOf out, with a warning, beyond these: the multiple, and the numbers in a range that stands beside it.
-_MOST_MULTIPLE, _MOST_NUMBERS = 1024, 10_000
+# XGrammar keeps only the lowest 32 bits of a count. Counts up to this cost neither backend
+# anything, nested or not.
+_MAX_COUNT = 2**31 - 1
+# The number of named properties, times the number that may precede each. XGrammar makes a rule for
+# each such pair: 10,000 compile in 1 s, 20,000 in 10 s, and 40,000 in more than 30 s.
+_MAX_PAIRS = 10_000
+# XGrammar ignores multipleOf with a warning beyond this multiple, and beside a range that holds
+# more numbers than this.
+_MAX_MULTIPLE = 1024
+_MAX_NUMBERS = 10_000
+_UNENFORCED_IN_PATTERNS = ("(?=", "(?!", "(?<", '"')
+_TYPE_NAMES: dict[type[Any], str] = {
+    int: "number",
+    float: "number",
+    str: "string",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
+# Keywords that hold schemas: by name, in a list, and alone.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
-_DEEPEST = 64
+_MAX_NESTING = 64
 
 
 def check_schema(schema: Any, field: str, depth: int = 0) -> None:
-    """Raises OutriderError(INVALID_VALUE) that names the field and the keyword."""
-    if depth > _DEEPEST:
-        raise invalid(field, f"is nested more than {_DEEPEST} deep")
+    """Check a schema and those in it; raises OutriderError(INVALID_VALUE) for an invalid keyword.
+
+    The error names `field`, the request's parameter, and the keyword. `depth` counts the schemas
+    around this one.
+    """
+    if depth > _MAX_NESTING:
+        raise invalid(field, f"is nested more than {_MAX_NESTING} deep")
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -116,140 +92,120 @@ def check_schema(schema: Any, field: str, depth: int = 0) -> None:
             check_schema(schema[name], field, depth + 1)
 
 
+def _unenforceable(field: str, problem: str) -> OutriderError:
+    return invalid(field, f"{problem}, which cannot be enforced")
+
+
 def _check_keywords(schema: Mapping[str, Any], field: str) -> None:
-    if refused := sorted(_UNENFORCED & schema.keys()):
-        raise invalid(field, f"uses {refused[0]}, which cannot be enforced")
+    """Check one schema's keywords, not those of the schemas in it."""
+    refused = sorted(_UNENFORCED & schema.keys())
+    if refused:
+        raise _unenforceable(field, f"uses {refused[0]}")
     if isinstance(schema.get("items"), list):
-        raise invalid(
-            field, "has a list of items, which cannot be enforced; its name today is prefixItems"
-        )
+        raise invalid(field, "has a list of items, which cannot be enforced; use prefixItems")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not reference.startswith("#"):
-        raise invalid(
-            field,
-            f"refers to {str(reference)[:80]}; only references within the schema are followed",
-        )
+        name = str(reference)[:80]
+        raise invalid(field, f"refers to {name}; only references within the schema are followed")
     if "format" in schema and schema["format"] not in _FORMATS:
-        raise invalid(
-            field, f"uses the format {str(schema['format'])[:40]!r}, which cannot be enforced"
-        )
+        raise _unenforceable(field, f"uses the format {str(schema['format'])[:40]!r}")
     if len(_list(schema, "allOf", field)) > 1:
-        raise invalid(field, "has allOf with more than one schema, which cannot be enforced")
-    _check_company(schema, field)
+        raise _unenforceable(field, "has allOf with more than one schema")
+    _check_neighbours(schema, field)
     _check_string(schema, field)
     _check_counts(schema, field)
     _check_multiple(schema, field)
     known = _mapping(schema, "properties", field)
-    if missing := [name for name in _list(schema, "required", field) if name not in known]:
+    missing = [name for name in _list(schema, "required", field) if name not in known]
+    if missing:
         raise invalid(field, f"requires {str(missing[0])[:40]!r}, which is none of its properties")
     if not _disjoint(_list(schema, "oneOf", field)):
-        raise invalid(
-            field, "has oneOf whose schemas may overlap, which cannot be enforced; anyOf can"
-        )
+        problem = "has oneOf whose schemas may overlap"
+        raise invalid(field, f"{problem}, which cannot be enforced; anyOf can")
 
 
-def _check_company(schema: Mapping[str, Any], field: str) -> None:
-    """What stands beside a keyword may keep it from being enforced."""
+def _check_neighbours(schema: Mapping[str, Any], field: str) -> None:
+    """Refuse combinations of keywords that the backends do not enforce together."""
     for name in _ALONE:
-        beside = sorted(
-            schema.keys() - _NOTES - {name, *(["type"] if name in ("enum", "const") else [])}
-        )
+        allowed = {name, "type"} if name in ("enum", "const") else {name}
+        beside = sorted(schema.keys() - _NOTES - allowed)
         if name in schema and beside:
-            raise invalid(
-                field, f"has {beside[0]} beside {name}, which cannot be enforced together"
-            )
+            message = f"has {beside[0]} beside {name}, which cannot be enforced together"
+            raise invalid(field, message)
     types = _types(schema)
     for kind, names in _OF_TYPE.items():
-        if kind not in types and (loose := sorted(names & schema.keys())):
-            raise invalid(
-                field, f"has {loose[0]} without a type of {kind}, which cannot be enforced"
-            )
+        present = sorted(names & schema.keys())
+        if kind not in types and present:
+            raise _unenforceable(field, f"has {present[0]} without a type of {kind}")
     values = _values(schema)
     if values and types and any(_type_of(value) not in types for value in values):
         raise invalid(field, "lists values that are not of its type")
 
 
 def _check_string(schema: Mapping[str, Any], field: str) -> None:
-    lengths = "minLength" in schema or "maxLength" in schema
-    if lengths and ("pattern" in schema or "format" in schema):
-        raise invalid(
-            field, "has a length beside pattern or format, which cannot be enforced together"
-        )
+    """Check lengths and patterns of strings."""
+    has_length = "minLength" in schema or "maxLength" in schema
+    if has_length and ("pattern" in schema or "format" in schema):
+        message = "has a length beside pattern or format, which cannot be enforced together"
+        raise invalid(field, message)
     pattern = schema.get("pattern", "")
-    if (
-        not isinstance(pattern, str)
-        or "(?=" in pattern
-        or "(?!" in pattern
-        or "(?<" in pattern
-        or '"' in pattern
-    ):
-        raise invalid(
-            field, "has a pattern with lookaround or a quotation mark, which cannot be enforced"
-        )
+    if not isinstance(pattern, str) or any(part in pattern for part in _UNENFORCED_IN_PATTERNS):
+        raise _unenforceable(field, "has a pattern with lookaround or a quotation mark")
     for text in (pattern, *_mapping(schema, "patternProperties", field)):
         check_pattern(text, field)
 
 
 def _check_counts(schema: Mapping[str, Any], field: str) -> None:
+    """Check bounds on lengths and numbers of items and properties."""
     for name in _COUNTS:
         count = schema.get(name, 0)
-        if not isinstance(count, int) or not 0 <= count <= _MOST_COUNT:
-            raise invalid(
-                field,
-                f"has {name} {str(count)[:20]}; it must be an integer from 0 to {_MOST_COUNT}",
-            )
+        if not isinstance(count, int) or not 0 <= count <= _MAX_COUNT:
+            range_text = f"it must be an integer from 0 to {_MAX_COUNT}"
+            raise invalid(field, f"has {name} {str(count)[:20]}; {range_text}")
     named = len(_mapping(schema, "properties", field))
     if schema.get("minProperties", 0) or "maxProperties" in schema:
         pairs = named * min(named, schema.get("maxProperties", named))
-        if pairs > _MOST_PAIRS:
-            raise invalid(
-                field,
-                f"has {named} properties beside minProperties or maxProperties, which takes too long to compile",
-            )
+        if pairs > _MAX_PAIRS:
+            problem = f"has {named} properties beside minProperties or maxProperties"
+            raise invalid(field, f"{problem}, which takes too long to compile")
 
 
 def _check_multiple(schema: Mapping[str, Any], field: str) -> None:
+    """Check multipleOf and the range beside it."""
     if "multipleOf" not in schema:
         return
-    multiple, bounds = schema["multipleOf"], [name for name in _BOUNDS if name in schema]
-    if schema.get("type") != "integer" or not all(
-        _whole(schema[name]) for name in ("multipleOf", *bounds)
-    ):
-        raise invalid(
-            field, "has multipleOf for other numbers than integers, which cannot be enforced"
-        )
-    if not 1 <= multiple <= _MOST_MULTIPLE:
-        raise invalid(
-            field,
-            f"has multipleOf {str(multiple)[:20]}, which cannot be enforced; from 1 to {_MOST_MULTIPLE} it can",
-        )
-    least = [
-        schema[name] + step
-        for name, step in (("minimum", 0), ("exclusiveMinimum", 1))
-        if name in schema
-    ]
-    most = [
-        schema[name] - step
-        for name, step in (("maximum", 0), ("exclusiveMaximum", 1))
-        if name in schema
-    ]
-    if bounds and not (least and most and min(most) - max(least) < _MOST_NUMBERS):
-        raise invalid(
-            field,
-            f"has multipleOf beside a range that is open or has over {_MOST_NUMBERS} numbers, which cannot be enforced",
-        )
+    multiple = schema["multipleOf"]
+    bounds = [schema[name] for name in _BOUNDS if name in schema]
+    if schema.get("type") != "integer" or not all(map(_is_whole, [multiple, *bounds])):
+        raise _unenforceable(field, "has multipleOf for other numbers than integers")
+    if not 1 <= multiple <= _MAX_MULTIPLE:
+        text = f"has multipleOf {str(multiple)[:20]}, which cannot be enforced"
+        raise invalid(field, f"{text}; from 1 to {_MAX_MULTIPLE} it can")
+    lowest = _inner_bounds(schema, "minimum", "exclusiveMinimum", 1)
+    highest = _inner_bounds(schema, "maximum", "exclusiveMaximum", -1)
+    if bounds and not (lowest and highest and min(highest) - max(lowest) < _MAX_NUMBERS):
+        text = f"a range that is open or has over {_MAX_NUMBERS} numbers"
+        raise _unenforceable(field, f"has multipleOf beside {text}")
 
 
-def _whole(value: Any) -> bool:
+def _inner_bounds(
+    schema: Mapping[str, Any], inclusive: str, exclusive: str, step: int
+) -> list[float]:
+    """The bounds of a range of integers; `step` leads from an excluded number into the range."""
+    bounds = [schema[inclusive]] if inclusive in schema else []
+    return [*bounds, schema[exclusive] + step] if exclusive in schema else bounds
+
+
+def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def _disjoint(schemas: list[Any]) -> bool:
-    """Whether the schemas' types, or the values they list, tell them apart."""
-    return all(_apart(one, other) for one, other in combinations(schemas, 2))
+    """Whether types or listed values show that no value satisfies two of the schemas."""
+    return all(_is_disjoint(one, other) for one, other in combinations(schemas, 2))
 
 
-def _apart(one: Any, other: Any) -> bool:
+def _is_disjoint(one: Any, other: Any) -> bool:
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return False
     types = [_types(schema) for schema in (one, other)]
@@ -260,29 +216,25 @@ def _apart(one: Any, other: Any) -> bool:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
-    """Those that the schema lists."""
-    found = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    """The values that the schema lists in enum or const."""
+    if "const" in schema and "enum" not in schema:
+        return [schema["const"]]
+    found = schema.get("enum", [])
     return found if isinstance(found, list) else []
 
 
 def _type_of(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
-    names = {
-        int: "number",
-        float: "number",
-        str: "string",
-        dict: "object",
-        list: "array",
-        type(None): "null",
-    }
-    return names[type(value)]
+    return _TYPE_NAMES[type(value)]
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The schema's types, with number for integer; empty where it names none."""
     kinds = schema.get("type", [])
-    found = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
-    return {"number" if kind == "integer" else str(kind) for kind in found}
+    if not isinstance(kinds, list):
+        kinds = [kinds] if isinstance(kinds, str) else []
+    return {"number" if kind == "integer" else str(kind) for kind in set(kinds)}
 
 
 def _mapping(schema: Mapping[str, Any], name: str, field: str) -> Mapping[str, Any]:

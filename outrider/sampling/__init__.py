@@ -1,1 +1,1 @@
-"""From logits to a token: settings, truncation, coupled noise."""
+"""Turns logits into tokens: penalties, truncation and counter-based noise."""

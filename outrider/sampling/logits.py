@@ -1,7 +1,7 @@
-"""What a request does to the logits before they become probabilities: bias, penalties, bans and grammar.
+"""Adjusts logits before they become probabilities: bias, penalties, bans and grammar.
 
-Each row has its own settings, and sees the text as it stands at its position, drafted tokens included. Rows that ask for nothing
-pay nothing.
+Each row has its own settings and sees the text up to its position, drafted tokens included. Rows
+without settings cost nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from outrider.sampling.tensors import on
 
 @dataclass(slots=True)
 class Context:
-    """The rows of one sequence: row i is the target's word on what follows `tokens` and the first i of `drafted`.
+    """The text behind the rows of one sequence.
 
-    `tokens` are the committed ones, of which the first `prompt_length` are the prompt; `end_ids` end the sequence. `mask` is None
-    or, for each row, a bit for each token that the grammar allows: int32 [len(drafted) + 1, ceil(V / 32)], the lowest bit first.
+    Row i has the logits of the token behind `tokens` and the first i of `drafted`. `tokens` are
+    committed, and the first `prompt_length` of them are the prompt. `end_ids` end the sequence.
+    `mask` holds a bit for each token that the grammar allows, lowest bit first, int32
+    [len(drafted) + 1, ceil(V / 32)]; None for no grammar.
     """
 
     sampling: SamplingParams
@@ -34,19 +36,21 @@ class Context:
 
     @property
     def row_count(self) -> int:
+        """Logits rows of the sequence."""
         return len(self.drafted) + 1
 
     @property
     def plain(self) -> bool:
-        """Whether its logits stay as they are."""
+        """Whether the rows need no adjustment."""
         return self.mask is None and not self.sampling.adjusts
 
 
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Logits after bias, repetition, presence and frequency penalty, banned and too early end tokens, and grammar mask.
+    """Logits [R, V] after bias, penalties, bans (also of early end tokens) and grammar mask.
 
-    The order and the formulas are those of transformers' processors; presence and frequency are OpenAI's. The given tensor is
-    not changed, and is what comes back if no row asks for anything. A row that nothing is left of is -inf throughout.
+    `contexts` are the sequences of the rows, in order. Order and formulas follow transformers'
+    processors; presence and frequency penalty follow OpenAI. The given tensor is not changed, and
+    is returned itself if no row needs an adjustment. A row with no token left is -inf throughout.
     """
     if all(context.plain for context in contexts):
         return logits_RV
@@ -58,57 +62,63 @@ def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor
         (lambda c: bool(c.sampling.banned_token_ids or c.sampling.min_tokens), _ban),
         (lambda c: c.mask is not None, _mask),
     ):
-        picked = [
-            (int(row), context)
-            for row, context in zip(first_rows, contexts, strict=False)
-            if wants(context)
-        ]
+        pairs = zip(first_rows, contexts, strict=False)
+        picked = [(int(row), context) for row, context in pairs if wants(context)]
         if picked:
             apply(logits_RV, picked)
     return logits_RV
 
 
 _Rows = Sequence[tuple[int, Context]]
-"""Sequences that ask for something, each with the number of its first row."""
+"""Pairs of a sequence's first row and its context, for the sequences with some setting."""
+
+
+def _row_numbers(picked: _Rows) -> list[int]:
+    return [row for first, context in picked for row in range(first, first + context.row_count)]
 
 
 def _bias(logits_RV: torch.Tensor, picked: _Rows) -> None:
-    pairs = [
+    """Add logit_bias."""
+    triples = [
         (row, token, value)
         for first, context in picked
         for row in range(first, first + context.row_count)
         for token, value in context.sampling.logit_bias
     ]
-    rows, tokens, values = zip(*pairs, strict=True)
-    logits_RV.index_put_(
-        _index(logits_RV, rows, tokens),
-        on(logits_RV.device, values, logits_RV.dtype),
-        accumulate=True,
-    )
+    rows, tokens, values = zip(*triples, strict=True)
+    biases = on(logits_RV.device, values, logits_RV.dtype)
+    logits_RV.index_put_(_index(logits_RV, rows, tokens), biases, accumulate=True)
 
 
 def _penalise(logits_RV: torch.Tensor, picked: _Rows) -> None:
-    """Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858, over prompt and output; presence and frequency: the output."""
-    rows = [row for first, context in picked for row in range(first, first + context.row_count)]
-    index = on(logits_RV.device, rows)
-    of_row = [context.sampling for _, context in picked for _ in range(context.row_count)]
-    kept = logits_RV[index]
-    seen, output = _counts(kept, [context for _, context in picked])
-    repetition = on(kept.device, [s.repetition_penalty for s in of_row], kept.dtype).unsqueeze(-1)
-    kept = torch.where(seen, torch.where(kept < 0, kept * repetition, kept / repetition), kept)
-    kept -= output * on(kept.device, [s.frequency_penalty for s in of_row], kept.dtype).unsqueeze(
-        -1
-    )
-    kept -= (output > 0) * on(
-        kept.device, [s.presence_penalty for s in of_row], kept.dtype
-    ).unsqueeze(-1)
-    logits_RV.index_copy_(0, index, kept)
+    """Apply the penalties.
+
+    Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858, over prompt and output. Presence
+    and frequency penalty: OpenAI's, over the output.
+    """
+    index = on(logits_RV.device, _row_numbers(picked))
+    samplings = [context.sampling for _, context in picked for _ in range(context.row_count)]
+    kept_PV = logits_RV[index]
+
+    def column(penalties: list[float]) -> torch.Tensor:
+        return on(kept_PV.device, penalties, kept_PV.dtype).unsqueeze(-1)
+
+    seen_PV, output_PV = _counts(kept_PV, [context for _, context in picked])
+    repetition = column([s.repetition_penalty for s in samplings])
+    repeated_PV = torch.where(kept_PV < 0, kept_PV * repetition, kept_PV / repetition)
+    kept_PV = torch.where(seen_PV, repeated_PV, kept_PV)
+    kept_PV -= output_PV * column([s.frequency_penalty for s in samplings])
+    kept_PV -= (output_PV > 0) * column([s.presence_penalty for s in samplings])
+    logits_RV.index_copy_(0, index, kept_PV)
 
 
 def _counts(
     like_PV: torch.Tensor, contexts: Sequence[Context]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of the sequences: whether a token occurs at all (bool), and how often in the output, drafted tokens included."""
+    """For each row: whether each token occurs (bool [P, V]), and its count in the output [P, V].
+
+    Both include the drafted tokens before the row.
+    """
     vocab_size, device = like_PV.shape[-1], like_PV.device
     prompts = torch.zeros(len(contexts), vocab_size, dtype=torch.bool, device=device)
     outputs = torch.zeros(len(contexts), vocab_size, device=device)
@@ -118,7 +128,8 @@ def _counts(
         outputs[i].index_add_(0, output, torch.ones(len(output), device=device))
     repeats = on(device, [context.row_count for context in contexts])
     counts = outputs.repeat_interleave(repeats, dim=0, output_size=len(like_PV))
-    first, drafted = 0, []
+    first = 0
+    drafted = []
     for context in contexts:
         drafted += [
             (first + j, token)
@@ -128,36 +139,35 @@ def _counts(
         first += context.row_count
     if drafted:
         rows, tokens = zip(*drafted, strict=True)
-        counts.index_put_(
-            _index(like_PV, rows, tokens), torch.ones(len(rows), device=device), accumulate=True
-        )
-    return prompts.repeat_interleave(repeats, dim=0, output_size=len(like_PV)) | (
-        counts > 0
-    ), counts
+        ones = torch.ones(len(rows), device=device)
+        counts.index_put_(_index(like_PV, rows, tokens), ones, accumulate=True)
+    in_prompt = prompts.repeat_interleave(repeats, dim=0, output_size=len(like_PV))
+    return in_prompt | (counts > 0), counts
 
 
 def _ban(logits_RV: torch.Tensor, picked: _Rows) -> None:
+    """Set banned tokens, and end tokens before `min_tokens`, to -inf."""
     pairs = []
     for first, context in picked:
         generated = len(context.tokens) - context.prompt_length
         for i in range(context.row_count):
             too_early = generated + i < context.sampling.min_tokens
             pairs += [(first + i, token) for token in context.sampling.banned_token_ids]
-            pairs += [(first + i, token) for token in context.end_ids] if too_early else []
+            if too_early:
+                pairs += [(first + i, token) for token in context.end_ids]
     if pairs:
         rows, tokens = zip(*pairs, strict=True)
         logits_RV[_index(logits_RV, rows, tokens)] = -torch.inf
 
 
 def _mask(logits_RV: torch.Tensor, picked: _Rows) -> None:
-    rows = [row for first, context in picked for row in range(first, first + context.row_count)]
-    words = np.concatenate([context.mask for _, context in picked if context.mask is not None])
-    bits = (
-        on(logits_RV.device, words).unsqueeze(-1)
-        >> torch.arange(32, dtype=torch.int32, device=logits_RV.device)
-    ) & 1
+    """Set tokens that the grammar forbids to -inf."""
+    device = logits_RV.device
+    masks = [context.mask for _, context in picked if context.mask is not None]
+    words = on(device, np.concatenate(masks)).unsqueeze(-1)
+    bits = (words >> torch.arange(32, dtype=torch.int32, device=device)) & 1
     allowed = bits.flatten(1)[:, : logits_RV.shape[-1]].bool()
-    index = on(logits_RV.device, rows)
+    index = on(device, _row_numbers(picked))
     logits_RV.index_copy_(0, index, logits_RV[index].masked_fill_(~allowed, -torch.inf))
 
 

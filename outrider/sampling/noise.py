@@ -1,6 +1,7 @@
-"""Counter-based randomness: every random number is a pure function of (seed, position, purpose).
+"""Counter-based randomness: a random number is a pure function of (seed, position, purpose, step).
 
-docs/coupling.md specifies the noise for other languages. Knows numpy alone, so that a drafter without a model can draw with it.
+docs/coupling.md specifies the noise for other languages. Needs numpy alone, so that drafters can
+draw with it without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 
 class Purpose(IntEnum):
-    """What a random number is for; each purpose is an independent stream."""
+    """The use of a random number. Each purpose is an independent stream."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -20,8 +21,7 @@ class Purpose(IntEnum):
     COUPLED = 3
 
 
-_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
-_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+# Philox4x32's multipliers and Weyl constants.
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -37,20 +37,20 @@ def philox4x32(
 ) -> npt.NDArray[np.uint64]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 
-    `counter` is [4, N] and `key` [2, N], 32-bit words in uint64; returns [4, N] 32-bit words. The known-answer vectors of the
-    Random123 distribution are a test.
+    `counter` is [4, N] and `key` [2, N]; returns [4, N]. All are 32-bit words in uint64. A test has
+    the known-answer vectors of the Random123 distribution.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (product1 >> _32) ^ c1 ^ k0,
-            product1 & _LOW,
-            (product0 >> _32) ^ c3 ^ k1,
-            product0 & _LOW,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        product0 = _MULTIPLIERS[0] * c0
+        product1 = _MULTIPLIERS[1] * c2
+        c0 = (product1 >> _32) ^ c1 ^ k0
+        c1 = product1 & _LOW
+        c2 = (product0 >> _32) ^ c3 ^ k1
+        c3 = product0 & _LOW
+        k0 = (k0 + _WEYL[0]) & _LOW
+        k1 = (k1 + _WEYL[1]) & _LOW
     return np.stack([c0, c1, c2, c3])
 
 
@@ -69,9 +69,10 @@ def _words(
 def uniforms(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike = 0
 ) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, one for each (seed, position, step), [N].
+    """Uniform numbers in [0, 1) with 53 random bits, float64 [N], for each (seed, position, step).
 
-    `seeds` are 64-bit; `positions` count a sequence's tokens from 0, the prompt included; `steps` are under 2^32.
+    `seeds` have 64 bits; `positions` count a sequence's tokens from 0, prompt included; `steps` are
+    below 2^32.
     """
     words = _words(seeds, positions, purpose, steps)
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
@@ -80,18 +81,19 @@ def uniforms(
 
 
 def coupled_keys(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Where the coupled noise of each (seed, position) begins, [N]: a 64-bit number, in two's complement."""
+    """SplitMix64 seeds of the coupled noise, int64 [N] (two's complement), per (seed, position)."""
     words = _words(seeds, positions, Purpose.COUPLED)
     keys: npt.NDArray[np.int64] = (words[0] | words[1] << _32).view(np.int64)
     return keys
 
 
 def coupled_draw(probs_V: npt.ArrayLike, seed: int, position: int) -> int:
-    """The token that the verifier draws from these probabilities [V] for this seed at this position.
+    """The token that the verifier draws from probabilities [V] with this seed at this position.
 
-    The race argmax(probability / exponential) of `outrider.sampling.sampler.coupled_sample`; of equal scores the lowest id wins. A
-    drafter with close probabilities draws the same token most of the time. `seed` has 64 bits; `position` counts the sequence's
-    tokens from 0, the prompt included.
+    Computes argmax(probability / exponential), as `outrider.sampling.sampler.coupled_sample` does;
+    the lowest id wins a tie. With probabilities close to the verifier's, a drafter draws the same
+    token most of the time. `seed` has 64 bits; `position` counts the sequence's tokens from 0,
+    prompt included.
     """
     probs = np.asarray(probs_V, dtype=np.float64)
     key = coupled_keys([seed], [position]).view(np.uint64)[0]

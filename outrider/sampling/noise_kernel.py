@@ -1,6 +1,7 @@
-"""Drawing with coupled noise on a GPU in one pass over the probabilities; docs/coupling.md specifies the noise.
+"""Draws with coupled noise on a GPU in one pass over the probabilities.
 
-Operators of torch make fourteen passes over 64-bit numbers of it.
+docs/coupling.md specifies the noise. The same with torch's operators takes fourteen passes over
+64-bit numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _BLOCK = 1024
 def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel's own language
     probs, keys, best, tokens, vocab_size, BLOCK: tl.constexpr
 ):
-    """The best of probability / exponential among the tokens of one block of one row, and whose it is."""
+    """Find the largest probability / exponential in one block of one row, and its token."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
@@ -29,7 +30,7 @@ def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     state = state ^ (state >> 31)
     uniform = ((state >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
-    # A probability that is not a number must not lose to what lies beyond the vocabulary.
+    # A NaN scores 0, so that a row of NaNs still yields a token of the vocabulary.
     run = tl.where(inside, tl.where(probability > 0, probability / -tl.log(uniform), 0.0), -1.0)
     value, index = tl.max(run, 0, return_indices=True)
     at = row * tl.num_programs(1) + block
@@ -38,7 +39,7 @@ def _race(  # type: ignore[no-untyped-def]  # pointers and numbers of the kernel
 
 
 def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:
-    """As `outrider.sampling.sampler.coupled_sample`, but for the last bit of a logarithm."""
+    """Same as `outrider.sampling.sampler.coupled_sample`, but for a logarithm's last bit."""
     row_count, vocab_size = probs_RV.shape
     best = probs_RV.new_empty(row_count, triton.cdiv(vocab_size, _BLOCK), dtype=torch.float64)
     tokens = torch.empty_like(best, dtype=torch.int64)

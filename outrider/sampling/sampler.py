@@ -1,9 +1,10 @@
-"""From logits to tokens: temperature and truncation for a batch of rows, and counter-based randomness.
+"""Turns logits into tokens: temperature, truncation and sampling for a batch of rows.
 
-Every random number is a pure function of (seed, position, purpose), so the batch a row happens to stand in, preemption and the
-order of requests change nothing, and no two purposes ever share noise. What is drawn for draft tokens that may not stand is a
-function of the step as well: a rule may look at all of a draft's tokens and coins, so where it says that none of the last ones
-stands, they are no longer random. docs/coupling.md specifies the noise for other languages.
+Every random number is a pure function of (seed, position, purpose). So batch composition,
+preemption and the order of requests change nothing, and no two purposes share noise. Draft tokens
+and acceptance coins depend on the step as well: an acceptance rule may look at all tokens and coins
+of a draft, so those of a rejected draft must not be used again. docs/coupling.md specifies the
+noise for other languages.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ import torch
 from outrider.messages import SamplingParams
 from outrider.sampling.tensors import on, triton_works
 
-# SplitMix64's constants, as the signed integers that torch computes with.
+# SplitMix64's constants as signed integers, since torch has no full uint64 arithmetic.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-# Numbers of noise computed at once; bounds the memory that a large vocabulary takes.
+# Random numbers computed at once; bounds the memory for a large vocabulary.
 _NOISE_BLOCK = 2**24
-# Tokens of a row that are looked at before all are sorted. Nuclei of peaked rows have a few dozen.
+# Truncation first looks at this many tokens of a row, and sorts the whole row only if they do not
+# suffice. The nucleus of a peaked row has a few dozen.
 _CANDIDATES = 1024
 
 
 def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard exponential numbers, float64 [R, V]: -log(u) of output number `token` of SplitMix64 seeded with the row's key.
+    """Standard exponential numbers -log(u), float64 [R, V]; -log of one is Gumbel noise.
 
-    SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. Its top 52 bits and a half
-    make u, which float64 holds exactly: it lies between 2^-53 and 1 - 2^-53, both included, so every number is positive and
-    finite. With 53 bits the largest would round to u = 1. -log(-log(u)) would be Gumbel noise.
+    u comes from output number `token` of SplitMix64 seeded with the row's key (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its top 52 bits plus a
+    half, times 2^-52. Float64 holds this exactly, and it lies in [2^-53, 1 - 2^-53], so every
+    number is positive and finite. With 53 bits the largest u would round to 1.
     """
-    state = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN) + keys_R.unsqueeze(
-        -1
-    )
+    steps_V = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN)
+    state = steps_V + keys_R.unsqueeze(-1)
     for shift, factor in zip((30, 27), _MIX, strict=True):
         state.bitwise_xor_((state >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
     state.bitwise_xor_((state >> 31).bitwise_and_(2**33 - 1))
@@ -42,32 +44,33 @@ def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def coupled_sample(probs_RV: torch.Tensor, keys_R: torch.Tensor) -> torch.Tensor:
-    """A token for each row, int64 [R]: argmax of log(probability) + Gumbel noise (Gumbel-max; coupling as in arXiv 2408.07978).
+    """Sample a token for each row, int64 [R]: argmax of log(probability) + Gumbel noise.
 
-    Computed as the race argmax(probability / exponential), the same without a second logarithm. Two parties with the same keys
-    and close probabilities draw the same token most of the time: with total variation TV at least (1 - TV) / (1 + TV) of it. A
-    token of probability 0 never wins.
+    This is the Gumbel-max coupling of arXiv 2408.07978, computed as argmax(probability /
+    exponential), which saves a logarithm. Two parties with the same keys draw the same token with
+    probability at least (1 - TV) / (1 + TV), where TV is the total variation distance of their
+    distributions. A token of probability 0 is never drawn.
     """
     if triton_works(probs_RV.device):
         from outrider.sampling import noise_kernel
 
         return noise_kernel.coupled_sample(probs_RV, keys_R)
-    count = max(1, _NOISE_BLOCK // probs_RV.shape[-1])
-    blocks = [
-        (
-            probs_RV[i : i + count].double()
-            / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1])
-        ).argmax(-1)
-        for i in range(0, len(probs_RV), count)
-    ]
-    return torch.cat(blocks)
+    vocab_size = probs_RV.shape[-1]
+    row_count = max(1, _NOISE_BLOCK // vocab_size)
+    blocks = torch.split(probs_RV, row_count)
+    tokens = []
+    for probs, keys in zip(blocks, torch.split(keys_R, row_count), strict=True):
+        scores = probs.double() / coupled_exponentials(keys, vocab_size)
+        tokens.append(scores.argmax(-1))
+    return torch.cat(tokens)
 
 
 def target_probs(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Probabilities [R, V] after temperature, top-k (0 is off), top-p, min-p and typical-p, each row with its own settings.
+    """Probabilities [R, V] after temperature, top-k, top-p, min-p and typical-p, in this order.
 
-    The order, and ties at an edge, are those of transformers' logits processors. Rows with temperature 0 come back as if it were
-    1 and nothing else set; their token is the argmax, which the caller takes from the logits. Rows pay only for what they ask.
+    `samplings` has each row's settings. The order and the treatment of ties are those of
+    transformers' logits processors. A greedy row (temperature 0) returns its plain softmax; the
+    caller takes its token, the argmax, from the logits. Each step runs only for rows that use it.
     """
     temperatures = [s.temperature or 1.0 for s in samplings]
     if any(t != 1.0 for t in temperatures):
@@ -85,7 +88,7 @@ def _replaced(
     wants: Callable[[SamplingParams], bool],
     truncate: Callable[[torch.Tensor, Sequence[SamplingParams]], torch.Tensor],
 ) -> torch.Tensor:
-    """A copy in which the rows that want it are truncated."""
+    """A copy of the logits with the sampled rows that `wants` selects truncated."""
     rows = [i for i, s in enumerate(samplings) if not s.greedy and wants(s)]
     if not rows:
         return logits_RV
@@ -96,29 +99,34 @@ def _replaced(
 
 
 def _top_k(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keep the k likeliest, and whatever ties with the last of them."""
+    """Keep the k likeliest tokens, and all that tie with the last of them."""
     counts = [min(s.top_k, logits_RV.shape[-1]) for s in samplings]
     kth = logits_RV.topk(max(counts)).values.gather(-1, _column(logits_RV, counts) - 1)
     return logits_RV.masked_fill(logits_RV < kth, -torch.inf)
 
 
 def _top_p(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Nucleus sampling (Holtzman et al., arXiv 1904.09751): keep the likeliest up to a mass, the lowest ids of ties at its edge."""
+    """Nucleus sampling (Holtzman et al., arXiv 1904.09751): keep the likeliest up to a mass.
+
+    Of tokens that tie at the edge, those with the lowest ids stay.
+    """
     return _from_candidates(_nucleus, logits_RV, _column(logits_RV, [s.top_p for s in samplings]))
 
 
 def _min_p(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keep what has at least this share of the likeliest token's probability."""
+    """Keep tokens with at least `min_p` times the likeliest token's probability."""
     probs = logits_RV.softmax(-1)
     least = _column(logits_RV, [s.min_p for s in samplings]) * probs.amax(-1, keepdim=True)
     return logits_RV.masked_fill(probs < least, -torch.inf)
 
 
 def _typical(logits_RV: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Locally typical sampling (Meister et al., arXiv 2202.00666): keep what is about as surprising as expected, up to a mass."""
-    return _from_candidates(
-        _typical_set, logits_RV, _column(logits_RV, [s.typical_p for s in samplings])
-    )
+    """Locally typical sampling (Meister et al., arXiv 2202.00666).
+
+    Keeps the tokens whose surprise is closest to the entropy, up to a mass.
+    """
+    mass_R1 = _column(logits_RV, [s.typical_p for s in samplings])
+    return _from_candidates(_typical_set, logits_RV, mass_R1)
 
 
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
@@ -130,12 +138,13 @@ def _from_candidates(
     logits_RV: torch.Tensor,
     mass_R1: torch.Tensor,
 ) -> torch.Tensor:
-    """What `keep` leaves of each row, from its first candidates where they are enough, else from all of its tokens."""
+    """Apply `keep` to each row's first candidates, then to whole rows where these are too few."""
     size = logits_RV.shape[-1]
     if size <= _CANDIDATES:
         return keep(logits_RV, mass_R1, size)[0]
     kept_RV, enough_R = keep(logits_RV, mass_R1, _CANDIDATES)
-    # On a GPU this waits for the device, once a batch, so as not to sort whole rows of which hardly any needs it.
+    # On a GPU this waits for the device once a batch. That is cheaper than sorting all rows, which
+    # hardly any needs.
     rows = (~enough_R).nonzero().squeeze(-1)
     if len(rows):
         kept_RV[rows], _ = keep(logits_RV[rows], mass_R1[rows], size)
@@ -145,21 +154,23 @@ def _from_candidates(
 def _nucleus(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens' logits up to a mass, else -inf, seen from the first `count`; whether these were enough, bool [R]."""
+    """Logits of the nucleus among the `count` likeliest tokens, else -inf, [R, V].
+
+    Also returns whether `count` tokens were enough, bool [R].
+    """
     ordered, ids = _likeliest(logits_RV, count)
     probs = logits_RV.softmax(-1).gather(-1, ids)
     drop = probs.cumsum(-1) - probs >= mass_R1
     drop[:, 0] = False
     edge_R = ordered.masked_fill(drop, torch.inf).amin(-1)
-    kept_RV = torch.full_like(logits_RV, -torch.inf).scatter_(
-        -1, ids, ordered.masked_fill(drop, -torch.inf)
-    )
-    # What ties with the last candidate may be no candidate, and yet the one to keep.
+    kept = ordered.masked_fill(drop, -torch.inf)
+    kept_RV = torch.full_like(logits_RV, -torch.inf).scatter_(-1, ids, kept)
+    # A tie with the last candidate may hide a token outside the candidates that has to be kept.
     return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])
 
 
 def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and ids of the `count` likeliest tokens in order, those with the lowest ids first among ties."""
+    """Logits and ids [R, count] of the likeliest tokens in order; ties have lower ids first."""
     if count == logits_RV.shape[-1]:
         return logits_RV.sort(dim=-1, descending=True, stable=True)
     ids = logits_RV.topk(count, sorted=False).indices.sort(-1).values
@@ -170,7 +181,7 @@ def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
 def _typical_set(
     logits_RV: torch.Tensor, mass_R1: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_nucleus`, of the tokens whose surprise is nearest to the expected one; whatever ties at the edge stays."""
+    """As `_nucleus`, for the tokens whose surprise is closest to the entropy; keeps all ties."""
     log_probs = logits_RV.log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(log_probs * probs).nansum(-1, keepdim=True)
@@ -178,17 +189,18 @@ def _typical_set(
     nearest, ids = distance.topk(count, largest=False)
     cumulative = probs.gather(-1, ids).cumsum(-1)
     last = (cumulative < mass_R1).sum(-1, keepdim=True).clamp(max=count - 1)
-    return logits_RV.masked_fill(distance > nearest.gather(-1, last), -torch.inf), cumulative[
-        :, -1
-    ] >= mass_R1[:, 0]
+    kept_RV = logits_RV.masked_fill(distance > nearest.gather(-1, last), -torch.inf)
+    return kept_RV, cumulative[:, -1] >= mass_R1[:, 0]
 
 
 def inverse_cdf(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-    """The token of each row at `uniform_R` of its cumulative weights, int64 [R]; weights need not be normalised.
+    """The token of each row at the fraction `uniform_R` of its cumulative weights, int64 [R].
 
-    Summed in float64: at a vocabulary of 150k, float32 sums would shift the tail. A token of weight 0 is never returned.
+    Weights need not be normalised. They are summed in float64, because with a vocabulary of 150k,
+    float32 sums would shift the tail. A token of weight 0 is never returned.
     """
     cumulative = weights_RV.cumsum(-1, dtype=torch.float64)
-    # At most 1 - 2^-53 of the total, which never rounds up to the total itself, past the last token that has weight.
+    # `uniform_R` is at most 1 - 2^-53, so the product never rounds up to the total, which would
+    # select a token past the last one with weight.
     point = uniform_R.to(torch.float64).unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)

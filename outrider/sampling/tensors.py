@@ -1,4 +1,4 @@
-"""Numbers where they are computed with, and what can compute there."""
+"""Moves numbers to a device, and tells whether Triton kernels run on it."""
 
 from __future__ import annotations
 
@@ -21,30 +21,26 @@ def on(
     numbers: Sequence[object] | npt.NDArray[np.generic],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A tensor on the device, of `dtype` or that of the numbers, which for none at all is float32.
+    """A tensor on the device, of `dtype` or the numbers' own type (float32 for an empty list).
 
-    The copy does not wait for what the device has to do yet, as one that is asked for without more does.
+    The copy does not wait for the device's queue, as a plain copy would.
     """
     return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 @cache
 def triton_works(device: torch.device) -> bool:
-    """Whether our kernels can run there, which takes a C compiler too, for what launches them."""
+    """Whether our Triton kernels run on this device. Triton builds launchers with a C compiler."""
     if device.type != "cuda":
         return False
     capability = torch.cuda.get_device_capability(device)
-    lacking = {
-        "Triton": find_spec("triton") is None,
-        "GPU of compute capability 8.0": capability < (8, 0),
-        "C compiler": not any(
-            shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name
-        ),
+    compilers = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]
+    present = {
+        "Triton": find_spec("triton") is not None,
+        "GPU of compute capability 8.0": capability >= (8, 0),
+        "C compiler": any(shutil.which(name) for name in compilers),
     }
-    for name, lacks in lacking.items():
-        if lacks:
-            log.warning(
-                "attention gathers pages, and forwards are no CUDA graphs, all of which is slow: there is no %s",
-                name,
-            )
-    return not any(lacking.values())
+    for name, is_present in present.items():
+        if not is_present:
+            log.warning("no %s: attention gathers pages without CUDA graphs, which is slow", name)
+    return all(present.values())

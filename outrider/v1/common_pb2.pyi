@@ -28,23 +28,27 @@ class _AcceptanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acceptance
     ACCEPTANCE_UNSPECIFIED: _Acceptance.ValueType  # 0
     """The same as EXACT."""
     ACCEPTANCE_EXACT: _Acceptance.ValueType  # 1
-    """The output is distributed as the target's alone."""
+    """The output has the distribution of the target alone."""
     ACCEPTANCE_TYPICAL: _Acceptance.ValueType  # 2
-    """Lossy: typical acceptance (Medusa) also takes draft tokens that the target finds likely enough."""
+    """Lossy: typical acceptance (Medusa). It also accepts draft tokens that the target finds likely
+    enough.
+    """
     ACCEPTANCE_RELAXED: _Acceptance.ValueType  # 3
-    """Lossy: in the thinking phase, draft tokens among the target's likeliest few are taken as well."""
+    """Lossy: in the thinking phase it also accepts draft tokens among the target's likeliest few."""
 
 class Acceptance(_Acceptance, metaclass=_AcceptanceEnumTypeWrapper):
-    """How closely the output has to follow the target. A request with a value that is not known is refused."""
+    """How closely the output has to follow the target. A request with an unknown value is refused."""
 
 ACCEPTANCE_UNSPECIFIED: Acceptance.ValueType  # 0
 """The same as EXACT."""
 ACCEPTANCE_EXACT: Acceptance.ValueType  # 1
-"""The output is distributed as the target's alone."""
+"""The output has the distribution of the target alone."""
 ACCEPTANCE_TYPICAL: Acceptance.ValueType  # 2
-"""Lossy: typical acceptance (Medusa) also takes draft tokens that the target finds likely enough."""
+"""Lossy: typical acceptance (Medusa). It also accepts draft tokens that the target finds likely
+enough.
+"""
 ACCEPTANCE_RELAXED: Acceptance.ValueType  # 3
-"""Lossy: in the thinking phase, draft tokens among the target's likeliest few are taken as well."""
+"""Lossy: in the thinking phase it also accepts draft tokens among the target's likeliest few."""
 Global___Acceptance: _TypeAlias = Acceptance  # noqa: Y015
 
 class _AcceptanceRule:
@@ -56,9 +60,11 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     ACCEPTANCE_RULE_UNSPECIFIED: _AcceptanceRule.ValueType  # 0
     """Never sent."""
     ACCEPTANCE_RULE_GREEDY: _AcceptanceRule.ValueType  # 1
-    """A draft token stands if it is the target's likeliest."""
+    """Accepts a draft token if it is the target's likeliest token."""
     ACCEPTANCE_RULE_COUPLED: _AcceptanceRule.ValueType  # 2
-    """The target's token is drawn with noise that depends on seed and position alone; a draft token stands if it is the same."""
+    """The target's token is drawn with noise that depends on seed and position alone. A draft token
+    is accepted if it is the same.
+    """
     ACCEPTANCE_RULE_TOKEN_WISE: _AcceptanceRule.ValueType  # 3
     """Rejection sampling, token by token."""
     ACCEPTANCE_RULE_BLOCK: _AcceptanceRule.ValueType  # 4
@@ -68,17 +74,19 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     ACCEPTANCE_RULE_RELAXED: _AcceptanceRule.ValueType  # 6
     """Lossy: relaxed acceptance."""
     ACCEPTANCE_RULE_SYNTHETIC: _AcceptanceRule.ValueType  # 7
-    """For benchmarks alone: draft tokens stand at a set rate, whatever the target says."""
+    """For benchmarks alone: accepts draft tokens at a set rate, whatever the target says."""
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
-    """The rule that judged drafts. A receiver leaves out a value that it does not know."""
+    """The rule by which the verifier accepts draft tokens. A receiver leaves out an unknown value."""
 
 ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule.ValueType  # 0
 """Never sent."""
 ACCEPTANCE_RULE_GREEDY: AcceptanceRule.ValueType  # 1
-"""A draft token stands if it is the target's likeliest."""
+"""Accepts a draft token if it is the target's likeliest token."""
 ACCEPTANCE_RULE_COUPLED: AcceptanceRule.ValueType  # 2
-"""The target's token is drawn with noise that depends on seed and position alone; a draft token stands if it is the same."""
+"""The target's token is drawn with noise that depends on seed and position alone. A draft token
+is accepted if it is the same.
+"""
 ACCEPTANCE_RULE_TOKEN_WISE: AcceptanceRule.ValueType  # 3
 """Rejection sampling, token by token."""
 ACCEPTANCE_RULE_BLOCK: AcceptanceRule.ValueType  # 4
@@ -88,7 +96,7 @@ ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 5
 ACCEPTANCE_RULE_RELAXED: AcceptanceRule.ValueType  # 6
 """Lossy: relaxed acceptance."""
 ACCEPTANCE_RULE_SYNTHETIC: AcceptanceRule.ValueType  # 7
-"""For benchmarks alone: draft tokens stand at a set rate, whatever the target says."""
+"""For benchmarks alone: accepts draft tokens at a set rate, whatever the target says."""
 Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
 
 class _FinishReason:
@@ -100,19 +108,21 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not finished."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """An end-of-sequence or stop token was produced, or (text) a stop string."""
+    """An end-of-sequence token, a stop token or (for text) a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens or the context length was reached."""
+    """The sequence reached max_tokens or the context length."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a sequence ended. Failures travel as a gRPC status instead. A receiver takes a value that it does not know for STOP."""
+    """Why a sequence ended. A failure is a gRPC status instead. A receiver takes an unknown value as
+    STOP.
+    """
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not finished."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""An end-of-sequence or stop token was produced, or (text) a stop string."""
+"""An end-of-sequence token, a stop token or (for text) a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens or the context length was reached."""
+"""The sequence reached max_tokens or the context length."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _TokenSource:
@@ -126,31 +136,32 @@ class _TokenSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSour
     TOKEN_SOURCE_PLAIN: _TokenSource.ValueType  # 1
     """The target, in a step without a draft."""
     TOKEN_SOURCE_ACCEPTED: _TokenSource.ValueType  # 2
-    """A drafter; the target accepted it."""
+    """A drafter, and the target accepted it."""
     TOKEN_SOURCE_RECOVERED: _TokenSource.ValueType  # 3
-    """The target, in place of a draft token it rejected."""
+    """The target, in place of a draft token that it rejected."""
     TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 4
-    """The target, after a draft that was accepted whole."""
+    """The target, after a draft that it accepted whole."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
-    """Who wrote a token. A receiver takes a value that it does not know for PLAIN."""
+    """Who wrote a token. A receiver takes an unknown value as PLAIN."""
 
 TOKEN_SOURCE_UNSPECIFIED: TokenSource.ValueType  # 0
 """Never sent."""
 TOKEN_SOURCE_PLAIN: TokenSource.ValueType  # 1
 """The target, in a step without a draft."""
 TOKEN_SOURCE_ACCEPTED: TokenSource.ValueType  # 2
-"""A drafter; the target accepted it."""
+"""A drafter, and the target accepted it."""
 TOKEN_SOURCE_RECOVERED: TokenSource.ValueType  # 3
-"""The target, in place of a draft token it rejected."""
+"""The target, in place of a draft token that it rejected."""
 TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 4
-"""The target, after a draft that was accepted whole."""
+"""The target, after a draft that it accepted whole."""
 Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is drawn from the target's logits. The order is logit_bias, repetition, presence and frequency penalty, banned
-    tokens and min_tokens, grammar, temperature, top-k, top-p, min-p, typical-p.
+    """How the next token is drawn from the target's logits. The steps in order: logit_bias, repetition,
+    presence and frequency penalty, banned tokens and min_tokens, grammar, temperature, top-k, top-p,
+    min-p, typical-p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -192,32 +203,34 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Keep the k likeliest tokens; 0 keeps all. Range [0, vocabulary size]."""
     top_p: _builtins.float
-    """Keep the smallest set of likeliest tokens whose mass reaches top_p. Range (0, 1]; unset means 1."""
+    """Keep the smallest set of likeliest tokens with this mass. Range (0, 1]; unset means 1."""
     seed: _builtins.int
-    """Makes the output reproducible: the same seed gives the same tokens with any drafter, and with none.
-    Unset: the verifier draws one.
+    """Makes the output reproducible: the same seed gives the same tokens, whatever drafters there
+    are. Unset: the verifier draws a seed.
     """
     min_p: _builtins.float
     """Drop tokens less likely than min_p times the likeliest; 0 is off. Range [0, 1]."""
     typical_p: _builtins.float
-    """Locally typical sampling: keep the tokens whose surprise is closest to the entropy, up to this mass. Range (0, 1]; unset means 1."""
+    """Locally typical sampling: keep the tokens whose surprise is closest to the entropy, up to this
+    mass. Range (0, 1]; unset means 1.
+    """
     repetition_penalty: _builtins.float
-    """Divides positive logits, and multiplies negative ones, of every token that occurs in the prompt or the output. Range [0.01, 10];
-    unset means 1.
+    """Divides positive logits and multiplies negative ones, for every token that occurs in prompt or
+    output. Range [0.01, 10]; unset means 1.
     """
     presence_penalty: _builtins.float
     """Subtracted from the logit of every token that occurs in the output. Range [-2, 2]."""
     frequency_penalty: _builtins.float
-    """Subtracted from a token's logit once for each time it occurs in the output. Range [-2, 2]."""
+    """Subtracted from a token's logit once for each occurrence in the output. Range [-2, 2]."""
     min_tokens: _builtins.int
-    """End-of-sequence and stop tokens are not sampled before this many tokens were generated. Range [0, max_tokens]."""
+    """The output has no end-of-sequence or stop token before this many tokens. Range [0, max_tokens]."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of some tokens: at most 1024 ids in [0, vocabulary size), values in [-100, 100]."""
+        """Added to tokens' logits: at most 1024 ids in [0, vocabulary size), values in [-100, 100]."""
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Never sampled; at most 1024 ids in [0, vocabulary size)."""
+        """Never generated; at most 1024 ids in [0, vocabulary size)."""
 
     def __init__(
         self,
@@ -264,7 +277,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What the output must be; it masks the target's logits at every position."""
+    """A constraint on the output. It masks the target's logits at every position."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -281,9 +294,9 @@ class Grammar(_message.Message):
     regex: _builtins.str
     """A text that matches this regular expression."""
     ebnf: _builtins.str
-    """A text of this grammar, in GBNF; its root rule is "root"."""
+    """A text of this grammar, in GBNF; the root rule is "root"."""
     structural_tag: _builtins.str
-    """Free text with constrained parts, as XGrammar's structural tag in JSON."""
+    """Free text with constrained parts: XGrammar's structural tag, as JSON."""
     @_builtins.property
     def choice(self) -> Global___Choices:
         """One of these texts."""
@@ -334,7 +347,7 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """How likely the target finds a token: natural logarithms of its softmax over the unprocessed logits."""
+    """Natural logarithms of the target's softmax over the unprocessed logits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -345,7 +358,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Of the token itself."""
     rank: _builtins.int
-    """How many tokens are at least as likely as this one, itself included: 1 for the likeliest."""
+    """Number of tokens at least as likely as this one, itself included: 1 for the likeliest."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The likeliest tokens, best first."""
@@ -386,19 +399,25 @@ class SpeculationOptions(_message.Message):
     enabled: _builtins.bool
     """False decodes plainly; unset means true."""
     drafter: _builtins.str
-    """Restricts drafting to one drafter id or to one family ("ngram", "suffix", "model"); empty lets the verifier choose."""
+    """Restricts drafting to one drafter id or to one family ("ngram", "suffix", "model"); empty lets
+    the verifier choose.
+    """
     draft_tokens: _builtins.int
-    """Largest number of draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""
+    """Most draft tokens verified in one step. Range [0, 64]; unset takes the verifier's setting."""
     acceptance: Global___Acceptance.ValueType
     """How closely to follow the target."""
     typical_epsilon: _builtins.float
-    """TYPICAL: a draft token stands if its probability is above min(epsilon, sqrt(epsilon) * exp(-entropy)). Range (0, 1]; unset
-    means 0.09.
+    """TYPICAL: accepts a draft token if its probability is above min(epsilon, sqrt(epsilon) *
+    exp(-entropy)). Range (0, 1]; unset means 0.09.
     """
     relaxed_topk: _builtins.int
-    """RELAXED: how many of the target's likeliest tokens are considered. Range [1, 64]; unset means 10."""
+    """RELAXED: number of the target's likeliest tokens that are candidates. Range [1, 64]; unset
+    means 10.
+    """
     relaxed_delta: _builtins.float
-    """RELAXED: how much less likely than the likeliest a token may be. Range [0, 1]; unset means 0.6."""
+    """RELAXED: largest difference in probability between the likeliest token and an accepted one.
+    Range [0, 1]; unset means 0.6.
+    """
     def __init__(
         self,
         *,
@@ -459,14 +478,14 @@ class SpeculationStats(_message.Message):
     accepted_token_count: _builtins.int
     """Draft tokens accepted."""
     max_draft_tokens: _builtins.int
-    """Largest number of draft tokens a step of this sequence was allowed to verify."""
+    """Most draft tokens that a step of this sequence could verify."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """acceptance_histogram[i] is the number of verifying steps that accepted exactly i draft tokens."""
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[Global___AcceptanceRule.ValueType]:
-        """The rules that judged its drafts, without repetition; empty when there was no draft."""
+        """The rules by which its drafts were verified, without repetition; empty without a draft."""
 
     def __init__(
         self,
@@ -500,18 +519,20 @@ class Placement(_message.Message):
     NUMA_NODE_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"local", "cpu" or "grace", as asked for with --placement."""
+    """"local", "cpu" or "grace", from --placement."""
     host: _builtins.str
     """Host name."""
     device: _builtins.str
     """Torch's name of the device, such as "cpu" or "cuda:0"."""
     numa_node: _builtins.int
-    """NUMA node its memory is bound to; unset when it is not bound. Range [0, 65535]."""
+    """NUMA node that its memory is bound to; unset when it is not bound. Range [0, 65535]."""
     architecture: _builtins.str
     """Machine architecture, such as "x86_64" or "aarch64"."""
     @_builtins.property
     def cores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Logical processors the process is pinned to; empty when it is not pinned. At most 1024 distinct numbers in [0, 65535]."""
+        """Logical processors that the process is pinned to; empty when it is not pinned. At most 1024
+        distinct numbers in [0, 65535].
+        """
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "user" or "assistant"."""
     content: _builtins.str
-    """What was said."""
+    """The text."""
     def __init__(
         self,
         *,
@@ -47,7 +47,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
-    """A conversation, rendered by the model's own chat template."""
+    """A conversation. The gateway renders it with the model's own chat template."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -112,21 +112,23 @@ class GenerateTextRequest(_message.Message):
     PREDICTION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's name; empty takes the one that is served."""
+    """The model's name; empty takes the model that the gateway serves."""
     prompt: _builtins.str
     """Text to continue."""
     max_tokens: _builtins.int
-    """Tokens to generate at most; at least 1, or with prompt_logprob_count at least 0, which only scores the prompt; unset takes what
-    the context leaves.
+    """Most tokens to generate. At least 1; at least 0 with prompt_logprob_count, which then only
+    scores the prompt. Unset takes all that the context has room for.
     """
     top_logprob_count: _builtins.int
-    """Unset: no log probabilities. Otherwise each token comes with its own and with those of this many of the likeliest. Range [0, 20]."""
+    """Number of likeliest tokens to report with each token, besides the token's own log probability.
+    Range [0, 20]; unset reports no log probabilities.
+    """
     prediction: _builtins.str
-    """What the caller expects the text to be; drafters may guess from it."""
+    """The text that the caller expects; drafters may guess from it."""
     prompt_logprob_count: _builtins.int
-    """Unset: nothing about the prompt. Otherwise each of its tokens but the first, which nothing precedes, comes with its log
-    probability and with those of this many of the likeliest. Range [0, 20]. Such a prompt is computed from its beginning, since the
-    prefix cache has no logits.
+    """As top_logprob_count, for each token of the prompt but the first, which has no context. Range
+    [0, 20]; unset reports nothing about the prompt. The verifier computes such a prompt from its
+    beginning, since the prefix cache has no logits.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -150,7 +152,7 @@ class GenerateTextRequest(_message.Message):
 
     @_builtins.property
     def grammar(self) -> _common_pb2.Grammar:
-        """What the output must be; unset leaves it free."""
+        """A constraint on the output; unset allows all texts."""
 
     def __init__(
         self,
@@ -239,12 +241,12 @@ class GenerateTextResponse(_message.Message):
     text: _builtins.str
     """Whole characters only; may be empty."""
     drafter_id: _builtins.str
-    """The drafter whose path was verified; empty after a plain step."""
+    """The drafter whose draft was verified; empty after a step without a draft."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids behind the text so far unsent, a stop token included."""
+        """The ids of the tokens whose text has not been sent before, a stop token included."""
 
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.TokenSource.ValueType]:
@@ -260,12 +262,12 @@ class GenerateTextResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each id when they were asked for."""
+        """One for each id, if the request asked for them."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each further token of the prompt, from its second on, when they were asked for; all of them come before the first of
-        token_ids or with it, in as many messages as the prompt took steps.
+        """One for each token of the prompt from the second on, if the request asked for them. All of them
+        come before or with the first of token_ids, in as many messages as the prompt took steps.
         """
 
     def __init__(

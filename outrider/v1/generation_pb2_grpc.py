@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Text generation for callers in any language; the OpenAI API over HTTP stands beside it.
+    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,12 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Text generation for callers in any language; the OpenAI API over HTTP stands beside it.
+    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP.
     """
 
     def GenerateText(self, request, context):
-        """Generates text for one prompt or conversation and streams it. Cancelling the call frees everything it holds.
+        """Generates text for one prompt or conversation and streams it. Cancelling the call frees all its
+        resources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +71,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Text generation for callers in any language; the OpenAI API over HTTP stands beside it.
+    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP.
     """
 
     @staticmethod

@@ -27,25 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Text generation for callers in any language; the OpenAI API over HTTP stands beside it."""
+    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     GenerateText: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateTextRequest, _generation_pb2.GenerateTextResponse]
-    """Generates text for one prompt or conversation and streams it. Cancelling the call frees everything it holds."""
+    """Generates text for one prompt or conversation and streams it. Cancelling the call frees all its
+    resources.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Text generation for callers in any language; the OpenAI API over HTTP stands beside it."""
+    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GenerateText: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateTextRequest, _generation_pb2.GenerateTextResponse]  # type: ignore[assignment]
-    """Generates text for one prompt or conversation and streams it. Cancelling the call frees everything it holds."""
+    """Generates text for one prompt or conversation and streams it. Cancelling the call frees all its
+    resources.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Text generation for callers in any language; the OpenAI API over HTTP stands beside it."""
+    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP."""
 
     @_abc_1.abstractmethod
     def GenerateText(
@@ -53,6 +57,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateTextRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateTextResponse], _abc.AsyncIterator[_generation_pb2.GenerateTextResponse]]:
-        """Generates text for one prompt or conversation and streams it. Cancelling the call frees everything it holds."""
+        """Generates text for one prompt or conversation and streams it. Cancelling the call frees all its
+        resources.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VerifierServiceStub:
-    """Owns the target model and decides what is committed.
+    """Owns the target model and decides which tokens are committed.
     """
 
     def __init__(self, channel):
@@ -53,26 +53,28 @@ class VerifierServiceStub:
 
 
 class VerifierServiceServicer:
-    """Owns the target model and decides what is committed.
+    """Owns the target model and decides which tokens are committed.
     """
 
     def GenerateTokens(self, request, context):
-        """Generates tokens for one prompt and streams them as they are committed. Cancelling the call frees the sequence.
+        """Generates tokens for one prompt and streams them as they are committed. Cancelling the call
+        frees the sequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamDrafts(self, request_iterator, context):
-        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello and Welcome. A message has at most
-        16 MiB each way; only one that opens a single long sequence exceeds 4 MiB, which gRPC's clients take without being told.
+        """One stream for each drafter: proposals up, verdicts down. The first message each way is Hello
+        and Welcome. A message has at most 16 MiB. Only one that opens a single long sequence exceeds 4
+        MiB, gRPC's default limit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The model, how far it has loaded, and the drafters; answers while loading.
+        """Returns the model, its loading stage and the drafters. Answers while the model loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +107,7 @@ def add_VerifierServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifierService:
-    """Owns the target model and decides what is committed.
+    """Owns the target model and decides which tokens are committed.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Proto and domain objects, converted in one place; everything that comes in is checked."""
+"""Converts between protos and domain objects, and checks every message that comes in."""

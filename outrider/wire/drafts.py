@@ -1,4 +1,7 @@
-"""Messages of the draft stream, proto and domain. Checks what comes in by raised errors that name field and limit."""
+"""Converts the messages of the draft stream between proto and domain.
+
+Both directions check what they receive and raise an OutriderError that names field and limit.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,22 @@ import math
 import numpy as np
 
 from outrider import messages as m
+from outrider.checks import check_ids, check_name
 from outrider.errors import OutriderError, Reason, invalid
+from outrider.limits import (
+    MAX_BATCH_ENTRIES,
+    MAX_DISTRIBUTION_ENTRIES,
+    MAX_DRAFT_SECONDS,
+    MAX_DRAFT_TOKENS,
+    MAX_FAMILY_LENGTH,
+    MAX_PROPOSAL_TOKENS,
+    MAX_WINDOW_DEPTH,
+    MAX_WINDOW_TOKENS,
+    SUM_TOLERANCE,
+)
 from outrider.v1 import drafts_pb2
 from outrider.wire.model import placement_from_proto, placement_to_proto
-from outrider.wire.requests import check_ids
 from outrider.wire.settings import (
-    check_name,
     grammar_from_proto,
     grammar_to_proto,
     known,
@@ -21,59 +34,49 @@ from outrider.wire.settings import (
     sampling_to_proto,
 )
 
-MAX_DISTRIBUTION_ENTRIES = 256
-MAX_BATCH_ENTRIES = 4096
-# No more is believed of a drafter's own clock.
-MAX_DRAFT_SECONDS = 60.0
-MAX_WINDOW_DEPTH = 128
-MAX_WINDOW_TOKENS = 4096
-MAX_PROPOSAL_TOKENS = 1024
-SUM_TOLERANCE = 1e-3
-
 
 def hello_from_proto(proto: drafts_pb2.Hello) -> m.Hello:
+    """Check and convert; raises OutriderError(INVALID_VALUE). Drops unknown distributions."""
     check_name("hello.drafter_id", proto.drafter_id)
-    check_name("hello.family", proto.family, longest=m.MAX_FAMILY_LENGTH)
+    check_name("hello.family", proto.family, longest=MAX_FAMILY_LENGTH)
     check_name("hello.tokenizer_fingerprint", proto.tokenizer_fingerprint)
-    if not 1 <= proto.max_draft_tokens <= m.MAX_DEPTH:
-        message = f"must be in [1, {m.MAX_DEPTH}], not {proto.max_draft_tokens}"
+    if not 1 <= proto.max_draft_tokens <= MAX_DRAFT_TOKENS:
+        message = f"must be in [1, {MAX_DRAFT_TOKENS}], not {proto.max_draft_tokens}"
         raise invalid("hello.max_draft_tokens", message)
     if proto.max_sequence_count < 0:
-        raise invalid(
-            "hello.max_sequence_count", f"must be at least 0, not {proto.max_sequence_count}"
-        )
-    distributions = {int(rule) for rule in m.DraftDistribution}.intersection(proto.distributions)
+        message = f"must be at least 0, not {proto.max_sequence_count}"
+        raise invalid("hello.max_sequence_count", message)
+    offered: set[int] = set(proto.distributions)
+    distributions = [kind for kind in m.DraftDistribution if kind in offered]
     return m.Hello(
         drafter_id=proto.drafter_id,
         family=proto.family,
         tokenizer_fingerprint=proto.tokenizer_fingerprint,
         max_draft_tokens=proto.max_draft_tokens,
-        distributions=frozenset(
-            {m.DraftDistribution.ONE_HOT, *map(m.DraftDistribution, distributions)}
-        ),
+        distributions=frozenset([m.DraftDistribution.ONE_HOT, *distributions]),
         placement=placement_from_proto(proto.placement),
         max_sequence_count=proto.max_sequence_count,
-        wants_features=drafts_pb2.CAPABILITY_FEATURES in proto.capabilities,
     )
 
 
 def hello_to_proto(hello: m.Hello) -> drafts_pb2.Hello:
+    """Convert; inverse of `hello_from_proto`."""
     return drafts_pb2.Hello(
         drafter_id=hello.drafter_id,
         family=hello.family,
         tokenizer_fingerprint=hello.tokenizer_fingerprint,
         max_draft_tokens=hello.max_draft_tokens,
-        distributions=[proto_enum(rule) for rule in sorted(hello.distributions)],
+        distributions=[proto_enum(kind) for kind in sorted(hello.distributions)],
         placement=placement_to_proto(hello.placement),
         max_sequence_count=hello.max_sequence_count,
-        capabilities=[drafts_pb2.CAPABILITY_FEATURES] if hello.wants_features else [],
     )
 
 
 def drafts_from_proto(proto: drafts_pb2.DraftBatch, vocab_size: int) -> m.DraftBatch:
     """Check and convert; raises OutriderError(PROTOCOL_VIOLATION).
 
-    The trie checks base lengths and windows, which depend on what was committed.
+    Ids must be in [0, vocab_size). Base lengths and windows depend on the committed tokens; the
+    trie checks those.
     """
     if len(proto.proposals) + len(proto.skips) > MAX_BATCH_ENTRIES:
         raise _violation("drafts", f"must hold at most {MAX_BATCH_ENTRIES} proposals and skips")
@@ -87,45 +90,40 @@ def _proposal_from_proto(proto: drafts_pb2.Proposal, vocab_size: int) -> m.Propo
     ids = list(proto.token_ids)
     count = len(ids)
     if not 1 <= count <= MAX_PROPOSAL_TOKENS:
-        raise _violation(
-            "proposal.token_ids", f"must hold 1 to {MAX_PROPOSAL_TOKENS} tokens, not {count}"
-        )
+        message = f"must hold 1 to {MAX_PROPOSAL_TOKENS} tokens, not {count}"
+        raise _violation("proposal.token_ids", message)
     if max(ids) >= vocab_size:
         raise _violation("proposal.token_ids", f"must be in [0, {vocab_size}), not {max(ids)}")
     for name in ("parents", "distributions", "confidences"):
         given = len(getattr(proto, name))
         if given not in (0, count):
-            raise _violation(
-                f"proposal.{name}", f"must be empty or one for each of {count} tokens, not {given}"
-            )
+            message = f"must be empty or one for each of {count} tokens, not {given}"
+            raise _violation(f"proposal.{name}", message)
     parents = list(proto.parents)
     for place, parent in enumerate(parents):
         if parent > place:
-            raise _violation(
-                "proposal.parents",
-                f"must name a token before its child: at most {place} at place {place}, not {parent}",
-            )
-    pairs = zip(proto.distributions, ids, strict=False)
+            limit = f"at most {place} at place {place}, not {parent}"
+            message = f"must name a token before its child: {limit}"
+            raise _violation("proposal.parents", message)
     distributions = [
         _distribution(given, token, vocab_size) if given.token_ids else None
-        for given, token in pairs
+        for given, token in zip(proto.distributions, ids, strict=False)
     ]
-    seconds = min(
-        max(0.0, proto.draft_time.seconds + proto.draft_time.nanos * 1e-9), MAX_DRAFT_SECONDS
-    )
+    seconds = proto.draft_time.seconds + proto.draft_time.nanos * 1e-9
+    seconds = min(max(0.0, seconds), MAX_DRAFT_SECONDS)
     return m.Proposal(proto.sequence_id, proto.base_length, ids, parents, distributions, seconds)
 
 
 def _distribution(
     proto: drafts_pb2.SparseDistribution, token: int, vocab_size: int
 ) -> m.SparseDistribution:
+    """Check the distribution of one proposed token and renormalise it in float64."""
     name = "proposal.distributions"
-    count, given = len(proto.token_ids), len(proto.probabilities)
+    count = len(proto.token_ids)
+    given = len(proto.probabilities)
     if not 1 <= count <= MAX_DISTRIBUTION_ENTRIES or count != given:
-        raise _violation(
-            name,
-            f"must hold 1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities, not {count} and {given}",
-        )
+        entries = f"1 to {MAX_DISTRIBUTION_ENTRIES} ids and as many probabilities"
+        raise _violation(name, f"must hold {entries}, not {count} and {given}")
     ids = np.fromiter(proto.token_ids, np.int64, count)
     weights = np.fromiter(proto.probabilities, np.float64, count)
     if not np.isfinite(weights).all() or (weights < 0).any():
@@ -141,6 +139,7 @@ def _distribution(
 
 
 def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
+    """Convert; inverse of `drafts_from_proto`. Probabilities become float32."""
     proto = drafts_pb2.DraftBatch()
     for proposal in batch.proposals:
         out = proto.proposals.add(
@@ -164,12 +163,13 @@ def drafts_to_proto(batch: m.DraftBatch) -> drafts_pb2.DraftBatch:
 
 
 def step_to_proto(step: m.StepBatch) -> drafts_pb2.StepBatch:
+    """Convert; inverse of `step_from_proto`."""
     return drafts_pb2.StepBatch(
         opened=[_opened_to_proto(opened) for opened in step.opened],
         verdicts=[_verdict_to_proto(verdict) for verdict in step.verdicts],
         closed=[
-            drafts_pb2.Closed(sequence_id=c.sequence_id, reason=proto_enum(c.reason))
-            for c in step.closed
+            drafts_pb2.Closed(sequence_id=closed.sequence_id, reason=proto_enum(closed.reason))
+            for closed in step.closed
         ],
     )
 
@@ -209,8 +209,8 @@ def _window_to_proto(window: m.Window) -> drafts_pb2.Window:
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> m.StepBatch:
     """Check and convert; raises OutriderError that names the field.
 
-    What only a later verifier knows costs guesses at most: a distribution counts as ONE_HOT, a reason for closing as ENDED, and a
-    grammar of another kind is drafted without.
+    A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, an
+    unknown reason for closing as ENDED, and a grammar of an unknown kind as no grammar.
     """
     return m.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],
@@ -241,10 +241,8 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
     check_ids("opened.token_ids", proto.token_ids, vocab_size)
     check_ids("opened.prediction_token_ids", proto.prediction_token_ids, vocab_size)
     if not 0 <= proto.prompt_token_count <= len(proto.token_ids):
-        raise _violation(
-            "opened.prompt_token_count",
-            f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}",
-        )
+        message = f"must be in [0, {len(proto.token_ids)}], not {proto.prompt_token_count}"
+        raise _violation("opened.prompt_token_count", message)
     return m.Opened(
         sequence_id=proto.sequence_id,
         token_ids=list(proto.token_ids),
@@ -262,7 +260,8 @@ def _opened_from_proto(proto: drafts_pb2.Opened, vocab_size: int) -> m.Opened:
 
 def _window_from_proto(proto: drafts_pb2.Window) -> m.Window:
     for name, most in (("token_count", MAX_WINDOW_TOKENS), ("depth", MAX_WINDOW_DEPTH)):
-        if not 1 <= (value := getattr(proto, name)) <= most:
+        value = getattr(proto, name)
+        if not 1 <= value <= most:
             raise _violation(f"window.{name}", f"must be in [1, {most}], not {value}")
     return m.Window(proto.token_count, proto.depth)
 

@@ -1,4 +1,4 @@
-"""Proto ⇄ domain for what a verifier says of itself and its drafters."""
+"""Converts a verifier's answer to GetModel and a drafter's placement between proto and domain."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from google.protobuf.duration_pb2 import Duration
 
 from outrider import messages as m
+from outrider.checks import check_name
 from outrider.errors import invalid
+from outrider.limits import MAX_CORE_ID, MAX_CORES, MAX_NODE_ID
+from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.v1 import common_pb2, verifier_pb2
-from outrider.wire.settings import check_name, known, proto_enum
+from outrider.wire.settings import known, proto_enum
 
-_MAX_CORES = 1024
-# Linux numbers at most 8192 logical processors, and 1024 nodes.
-_MAX_CORE_ID, _MAX_NODE_ID = 65_535, 65_535
-# The longest that a Duration may be, ten thousand years.
-_LONGEST_S = 315_576_000_000.0
-# A quarter of the largest message: who drafts is not worth losing sight of the model for.
+# The range of google.protobuf.Duration, ten thousand years.
+_MAX_DURATION_S = 315_576_000_000.0
+# A quarter of the largest message, so that a long list of drafters leaves room for the model.
 _MAX_DRAFTER_BYTES = 4 * 2**20
 
 
-def model_to_proto(info: m.ModelInfo) -> verifier_pb2.GetModelResponse:
-    """Of the drafters, the first as many as fit into a message together with all else."""
+def model_to_proto(info: ModelInfo) -> verifier_pb2.GetModelResponse:
+    """Convert; of the drafters, keeps the first that fit in 4 MiB."""
     response = verifier_pb2.GetModelResponse(
         model_id=info.model_id,
         stage=proto_enum(info.stage.value),
@@ -44,7 +44,7 @@ def model_to_proto(info: m.ModelInfo) -> verifier_pb2.GetModelResponse:
     return response
 
 
-def _drafter_to_proto(drafter: m.DrafterInfo) -> verifier_pb2.DrafterInfo:
+def _drafter_to_proto(drafter: DrafterInfo) -> verifier_pb2.DrafterInfo:
     return verifier_pb2.DrafterInfo(
         drafter_id=drafter.drafter_id,
         family=drafter.family,
@@ -57,11 +57,14 @@ def _drafter_to_proto(drafter: m.DrafterInfo) -> verifier_pb2.DrafterInfo:
     )
 
 
-def model_from_proto(proto: verifier_pb2.GetModelResponse) -> m.ModelInfo:
-    """Raises OutriderError(INVALID_VALUE). A stage that only a later version knows counts as LOADING: no requests are sent."""
-    return m.ModelInfo(
+def model_from_proto(proto: verifier_pb2.GetModelResponse) -> ModelInfo:
+    """Check the placements and convert; raises OutriderError(INVALID_VALUE).
+
+    A later version's stage counts as LOADING, so that no requests are sent.
+    """
+    return ModelInfo(
         model_id=proto.model_id,
-        stage=known(m.Stage, proto.stage, m.Stage.LOADING),
+        stage=known(Stage, proto.stage, Stage.LOADING),
         stage_detail=proto.stage_detail,
         tokenizer_fingerprint=proto.tokenizer_fingerprint,
         vocab_size=proto.vocab_size,
@@ -70,23 +73,25 @@ def model_from_proto(proto: verifier_pb2.GetModelResponse) -> m.ModelInfo:
         dtype=proto.dtype,
         device=proto.device,
         max_draft_tokens=proto.max_draft_tokens,
-        drafters=tuple(
-            m.DrafterInfo(
-                drafter.drafter_id,
-                drafter.family,
-                placement_from_proto(drafter.placement),
-                drafter.connected,
-                drafter.sequence_count,
-                drafter.acceptance_rate if drafter.HasField("acceptance_rate") else None,
-                _seconds(drafter.round_trip_time) if drafter.HasField("round_trip_time") else None,
-                _seconds(drafter.token_time) if drafter.HasField("token_time") else None,
-            )
-            for drafter in proto.drafters
-        ),
+        drafters=tuple(_drafter_from_proto(drafter) for drafter in proto.drafters),
+    )
+
+
+def _drafter_from_proto(proto: verifier_pb2.DrafterInfo) -> DrafterInfo:
+    return DrafterInfo(
+        proto.drafter_id,
+        proto.family,
+        placement_from_proto(proto.placement),
+        proto.connected,
+        proto.sequence_count,
+        proto.acceptance_rate if proto.HasField("acceptance_rate") else None,
+        _seconds(proto.round_trip_time) if proto.HasField("round_trip_time") else None,
+        _seconds(proto.token_time) if proto.HasField("token_time") else None,
     )
 
 
 def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
+    """Convert; inverse of `placement_from_proto`."""
     return common_pb2.Placement(
         kind=placement.kind,
         host=placement.host,
@@ -98,25 +103,25 @@ def placement_to_proto(placement: m.Placement) -> common_pb2.Placement:
 
 
 def placement_from_proto(proto: common_pb2.Placement) -> m.Placement:
+    """Check and convert; raises OutriderError(INVALID_VALUE) that names the field."""
     for name in ("kind", "host", "device", "architecture"):
         check_name(f"placement.{name}", getattr(proto, name), empty=True)
     _check_cores(proto.cores)
     numa_node = proto.numa_node if proto.HasField("numa_node") else None
-    if numa_node is not None and not 0 <= numa_node <= _MAX_NODE_ID:
-        raise invalid("placement.numa_node", f"must be in [0, {_MAX_NODE_ID}], not {numa_node}")
+    if numa_node is not None and not 0 <= numa_node <= MAX_NODE_ID:
+        raise invalid("placement.numa_node", f"must be in [0, {MAX_NODE_ID}], not {numa_node}")
     return m.Placement(
         proto.kind, proto.host, proto.device, tuple(proto.cores), numa_node, proto.architecture
     )
 
 
 def _check_cores(cores: Sequence[int]) -> None:
-    if len(cores) > _MAX_CORES:
-        raise invalid("placement.cores", f"must hold at most {_MAX_CORES} cores, not {len(cores)}")
+    if len(cores) > MAX_CORES:
+        raise invalid("placement.cores", f"must hold at most {MAX_CORES} cores, not {len(cores)}")
     for core in cores:
-        if not 0 <= core <= _MAX_CORE_ID:
-            raise invalid(
-                "placement.cores", f"must hold numbers in [0, {_MAX_CORE_ID}], not {core}"
-            )
+        if not 0 <= core <= MAX_CORE_ID:
+            message = f"must hold numbers in [0, {MAX_CORE_ID}], not {core}"
+            raise invalid("placement.cores", message)
     if len(set(cores)) < len(cores):
         raise invalid("placement.cores", "must be distinct")
 
@@ -126,4 +131,4 @@ def _duration(seconds: float | None) -> Duration | None:
 
 
 def _seconds(duration: Duration) -> float:
-    return min(max(duration.seconds + duration.nanos / 1e9, 0.0), _LONGEST_S)
+    return min(max(duration.seconds + duration.nanos / 1e9, 0.0), _MAX_DURATION_S)

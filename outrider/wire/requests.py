@@ -1,14 +1,17 @@
-"""Requests and chunks of the token services, proto and domain. Checks what comes in by raised errors that name field and limit."""
+"""Converts requests and chunks of the token services between proto and domain.
+
+Every request that comes in is checked. Chunks come from a verifier of the same deployment and are
+converted as they are; the gateway checks them against its model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from outrider import messages as m
-from outrider.errors import OutriderError, Reason, invalid
+from outrider.checks import check_context, check_ids, check_logprobs, check_name
+from outrider.errors import invalid
+from outrider.limits import MAX_GATHERED_TOKENS, MAX_STOP_TOKENS
 from outrider.v1 import common_pb2, verifier_pb2
 from outrider.wire.settings import (
-    check_name,
     grammar_from_proto,
     grammar_to_proto,
     known,
@@ -19,7 +22,7 @@ from outrider.wire.settings import (
     speculation_to_proto,
 )
 
-# Looked up for each token that crosses the wire, which takes a third of what the enum's own call does.
+# Converting a value takes a third of the time of a call of the enum, and each token needs one.
 _SOURCES = {source.value: source for source in m.TokenSource}
 _RULES = {rule.value: rule for rule in m.AcceptanceRule}
 
@@ -31,39 +34,19 @@ def request_from_proto(
     context_length: int,
     traceparent: str = "",
 ) -> m.TokenRequest:
-    """Check and convert a request; raises OutriderError that names the field and the limit."""
-    if not proto.prompt_token_ids:
-        raise invalid("prompt_token_ids", "must hold at least 1 token")
-    if proto.min_chunk_token_count < 0:
-        raise invalid(
-            "min_chunk_token_count", f"must be at least 0, not {proto.min_chunk_token_count}"
-        )
+    """Check and convert; raises OutriderError that names the field and the limit.
+
+    The reason is CONTEXT_LENGTH_EXCEEDED where prompt and answer do not fit, else INVALID_VALUE.
+    """
+    top_logprobs = proto.top_logprob_count if proto.HasField("top_logprob_count") else None
     prompt_logprobs = proto.prompt_logprob_count if proto.HasField("prompt_logprob_count") else None
+    check_logprobs("top_logprob_count", top_logprobs)
     check_logprobs("prompt_logprob_count", prompt_logprobs)
-    least = 1 if prompt_logprobs is None else 0
-    if proto.max_tokens < least:
-        raise invalid("max_tokens", f"must be at least {least}, not {proto.max_tokens}")
-    check_context(len(proto.prompt_token_ids), proto.max_tokens, context_length)
-    check_ids("prompt_token_ids", proto.prompt_token_ids, vocab_size)
-    if len(proto.stop_token_ids) > m.MAX_STOP_TOKENS:
-        raise invalid(
-            "stop_token_ids",
-            f"must hold at most {m.MAX_STOP_TOKENS} ids, not {len(proto.stop_token_ids)}",
-        )
-    check_ids("stop_token_ids", proto.stop_token_ids, vocab_size)
     check_name("request_id", proto.request_id, empty=True)
     check_name("tenant", proto.tenant, empty=True)
-    top_logprobs = proto.top_logprob_count if proto.HasField("top_logprob_count") else None
-    check_logprobs("top_logprob_count", top_logprobs)
-    if len(proto.prediction_token_ids) > context_length:
-        raise invalid(
-            "prediction_token_ids",
-            f"must hold at most {context_length} ids, not {len(proto.prediction_token_ids)}",
-        )
-    check_ids("prediction_token_ids", proto.prediction_token_ids, vocab_size)
-    if proto.sampling.min_tokens > proto.max_tokens:
-        message = f"must be at most max_tokens, which is {proto.max_tokens}, not {proto.sampling.min_tokens}"
-        raise invalid("sampling.min_tokens", message)
+    _check_counts(proto, context_length)
+    for name in ("prompt_token_ids", "stop_token_ids", "prediction_token_ids"):
+        check_ids(name, getattr(proto, name), vocab_size)
     return m.TokenRequest(
         prompt=list(proto.prompt_token_ids),
         max_tokens=proto.max_tokens,
@@ -74,7 +57,7 @@ def request_from_proto(
         tenant=proto.tenant,
         request_id=proto.request_id,
         traceparent=traceparent,
-        min_chunk_tokens=min(max(1, proto.min_chunk_token_count), m.MAX_GATHERED_TOKENS),
+        min_chunk_tokens=min(max(1, proto.min_chunk_token_count), MAX_GATHERED_TOKENS),
         top_logprobs=top_logprobs,
         grammar=grammar_from_proto(proto.grammar if proto.HasField("grammar") else None),
         prediction=list(proto.prediction_token_ids),
@@ -82,23 +65,33 @@ def request_from_proto(
     )
 
 
-def check_logprobs(field: str, count: int | None) -> None:
-    """How many of the likeliest tokens may be asked for."""
-    if count is not None and not 0 <= count <= m.MAX_TOP_LOGPROBS:
-        raise invalid(field, f"must be in [0, {m.MAX_TOP_LOGPROBS}], not {count}")
-
-
-def check_context(prompt_length: int, max_tokens: int, context_length: int) -> None:
-    """Raises CONTEXT_LENGTH_EXCEEDED when the prompt and what may follow do not fit."""
-    if prompt_length + max_tokens > context_length:
-        message = (
-            f"max_tokens: the prompt has {prompt_length} tokens and max_tokens asks for {max_tokens} more, "
-            f"but the model's context holds {context_length}"
-        )
-        raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
+def _check_counts(proto: verifier_pb2.GenerateTokensRequest, context_length: int) -> None:
+    """Check how many tokens the request has and asks for."""
+    if not proto.prompt_token_ids:
+        raise invalid("prompt_token_ids", "must hold at least 1 token")
+    if proto.min_chunk_token_count < 0:
+        message = f"must be at least 0, not {proto.min_chunk_token_count}"
+        raise invalid("min_chunk_token_count", message)
+    # A request that only scores its prompt may generate nothing.
+    least = 0 if proto.HasField("prompt_logprob_count") else 1
+    if proto.max_tokens < least:
+        raise invalid("max_tokens", f"must be at least {least}, not {proto.max_tokens}")
+    check_context(len(proto.prompt_token_ids), proto.max_tokens, context_length)
+    for name, most in (
+        ("stop_token_ids", MAX_STOP_TOKENS),
+        ("prediction_token_ids", context_length),
+    ):
+        count = len(getattr(proto, name))
+        if count > most:
+            raise invalid(name, f"must hold at most {most} ids, not {count}")
+    if proto.sampling.min_tokens > proto.max_tokens:
+        limit = f"max_tokens, which is {proto.max_tokens}"
+        message = f"must be at most {limit}, not {proto.sampling.min_tokens}"
+        raise invalid("sampling.min_tokens", message)
 
 
 def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequest:
+    """Convert; inverse of `request_from_proto`, without the trace context."""
     return verifier_pb2.GenerateTokensRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
@@ -117,6 +110,7 @@ def request_to_proto(request: m.TokenRequest) -> verifier_pb2.GenerateTokensRequ
 
 
 def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
+    """Convert; inverse of `chunk_from_proto`."""
     response = verifier_pb2.GenerateTokensResponse(
         token_ids=chunk.token_ids,
         sources=[proto_enum(source) for source in chunk.sources],
@@ -134,14 +128,15 @@ def chunk_to_proto(chunk: m.TokenChunk) -> verifier_pb2.GenerateTokensResponse:
 
 
 def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk:
-    """Of the values of enums that only a later version knows, a source counts as PLAIN and a finish reason as STOP."""
+    """Convert. A later version's source counts as PLAIN, and its finish reason as STOP."""
+    finish_reason = None
+    if proto.finish_reason:
+        finish_reason = known(m.FinishReason, proto.finish_reason, m.FinishReason.STOP)
     return m.TokenChunk(
         token_ids=list(proto.token_ids),
         sources=[_SOURCES.get(source, m.TokenSource.PLAIN) for source in proto.sources],
         drafter_id=proto.drafter_id,
-        finish_reason=known(m.FinishReason, proto.finish_reason, m.FinishReason.STOP)
-        if proto.finish_reason
-        else None,
+        finish_reason=finish_reason,
         stats=stats_from_proto(proto.stats) if proto.HasField("stats") else None,
         cached_token_count=proto.cached_token_count,
         draft_token_count=proto.draft_token_count,
@@ -151,6 +146,7 @@ def chunk_from_proto(proto: verifier_pb2.GenerateTokensResponse) -> m.TokenChunk
 
 
 def logprob_to_proto(logprob: m.TokenLogprob) -> common_pb2.TokenLogprob:
+    """Convert; inverse of `logprob_from_proto`."""
     return common_pb2.TokenLogprob(
         logprob=logprob.logprob,
         top_token_ids=logprob.top_token_ids,
@@ -160,12 +156,14 @@ def logprob_to_proto(logprob: m.TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def logprob_from_proto(proto: common_pb2.TokenLogprob) -> m.TokenLogprob:
+    """Convert; checks nothing."""
     return m.TokenLogprob(
         proto.logprob, tuple(proto.top_token_ids), tuple(proto.top_logprobs), proto.rank
     )
 
 
 def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
+    """Convert; inverse of `stats_from_proto`."""
     return common_pb2.SpeculationStats(
         forward_count=stats.forward_count,
         draft_count=stats.draft_count,
@@ -178,20 +176,13 @@ def stats_to_proto(stats: m.SpeculationStats) -> common_pb2.SpeculationStats:
 
 
 def stats_from_proto(proto: common_pb2.SpeculationStats) -> m.SpeculationStats:
-    """A rule that only a later version knows is left out."""
-    histogram = list(proto.acceptance_histogram)
+    """Convert; leaves out a rule that only a later version knows."""
     return m.SpeculationStats(
         proto.forward_count,
         proto.draft_count,
         proto.draft_token_count,
         proto.accepted_token_count,
-        histogram,
+        list(proto.acceptance_histogram),
         proto.max_draft_tokens,
         [_RULES[rule] for rule in proto.rules if rule in _RULES],
     )
-
-
-def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    worst = max(ids, default=0)
-    if worst >= vocab_size:
-        raise invalid(field, f"must be in [0, {vocab_size}), not {worst}")

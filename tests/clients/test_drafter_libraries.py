@@ -1,4 +1,4 @@
-"""The n-gram examples of the drafter libraries, built from this tree, keep the contract of the draft stream."""
+"""The n-gram examples of the drafter libraries, built from this tree, keep the stream contract."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLAIN = SpeculationOptions(enabled=False)
 
 @pytest.fixture(scope="module", params=COMMANDS)
 def language(request: pytest.FixtureRequest) -> str:
-    """A language whose example is built."""
+    """A language, after its example was built."""
     name: str = request.param
     missing = [tool for tool in NEEDED[name] if shutil.which(tool) is None]
     if missing:
@@ -76,14 +76,11 @@ def example(stack: Stack, language: str) -> Process:
 
 
 async def connected(client: Client, family: str, count: int) -> None:
-    """Wait until so many drafters of a family are."""
+    """Wait until `count` drafters of a family are connected."""
     deadline = time.monotonic() + 30
     while True:
-        found = [
-            drafter
-            for drafter in (await client.model()).drafters
-            if drafter.family == family and drafter.connected
-        ]
+        drafters = (await client.model()).drafters
+        found = [one for one in drafters if one.family == family and one.connected]
         if len(found) == count:
             return
         assert time.monotonic() < deadline, found
@@ -93,7 +90,7 @@ async def connected(client: Client, family: str, count: int) -> None:
 async def written(
     client: Client, prompts: list[list[int]], sampling: SamplingParams, options: SpeculationOptions
 ) -> tuple[list[list[int]], float]:
-    """The texts, eight at a time, and the share of the draft tokens that were accepted."""
+    """Generate the texts, eight at a time; returns them and the acceptance rate."""
     texts: list[list[int]] = []
     drafted = accepted = 0
     for first in range(0, len(prompts), 8):
@@ -112,19 +109,17 @@ async def written(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_its_guesses_are_accepted_as_often_as_the_built_in_drafters(
+async def test_its_acceptance_rate_equals_the_built_in_drafters(
     stack: Stack, client: Client, prompts: list[list[int]], language: str, sampling: SamplingParams
 ) -> None:
     expected, _ = await written(client, prompts, sampling, PLAIN)
     process = example(stack, language)
     try:
         await connected(client, FAMILIES[language], 1)
-        own, own_rate = await written(
-            client, prompts, sampling, SpeculationOptions(drafter=FAMILIES[language])
-        )
-        built_in, built_in_rate = await written(
-            client, prompts, sampling, SpeculationOptions(drafter="ngram-1")
-        )
+        options = SpeculationOptions(drafter=FAMILIES[language])
+        own, own_rate = await written(client, prompts, sampling, options)
+        options = SpeculationOptions(drafter="ngram-1")
+        built_in, built_in_rate = await written(client, prompts, sampling, options)
     finally:
         process.stop()
         process.log.close()
@@ -134,15 +129,17 @@ async def test_its_guesses_are_accepted_as_often_as_the_built_in_drafters(
 
 
 @pytest.mark.slow
-async def test_texts_stand_while_it_is_killed_paused_doubled_and_restarted(
+async def test_kills_pauses_and_restarts_do_not_change_the_texts(
     stack: Stack, client: Client, prompts: list[list[int]], language: str
 ) -> None:
-    prompts, options = prompts[:16], SpeculationOptions(drafter=FAMILIES[language])
+    prompts = prompts[:16]
+    options = SpeculationOptions(drafter=FAMILIES[language])
     expected = {
         sampling: (await written(client, prompts, sampling, PLAIN))[0]
         for sampling in (GREEDY, SAMPLED)
     }
-    one, other = example(stack, language), example(stack, language)
+    one = example(stack, language)
+    other = example(stack, language)
     try:
         await connected(client, FAMILIES[language], 2)
         for sampling in (GREEDY, SAMPLED):

@@ -1,4 +1,4 @@
-"""A drafter in one file, with one fault if it is told of one: faulty_drafter.py ADDRESS [FAULT]."""
+"""A drafter in one file, with one fault on request. Usage: faulty_drafter.py ADDRESS [FAULT]"""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from grpc_status import rpc_status
 
 from outrider.v1 import drafts_pb2, verifier_pb2, verifier_pb2_grpc
 
-ADDRESS, FAULT = sys.argv[1], [*sys.argv, ""][2]
+ADDRESS = sys.argv[1]
+FAULT = sys.argv[2] if len(sys.argv) > 2 else ""
 FINAL = ("TOKENIZER_MISMATCH", "INVALID_VALUE")
 leaving = threading.Event()
 corpus: list[int] = []
 
 
 def guess(text: list[int], count: int) -> list[int]:
-    """What followed the last occurrence of the last token; what never occurs is what the last prediction began with."""
+    """The tokens that followed the last token before; none if it is new.
+
+    With the fault "prediction-as-corpus", a new token is followed by the prediction's second one.
+    """
     for start in range(len(text) - 2, -1, -1):
         if text[start] == text[-1]:
             return text[start + 1 : start + 1 + count]
@@ -113,11 +117,12 @@ class Stream:
 
 
 def pause(error: grpc.RpcError, backoff_s: float) -> float:
-    """Seconds to wait before the next attempt; exits when there is no use in one."""
+    """Seconds to wait before the next attempt; exits after a final refusal."""
     status = rpc_status.from_call(error)
     retry_s = backoff_s
     for packed in status.details if status else []:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        info = error_details_pb2.ErrorInfo()
+        retry = error_details_pb2.RetryInfo()
         if packed.Unpack(info) and info.reason in FINAL and FAULT != "never-gives-up":
             raise SystemExit(f"refused: {info.reason}")
         if packed.Unpack(retry) and FAULT != "ignores-retry-info":

@@ -1,4 +1,4 @@
-"""The conformance kit passes what keeps the contract, and finds each fault at the rule it breaks."""
+"""The conformance kit passes correct drafters and finds each fault under the rule it breaks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTS: dict[str, set[str]] = {
     "ids-too-large": {"valid-tokens"},
     "parents-behind": {"valid-parents"},
     "forgets-closed": {"knows-its-sequences"},
-    # Whatever the scene, it owes an answer.
+    # It fails to answer in several scenes.
     "never-skips": {
         "answers-verdicts",
         "many-at-once",
@@ -46,15 +46,16 @@ FAULTS: dict[str, set[str]] = {
 
 
 def played(command: list[str], monkeypatch: pytest.MonkeyPatch, tokenizer: str = "") -> Kit:
-    """The kit after it played all of its scenes."""
+    """A kit that has played all scenes."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(ROOT)
-    kit = Kit(command, fingerprint(load_tokenizer(tokenizer)) if tokenizer else "f" * 64, 4096)
+    hash_of_ids = fingerprint(load_tokenizer(tokenizer)) if tokenizer else "f" * 64
+    kit = Kit(command, hash_of_ids, 4096)
     asyncio.run(kit.run())
     return kit
 
 
-def test_a_drafter_in_one_file_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correct_drafter_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     kit = played(FAULTY, monkeypatch)
     assert [(name, kit.results[name].reason) for name in kit.failed] == []
     seen = {name for name, result in kit.results.items() if result.outcome is Outcome.PASS}
@@ -92,14 +93,14 @@ def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_verifier_passes() -> None:
-    # Else the verifier may find that the kit's drafts do not pay, and open no more sequences to it.
+    # Without --always-draft the verifier opens no sequences to a drafter whose drafts do not pay.
     with running(Stack("--always-draft")) as stack:
         check = VerifierCheck(stack.address)
         asyncio.run(check.run())
     assert check.results == dict.fromkeys(RULES_OF_VERIFIERS)
 
 
-async def test_what_generates_no_tokens_is_no_verifier() -> None:
+async def test_a_verifier_without_tokens_fails() -> None:
     server = rpc.Server("outrider.v1.VerifierService")
     silent = Kit(FAULTY, "f" * 64, 4096).verifier
     add_VerifierServiceServicer_to_server(silent, server.grpc)

@@ -13,15 +13,8 @@ from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics, StreamMetrics
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.drafter.stream import DraftStream, Observer
-from outrider.messages import (
-    DraftBatch,
-    DraftDistribution,
-    Hello,
-    ModelInfo,
-    Opened,
-    SamplingParams,
-    Window,
-)
+from outrider.messages import DraftBatch, DraftDistribution, Hello, Opened, SamplingParams, Window
+from outrider.model_info import ModelInfo
 
 WINDOW = Window(16, 4)
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DraftBatch, Hello, ModelInfo, Stage, StepBatch
+from outrider.messages import DraftBatch, Hello, StepBatch
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.v1 import drafts_pb2, verifier_pb2
 from outrider.wire import drafts as wire_drafts

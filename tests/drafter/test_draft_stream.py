@@ -13,7 +13,8 @@ from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
 
 from outrider.drafter import stream as stream_module
 from outrider.errors import OutriderError, Reason
-from outrider.messages import Closed, DraftBatch, Hello, Proposal, Skip, Stage, StepBatch, Verdict
+from outrider.messages import Closed, DraftBatch, Hello, Proposal, Skip, StepBatch, Verdict
+from outrider.model_info import Stage
 from outrider.process import telemetry
 
 

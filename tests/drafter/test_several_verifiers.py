@@ -181,7 +181,7 @@ async def test_one_that_refuses_is_left_alone_and_the_other_drafted_for(
         process.send_signal(signal.SIGTERM)
         _, log = await asyncio.wait_for(process.communicate(), 10)
         assert process.returncode == 0
-        assert f"{address(verifier)} refuses this drafter and is left alone" in log.decode()
+        assert f"{address(verifier)} refuses this drafter for good" in log.decode()
 
 
 async def test_it_ends_with_every_reason_once_all_refuse(

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import grpc
 
-from outrider.messages import ModelInfo, Stage, TokenChunk, TokenRequest
+from outrider.messages import TokenChunk, TokenRequest
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model

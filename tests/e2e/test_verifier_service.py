@@ -16,7 +16,8 @@ from stack import Client, Process, Stack, free_port, running
 
 from outrider.errors import Reason
 from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceStub
-from outrider.messages import SamplingParams, SpeculationOptions, Stage, TokenRequest
+from outrider.messages import SamplingParams, SpeculationOptions, TokenRequest
+from outrider.model_info import Stage
 from outrider.process import rpc
 from outrider.wire import requests as wire_requests
 

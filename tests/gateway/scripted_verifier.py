@@ -11,15 +11,8 @@ import grpc
 
 from outrider.errors import OutriderError
 from outrider.internal.v1 import token_streams_pb2, token_streams_pb2_grpc
-from outrider.messages import (
-    FinishReason,
-    ModelInfo,
-    SpeculationStats,
-    Stage,
-    TokenChunk,
-    TokenRequest,
-    TokenSource,
-)
+from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenRequest, TokenSource
+from outrider.model_info import ModelInfo, Stage
 from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from outrider.wire import model as wire_model

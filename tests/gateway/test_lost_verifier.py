@@ -22,15 +22,8 @@ from gateway.metrics import Metrics
 from gateway.prompts import Prompts
 from gateway.server import Gateway, running
 from outrider.errors import Reason
-from outrider.messages import (
-    DrafterInfo,
-    FinishReason,
-    Placement,
-    Stage,
-    TokenChunk,
-    TokenLogprob,
-    TokenSource,
-)
+from outrider.messages import FinishReason, Placement, TokenChunk, TokenLogprob, TokenSource
+from outrider.model_info import DrafterInfo, Stage
 from outrider.process import rpc
 from outrider.v1 import common_pb2, verifier_pb2
 from outrider.wire import model as wire_model

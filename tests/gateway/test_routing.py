@@ -10,7 +10,7 @@ from scripted_verifier import ready
 
 from gateway.routing import Router
 from outrider.errors import OutriderError, Reason
-from outrider.messages import ModelInfo, Stage
+from outrider.model_info import ModelInfo, Stage
 
 
 @pytest_asyncio.fixture

@@ -269,8 +269,8 @@ MUTANTS = (
         "S6",
         "the race is run in float32",
         SAMPLING,
-        "(probs_RV[i : i + count].double() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1])).argmax(-1)",
-        "(probs_RV[i : i + count].float() / coupled_exponentials(keys_R[i : i + count], probs_RV.shape[-1]).float()).argmax(-1)",
+        "scores = probs.double() / coupled_exponentials(keys, vocab_size)",
+        "scores = probs.float() / coupled_exponentials(keys, vocab_size).float()",
         COUPLING,
     ),
     Mutant(
@@ -288,7 +288,7 @@ MUTANTS = (
         "return kept_RV, drop[:, -1] & (edge_R > ordered[:, -1])",
         "return kept_RV, torch.ones_like(drop[:, -1])",
         (
-            "tests/shared/test_sampling.py::test_candidates_keep_what_all_tokens_would_whatever_ties",
+            "tests/shared/test_sampling.py::test_truncation_by_candidates_equals_truncation_by_all_tokens",
         ),
     ),
     Mutant(

@@ -75,6 +75,12 @@ def test_what_is_no_service_or_stream_of_the_verifier_knows_no_grpc() -> None:
         assert known == (path.name in speaks), path
 
 
+def test_http_validation_loads_no_protobuf_and_no_grpc() -> None:
+    loaded = "any(name.partition('.')[0] in ('google', 'grpc') for name in sys.modules)"
+    program = f"import sys, gateway.parameters; sys.exit({loaded})"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
 def test_drafter_families_and_sampling_know_no_grpc() -> None:
     for path in (
         *sources("drafter_svc/families"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.request import check_stop
+from outrider.checks import check_logprobs
 from outrider.errors import OutriderError
 from outrider.v1 import common_pb2, drafts_pb2, verifier_pb2
 from outrider.wire import drafts as wire_drafts
@@ -147,12 +148,8 @@ READERS: dict[str, Callable[[Any], object]] = {
     "Proposal.token_ids": lambda n: drafts(proposals=[drafts_pb2.Proposal(token_ids=[1] * n)]),
     "DraftBatch.proposals": lambda n: drafts(skips=[drafts_pb2.Skip()] * n),
     "GenerateTextRequest.stop": lambda n: check_stop(["a"] * n),
-    "GenerateTextRequest.top_logprob_count": partial(
-        wire_requests.check_logprobs, "top_logprob_count"
-    ),
-    "GenerateTextRequest.prompt_logprob_count": partial(
-        wire_requests.check_logprobs, "prompt_logprob_count"
-    ),
+    "GenerateTextRequest.top_logprob_count": partial(check_logprobs, "top_logprob_count"),
+    "GenerateTextRequest.prompt_logprob_count": partial(check_logprobs, "prompt_logprob_count"),
     "GenerateTokensRequest.request_id": lambda n: request(request_id="a" * n),
     "GenerateTokensRequest.tenant": lambda n: request(tenant="a" * n),
     "GenerateTokensRequest.stop_token_ids": lambda n: request(stop_token_ids=[1] * n),

@@ -1,6 +1,6 @@
-"""Distinct JSON schemas over what the grammar backends support, in the shapes of the JSON Schema test suite.
+"""Random JSON schemas of the keywords that the backends support, shaped as in JSON Schema's tests.
 
-All are bounded, so that a model that rambles still comes to an end.
+All are bounded, so that every answer ends, whatever the model.
 """
 
 from __future__ import annotations
@@ -15,26 +15,19 @@ WORDS = ("name", "size", "kind", "tags", "id", "note", "x", "y", "left", "right"
 
 
 def schemas(count: int, seed: int = 0) -> list[Schema]:
-    """`count` different schemas, always the same ones for a seed."""
+    """`count` different schemas; the same seed gives the same schemas."""
     rng = random.Random(seed)
     found: dict[str, Schema] = {}
     while len(found) < count:
-        schema = rng.choice(
-            (_object, _object, _array, _tuple, _leaf, _union, _recursive, _referring)
-        )(rng, 2)
+        make = rng.choice((_object, _object, _array, _tuple, _leaf, _union, _recursive, _referring))
+        schema = make(rng, 2)
         found.setdefault(json.dumps(schema, sort_keys=True), schema)
     return list(found.values())
 
 
 def _any(rng: random.Random, depth: int) -> Schema:
-    makers: tuple[Callable[[random.Random, int], Schema], ...] = (
-        _leaf,
-        _leaf,
-        _object,
-        _array,
-        _tuple,
-        _union,
-    )
+    Maker = Callable[[random.Random, int], Schema]
+    makers: tuple[Maker, ...] = (_leaf, _leaf, _object, _array, _tuple, _union)
     return rng.choice(makers if depth > 0 else (_leaf,))(rng, depth - 1)
 
 
@@ -103,17 +96,13 @@ def _union(rng: random.Random, depth: int) -> Schema:
 
 
 def _recursive(rng: random.Random, depth: int) -> Schema:
-    """A list that has to be kept short by its own shape: each node may end it, and the model chooses."""
+    """A linked list of at most 4 nodes; the model chooses where it ends."""
     value = _leaf(rng, 0)
-    end = {
-        "$defs": {
-            "end": {
-                "type": "object",
-                "properties": {"v": value},
-                "required": ["v"],
-                "additionalProperties": False,
-            }
-        }
+    node = {
+        "type": "object",
+        "properties": {"v": value},
+        "required": ["v"],
+        "additionalProperties": False,
     }
     inner: Schema = {"$ref": "#/$defs/end"}
     for _ in range(rng.randint(1, 3)):
@@ -123,7 +112,7 @@ def _recursive(rng: random.Random, depth: int) -> Schema:
             "required": ["v"],
             "additionalProperties": False,
         }
-    return inner | end
+    return inner | {"$defs": {"end": node}}
 
 
 def _referring(rng: random.Random, depth: int) -> Schema:

@@ -1,4 +1,4 @@
-"""A collector that is away: said once, as is its return, and nobody waits for it at the end."""
+"""A missing collector and its return are logged once each, and do not delay the exit."""
 
 import logging
 import socket
@@ -21,14 +21,14 @@ from outrider.process.metrics_export import sending_metrics
 
 
 class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Takes metrics."""
+    """Accepts all metrics."""
 
     def Export(self, request: Any, context: Any) -> Any:
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
 class Spans(trace_service_pb2_grpc.TraceServiceServicer):
-    """Takes spans."""
+    """Accepts all spans."""
 
     def Export(self, request: Any, context: Any) -> Any:
         return trace_service_pb2.ExportTraceServiceResponse()
@@ -49,7 +49,7 @@ def collector(port: int) -> Iterator[None]:
 
 @contextmanager
 def sending(port: int) -> Iterator[None]:
-    """Spans and metrics, each many times a second."""
+    """Send metrics 20 times a second; spans are exported as often."""
     registry = CollectorRegistry()
     Counter("outrider:tokens", "Tokens.", registry=registry)
     settings = ScrapedSettings(otlp_endpoint=f"http://127.0.0.1:{port}", otlp_metrics_seconds=0.05)
@@ -63,7 +63,7 @@ def sending(port: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the SDK's environment variables have it: one attempt, and spans every 50 ms."""
+    """Set the SDK's environment variables to one attempt, and spans every 50 ms."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
 
@@ -76,7 +76,7 @@ def until(condition: Callable[[], bool]) -> None:
             time.sleep(0.02)
 
 
-def test_a_collector_that_goes_and_comes_back_is_told_once_each(
+def test_each_loss_and_return_of_a_collector_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -88,14 +88,14 @@ def test_a_collector_that_goes_and_comes_back_is_told_once_each(
         with collector(port):
             until(lambda: "again" in caplog.text)
         until(lambda: caplog.text.count("takes no") == 2)
-    said = [
+    messages = [
         record.getMessage().partition(f"http://127.0.0.1:{port} ")[2] for record in caplog.records
     ]
-    assert [text.partition(" ")[2].partition(" ")[0] for text in said] == ["no", "spans", "no"]
+    assert [text.split()[1] for text in messages] == ["no", "spans", "no"]
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_collector_that_does_not_answer_holds_up_no_end(
+def test_a_silent_collector_does_not_delay_the_exit(
     listens: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as silent:

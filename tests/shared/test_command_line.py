@@ -1,4 +1,4 @@
-"""The `outrider` command: what is wrong is said in one line before anything starts, and shells can complete it."""
+"""The `outrider` command reports errors in one line before anything starts, and completes words."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
-    """The settings with which a stack would have been started."""
+    """The settings of the stacks that the command would have started."""
     settings: list[ServeSettings] = []
     monkeypatch.setattr(serving, "run", lambda given: settings.append(given) or 0)
     return settings
@@ -31,7 +31,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
         ("--bogus 1", "there is no setting --bogus; outrider serve --help lists them"),
         (
             "--http_port 1",
-            "there is no setting --http_port (did you mean --http-port?); outrider serve --help lists them",
+            "there is no setting --http_port (did you mean --http-port?); "
+            "outrider serve --help lists them",
         ),
         ("--dtype float8", f"dtype: must be {DTYPES}, not 'float8'"),
         ("--device gpu", "device: must be auto, cpu, cuda or cuda:N, not 'gpu'"),
@@ -48,7 +49,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
         ("--config /nowhere", "config: /nowhere is not a file"),
     ],
 )
-def test_what_is_wrong_with_a_setting_is_one_line(
+def test_an_error_in_a_setting_is_one_line(
     arguments: str, complaint: str, served: list[ServeSettings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -66,9 +67,7 @@ def test_what_is_wrong_with_a_setting_is_one_line(
         "--draft-tokens auto models/target",
     ],
 )
-def test_the_target_may_be_given_without_its_flag(
-    arguments: str, served: list[ServeSettings]
-) -> None:
+def test_the_target_needs_no_flag(arguments: str, served: list[ServeSettings]) -> None:
     assert invoke(app, "outrider", ["serve", *arguments.split()]) == 0
     assert [(settings.target, settings.draft_tokens) for settings in served] == [
         ("models/target", "auto")
@@ -95,7 +94,7 @@ def test_the_target_may_be_given_without_its_flag(
         ("ngram,redis=redis://a", "redis needs --pool-secret-file FILE"),
     ],
 )
-def test_a_drafters_settings_are_checked_before_anything_starts(
+def test_drafter_settings_are_checked_before_anything_starts(
     drafter: str, complaint: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ports = [word for name in ("http", "grpc", "verifier") for word in (f"--{name}-port", "0")]
@@ -113,17 +112,17 @@ def test_a_drafters_settings_are_checked_before_anything_starts(
         ("- a\n- b\n", "must have one setting and its value a line, as in draft_tokens: auto"),
     ],
 )
-def test_a_file_that_holds_no_settings_is_named(
+def test_the_error_names_a_file_without_settings(
     content: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(content)
     with pytest.raises(SystemExit):
         invoke(app, "outrider", ["serve", "models/target", "--config", str(file)])
-    said = capsys.readouterr().err
-    assert said.startswith(f"outrider serve: config: {file}")
-    assert complaint in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"outrider serve: config: {file}")
+    assert complaint in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", ["version", "--version"])

@@ -1,4 +1,4 @@
-"""Settings refuse what they do not know; spans cross processes, and are nothing when tracing is off."""
+"""Settings refuse unknown names; spans cross processes, and are no-ops when tracing is off."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,7 +16,7 @@ from outrider.process import telemetry
 from outrider.process.config import parse
 
 
-def test_flags_go_before_environment_and_that_before_the_file(
+def test_flags_override_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "serve.yaml"
@@ -39,7 +39,7 @@ def test_a_list_in_the_environment_is_one_value_or_json(
     assert parse(ServeSettings, "serve", ["--target", "x"]).drafter == drafters
 
 
-def test_a_list_in_the_environment_that_is_broken_is_refused_by_name(
+def test_a_broken_list_in_the_environment_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OUTRIDER_DRAFTER", '["ngram"')
@@ -49,15 +49,13 @@ def test_a_list_in_the_environment_that_is_broken_is_refused_by_name(
 
 
 @pytest.mark.parametrize("text", ["", "a:1,", ",a:1", "a:1, ,b:2"])
-def test_a_gateway_refuses_an_address_that_is_empty(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gateway_refuses_an_empty_address(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(GatewaySettings, "gateway", [f"--verifier={text}", "--tokenizer", "t"])
     assert "verifier: must name host:port" in capsys.readouterr().err
 
 
-def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(
+def test_erase_ignores_drafter_settings_in_the_configuration_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "drafter.yaml").write_text("family: ngram\nredis: redis://r\n")
@@ -70,7 +68,7 @@ def test_a_drafters_file_in_the_environment_is_no_obstacle_to_erasing(
 @pytest.mark.parametrize(
     "arguments", [["--verifier", "a:1, b:2"], ["--verifier", "a:1", "--verifier", "b:2"]]
 )
-def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: list[str]) -> None:
+def test_a_gateway_takes_verifiers_together_or_one_by_one(arguments: list[str]) -> None:
     assert parse(GatewaySettings, "gateway", [*arguments, "--tokenizer", "t"]).verifier == [
         "a:1",
         "b:2",
@@ -90,7 +88,7 @@ def test_a_gateways_verifiers_may_be_named_together_or_one_by_one(arguments: lis
         ("draft_tokens: 65\n", "with at most 64, not '65'"),
     ],
 )
-def test_a_file_with_unknown_or_wrong_settings_is_refused_by_name(
+def test_unknown_or_wrong_settings_of_a_file_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     file = tmp_path / "serve.yaml"
@@ -114,14 +112,14 @@ def test_unknown_flags_and_missing_files_are_refused(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "text", ["", "eagle", "model", "ngram=x", "ngram,key", "model=x,=3", "model=x,cores=,1"]
 )
-def test_a_drafter_that_makes_no_sense_is_refused(text: str) -> None:
+def test_an_invalid_drafter_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         DrafterSpec.parse(text)
     assert caught.value.field == "drafter"
 
 
 def planned(directory: Path, *arguments: str) -> dict[str, dict[str, str]]:
-    """The flags of each process with their values."""
+    """By process, the flags of its command with their values."""
     ports = ["--http-port", "0", "--grpc-port", "0", "--verifier-port", "0"]
     settings = parse(ServeSettings, "serve", ["--target", "t", *ports, *arguments])
     children = plan_stack(settings, directory).children
@@ -136,7 +134,7 @@ def test_a_drafters_own_settings_become_its_flags(tmp_path: Path) -> None:
     assert (children["model-1"]["--cores"], children["model-1"]["--model"]) == ("0,2,4-7", "m")
 
 
-def test_a_draft_model_has_a_core_of_its_own_and_one_that_is_placed_all_that_it_is_placed_on(
+def test_the_verifier_leaves_draft_models_their_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
@@ -147,7 +145,7 @@ def test_a_draft_model_has_a_core_of_its_own_and_one_that_is_placed_all_that_it_
     assert children["verifier"]["--threads"] == "10"
 
 
-def test_a_gateway_hears_of_all_names_and_websites_that_are_allowed(tmp_path: Path) -> None:
+def test_the_gateway_gets_all_allowed_hosts_and_origins(tmp_path: Path) -> None:
     allowed = [
         "--allowed-hosts",
         "a.example,*.b.example",
@@ -164,23 +162,20 @@ def test_a_gateway_hears_of_all_names_and_websites_that_are_allowed(tmp_path: Pa
     [gateway] = [
         child for child in plan_stack(settings, tmp_path).children if child.name == "gateway"
     ]
-    told = parse(GatewaySettings, "gateway", gateway.arguments)
-    assert told.allowed_hosts == ["a.example", "*.b.example", "c.example"]
-    assert told.allowed_origins == ["http://localhost:*"]
+    received = parse(GatewaySettings, "gateway", gateway.arguments)
+    assert received.allowed_hosts == ["a.example", "*.b.example", "c.example"]
+    assert received.allowed_origins == ["http://localhost:*"]
 
 
-def test_a_verifier_that_lets_other_machines_in_is_dialled_at_home(tmp_path: Path) -> None:
+def test_local_processes_dial_a_public_verifier_on_loopback(tmp_path: Path) -> None:
     children = planned(tmp_path, "--drafter", "ngram", "--verifier-host", "0.0.0.0")
     host, _, port = children["verifier"]["--listen"].partition(":")
     assert host == "0.0.0.0"
-    assert (
-        children["ngram-1"]["--verifier"]
-        == children["gateway"]["--verifier"]
-        == f"127.0.0.1:{port}"
-    )
+    assert children["ngram-1"]["--verifier"] == f"127.0.0.1:{port}"
+    assert children["gateway"]["--verifier"] == f"127.0.0.1:{port}"
 
 
-def test_n_gram_drafters_share_redis_by_tenant_and_others_hear_nothing_of_it(
+def test_only_ngram_drafters_get_the_redis_settings(
     tmp_path: Path,
 ) -> None:
     redis = [
@@ -214,13 +209,13 @@ def spans() -> Iterator[InMemorySpanExporter]:
     telemetry.shutdown()
 
 
-def test_off_there_is_one_span_that_is_nothing() -> None:
+def test_without_tracing_all_spans_are_the_same_no_op() -> None:
     assert telemetry.start_root("a", {}) is telemetry.NO_SPAN
     assert telemetry.start("a", "00-" + "1" * 32 + "-" + "2" * 16 + "-01") is telemetry.NO_SPAN
     assert telemetry.NO_SPAN.traceparent == ""
 
 
-def test_a_child_joins_its_parents_trace_by_the_header_alone(spans: InMemorySpanExporter) -> None:
+def test_a_child_span_joins_its_parents_trace_by_the_header(spans: InMemorySpanExporter) -> None:
     with (
         telemetry.start_root("request", {}) as root,
         telemetry.start("step", root.traceparent, seconds_ago=1.0) as child,
@@ -236,14 +231,14 @@ def test_a_child_joins_its_parents_trace_by_the_header_alone(spans: InMemorySpan
     assert step.start_time < request.start_time
 
 
-def test_the_callers_decision_not_to_sample_is_kept(spans: InMemorySpanExporter) -> None:
+def test_a_caller_can_decide_not_to_sample(spans: InMemorySpanExporter) -> None:
     unsampled = "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
     assert telemetry.start_root("request", {"traceparent": unsampled}) is telemetry.NO_SPAN
     assert telemetry.start("step", "") is telemetry.NO_SPAN
     assert not spans.get_finished_spans()
 
 
-def test_a_failure_is_marked(spans: InMemorySpanExporter) -> None:
+def test_a_failed_span_has_an_error_status(spans: InMemorySpanExporter) -> None:
     with pytest.raises(ValueError, match="no"), telemetry.start_root("request", {}):
         raise ValueError("no")
     [span] = spans.get_finished_spans()

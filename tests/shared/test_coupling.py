@@ -1,4 +1,4 @@
-"""The coupled noise is what docs/coupling.md says, is noise, and couples."""
+"""The coupled noise agrees with docs/coupling.md, is random, and couples draws."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def by_the_document(seed: int, position: int, token: int) -> tuple[int, float]:
-    """Key and E, in plain integers."""
+    """Key and E (docs/coupling.md), computed with plain integers."""
     words = philox([position & MASK32, position >> 32, 3, 0], [seed & MASK32, seed >> 32])
     key = words[0] | words[1] << 32
     return key, -math.log(((output(key, token) >> 12) + 0.5) * 2.0**-52)
@@ -57,18 +57,17 @@ def output(key: int, token: int) -> int:
 
 
 @pytest.mark.parametrize(("seed", "position", "key", "token", "noise"), VECTORS)
-def test_the_documents_vectors_hold_for_the_code_and_for_its_own_text(
+def test_code_and_document_agree_with_the_documents_vectors(
     seed: int, position: int, key: int, token: int, noise: float
 ) -> None:
     keys = coupled_keys([seed], [position])
     assert int(keys[0]) % 2**64 == key
-    assert coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item() == pytest.approx(
-        noise, rel=TWO_ULP
-    )
+    exponential = coupled_exponentials(torch.from_numpy(keys), 4096)[0, token].item()
+    assert exponential == pytest.approx(noise, rel=TWO_ULP)
     assert by_the_document(seed, position, token) == (key, pytest.approx(noise, rel=TWO_ULP))
 
 
-def test_the_file_for_other_languages_agrees_with_the_code() -> None:
+def test_the_vectors_for_other_languages_agree_with_the_code() -> None:
     for row in FILE["noise"]:
         keys = coupled_keys([int(row["seed"])], [int(row["position"])])
         assert int(keys[0]) % 2**64 == int(row["key"], 16)
@@ -78,13 +77,12 @@ def test_the_file_for_other_languages_agrees_with_the_code() -> None:
         assert output(int(row["key"], 16), row["token"]) == int(row["z"], 16)
     for row in FILE["draws"]:
         seed, position = int(row["seed"]), int(row["position"])
-        drawn = coupled_sample(
-            torch.tensor([row["probs"]]), torch.from_numpy(coupled_keys([seed], [position]))
-        )
+        keys = torch.from_numpy(coupled_keys([seed], [position]))
+        drawn = coupled_sample(torch.tensor([row["probs"]]), keys)
         assert drawn.item() == row["token"] == coupled_draw(row["probs"], seed, position)
 
 
-def test_the_file_has_the_documents_vectors_and_more() -> None:
+def test_the_vectors_for_other_languages_include_the_documents() -> None:
     edges = [
         (int(row["key"], 16), row["token"], int(row["z"], 16), row["exponential"])
         for row in FILE["edges"]
@@ -118,9 +116,7 @@ def test_the_edges_of_the_noise_are_positive_and_finite(
 
 
 @pytest.mark.parametrize(("key", "token"), [edge[:2] for edge in EDGES])
-def test_at_the_edges_a_token_of_probability_0_never_wins_and_a_certain_one_always_does(
-    key: int, token: int
-) -> None:
+def test_at_the_edges_probability_0_never_wins_and_1_always_does(key: int, token: int) -> None:
     banned = torch.full((1, 8), 1 / 7)
     banned[0, token] = 0.0
     assert coupled_sample(banned, signed(key)).item() != token
@@ -135,12 +131,11 @@ def test_the_largest_noise_makes_an_unlikely_token_win() -> None:
 
 
 @pytest.mark.parametrize(("seed", "position", "token", "score"), DRAWS)
-def test_whole_draws_are_those_of_the_document(
+def test_draws_equal_those_of_the_document(
     seed: int, position: int, token: int, score: float
 ) -> None:
-    drawn = coupled_sample(
-        torch.tensor([PROBS]), torch.from_numpy(coupled_keys([seed], [position]))
-    )
+    keys = torch.from_numpy(coupled_keys([seed], [position]))
+    drawn = coupled_sample(torch.tensor([PROBS]), keys)
     assert drawn.item() == token
     races = [p / by_the_document(seed, position, t)[1] for t, p in enumerate(PROBS)]
     assert races.index(max(races)) == token
@@ -160,7 +155,7 @@ def test_neighbouring_positions_seeds_and_tokens_share_no_noise() -> None:
     assert abs(together - np.eye(4)).max() < 0.02
 
 
-def test_draws_follow_the_probabilities_and_never_take_a_token_without() -> None:
+def test_draws_follow_the_probabilities_and_never_take_a_zero() -> None:
     probs = torch.tensor([0.5, 0.0, 0.1, 0.3, 0.1])
     keys = torch.from_numpy(coupled_keys(np.full(30_000, 3), np.arange(30_000)))
     observed = np.bincount(coupled_sample(probs.repeat(30_000, 1), keys).numpy(), minlength=5)
@@ -168,24 +163,18 @@ def test_draws_follow_the_probabilities_and_never_take_a_token_without() -> None
     assert stats.chisquare(observed[[0, 2, 3, 4]], np.array([5, 1, 3, 1]) * 3_000).pvalue > 1e-4
 
 
-def test_two_laws_agree_at_least_as_often_as_the_bound_says() -> None:
+def test_two_distributions_agree_at_least_as_often_as_the_bound() -> None:
     rng = np.random.default_rng(0)
     keys = torch.from_numpy(coupled_keys(np.full(20_000, 4), np.arange(20_000)))
     for concentration in (0.3, 1.0, 5.0):
         one, other = (torch.from_numpy(rng.dirichlet(np.full(50, concentration))) for _ in range(2))
-        agree = (
-            (
-                coupled_sample(one.repeat(20_000, 1), keys)
-                == coupled_sample(other.repeat(20_000, 1), keys)
-            )
-            .double()
-            .mean()
-        )
+        tokens = [coupled_sample(probs.repeat(20_000, 1), keys) for probs in (one, other)]
+        agree = (tokens[0] == tokens[1]).double().mean()
         distance = (one - other).abs().sum() / 2
         assert agree > (1 - distance) / (1 + distance) - 0.01
 
 
-def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(
+def test_drawing_in_blocks_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = torch.from_numpy(coupled_keys([1] * 20, range(20)))
@@ -195,7 +184,7 @@ def test_a_large_vocabulary_is_drawn_in_blocks_without_a_difference(
     assert torch.equal(coupled_sample(probs, keys), whole)
 
 
-def test_a_seed_counts_with_all_of_its_bits_when_the_verifier_draws() -> None:
+def test_all_bits_of_a_seed_change_the_verifiers_draws() -> None:
     seeds = [high * 2**32 + low for low in range(20) for high in (0, 1, 2**31, 2**32 - 1)]
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=(1, 50)))
     drawn = [
@@ -207,8 +196,8 @@ def test_a_seed_counts_with_all_of_its_bits_when_the_verifier_draws() -> None:
     assert len({tuple(drawn[high::4]) for high in range(4)}) == 4
 
 
-def test_the_race_is_run_in_float64_however_close_it_is() -> None:
-    """As coupling.md has it for both sides; in float32 these pairs of tokens, with probabilities as near as can be, often tie."""
+def test_draws_compare_scores_in_float64() -> None:
+    """docs/coupling.md requires this. In float32 these pairs of close scores often tie."""
     keys = torch.from_numpy(coupled_keys(np.full(2_000, 12), np.arange(2_000)))
     noise = coupled_exponentials(keys, 2)
     probs = torch.stack([torch.ones(2_000), (noise[:, 1] / noise[:, 0]).float()], 1)

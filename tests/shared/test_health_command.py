@@ -1,4 +1,4 @@
-"""`outrider health` tells by its exit status whether a process serves, and says why when it does not."""
+"""`outrider health` exits with 0 if a process serves, else with 1 and the reason."""
 
 import asyncio
 import subprocess
@@ -14,7 +14,7 @@ SERVICE = "outrider.v1.VerifierService"
 
 
 async def ask(*arguments: str) -> tuple[int, str]:
-    """Exit status and standard error of `outrider health`."""
+    """The exit status and standard error of `outrider health`."""
     command = (sys.executable, "-m", "outrider.launch.cli", "health", *arguments)
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=subprocess.PIPE)
     _, complaint = await asyncio.wait_for(process.communicate(), 20)
@@ -29,7 +29,7 @@ async def serving(address: str = "127.0.0.1:0") -> AsyncIterator[tuple[rpc.Serve
     await server.stop(0)
 
 
-async def test_a_process_that_serves_is_healthy_as_a_whole_and_by_service() -> None:
+async def test_a_serving_process_is_healthy_as_a_whole_and_by_service() -> None:
     async with serving() as (server, address):
         await server.set_serving(True)
         assert await ask(address) == (0, "")
@@ -43,7 +43,7 @@ async def test_a_process_that_loads_or_drains_is_not_healthy() -> None:
     assert f"{SERVICE} is NOT_SERVING" in complaint
 
 
-async def test_a_service_that_the_process_lacks_is_named() -> None:
+async def test_the_error_names_a_service_that_the_process_lacks() -> None:
     async with serving() as (server, address):
         await server.set_serving(True)
         status, complaint = await ask(address, "--service", "outrider.v1.Drafter")
@@ -51,13 +51,13 @@ async def test_a_service_that_the_process_lacks_is_named() -> None:
     assert "there is no service 'outrider.v1.Drafter'" in complaint
 
 
-async def test_where_nothing_listens_the_address_is_named_within_the_timeout() -> None:
+async def test_the_error_names_a_dead_address_within_the_timeout() -> None:
     status, complaint = await ask("127.0.0.1:1", "--timeout", "0.5")
     assert status == 1
     assert "127.0.0.1:1: UNAVAILABLE" in complaint or "127.0.0.1:1: DEADLINE_EXCEEDED" in complaint
 
 
-async def test_a_unix_socket_is_asked_too(tmp_path: Path) -> None:
+async def test_health_works_over_a_unix_socket(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'process.sock'}"
     async with serving(address) as (server, _):
         await server.set_serving(True)

@@ -1,4 +1,4 @@
-"""Models that are no directory: a small hub on this host, one that is gone, and none at all."""
+"""Models from a hub: a small hub on this host, a hub that has gone, and none at all."""
 
 import os
 import subprocess
@@ -12,14 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models/target"
-READS = "from outrider.tokenizer import model_file; print(model_file('org/tiny', 'config.json').read_text())"
+PRINTS_CONFIG = (
+    "from outrider.tokenizer import model_file; "
+    "print(model_file('org/tiny', 'config.json').read_text())"
+)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Has the files of the bundled target as those of org/tiny, and no other model."""
+    """Serves the bundled target's files as org/tiny, and no other model."""
 
     def do_GET(self) -> None:
-        """A file, with what the hub says of it."""
+        """Answer with a file and the hub's headers."""
         name = self.path.rpartition("/")[2]
         if self.path == "/":
             self._answer(200, b"", {})
@@ -27,11 +30,8 @@ class Handler(BaseHTTPRequestHandler):
             content = (TARGET / name).read_bytes()
             self._answer(200, content, {"ETag": f'"{name}"', "X-Repo-Commit": "0" * 40})
         else:
-            self._answer(
-                404,
-                b"",
-                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
-            )
+            error = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
+            self._answer(404, b"", error)
 
     do_HEAD = do_GET
 
@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 
 def run(home: Path, endpoint: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with an empty cache, as on a machine that has never asked the hub."""
+    """Run Python with the hub's cache in `home`."""
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     environment = {name: value for name, value in os.environ.items() if name not in offline}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "*"}
@@ -76,42 +76,41 @@ def serve(home: Path, endpoint: str, target: str) -> subprocess.CompletedProcess
     return run(home, endpoint, "-m", "outrider.launch.cli", "serve", target, *ports)
 
 
-def test_a_hub_id_is_read_from_the_hub_and_from_the_cache_once_the_hub_is_gone(
+def test_a_hub_model_is_read_from_the_cache_once_the_hub_is_gone(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
     endpoint = f"http://127.0.0.1:{hub.server_port}"
-    first = run(tmp_path, endpoint, "-c", READS)
+    first = run(tmp_path, endpoint, "-c", PRINTS_CONFIG)
     assert first.stdout.strip() == (TARGET / "config.json").read_text().strip(), first.stderr
     hub.shutdown()
     hub.server_close()
-    again = run(tmp_path, endpoint, "-c", READS)
+    again = run(tmp_path, endpoint, "-c", PRINTS_CONFIG)
     assert again.stdout == first.stdout
     assert again.stderr == ""
 
 
 @pytest.mark.parametrize("target", ["nope", "org/nope"])
-def test_a_missing_model_fails_at_once_in_one_line_when_there_is_no_hub(
+def test_without_a_hub_a_missing_model_fails_at_once_in_one_line(
     tmp_path: Path, target: str
 ) -> None:
     ended = serve(tmp_path, "http://127.0.0.1:1", target)
-    problem = f"there is no directory {target}, and the hub cannot be reached to look for it there"
+    problem = f"there is no directory {target}, and the hub cannot be reached"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"outrider serve: {problem}\n")
 
 
-def test_a_path_that_can_be_no_hub_id_is_a_missing_directory(tmp_path: Path) -> None:
+def test_a_path_that_is_no_hub_id_is_a_missing_directory(tmp_path: Path) -> None:
     ended = serve(tmp_path, "http://127.0.0.1:1", "./models/targt")
     assert ended.stderr == "outrider serve: there is no directory ./models/targt\n"
 
 
-def test_a_model_that_the_hub_lacks_is_refused_by_name(
+def test_the_error_names_a_model_that_the_hub_lacks(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
     ended = serve(tmp_path, f"http://127.0.0.1:{hub.server_port}", "org/nope")
-    assert (
-        ended.stderr == "outrider serve: org/nope is neither a directory nor a model of the hub\n"
-    )
+    problem = "org/nope is neither a directory nor a model of the hub"
+    assert ended.stderr == f"outrider serve: {problem}\n"
 
 
-def test_a_directory_without_a_model_is_refused_by_the_file_it_lacks(tmp_path: Path) -> None:
+def test_the_error_names_the_file_that_a_directory_lacks(tmp_path: Path) -> None:
     ended = serve(tmp_path, "http://127.0.0.1:1", "docs")
     assert ended.stderr == "outrider serve: docs has no config.json\n"

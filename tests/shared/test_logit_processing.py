@@ -1,4 +1,4 @@
-"""Bias, penalties and bans are those of transformers' processors, at every draft position and for rows with different settings."""
+"""Bias, penalties and bans equal those of transformers, at every position and for mixed rows."""
 
 import numpy as np
 import pytest
@@ -21,8 +21,9 @@ END = 7
 
 
 def expected(context: Context, logits: torch.Tensor) -> torch.Tensor:
-    """Row by row, each behind its own prefix, by transformers' processors and OpenAI's formula."""
-    s, rows = context.sampling, []
+    """Each row by itself, with transformers' processors and OpenAI's formula."""
+    s = context.sampling
+    rows = []
     for i in range(context.row_count):
         text = [*context.tokens, *context.drafted[:i]]
         processors = LogitsProcessorList()
@@ -33,18 +34,16 @@ def expected(context: Context, logits: torch.Tensor) -> torch.Tensor:
         if s.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
         row = processors(torch.tensor([text]), logits[i : i + 1].clone())
-        counts = torch.bincount(
-            torch.tensor(text[context.prompt_length :], dtype=torch.long), minlength=VOCAB
-        )
+        output = torch.tensor(text[context.prompt_length :], dtype=torch.long)
+        counts = torch.bincount(output, minlength=VOCAB)
         row = row - s.presence_penalty * (counts > 0) - s.frequency_penalty * counts
         late = LogitsProcessorList()
         if s.banned_token_ids:
             late.append(SuppressTokensLogitsProcessor(list(s.banned_token_ids)))
         if s.min_tokens:
+            end_ids = sorted(context.end_ids)
             late.append(
-                MinNewTokensLengthLogitsProcessor(
-                    context.prompt_length, s.min_tokens, sorted(context.end_ids)
-                )
+                MinNewTokensLengthLogitsProcessor(context.prompt_length, s.min_tokens, end_ids)
             )
         rows.append(late(torch.tensor([text]), row))
     return torch.cat(rows)
@@ -53,11 +52,9 @@ def expected(context: Context, logits: torch.Tensor) -> torch.Tensor:
 @st.composite
 def contexts(draw: st.DrawFn) -> Context:
     tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
-    prompt, output, drafted = (
-        draw(tokens.filter(bool)),
-        draw(tokens),
-        draw(st.lists(st.integers(0, VOCAB - 1), max_size=5)),
-    )
+    prompt = draw(tokens.filter(bool))
+    output = draw(tokens)
+    drafted = draw(st.lists(st.integers(0, VOCAB - 1), max_size=5))
     penalty = st.sampled_from([0.0, 0.5, -1.5])
     bias = draw(
         st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-5.0, 0.25, 9.0]), max_size=3)
@@ -75,36 +72,29 @@ def contexts(draw: st.DrawFn) -> Context:
 
 @given(st.lists(contexts(), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
-def test_every_row_of_a_batch_is_what_transformers_makes_of_it(
-    batch: list[Context], seed: int
-) -> None:
-    logits = (
-        torch.randn(
-            sum(c.row_count for c in batch), VOCAB, generator=torch.Generator().manual_seed(seed)
-        )
-        * 4
-    )
+def test_every_row_of_a_batch_equals_that_of_transformers(batch: list[Context], seed: int) -> None:
+    row_count = sum(context.row_count for context in batch)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(row_count, VOCAB, generator=generator) * 4
     untouched = logits.clone()
     together = adjust(logits, batch)
     assert torch.equal(logits, untouched)
     first = 0
     for context in batch:
         rows = slice(first, first + context.row_count)
-        torch.testing.assert_close(
-            together[rows], expected(context, untouched[rows]), atol=1e-4, rtol=1e-5
-        )
+        alone = expected(context, untouched[rows])
+        torch.testing.assert_close(together[rows], alone, atol=1e-4, rtol=1e-5)
         first = rows.stop
 
 
-def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
+def test_rows_without_settings_are_not_copied() -> None:
     logits = torch.randn(3, VOCAB)
-    assert (
-        adjust(logits, [Context(SamplingParams(0.3, 5, 0.5, min_p=0.1), [1], 1, [2, 3])]) is logits
-    )
+    context = Context(SamplingParams(0.3, 5, 0.5, min_p=0.1), [1], 1, [2, 3])
+    assert adjust(logits, [context]) is logits
 
 
 @pytest.mark.parametrize("vocab", [40, 64, 33])
-def test_a_mask_leaves_what_its_bits_allow(vocab: int) -> None:
+def test_a_mask_leaves_the_tokens_of_its_bits(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     allowed = rng.random((3, vocab)) < 0.3
     words = np.zeros((3, -(-vocab // 32)), np.int64)
@@ -112,8 +102,7 @@ def test_a_mask_leaves_what_its_bits_allow(vocab: int) -> None:
         words[row, token // 32] |= 1 << (token % 32)
     mask = words.astype(np.uint32).view(np.int32)
     logits = torch.randn(4, vocab)
-    got = adjust(
-        logits, [Context(SamplingParams()), Context(SamplingParams(), [1], 1, [2, 3], mask=mask)]
-    )
+    masked = Context(SamplingParams(), [1], 1, [2, 3], mask=mask)
+    got = adjust(logits, [Context(SamplingParams()), masked])
     assert torch.equal(got[0], logits[0])
     assert torch.equal(got[1:], logits[1:].masked_fill(~torch.from_numpy(allowed), -torch.inf))

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes is what a collector is sent."""
+"""A collector gets the same metrics that Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.process.metrics_export import MAX_SCRAPES, sending_metrics, serve_
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Keeps the metrics that it is sent last, by service and name."""
+    """Keeps the newest metrics, by service and name."""
 
     def __init__(self) -> None:
         self.received: dict[str, dict[str, Any]] = {}
@@ -44,7 +44,8 @@ class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 @pytest.fixture
 def collector() -> Iterator[tuple[Collector, str]]:
-    server, servicer = grpc.server(futures.ThreadPoolExecutor(1)), Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    servicer = Collector()
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -71,7 +72,7 @@ def registry() -> CollectorRegistry:
     return registry
 
 
-def test_a_collector_is_sent_what_is_scraped_and_the_rest_at_the_end(
+def test_the_collector_gets_the_scraped_metrics_and_a_last_export(
     collector: tuple[Collector, str], registry: CollectorRegistry
 ) -> None:
     servicer, endpoint = collector
@@ -102,7 +103,7 @@ def test_a_collector_is_sent_what_is_scraped_and_the_rest_at_the_end(
     assert [a.key for a in point.attributes] == ["gen_ai.request.model"]
 
 
-def test_a_collector_that_is_not_there_holds_nobody_up(registry: CollectorRegistry) -> None:
+def test_a_missing_collector_delays_nothing(registry: CollectorRegistry) -> None:
     settings = ScrapedSettings(
         otlp_endpoint=f"http://127.0.0.1:{free_port('127.0.0.1')}", otlp_metrics_seconds=0.05
     )
@@ -112,27 +113,25 @@ def test_a_collector_that_is_not_there_holds_nobody_up(registry: CollectorRegist
     assert time.monotonic() - started < 5
 
 
-def test_metrics_are_served_where_they_are_wanted_and_a_port_in_use_is_named(
+def test_metrics_are_served_and_the_error_names_a_port_in_use(
     registry: CollectorRegistry,
 ) -> None:
     port = free_port("127.0.0.1")
     serve_metrics(registry, ScrapedSettings(metrics_port=0))
     serve_metrics(registry, ScrapedSettings(metrics_port=port))
-    # As Prometheus asks since 2.5: it would take OpenMetrics' format, whose names know no colon.
+    # Prometheus sends this since 2.5. It prefers OpenMetrics, whose names allow no colon.
     accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
-    assert (
-        'outrider:tokens_total{drafter="ngram-1"} 3.0'
-        in httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
-    )
+    scraped = httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
+    assert 'outrider:tokens_total{drafter="ngram-1"} 3.0' in scraped
     with pytest.raises(OutriderError, match=f"metrics-port cannot be bound: 127.0.0.1:{port}"):
         serve_metrics(registry, ScrapedSettings(metrics_port=port))
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"GET /metrics HTTP/1.1\r\nX: "], ids=["nothing", "half a header"]
+    "sent", [b"", b"GET /metrics HTTP/1.1\r\nX: "], ids=["nothing", "half a header"]
 )
-def test_connections_that_ask_nothing_are_few_and_short(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, said: bytes
+def test_idle_connections_are_few_and_short(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(metrics_export, "_SCRAPE_S", 0.5)
     settings = ScrapedSettings(metrics_port=free_port("127.0.0.1"))
@@ -143,8 +142,9 @@ def test_connections_that_ask_nothing_are_few_and_short(
         for _ in range(4 * MAX_SCRAPES)
     ]
     for connection in idle:
-        with contextlib.suppress(OSError):  # one too many is already closed
-            connection.sendall(said)
+        # The server has already closed the connections beyond its limit.
+        with contextlib.suppress(OSError):
+            connection.sendall(sent)
     assert threading.active_count() <= before + MAX_SCRAPES
     for connection in idle:
         with connection, contextlib.suppress(ConnectionResetError):

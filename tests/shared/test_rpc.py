@@ -1,4 +1,4 @@
-"""gRPC scaffolding on a real server: errors travel whole, health is told by service, quiet streams live."""
+"""gRPC on a real server: errors arrive whole, health is set by service, quiet streams live."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,12 +17,12 @@ from outrider.process import rpc
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 ERROR = OutriderError(
-    Reason.OVERLOADED, "too much of depth", "speculation.draft_tokens", 2.5, {"limit": "4"}
+    Reason.OVERLOADED, "too many tokens", "speculation.draft_tokens", 2.5, {"limit": "4"}
 )
 
 
 class Failing(verifier_pb2_grpc.VerifierServiceServicer):
-    """Fails as told by the request."""
+    """Fails as the request asks."""
 
     def __init__(self) -> None:
         self.lost = asyncio.Event()
@@ -38,7 +38,7 @@ class Failing(verifier_pb2_grpc.VerifierServiceServicer):
         raise ZeroDivisionError("a user's secret") if request.ignore_eos else ERROR
 
     async def StreamDrafts(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # writes through the context
-        """Answers each message, until the stream is lost."""
+        """Answer each message until the stream is lost."""
         try:
             async for _ in request_iterator:
                 await context.write(verifier_pb2.StreamDraftsResponse())
@@ -68,7 +68,7 @@ async def test_an_error_travels_with_reason_field_and_retry() -> None:
     assert rpc.error_of(caught.value) == ERROR
 
 
-async def test_an_error_in_a_stream_comes_behind_what_was_sent() -> None:
+async def test_an_error_in_a_stream_follows_the_messages_sent_before() -> None:
     async with serving() as (_, channel):
         call = verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
             verifier_pb2.GenerateTokensRequest()
@@ -79,24 +79,20 @@ async def test_an_error_in_a_stream_comes_behind_what_was_sent() -> None:
     assert rpc.error_of(caught.value) == ERROR
 
 
-async def test_what_was_not_foreseen_is_internal_and_tells_nothing(
+async def test_an_unexpected_exception_is_internal_and_hides_its_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving() as (_, channel):
         request = verifier_pb2.GenerateTokensRequest(ignore_eos=True)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            [
-                response
-                async for response in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(
-                    request
-                )
-            ]
+            async for _ in verifier_pb2_grpc.VerifierServiceStub(channel).GenerateTokens(request):
+                pass
     assert rpc.error_of(caught.value).reason is Reason.INTERNAL
     assert "secret" not in str(caught.value.details())
     assert "secret" in caplog.text
 
 
-async def test_an_error_that_no_outrider_process_described_gets_the_callers_reason() -> None:
+async def test_a_status_without_details_gets_a_reason_by_its_code() -> None:
     async with rpc.dial("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
@@ -116,7 +112,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("kind", "method"), METHODS)
-async def test_a_request_that_cannot_be_parsed_is_refused_without_a_traceback(
+async def test_an_unparsable_request_is_refused_without_a_traceback(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as (_, channel):
@@ -128,10 +124,9 @@ async def test_a_request_that_cannot_be_parsed_is_refused_without_a_traceback(
             await (answer if kind == "unary_unary" else answer.read())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert rpc.error_of(caught.value).reason is Reason.MALFORMED_REQUEST
-    # asyncio may log what gRPC's poller has left of another test's loop.
-    assert [
-        record for record in caplog.records if record.name.startswith(("grpc", "outrider"))
-    ] == []
+    # asyncio may log leftovers of gRPC's poller from another test's loop.
+    ours = [record for record in caplog.records if record.name.startswith(("grpc", "outrider"))]
+    assert ours == []
 
 
 def failure(status: bytes) -> grpc.aio.AioRpcError:
@@ -142,12 +137,12 @@ def failure(status: bytes) -> grpc.aio.AioRpcError:
 @pytest.mark.parametrize(
     "status", [b"\xff" * 30, status_pb2.Status(code=3, message="other").SerializeToString()]
 )
-def test_error_details_that_cannot_be_read_leave_the_status(status: bytes) -> None:
+def test_unreadable_error_details_leave_the_status(status: bytes) -> None:
     assert rpc.error_of(failure(status)) == OutriderError(Reason.VERIFIER_UNAVAILABLE, "away")
     assert rpc.error_in(b"\xff" * 30).reason is Reason.INTERNAL
 
 
-async def test_health_is_not_serving_until_told_and_by_service() -> None:
+async def test_health_is_not_serving_until_set_for_each_service() -> None:
     async with serving() as (server, channel):
         health = health_pb2_grpc.HealthStub(channel)
 
@@ -161,8 +156,8 @@ async def test_health_is_not_serving_until_told_and_by_service() -> None:
             assert await status(service) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_stream_that_is_quiet_for_many_pings_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pings far more frequent than gRPC's default server allows, a stream outlasts them."""
+async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our server allows pings that are far more frequent than gRPC's default limit."""
     quick = [
         (key, 100 if key == "grpc.keepalive_time_ms" else value)
         for key, value in rpc.CHANNEL_OPTIONS
@@ -183,26 +178,26 @@ async def test_a_stream_that_is_quiet_for_many_pings_lives(monkeypatch: pytest.M
 
 
 def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The options with ten times shorter times."""
+    """The options with all times divided by ten."""
     return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
 
 
-def test_both_ends_give_up_a_silent_peer_within_15_s() -> None:
+def test_both_ends_drop_a_silent_peer_within_15_s() -> None:
     for options in (dict(rpc.CHANNEL_OPTIONS), dict(rpc.SERVER_OPTIONS)):
         assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 15_000
-        # A ping that gRPC sent for its own ends stands in for one that keeps alive.
+        # A ping that gRPC sends for other reasons replaces a keepalive ping.
         assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] <= 15_000
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_a_peer_that_vanishes_is_noticed_at_both_ends(
+async def test_both_ends_notice_a_peer_that_vanishes(
     monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    """In ten times shorter times; without a time-out for every ping it took a minute."""
+    """With all times divided by ten. Without a timeout for every ping it took a minute."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
     servicer = Failing()
-    # The proxy's end of the channel is hung up first.
+    # The channel to the proxy closes first.
     async with (
         serving(servicer) as (server, _),
         chaos_proxy(server.ports[0]) as proxy,
@@ -227,7 +222,7 @@ async def test_a_peer_that_vanishes_is_noticed_at_both_ends(
             await servicer.lost.wait()
 
 
-async def test_an_address_that_cannot_be_bound_is_named() -> None:
+async def test_the_error_names_an_address_that_cannot_be_bound() -> None:
     async with serving() as (_, _channel):
         server = rpc.Server("x")
         with pytest.raises(OutriderError, match="cannot listen on nowhere"):
@@ -236,14 +231,14 @@ async def test_an_address_that_cannot_be_bound_is_named() -> None:
         await server.stop(0)
 
 
-def test_every_reason_has_a_status_of_grpc_and_of_http() -> None:
+def test_every_reason_has_a_grpc_and_an_http_status() -> None:
     for reason in Reason:
         assert hasattr(grpc.StatusCode, reason.kind.status)
         assert 400 <= reason.kind.http < 600
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_answers_under_both_of_its_names(version: str) -> None:
+async def test_reflection_answers_under_both_names(version: str) -> None:
     method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
     async with serving() as (_, channel):
         call = channel.stream_stream(

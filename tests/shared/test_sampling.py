@@ -1,4 +1,4 @@
-"""Randomness by counter, and target probabilities as transformers has them."""
+"""Counter-based randomness, and target probabilities that equal those of transformers."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from outrider.sampling.noise import Purpose, philox4x32, uniforms
 from outrider.sampling.sampler import inverse_cdf, target_probs
 
 
-def test_philox_gives_the_known_answers_of_random123() -> None:
+def test_philox_matches_the_known_answers_of_random123() -> None:
     ones = 0xFFFFFFFF
     counters = np.array(
         [[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint64
@@ -36,16 +36,9 @@ def test_a_uniform_depends_on_seed_position_and_purpose_alone() -> None:
     together = uniforms([1, 2, 2**64 - 1], [5, 6, 2**40], Purpose.ACCEPT)
     apart = [uniforms([s], [p], Purpose.ACCEPT)[0] for s, p in ((1, 5), (2, 6), (2**64 - 1, 2**40))]
     assert together.tolist() == apart
-    assert (
-        len(
-            {
-                *together,
-                *uniforms([1, 2], [6, 5], Purpose.ACCEPT),
-                *uniforms([1, 2], [5, 6], Purpose.COUPLED),
-            }
-        )
-        == 7
-    )
+    other_positions = uniforms([1, 2], [6, 5], Purpose.ACCEPT)
+    other_purpose = uniforms([1, 2], [5, 6], Purpose.COUPLED)
+    assert len({*together, *other_positions, *other_purpose}) == 7
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -55,23 +48,20 @@ def test_uniforms_are_uniform_along_positions(purpose: Purpose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "taken"),
+    ("given", "expected"),
     [(0.0, 0.0), (1e-300, 0.0), (1e-38, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (-1e-9, -1e-9)],
 )
-def test_a_temperature_too_small_for_float32_is_greedy(asked: float, taken: float) -> None:
-    """One below 0 is left as it is, for whoever refuses it."""
-    sampling = SamplingParams(asked)
-    assert (sampling.temperature, sampling.greedy) == (taken, taken == 0.0)
-    assert (
-        target_probs(torch.tensor([[30.0, -30.0]]), [SamplingParams(abs(asked))]).isfinite().all()
-    )
+def test_a_temperature_too_small_for_float32_is_greedy(given: float, expected: float) -> None:
+    """A negative one stays as it is, so that the range check refuses it."""
+    sampling = SamplingParams(given)
+    assert (sampling.temperature, sampling.greedy) == (expected, expected == 0.0)
+    probs = target_probs(torch.tensor([[30.0, -30.0]]), [SamplingParams(abs(given))])
+    assert probs.isfinite().all()
 
 
 def test_two_purposes_share_no_noise() -> None:
-    first, second = (
-        uniforms(np.full(50_000, 7), np.arange(50_000), purpose)
-        for purpose in (Purpose.ACCEPT, Purpose.RECOVER)
-    )
+    first = uniforms(np.full(50_000, 7), np.arange(50_000), Purpose.ACCEPT)
+    second = uniforms(np.full(50_000, 7), np.arange(50_000), Purpose.RECOVER)
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
 
 
@@ -94,7 +84,7 @@ def test_two_purposes_share_no_noise() -> None:
     [(200, 3.0), (5000, 6.0), (5000, 0.1)],
     ids=["few tokens", "many, the candidates are enough", "many, the candidates are not enough"],
 )
-def test_target_probabilities_are_those_of_transformers_processors(
+def test_target_probabilities_equal_those_of_transformers(
     temperature: float,
     top_k: int,
     top_p: float,
@@ -104,9 +94,9 @@ def test_target_probabilities_are_those_of_transformers_processors(
     scale: float,
 ) -> None:
     logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0)) * scale
-    processors = LogitsProcessorList(
-        [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
-    )
+    processors = LogitsProcessorList()
+    if temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(temperature))
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
@@ -116,9 +106,8 @@ def test_target_probabilities_are_those_of_transformers_processors(
     if typical_p < 1:
         processors.append(TypicalLogitsWarper(typical_p))
     expected = processors(torch.zeros(16, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    got = target_probs(
-        logits, [SamplingParams(temperature, top_k, top_p, min_p=min_p, typical_p=typical_p)] * 16
-    )
+    sampling = SamplingParams(temperature, top_k, top_p, min_p=min_p, typical_p=typical_p)
+    got = target_probs(logits, [sampling] * 16)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -127,25 +116,22 @@ def test_target_probabilities_are_those_of_transformers_processors(
     [SamplingParams(top_p=0.9), SamplingParams(typical_p=0.9)],
     ids=["top-p", "typical-p"],
 )
-def test_candidates_keep_what_all_tokens_would_whatever_ties(
+def test_truncation_by_candidates_equals_truncation_by_all_tokens(
     sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    peaked, flat = (
-        torch.randn(4, 3000, generator=generator) * 8,
-        torch.randn(4, 3000, generator=generator) * 0.1,
-    )
-    coarse = (
-        torch.randn(4, 3000, generator=generator) * 2
-    ).round()  # thousands of ties, at the last candidate as well
-    equal, banned = torch.zeros(1, 3000), torch.full((1, 3000), -torch.inf)
+    peaked = torch.randn(4, 3000, generator=generator) * 8
+    flat = torch.randn(4, 3000, generator=generator) * 0.1
+    # Thousands of ties, also at the last candidate.
+    coarse = (torch.randn(4, 3000, generator=generator) * 2).round()
+    equal = torch.zeros(1, 3000)
+    banned = torch.full((1, 3000), -torch.inf)
     banned[:, 2000:2010] = 1.0
     logits = torch.cat([peaked, flat, coarse, equal, banned])
     few = target_probs(logits, [sampling] * len(logits))
     monkeypatch.setattr("outrider.sampling.sampler._CANDIDATES", 3000)
-    torch.testing.assert_close(
-        few, target_probs(logits, [sampling] * len(logits)), atol=1e-9, rtol=1e-6
-    )
+    whole = target_probs(logits, [sampling] * len(logits))
+    torch.testing.assert_close(few, whole, atol=1e-9, rtol=1e-6)
 
 
 def test_each_row_has_its_own_settings() -> None:
@@ -170,9 +156,7 @@ def test_inverse_cdf_never_returns_a_token_without_weight() -> None:
 
 def test_inverse_cdf_follows_the_weights() -> None:
     weights = torch.tensor([5.0, 0.0, 1.0, 3.0, 1.0])
-    draws = inverse_cdf(
-        weights.repeat(20_000, 1),
-        torch.from_numpy(uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.COUPLED)),
-    )
+    numbers = uniforms(np.full(20_000, 3), np.arange(20_000), Purpose.COUPLED)
+    draws = inverse_cdf(weights.repeat(20_000, 1), torch.from_numpy(numbers))
     observed = np.bincount(draws.numpy(), minlength=5)[[0, 2, 3, 4]]
     assert stats.chisquare(observed, np.array([5, 1, 3, 1]) / 10 * 20_000).pvalue > 1e-4

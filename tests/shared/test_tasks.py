@@ -1,4 +1,4 @@
-"""Long-lived tasks: an exception is logged, and the work begins anew or its end is told."""
+"""Long-lived tasks log their exceptions, and restart or report their end."""
 
 import asyncio
 
@@ -7,38 +7,38 @@ import pytest
 from outrider.process.tasks import keep_running, watch
 
 
-async def test_a_task_that_raises_is_logged_and_told_though_nobody_awaits_it(
+async def test_a_task_that_raises_is_logged_and_reported_without_an_await(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    reported: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def work() -> None:
         raise ZeroDivisionError("the reason")
 
-    task = watch(work(), "the poll", told.set_result)
-    assert isinstance(await told, ZeroDivisionError)
+    task = watch(work(), "the poll", reported.set_result)
+    assert isinstance(await reported, ZeroDivisionError)
     assert task.done()
     assert "the poll ended unexpectedly" in caplog.text
     assert "the reason" in caplog.text
 
 
-async def test_a_task_that_returns_or_is_cancelled_is_not_told(
+async def test_a_task_that_returns_or_is_cancelled_is_not_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told: list[BaseException] = []
+    reported: list[BaseException] = []
 
     async def work() -> int:
         return 5
 
-    assert await watch(work(), "one", told.append) == 5
-    cancelled = watch(asyncio.sleep(60), "another", told.append)
+    assert await watch(work(), "one", reported.append) == 5
+    cancelled = watch(asyncio.sleep(60), "another", reported.append)
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
-    assert not told
+    assert not reported
     assert not caplog.records
 
 
-async def test_work_that_fails_begins_again_until_it_returns(
+async def test_failing_work_restarts_until_it_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     attempts = 0
@@ -54,7 +54,7 @@ async def test_work_that_fails_begins_again_until_it_returns(
     assert caplog.text.count("the writer failed; it begins again") == 3
 
 
-async def test_work_that_is_cancelled_does_not_begin_again() -> None:
+async def test_cancelled_work_does_not_restart() -> None:
     begun = asyncio.Event()
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""What goes over the wire comes back as it was; what must not come in does not."""
+"""Messages survive a round trip over the wire, and invalid ones are refused."""
 
 import math
 from dataclasses import replace
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from outrider import messages as m
 from outrider.errors import OutriderError, Reason
+from outrider.limits import MAX_DRAFT_SECONDS
+from outrider.model_info import DrafterInfo, ModelInfo, Stage
 from outrider.v1 import drafts_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model
@@ -43,7 +45,7 @@ names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
     chunk=st.integers(1, 100),
     likeliest=st.none() | st.integers(0, 20),
 )
-def test_a_request_comes_back_as_it_was(
+def test_a_request_survives_a_round_trip(
     prompt: list[int],
     max_tokens: int,
     sampling: m.SamplingParams,
@@ -57,38 +59,30 @@ def test_a_request_comes_back_as_it_was(
     request = m.TokenRequest(
         prompt, max_tokens, sampling, stop, ignore_eos, speculation, tenant, min_chunk_tokens=chunk
     )
-    request = replace(
-        request,
-        prompt_logprobs=likeliest,
-        max_tokens=max_tokens if likeliest is None else max_tokens - 1,
-    )
+    if likeliest is not None:
+        request = replace(request, prompt_logprobs=likeliest, max_tokens=max_tokens - 1)
     proto = wire_requests.request_to_proto(request)
     assert wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000) == request
 
 
-def test_no_more_tokens_are_gathered_than_a_message_holds() -> None:
+def test_at_most_4096_tokens_are_gathered() -> None:
     proto = wire_requests.request_to_proto(m.TokenRequest([1], 5, min_chunk_tokens=2**30))
-    assert (
-        wire_requests.request_from_proto(
-            proto, vocab_size=VOCAB, context_length=1000
-        ).min_chunk_tokens
-        == 4096
-    )
+    request = wire_requests.request_from_proto(proto, vocab_size=VOCAB, context_length=1000)
+    assert request.min_chunk_tokens == 4096
 
 
-def test_a_chunk_comes_back_as_it_was() -> None:
+def test_a_chunk_survives_a_round_trip() -> None:
     likely = m.TokenLogprob(-0.5, (3, 4), (-0.25, -0.5), 2)
-    sources = [m.TokenSource.PLAIN]
     chunk = m.TokenChunk(
-        [4],
-        sources,
-        "d",
-        m.FinishReason.STOP,
-        m.SpeculationStats(1),
-        7,
-        2,
-        [likely],
-        [likely, likely],
+        token_ids=[4],
+        sources=[m.TokenSource.PLAIN],
+        drafter_id="d",
+        finish_reason=m.FinishReason.STOP,
+        stats=m.SpeculationStats(1),
+        cached_token_count=7,
+        draft_token_count=2,
+        logprobs=[likely],
+        prompt_logprobs=[likely, likely],
     )
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
 
@@ -101,7 +95,7 @@ def test_a_chunk_comes_back_as_it_was() -> None:
     window=st.builds(m.Window, st.integers(1, 4096), st.integers(1, 128)),
     accepted=st.integers(0, 64),
 )
-def test_a_step_comes_back_as_it_was(
+def test_a_step_survives_a_round_trip(
     sequence_id: int,
     length: int,
     tokens: list[int],
@@ -109,19 +103,9 @@ def test_a_step_comes_back_as_it_was(
     window: m.Window,
     accepted: int,
 ) -> None:
+    sparse = m.DraftDistribution.SPARSE
     step = m.StepBatch(
-        [
-            m.Opened(
-                sequence_id,
-                tokens,
-                sampling,
-                m.DraftDistribution.SPARSE,
-                window,
-                4,
-                "tenant",
-                "trace",
-            )
-        ],
+        [m.Opened(sequence_id, tokens, sampling, sparse, window, 4, "tenant", "trace")],
         [m.Verdict(sequence_id, length, tokens, accepted, 4, window, "trace")],
         [m.Closed(sequence_id, m.CloseReason.ENDED)],
     )
@@ -129,36 +113,26 @@ def test_a_step_comes_back_as_it_was(
 
 
 @given(st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=32))
-def test_both_sides_of_the_wire_sample_from_the_same_distribution(weights: list[float]) -> None:
-    """The drafter draws from float32 weights over their sum; the verifier must divide by the very same numbers."""
+def test_drafter_and_verifier_use_the_same_distribution(weights: list[float]) -> None:
+    """The drafter draws from float32 weights over their sum; the verifier divides the same way."""
     drawn_from = (np.array(weights) / sum(weights)).astype(np.float32).astype(np.float64)
     sent = m.SparseDistribution(np.arange(len(weights)), drawn_from)
     batch = m.DraftBatch([m.Proposal(1, 5, [0], [], [sent])])
-    received = (
-        wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB)
-        .proposals[0]
-        .distributions[0]
-    )
+    read = wire_drafts.drafts_from_proto(wire_drafts.drafts_to_proto(batch), VOCAB)
+    received = read.proposals[0].distributions[0]
     assert received is not None
     assert (received.probabilities == drawn_from / drawn_from.sum()).all()
 
 
-def test_statistics_chunks_and_models_come_back_as_they_were() -> None:
+def test_statistics_and_model_info_survive_a_round_trip() -> None:
     stats = m.SpeculationStats(5, 3, 9, 4, [1, 0, 2], 4)
-    chunk = m.TokenChunk(
-        [1, 2],
-        [m.TokenSource.ACCEPTED, m.TokenSource.BONUS],
-        "d",
-        m.FinishReason.LENGTH,
-        stats,
-        16,
-        1,
-    )
+    sources = [m.TokenSource.ACCEPTED, m.TokenSource.BONUS]
+    chunk = m.TokenChunk([1, 2], sources, "d", m.FinishReason.LENGTH, stats, 16, 1)
     assert wire_requests.chunk_from_proto(wire_requests.chunk_to_proto(chunk)) == chunk
     place = m.Placement("cpu", "host", "cpu", (0, 1), 0, "aarch64")
-    drafter = m.DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
-    info = m.ModelInfo(
-        "model", m.Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
+    drafter = DrafterInfo("d", "ngram", place, True, 2, 0.5, 0.25, 0.125)
+    info = ModelInfo(
+        "model", Stage.READY, "serving", "f", 10, 20, (1, 2), "float32", "cpu", (drafter,), 4
     )
     assert wire_model.model_from_proto(wire_model.model_to_proto(info)) == info
 
@@ -167,32 +141,23 @@ PROPOSAL = {"sequence_id": 1, "base_length": 3, "token_ids": [5]}
 
 
 @pytest.mark.parametrize(
-    ("told", "believed"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, wire_drafts.MAX_DRAFT_SECONDS)]
+    ("reported", "expected"), [(-(2**40), 0.0), (3, 3.0), (2**63 - 1, MAX_DRAFT_SECONDS)]
 )
-def test_a_drafters_own_clock_is_believed_within_bounds(told: int, believed: float) -> None:
-    proto = drafts_pb2.DraftBatch(
-        proposals=[drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=told))]
-    )
-    [proposal] = wire_drafts.drafts_from_proto(proto, VOCAB).proposals
-    assert proposal.draft_seconds == believed
-    info = m.ModelInfo(
-        "",
-        m.Stage.READY,
-        "",
-        drafters=(m.DrafterInfo("d", "f", m.Placement(), True, 0, token_s=believed),),
-    )
-    assert (
-        wire_model.model_from_proto(wire_model.model_to_proto(info)).drafters[0].token_s == believed
-    )
+def test_reported_durations_are_clamped(reported: int, expected: float) -> None:
+    sent = drafts_pb2.Proposal(**PROPOSAL, draft_time=Duration(seconds=reported))
+    batch = drafts_pb2.DraftBatch(proposals=[sent])
+    [proposal] = wire_drafts.drafts_from_proto(batch, VOCAB).proposals
+    assert proposal.draft_seconds == expected
+    drafter = DrafterInfo("d", "f", m.Placement(), True, 0, token_s=expected)
+    info = ModelInfo("", Stage.READY, "", drafters=(drafter,))
+    read = wire_model.model_from_proto(wire_model.model_to_proto(info))
+    assert read.drafters[0].token_s == expected
 
 
 def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
-    return {
-        **PROPOSAL,
-        "distributions": [
-            drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)
-        ],
-    }
+    """The fields of a proposal with this distribution."""
+    distribution = drafts_pb2.SparseDistribution(token_ids=ids, probabilities=probabilities)
+    return {**PROPOSAL, "distributions": [distribution]}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +187,7 @@ def sparse(ids: list[int], probabilities: list[float]) -> dict[str, Any]:
         (sparse([6], [1.0]), "must give the proposed token 5 a probability above 0"),
     ],
 )
-def test_a_malformed_proposal_is_refused_with_the_limit(
+def test_the_error_of_a_malformed_proposal_states_the_limit(
     fields: dict[str, Any], message: str
 ) -> None:
     batch = drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)])
@@ -237,13 +202,14 @@ def refusal(data: bytes) -> OutriderError | None:
         batch.ParseFromString(data)
         wire_drafts.drafts_from_proto(batch, VOCAB)
     except DecodeError:
-        return None  # grpc ends such a call before wire sees it
+        # gRPC ends such a call before it reaches our code.
+        return None
     except OutriderError as error:
         return error
     return None
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_taken_or_refused_by_a_field(data: bytes) -> None:
+def test_any_bytes_are_accepted_or_refused_by_field(data: bytes) -> None:
     error = refusal(data)
     assert error is None or error.field

@@ -13,16 +13,15 @@ from outrider.messages import (
     DraftBatch,
     DraftDistribution,
     Hello,
-    ModelInfo,
     Opened,
     Proposal,
     SamplingParams,
-    Stage,
     StepBatch,
     TokenRequest,
     Verdict,
     Window,
 )
+from outrider.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2
 from outrider.wire import drafts as wire_drafts
 from outrider.wire import model as wire_model

@@ -7,7 +7,8 @@ import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
 
 from outrider.errors import OutriderError
-from outrider.messages import ModelInfo, SamplingParams, Stage, TokenRequest
+from outrider.messages import SamplingParams, TokenRequest
+from outrider.model_info import ModelInfo, Stage
 from outrider.v1 import verifier_pb2
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.streams import servicer as servicer_module

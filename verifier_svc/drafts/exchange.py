@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
+from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.messages import (
-    MAX_DEPTH,
     Closed,
     CloseReason,
     DraftBatch,
@@ -388,7 +388,9 @@ class DraftExchange:
         if draft_tokens == 0 or drafter.on_target_cores:
             reach = token_count = max(draft_tokens, 1)
         else:
-            steps = 1 + math.ceil(drafter.round_trip.value / step_s) if step_s > 0.0 else MAX_DEPTH
+            steps = MAX_DRAFT_TOKENS
+            if step_s > 0.0:
+                steps = 1 + math.ceil(drafter.round_trip.value / step_s)
             reach = min((1 + steps) * (1 + draft_tokens) - 1, most.depth)
             token_count = min(_TOKENS_PER_DEPTH * reach, most.token_count)
         before = assignment.window

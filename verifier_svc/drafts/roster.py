@@ -8,7 +8,8 @@ from typing import Any
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError, Reason
-from outrider.messages import DrafterInfo, SpeculationOptions
+from outrider.messages import SpeculationOptions
+from outrider.model_info import DrafterInfo
 from verifier_svc.state.drafter import Drafter
 
 _FAULTS_ALLOWED = 3

@@ -96,7 +96,7 @@ class Admission:
         self._last_id += 1
         depth = request.speculation.draft_tokens
         if depth is None:
-            depth = self._limits.depth.depth
+            depth = self._limits.depth.max_draft_tokens
         if not request.speculation.enabled or request.max_tokens <= 1:
             depth = 0  # the last token is always the target's own, so a single one is never drafted
         end_ids = request.stop_token_ids

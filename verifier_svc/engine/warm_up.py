@@ -57,7 +57,7 @@ class WarmUp:
 
     def _try_batch(self, batch: int, *costs: ForwardCost) -> None:
         """Measure forwards of `batch` sequences with none, some and all of the draft tokens."""
-        limits, pool, deepest = self._limits, self._pool, self._limits.depth.depth
+        limits, pool, deepest = self._limits, self._pool, self._limits.depth.max_draft_tokens
         for count in sorted({1, 2, 1 + deepest // 2, 1 + deepest}):
             pages = batch * -(-count // pool.page_size)
             if batch * count <= limits.max_batch_tokens and pages <= pool.page_count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from outrider.messages import MAX_DEPTH
+from outrider.limits import MAX_DRAFT_TOKENS
 
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0
@@ -29,7 +29,7 @@ class AcceptanceRate:
     )
 
     def __init__(
-        self, prior: AcceptanceRate | float, count: int = MAX_DEPTH, *, decay: float = _DECAY
+        self, prior: AcceptanceRate | float, count: int = MAX_DRAFT_TOKENS, *, decay: float = _DECAY
     ) -> None:
         """The prior counts as 4 drafts, the drafts themselves as at most 1 / (1 - `decay`); `count` positions are kept.
 

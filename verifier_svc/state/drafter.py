@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
-from outrider.messages import DrafterInfo, Hello, StepBatch
+from outrider.messages import Hello, StepBatch
+from outrider.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 
 # What a message takes in memory, however little it says.

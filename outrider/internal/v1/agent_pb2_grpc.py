@@ -67,15 +67,15 @@ class AgentServiceServicer:
     """
 
     def HoldMachine(self, request, context):
-        """Reserves the machine for the caller until the call ends. Then the agent ends all processes of the lease, also when the
-        connection is lost.
+        """Reserves the machine for the caller until the call ends. Then the agent ends all processes of
+        the lease, also when the connection is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FindFreePort(self, request, context):
-        """Names a port that nothing listens on.
+        """Names a free port.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

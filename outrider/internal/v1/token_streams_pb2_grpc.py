@@ -47,8 +47,9 @@ class TokenStreamServiceServicer:
     """
 
     def StreamTokens(self, request_iterator, context):
-        """What a step commits for all sequences of the stream is one message, since a message costs more than what is in it. Ending the
-        stream frees them all.
+        """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
+        come in one message, since a message costs more than its contents. The end of the stream frees
+        all its sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

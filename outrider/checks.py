@@ -1,0 +1,117 @@
+"""Range checks that HTTP and gRPC share. Knows no protobuf and no HTTP.
+
+Each check raises OutriderError(INVALID_VALUE) that names the field and the limit, unless its
+docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from outrider.errors import OutriderError, Reason, invalid
+from outrider.limits import (
+    MAX_CHOICES,
+    MAX_DRAFT_TOKENS,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_LISTED_TOKENS,
+    MAX_NAME_LENGTH,
+    MAX_RELAXED_TOPK,
+    MAX_TOP_LOGPROBS,
+)
+from outrider.messages import Grammar, GrammarKind, SamplingParams, SpeculationOptions
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int, prefix: str = "") -> None:
+    """Check the sampling settings. NaN is in no range. `prefix` goes before the field's name."""
+    s = sampling
+    checks = [
+        ("temperature", 0.0 <= s.temperature <= 2.0, "must be in [0, 2]"),
+        ("top_k", 0 <= s.top_k <= vocab_size, f"must be in [0, {vocab_size}]"),
+        ("top_p", 0.0 < s.top_p <= 1.0, "must be in (0, 1]"),
+        ("min_p", 0.0 <= s.min_p <= 1.0, "must be in [0, 1]"),
+        ("typical_p", 0.0 < s.typical_p <= 1.0, "must be in (0, 1]"),
+        ("repetition_penalty", 0.01 <= s.repetition_penalty <= 10.0, "must be in [0.01, 10]"),
+        ("presence_penalty", -2.0 <= s.presence_penalty <= 2.0, "must be in [-2, 2]"),
+        ("frequency_penalty", -2.0 <= s.frequency_penalty <= 2.0, "must be in [-2, 2]"),
+        ("min_tokens", s.min_tokens >= 0, "must be at least 0"),
+    ]
+    for name, is_valid, message in checks:
+        if not is_valid:
+            raise invalid(prefix + name, f"{message}, not {getattr(s, name)}")
+    bias_field, banned_field = f"{prefix}logit_bias", f"{prefix}banned_token_ids"
+    _check_listed(bias_field, [token for token, _ in s.logit_bias], vocab_size)
+    for token, value in s.logit_bias:
+        if not -100.0 <= value <= 100.0:
+            message = f"must hold values in [-100, 100], not {value} for {token}"
+            raise invalid(bias_field, message)
+    _check_listed(banned_field, s.banned_token_ids, vocab_size)
+    if len(set(s.banned_token_ids)) >= vocab_size:
+        raise invalid(banned_field, "must leave at least one token that is not banned")
+
+
+def _check_listed(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if len(ids) > MAX_LISTED_TOKENS:
+        raise invalid(field, f"must hold at most {MAX_LISTED_TOKENS} ids, not {len(ids)}")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise invalid(field, f"must hold ids in [0, {vocab_size}), not {token}")
+
+
+def check_speculation(options: SpeculationOptions) -> None:
+    """Check the speculation settings."""
+    o = options
+    wanted = o.draft_tokens or 0
+    checks = [
+        ("draft_tokens", 0 <= wanted <= MAX_DRAFT_TOKENS, f"[0, {MAX_DRAFT_TOKENS}]"),
+        ("typical_epsilon", 0.0 < o.typical_epsilon <= 1.0, "(0, 1]"),
+        ("relaxed_topk", 1 <= o.relaxed_topk <= MAX_RELAXED_TOPK, f"[1, {MAX_RELAXED_TOPK}]"),
+        ("relaxed_delta", 0.0 <= o.relaxed_delta <= 1.0, "[0, 1]"),
+    ]
+    check_name("speculation.drafter", o.drafter, empty=True)
+    for name, is_valid, interval in checks:
+        if not is_valid:
+            raise invalid(f"speculation.{name}", f"must be in {interval}, not {getattr(o, name)}")
+
+
+def check_grammar(grammar: Grammar, field: str = "") -> None:
+    """Check a grammar's size. The compiler checks its syntax."""
+    field = field or f"grammar.{grammar.kind.value}"
+    if grammar.kind is GrammarKind.CHOICE:
+        if not 1 <= len(grammar.choices) <= MAX_CHOICES or not all(grammar.choices):
+            raise invalid(field, f"must hold 1 to {MAX_CHOICES} texts, none of them empty")
+    elif grammar.kind is not GrammarKind.JSON_OBJECT and not grammar.text:
+        raise invalid(field, "must not be empty")
+    size = len(grammar.text) + sum(map(len, grammar.choices))
+    if size > MAX_GRAMMAR_CHARACTERS:
+        raise invalid(field, f"must have at most {MAX_GRAMMAR_CHARACTERS} characters, not {size}")
+
+
+def check_name(field: str, name: str, empty: bool = False, longest: int = MAX_NAME_LENGTH) -> None:
+    """Check that a name is printable, of 1 to `longest` characters, or of 0 if it may be empty."""
+    if not (empty or name) or len(name) > longest or (name and not name.isprintable()):
+        least = 0 if empty else 1
+        message = f"must be {least} to {longest} printable characters, not {name[:40]!r}"
+        raise invalid(field, message)
+
+
+def check_logprobs(field: str, count: int | None) -> None:
+    """Check how many of the likeliest tokens a request asks for; None asks for nothing."""
+    if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise invalid(field, f"must be in [0, {MAX_TOP_LOGPROBS}], not {count}")
+
+
+def check_context(prompt_length: int, max_tokens: int, context_length: int) -> None:
+    """Check that prompt and answer fit in the context; raises CONTEXT_LENGTH_EXCEEDED."""
+    if prompt_length + max_tokens > context_length:
+        message = (
+            f"max_tokens: the prompt has {prompt_length} tokens and max_tokens asks for "
+            f"{max_tokens} more, but the model's context holds {context_length}"
+        )
+        raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
+
+
+def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Check the largest of these token ids, none of which is negative."""
+    worst = max(ids, default=0)
+    if worst >= vocab_size:
+        raise invalid(field, f"must be in [0, {vocab_size}), not {worst}")

@@ -1,0 +1,37 @@
+"""The limits that the protos and the OpenAI API state. Numbers alone."""
+
+from __future__ import annotations
+
+# Requests.
+MAX_NAME_LENGTH = 128
+MAX_STOP_TOKENS = 64
+MAX_LISTED_TOKENS = 1024
+"""Most entries of logit_bias and of banned_token_ids."""
+MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_CHARACTERS = 65536
+MAX_CHOICES = 1024
+MAX_RELAXED_TOPK = 64
+MAX_GATHERED_TOKENS = 4096
+"""Most tokens that the verifier gathers for one chunk."""
+# Below this temperature sampling is greedy, as in vLLM: logits divided by so little overflow
+# float32, and the argmax has all the probability.
+MIN_TEMPERATURE = 1e-5
+
+# Drafts.
+MAX_DRAFT_TOKENS = 64
+"""Most draft tokens of a sequence that one step verifies."""
+MAX_FAMILY_LENGTH = 64
+MAX_DISTRIBUTION_ENTRIES = 256
+MAX_BATCH_ENTRIES = 4096
+MAX_PROPOSAL_TOKENS = 1024
+MAX_WINDOW_DEPTH = 128
+MAX_WINDOW_TOKENS = 4096
+# The verifier caps the drafting time that a drafter reports.
+MAX_DRAFT_SECONDS = 60.0
+# Float32 probabilities of a distribution may sum to 1 ± this.
+SUM_TOLERANCE = 1e-3
+
+# Placements. Linux numbers at most 8192 logical processors and 1024 NUMA nodes.
+MAX_CORES = 1024
+MAX_CORE_ID = 65_535
+MAX_NODE_ID = 65_535

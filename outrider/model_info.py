@@ -1,0 +1,51 @@
+"""How a verifier describes its model and its drafters: GetModel's answer as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from outrider.messages import Placement
+
+
+class Stage(Enum):
+    """How far a verifier has loaded. FAILED may come from verifiers of other makes."""
+
+    LOADING = 1
+    WARMING_UP = 2
+    READY = 3
+    DRAINING = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """A drafter as the verifier sees it."""
+
+    drafter_id: str
+    family: str
+    placement: Placement
+    connected: bool
+    sequence_count: int
+    acceptance_rate: float | None = None
+    round_trip_s: float | None = None
+    """From a verdict to its answer, without the time spent drafting; None before the first."""
+    token_s: float | None = None
+    """Time to draft one token; None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that a verifier serves, and its drafters."""
+
+    model_id: str
+    stage: Stage
+    stage_detail: str = ""
+    tokenizer_fingerprint: str = ""
+    vocab_size: int = 0
+    context_length: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = ""
+    device: str = ""
+    drafters: tuple[DrafterInfo, ...] = ()
+    max_draft_tokens: int = 0

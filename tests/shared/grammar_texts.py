@@ -1,0 +1,71 @@
+"""Compiles grammars for the bundled target's tokenizer, and writes random texts under them."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.grammar.backends import Backend, Compiled
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.messages import Grammar, GrammarKind
+from outrider.tokenizer import load_tokenizer
+
+TARGET = str(Path(__file__).parents[2] / "models/target")
+# Wider than the tokenizer, as models' logits often are.
+VOCAB = 4100
+ENDS = (0, 3)
+BACKENDS: tuple[Backend, ...] = ("xgrammar", "llguidance")
+TOKENIZER = load_tokenizer(TARGET)
+
+
+@cache
+def compiler(backend: Backend) -> GrammarCompiler:
+    """A compiler that all tests share."""
+    return GrammarCompiler(TARGET, VOCAB, ENDS, backend=backend)
+
+
+def allowed(mask: np.ndarray, row: int = 0) -> np.ndarray:
+    """The token ids that a row of a mask allows."""
+    bits = np.unpackbits(mask[row].view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits[:VOCAB])
+
+
+def walk(compiled: Compiled, rng: random.Random, limit: int = 400) -> str | None:
+    """A text of random allowed tokens; None if it grows beyond `limit` tokens.
+
+    It takes an end token with probability 1/2 where the grammar allows one.
+    """
+    matcher = compiled.matcher()
+    tokens: list[int] = []
+    mask = np.zeros((1, -(-VOCAB // 32)), np.int32)
+    while len(tokens) < limit:
+        matcher.fill(mask, 0)
+        choices = allowed(mask)
+        assert choices.max() < TOKENIZER.get_vocab_size()
+        ends = [token for token in ENDS if token in choices]
+        token = int(rng.choice(choices))
+        if ends and rng.random() < 0.5:
+            token = ends[0]
+        assert matcher.accept(token)
+        if token in ENDS:
+            assert matcher.ended
+            return TOKENIZER.decode(tokens)
+        tokens.append(token)
+    return None
+
+
+def schema(value: Any) -> Grammar:
+    """The grammar of a JSON schema."""
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def takes(compiled: Compiled, text: str) -> bool:
+    """Whether the grammar allows this text and nothing more behind it."""
+    matcher = compiled.matcher()
+    tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return all(matcher.accept(token) for token in [*tokens, ENDS[0]])

@@ -1,0 +1,176 @@
+"""Grammars that would take too long are refused; other large grammars are compiled."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from grammar_texts import BACKENDS, ENDS, TARGET, TOKENIZER, VOCAB, allowed, compiler, schema
+
+from outrider.errors import OutriderError
+from outrider.grammar.backends import Backend
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.repetition import check_ebnf, check_pattern
+from outrider.limits import MAX_GRAMMAR_CHARACTERS
+from outrider.messages import Grammar, GrammarKind
+
+
+def named(count: int, **counts: int) -> Grammar:
+    """A JSON schema of an object with `count` named properties."""
+    properties = {f"p{i}": {"type": "integer"} for i in range(count)}
+    return schema({"type": "object", "properties": properties, **counts})
+
+
+TOO_OFTEN = [
+    Grammar(GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    Grammar(GrammarKind.REGEX, r"([\]{1}(]{200}){100}"),
+    Grammar(GrammarKind.REGEX, "a{10001,}"),
+    Grammar(GrammarKind.EBNF, 'root ::= "x"{1,100000}'),
+    # XGrammar reads this count as 1.
+    Grammar(GrammarKind.EBNF, 'root ::= "x"{1,4294967297}'),
+    Grammar(GrammarKind.EBNF, 'root ::= "x" {4294967299 # }\n}'),
+    Grammar(GrammarKind.EBNF, 'root ::= (["(] "x"{1, 200} # )\n "}"){100}'),
+    Grammar(GrammarKind.EBNF, r'root ::= Regex("(\\w{100}){1000}")'),
+    Grammar(GrammarKind.EBNF, 'root ::= (Regex("x") "y"{200}){100}'),
+    Grammar(GrammarKind.EBNF, 'root[capture="]"] ::= "x"{20000} "x"'),
+    schema(
+        {"type": "array", "items": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}}
+    ),
+    schema({"type": "object", "patternProperties": {"^(a{200}){200}$": {}}}),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", TOO_OFTEN, ids=lambda grammar: grammar.text[:40])
+def test_too_many_repetitions_are_refused_with_the_limit(
+    grammar: Grammar, backend: Backend
+) -> None:
+    reason = f"grammar.{grammar.kind.value} repeats more than 10000 times"
+    with pytest.raises(OutriderError, match=reason):
+        compiler(backend).compile(grammar)
+
+
+def test_too_many_repetitions_within_a_structural_tag_are_refused() -> None:
+    often: Any = {"type": "const_string", "value": "a"}
+    for _ in range(3):
+        often = {
+            "type": "sequence",
+            "elements": [{"type": "repeat", "min": 1, "max": 100, "content": often}],
+        }
+    for part in (
+        {"type": "regex", "pattern": "(a{900}){90}"},
+        {"type": "grammar", "grammar": "root ::= [a]{99999}"},
+        often,
+    ):
+        tag = json.dumps({"type": "structural_tag", "format": part})
+        with pytest.raises(OutriderError, match="structural_tag repeats more than 10000 times"):
+            compiler("xgrammar").compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [named(101, maxProperties=20_000), named(200, maxProperties=51), named(101, minProperties=1)],
+)
+def test_too_many_counted_properties_are_refused(grammar: Grammar) -> None:
+    for backend in BACKENDS:
+        with pytest.raises(OutriderError, match="properties beside minProperties or maxProperties"):
+            compiler(backend).compile(grammar)
+
+
+FINE = [
+    Grammar(GrammarKind.REGEX, "[0-9]{1,50}-[a-z]{1,50}-(a|b){1,50}-x{500}"),
+    Grammar(GrammarKind.REGEX, "(ab{2}){3}"),
+    Grammar(GrammarKind.REGEX, r"[{20000}]\{20000}"),
+    Grammar(
+        GrammarKind.EBNF,
+        'root ::= line{1,100}\nline ::= ("{99999}" | [{9] | x) "\\n" # {99999}\nx ::= "x"{1,100}',
+    ),
+    schema(
+        {
+            "type": "array",
+            "maxItems": 1000,
+            "items": {
+                "type": "array",
+                "maxItems": 1000,
+                "items": {"type": "string", "maxLength": 99},
+            },
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", FINE, ids=lambda grammar: grammar.text[:40])
+def test_acceptable_repetitions_compile(grammar: Grammar, backend: Backend) -> None:
+    compiler(backend).compile(grammar)
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "{", '"', "(", "\\p{", "a[a", 'a["', "Regex(", "{#", "a[a\n"]
+)
+def test_checking_repetitions_takes_linear_time(text: str) -> None:
+    started = time.thread_time()
+    for check in (check_pattern, check_ebnf):
+        check((text * 65_536)[:65_536], "field")
+    assert time.thread_time() - started < 2
+
+
+def test_an_ambiguous_grammar_with_slow_masks_is_refused() -> None:
+    # Up to 1024 letters; each rule makes its first half optional.
+    rules = [f"r{i} ::= r{i + 1}? r{i + 1}" for i in range(10)]
+    grammar = Grammar(GrammarKind.EBNF, "\n".join(["root ::= r0", *rules, "r10 ::= [a-z]"]))
+    reason = r"grammar\.ebnf can be read in too many ways: masks .* longer than 50 ms each"
+    with pytest.raises(OutriderError, match=reason):
+        compiler("xgrammar").compile(grammar)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_grammars_with_quick_masks_compile(backend: Backend) -> None:
+    record = {
+        "type": "object",
+        "properties": {"id": {"type": "integer"}, "name": {"type": "string", "maxLength": 100}},
+    }
+    compiler(backend).compile(schema({"type": "array", "maxItems": 1000, "items": record}))
+    compiler(backend).compile(schema({"type": "string", "maxLength": 10_000}))
+    compiler(backend).compile(Grammar(GrammarKind.REGEX, "[a-z]{1,1000}"))
+
+
+def references(links: int) -> Grammar:
+    """A JSON schema with a chain of references."""
+    parts = {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
+    whole = {"$ref": "#/$defs/0", "$defs": {**parts, str(links): {}}}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(whole, separators=(",", ":")))
+
+
+def aliases(links: int) -> Grammar:
+    """A GBNF grammar with a chain of rules."""
+    rules = [f"a{i}::=a{i + 1}" for i in range(links)]
+    return Grammar(GrammarKind.EBNF, "\n".join(["root::=a0", *rules, f'a{links}::="["']))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "grammar", [references(1200), aliases(4700)], ids=["references", "aliases"]
+)
+def test_the_longest_chain_of_rules_does_not_end_the_process(
+    grammar: Grammar, backend: Backend
+) -> None:
+    """Only compiling needs the large stack; masks are computed on an ordinary thread."""
+    assert 0.95 * MAX_GRAMMAR_CHARACTERS < len(grammar.text) <= MAX_GRAMMAR_CHARACTERS
+    matcher = compiler(backend).compile(grammar).matcher()
+    mask = np.zeros((1, -(-VOCAB // 32)), np.int32)
+    matcher.fill(mask, 0)
+    bracket = TOKENIZER.token_to_id("[")
+    assert bracket in allowed(mask)
+    assert matcher.accept(bracket)
+    matcher.fill(mask, 0)
+
+
+def test_only_the_compiling_threads_have_the_large_stack() -> None:
+    before = threading.stack_size()
+    GrammarCompiler(TARGET, VOCAB, ENDS)
+    assert threading.stack_size() == before
