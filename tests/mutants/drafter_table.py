@@ -15,10 +15,10 @@ REAL_MODEL = (
 _UNSURE = """            self._forward(drafts)
             for draft in drafts:
                 guesses, unsent = draft.sequence.guesses, draft.sequence._unsent
-                sampled = unsent[-1] if unsent else None
-                if sampled is None or len(guesses) < 2:
+                distribution = unsent[-1] if unsent else None
+                if distribution is None or len(guesses) < 2:
                     continue
-                if sampled.probabilities[sampled.token_ids == guesses[-1]][0] >= 0.3:
+                if distribution.probabilities[distribution.token_ids == guesses[-1]][0] >= 0.3:
                     continue
                 for gathered in (guesses, unsent, draft.alternatives):
                     gathered.pop()
