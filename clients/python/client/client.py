@@ -28,7 +28,31 @@ def stub(address: str) -> generation_pb2_grpc.GenerationServiceStub:
 
 def request(**fields: object) -> generation_pb2.GenerateTextRequest:
     greedy = common_pb2.SamplingParams(temperature=0)
-    given = {"prompt": "def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
+    given = {"prompt": "def main(", "max_tokens": 16, "sampling": greedy} | fields
+    return generation_pb2.GenerateTextRequest(**given)
+
+
+class Failure:
+    """The end of a call: its status, and the details that every Outrider error has."""
+
+    def __init__(self, call: grpc.Call) -> None:
+        self.code = call.code()
+        self.info = error_details_pb2.ErrorInfo()
+        self.bad = error_details_pb2.BadRequest()
+        self.retry = error_details_pb2.RetryInfo()
+        status = rpc_status.from_call(call)
+        for packed in status.details if status else []:
+            for message in (self.info, self.bad, self.retry):
+                packed.Unpack(message)
+
+
+def check(name: str, *facts: bool) -> None:
+    if not all(facts):
+        raise SystemExit(f"{name} failed: {facts}")
+    print("ok", name)
+
+
+def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
     # Stream a text. The last message has the token counts and the finish reason.
     parts = list(text.GenerateText(request()))
     whole = "".join(part.text for part in parts)
