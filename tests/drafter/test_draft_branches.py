@@ -95,7 +95,7 @@ async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("distribution", [DraftDistribution.ONE_HOT, DraftDistribution.SPARSE])
-async def test_branches_are_what_the_model_would_write_there(
+async def test_branches_are_the_models_own_greedy_continuations(
     distribution: DraftDistribution,
     family: ModelFamily,
     runner: ModelRunner,
@@ -107,7 +107,9 @@ async def test_branches_are_what_the_model_would_write_there(
     rig.open(
         opened(
             prompt,
-            sampling=SamplingParams(1.0 if distribution is DraftDistribution.SPARSE else 0.0, seed=3),
+            sampling=SamplingParams(
+                1.0 if distribution is DraftDistribution.SPARSE else 0.0, seed=3
+            ),
             distribution=distribution,
         )
     )
@@ -122,7 +124,7 @@ async def test_branches_are_what_the_model_would_write_there(
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
-async def test_a_branch_that_comes_true_goes_on_as_if_it_had_been_the_chain(
+async def test_a_committed_branch_continues_like_a_chain(
     place: int,
     family: ModelFamily,
     runner: ModelRunner,
@@ -143,7 +145,7 @@ async def test_a_branch_that_comes_true_goes_on_as_if_it_had_been_the_chain(
     family._pool.check_integrity()
 
 
-async def test_behind_a_branch_that_came_true_branches_are_prepared_where_their_tokens_belong(
+async def test_behind_a_committed_branch_new_branches_fit_their_places(
     family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
     """The model remembers other tokens for guesses that were the chain's when they were made, and none for those of a branch."""
@@ -161,7 +163,7 @@ async def test_behind_a_branch_that_came_true_branches_are_prepared_where_their_
         assert run[0] in logits.topk(4).indices
 
 
-async def test_a_miss_that_nobody_foresaw_gives_every_page_back(
+async def test_a_miss_without_a_branch_frees_all_pages(
     family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
     rig = Rig(family)
@@ -178,7 +180,7 @@ async def test_a_miss_that_nobody_foresaw_gives_every_page_back(
     assert family._pool.used_count == 0
 
 
-async def test_branches_of_a_round_that_failed_give_their_pages_back(
+async def test_branches_of_a_failed_round_free_their_pages(
     family: ModelFamily, runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round fails once, and the session asks again."""
@@ -200,7 +202,7 @@ async def test_branches_of_a_round_that_failed_give_their_pages_back(
     assert family._pool.used_count == 0
 
 
-async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(
+async def test_no_branches_where_running_ahead_is_not_allowed(
     family: ModelFamily, prompt: list[int]
 ) -> None:
     rig = Rig(family)
@@ -210,7 +212,7 @@ async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(
 
 
 @pytest.mark.parametrize("distribution", [DraftDistribution.SPARSE, DraftDistribution.COUPLED])
-async def test_branches_of_sampled_drafts_are_never_taken_for_samples(
+async def test_branches_of_sampled_drafts_carry_no_distributions(
     distribution: DraftDistribution, family: ModelFamily, prompt: list[int]
 ) -> None:
     """A path that mixes a sample with a choice would bias the output if it were judged as sampled."""

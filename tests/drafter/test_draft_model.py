@@ -105,7 +105,9 @@ def opened(
     sampling: SamplingParams = GREEDY,
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
-    return Opened(sequence_id, list(tokens), sampling, distribution, Window(4 * window, window), depth)
+    return Opened(
+        sequence_id, list(tokens), sampling, distribution, Window(4 * window, window), depth
+    )
 
 
 async def all_of(rig: Rig) -> dict[int, list[int]]:
@@ -118,7 +120,7 @@ async def all_of(rig: Rig) -> dict[int, list[int]]:
     return {sequence_id: rig.guesses(sequence_id) for sequence_id in rig.session.sequences}
 
 
-async def test_a_greedy_chain_is_what_the_model_itself_would_write(
+async def test_a_greedy_chain_is_the_models_own_greedy_text(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     greedy: Callable[[list[int], int], list[int]],
@@ -128,7 +130,7 @@ async def test_a_greedy_chain_is_what_the_model_itself_would_write(
     assert (await all_of(rig))[1] == greedy(prompts[0], 9)
 
 
-async def test_the_first_message_of_a_round_carries_what_the_verifier_takes_in_a_step(
+async def test_each_proposal_adds_what_one_verifier_step_takes(
     make: Callable[..., Rig], prompts: list[list[int]]
 ) -> None:
     rig = make()
@@ -140,7 +142,7 @@ async def test_the_first_message_of_a_round_carries_what_the_verifier_takes_in_a
     assert await rig.draft() == DraftBatch()
 
 
-async def test_a_hit_goes_on_behind_what_is_ahead(
+async def test_a_hit_keeps_the_guesses_ahead_and_extends_them(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     greedy: Callable[[list[int], int], list[int]],
@@ -153,7 +155,7 @@ async def test_a_hit_goes_on_behind_what_is_ahead(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
+async def test_several_tokens_of_one_decoder_call_are_the_likeliest(
     thread: ThreadPoolExecutor,
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +193,7 @@ async def test_guesses_that_are_taken_many_by_one_call_are_the_likeliest(
 
 
 @pytest.mark.parametrize("matched", [0, 1, 3, 5])
-async def test_after_a_miss_the_guesses_are_those_of_a_model_that_never_erred(
+async def test_after_a_miss_guesses_equal_those_of_a_fresh_model(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     greedy: Callable[[list[int], int], list[int]],
@@ -205,7 +207,7 @@ async def test_after_a_miss_the_guesses_are_those_of_a_model_that_never_erred(
     assert (await all_of(rig))[1] == greedy([*prompts[2], *new], 6)
 
 
-async def test_a_batch_guesses_what_each_sequence_does_alone(
+async def test_a_batch_guesses_what_each_sequence_guesses_alone(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     greedy: Callable[[list[int], int], list[int]],
@@ -231,7 +233,7 @@ async def test_long_prompts_are_read_in_chunks(
     assert await all_of(rig) == {1: greedy(text, 9), 2: greedy(prompts[0], 9)}
 
 
-async def test_a_sequence_that_guesses_does_not_wait_until_another_has_read_its_prompt(
+async def test_a_guessing_sequence_does_not_wait_for_anothers_prompt(
     make: Callable[..., Rig], prompts: list[list[int]]
 ) -> None:
     text = [token for prompt in prompts for token in prompt]
@@ -244,7 +246,7 @@ async def test_a_sequence_that_guesses_does_not_wait_until_another_has_read_its_
     assert [(p.sequence_id, len(p.token_ids)) for p in second.proposals] == [(2, 4)]
 
 
-async def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another(
+async def test_no_sequence_runs_ahead_while_another_is_urgent(
     make: Callable[..., Rig], prompts: list[list[int]]
 ) -> None:
     rig = make()
@@ -257,7 +259,7 @@ async def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another(
     assert {p.sequence_id for p in batch.proposals} == {1, 2}
 
 
-async def test_a_waiting_verdict_cuts_a_round_short_and_nothing_guessed_is_lost(
+async def test_an_interrupted_round_ends_early_and_keeps_its_guesses(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     greedy: Callable[[list[int], int], list[int]],
@@ -269,7 +271,7 @@ async def test_a_waiting_verdict_cuts_a_round_short_and_nothing_guessed_is_lost(
     assert (await all_of(rig))[1] == greedy(prompts[0], 9)
 
 
-async def test_guesses_that_came_too_late_stand_and_need_no_forward(
+async def test_committed_guesses_need_no_other_forward(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     runner: ModelRunner,
@@ -290,7 +292,7 @@ async def test_guesses_that_came_too_late_stand_and_need_no_forward(
     assert fed[0] == ahead[-1]
 
 
-async def test_the_end_of_the_draft_models_context_is_skipped_and_harms_no_other(
+async def test_a_sequence_at_the_context_end_is_skipped_alone(
     make: Callable[..., Rig], runner: ModelRunner, prompts: list[list[int]]
 ) -> None:
     rig = make()
@@ -309,7 +311,7 @@ async def test_the_end_of_the_draft_models_context_is_skipped_and_harms_no_other
     ]
 
 
-async def test_ids_that_the_draft_model_does_not_know_are_skipped_and_harm_no_other(
+async def test_a_sequence_with_unknown_ids_is_skipped_alone(
     make: Callable[..., Rig], runner: ModelRunner, prompts: list[list[int]]
 ) -> None:
     """A target's vocabulary may be padded further than its draft's."""
@@ -359,7 +361,7 @@ async def test_without_pages_a_sequence_is_skipped_until_others_end(
     assert (await all_of(rig))[3] == greedy([5] * 17 + [6], 6)
 
 
-async def test_a_closed_sequence_is_forgotten_and_late_messages_do_no_harm(
+async def test_messages_for_a_closed_sequence_are_ignored(
     make: Callable[..., Rig], prompts: list[list[int]]
 ) -> None:
     rig = make()
@@ -381,7 +383,12 @@ def sampled(
         temperature=settings.get("temperature", 1.0), top_p=settings.get("top_p", 1.0), seed=seed
     )
     return opened(
-        tokens, sequence_id, depth=1, window=2, sampling=sampling, distribution=DraftDistribution.SPARSE
+        tokens,
+        sequence_id,
+        depth=1,
+        window=2,
+        sampling=sampling,
+        distribution=DraftDistribution.SPARSE,
     )
 
 
@@ -399,7 +406,7 @@ async def first_guesses(
     ]
 
 
-async def test_tokens_are_sampled_from_exactly_the_distribution_that_is_sent(
+async def test_tokens_are_sampled_from_the_distribution_sent(
     make: Callable[..., Rig], prompts: list[list[int]]
 ) -> None:
     count = 400
@@ -416,7 +423,7 @@ async def test_tokens_are_sampled_from_exactly_the_distribution_that_is_sent(
     assert stats.chisquare(observed, expected).pvalue > 1e-3
 
 
-async def test_the_distribution_is_the_models_top_entries_renormalised_in_the_wires_precision(
+async def test_the_distribution_has_the_models_top_entries_in_float32(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     reference: Callable[[list[int]], torch.Tensor],
@@ -447,7 +454,7 @@ async def test_top_p_of_the_request_is_applied_to_the_draft(
     assert 1 <= len(narrow.token_ids) < len(wide.token_ids) == 32
 
 
-async def test_what_is_sampled_passes_the_verifiers_checks_and_repeats_with_its_seed(
+async def test_sampled_drafts_pass_the_wire_checks_and_repeat_by_seed(
     make: Callable[..., Rig], runner: ModelRunner, prompts: list[list[int]]
 ) -> None:
     batches = []
@@ -467,7 +474,7 @@ async def test_what_is_sampled_passes_the_verifiers_checks_and_repeats_with_its_
     ]
 
 
-async def test_no_number_is_drawn_with_twice(
+async def test_no_random_number_is_used_twice(
     make: Callable[..., Rig], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token that was drafted and fell has had a say in what came of the others, so what is drafted anew needs another number."""
@@ -492,7 +499,7 @@ async def test_no_number_is_drawn_with_twice(
     assert len(asked) == len(set(asked))
 
 
-async def test_no_two_drafters_and_no_two_sequences_draw_alike(
+async def test_drafters_and_sequences_without_a_seed_draw_differently(
     make: Callable[..., Rig], prompts: list[list[int]]
 ) -> None:
     """Else what one of them drew would tell what the other did, and a restarted drafter would draw the same again."""
@@ -501,13 +508,18 @@ async def test_no_two_drafters_and_no_two_sequences_draw_alike(
         rig = make()
         for i in range(8):
             rig.open(
-                opened(prompts[1], i, sampling=SamplingParams(2.0), distribution=DraftDistribution.SPARSE)
+                opened(
+                    prompts[1],
+                    i,
+                    sampling=SamplingParams(2.0),
+                    distribution=DraftDistribution.SPARSE,
+                )
             )
         drawn += [tuple(tokens) for tokens in (await all_of(rig)).values()]
     assert len(drawn) == len(set(drawn)) == 16
 
 
-async def test_a_greedy_request_is_drafted_greedily_though_it_may_sample(
+async def test_a_greedy_request_is_drafted_greedily_even_if_sparse(
     make: Callable[..., Rig],
     prompts: list[list[int]],
     greedy: Callable[[list[int], int], list[int]],

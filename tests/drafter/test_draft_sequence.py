@@ -152,7 +152,7 @@ class Pair:
 
 
 @given(st.lists(actions, max_size=60))
-def test_after_any_commits_guesses_repeats_and_late_verdicts_it_is_what_the_model_is(
+def test_it_agrees_with_a_reference_after_any_messages(
     script: list[tuple[object, ...]],
 ) -> None:
     pair = Pair()
@@ -163,7 +163,7 @@ def test_after_any_commits_guesses_repeats_and_late_verdicts_it_is_what_the_mode
     pair.take()
 
 
-def test_a_hit_keeps_what_runs_ahead_and_makes_room_for_more() -> None:
+def test_a_hit_keeps_the_guesses_ahead_and_makes_room() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.extend([2, 2, 2])
@@ -172,14 +172,14 @@ def test_a_hit_keeps_what_runs_ahead_and_makes_room_for_more() -> None:
     assert (drafted.guesses, drafted.room) == ([1, 2, 2], 3)
 
 
-def test_a_miss_keeps_the_matched_part_of_the_state_alone() -> None:
+def test_a_miss_keeps_only_the_matched_guesses() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     assert drafted.follow(verdict(6, 1, 2, 2)) == COUNT + 2
     assert (drafted.tokens, drafted.guesses) == ([*PROMPT, 1, 2, 2], [])
 
 
-def test_guesses_that_came_too_late_but_were_right_stay_and_are_not_sent_again() -> None:
+def test_guesses_behind_a_late_commit_stay_and_are_not_sent_again() -> None:
     """The verifier decoded plainly what was guessed; it finds the rest in the proposal when that arrives."""
     drafted = sequence()
     drafted.extend([1, 2, 0])
@@ -189,7 +189,7 @@ def test_guesses_that_came_too_late_but_were_right_stay_and_are_not_sent_again()
     assert drafted.take_proposal() is None
 
 
-def test_a_proposal_is_complete_and_repeats_what_stands_between_base_and_tip() -> None:
+def test_a_proposal_repeats_the_guesses_behind_its_base() -> None:
     drafted = sequence()
     drafted.extend([1, 2])
     assert drafted.take_proposal() == Proposal(1, 3, [1, 2])
@@ -200,7 +200,7 @@ def test_a_proposal_is_complete_and_repeats_what_stands_between_base_and_tip() -
     assert drafted.take_proposal() == Proposal(1, 4, [2, 0, 1])
 
 
-def test_new_branches_hang_beside_the_chain_and_are_sent_once() -> None:
+def test_branches_are_sent_once_with_the_chain() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0])
     drafted.branch(0, [2, 2])
@@ -211,7 +211,7 @@ def test_new_branches_hang_beside_the_chain_and_are_sent_once() -> None:
     assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 0], [0, 1, 2, 1])
 
 
-def test_a_branch_that_is_guessed_already_changes_nothing() -> None:
+def test_a_branch_with_a_known_first_token_is_ignored() -> None:
     drafted = sequence()
     drafted.extend([1, 2])
     drafted.branch(1, [2, 2])
@@ -224,7 +224,7 @@ def test_a_branch_that_is_guessed_already_changes_nothing() -> None:
         drafted.branch(1, [1])
 
 
-def test_a_branch_that_comes_true_becomes_the_chain_with_nothing_to_send() -> None:
+def test_a_committed_branch_becomes_the_chain_and_is_not_sent_again() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.branch(2, [2, 1, 1])
@@ -234,7 +234,7 @@ def test_a_branch_that_comes_true_becomes_the_chain_with_nothing_to_send() -> No
     assert drafted.take_proposal() is None
 
 
-def test_a_branch_stays_at_its_place_when_tokens_before_it_are_committed() -> None:
+def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.branch(2, [2, 1, 1])
@@ -244,7 +244,7 @@ def test_a_branch_stays_at_its_place_when_tokens_before_it_are_committed() -> No
     assert drafted.guesses == [1, 1]
 
 
-def test_of_a_branch_what_a_verdict_of_several_tokens_committed_is_passed_over() -> None:
+def test_a_verdict_may_commit_several_tokens_of_a_branch() -> None:
     """As after a pause, when what was withheld is told at once."""
     drafted = sequence(draft_tokens=2)
     drafted.extend([1, 0])
@@ -253,7 +253,7 @@ def test_of_a_branch_what_a_verdict_of_several_tokens_committed_is_passed_over()
     assert drafted.guesses == [0]
 
 
-def test_what_was_sampled_is_said_once_and_counts_behind_a_one_hot_branch_as_unsaid() -> None:
+def test_a_distribution_is_sent_once_and_omitted_in_repeats() -> None:
     drafted = sequence(draft_tokens=2)
     drafted.extend([0, 1], [sure(0), sure(1)])
     drafted.branch(0, [2, 1])
@@ -284,9 +284,7 @@ def test_what_was_sampled_is_said_once_and_counts_behind_a_one_hot_branch_as_uns
     ) == ([1, 0], [None, [0]])
 
 
-def test_a_sampled_token_that_was_committed_before_it_was_sent_takes_its_distribution_with_it() -> (
-    None
-):
+def test_a_committed_unsent_token_drops_its_distribution() -> None:
     drafted = sequence()
     drafted.extend([0, 1], [sure(0), sure(1)])
     drafted.follow(verdict(4, 0))
@@ -295,7 +293,7 @@ def test_a_sampled_token_that_was_committed_before_it_was_sent_takes_its_distrib
     assert [given and given.token_ids.tolist() for given in proposal.distributions] == [[1]]
 
 
-def test_a_skip_answers_one_committed_length_once_and_only_where_the_verifier_may_wait() -> None:
+def test_a_skip_is_sent_once_for_each_committed_length() -> None:
     drafted = sequence(draft_tokens=2)
     assert drafted.take_skip() is None
     drafted.extend([1])
@@ -310,7 +308,7 @@ def test_a_skip_answers_one_committed_length_once_and_only_where_the_verifier_ma
     assert drafted.take_skip() is None
 
 
-def test_a_repeated_verdict_calls_for_nothing_new() -> None:
+def test_a_repeated_verdict_changes_nothing() -> None:
     drafted = sequence(draft_tokens=2)
     drafted.follow(verdict(4, 1, draft_tokens=2))
     drafted.give_up()
@@ -324,7 +322,7 @@ def test_a_repeated_verdict_calls_for_nothing_new() -> None:
     )
 
 
-def test_a_window_that_shrank_leaves_no_room_and_what_no_proposal_holds_is_not_guessed() -> None:
+def test_guesses_stay_within_a_smaller_window_and_one_proposal() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.follow(verdict(4, 1, draft_tokens=1, window=Window(2, 2)))
@@ -339,7 +337,7 @@ def test_a_window_that_shrank_leaves_no_room_and_what_no_proposal_holds_is_not_g
     drafts_from_proto(drafts_to_proto(DraftBatch([proposal])), 4096)
 
 
-def test_a_sequence_is_urgent_while_the_verifier_has_less_than_a_step_of_it() -> None:
+def test_a_sequence_is_urgent_until_it_has_the_next_steps_tokens() -> None:
     drafted = sequence(draft_tokens=3)
     drafted.extend([1, 2])
     assert (drafted.urgent, drafted.goal) == (True, 1)
@@ -347,7 +345,7 @@ def test_a_sequence_is_urgent_while_the_verifier_has_less_than_a_step_of_it() ->
     assert (drafted.urgent, drafted.goal, drafted.room) == (False, 3, 3)
 
 
-def test_there_is_no_room_for_branches_without_guesses_or_without_leave_to_run_ahead() -> None:
+def test_branches_need_guesses_and_leave_to_run_ahead() -> None:
     drafted = sequence()
     assert drafted.branch_room == 0
     drafted.extend([1])

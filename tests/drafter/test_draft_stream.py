@@ -17,7 +17,7 @@ from outrider.messages import Closed, DraftBatch, Hello, Proposal, Skip, Stage, 
 from outrider.process import telemetry
 
 
-async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_window(
+async def test_it_says_hello_and_drafts_ahead_up_to_the_window(
     verifier: ScriptedVerifier,
 ) -> None:
     drafter = Drafter(verifier.port)
@@ -32,7 +32,7 @@ async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_w
         assert drafter.registered
 
 
-async def test_a_miss_starts_anew_and_a_closed_sequence_falls_silent(
+async def test_a_miss_restarts_the_chain_and_a_close_ends_it(
     verifier: ScriptedVerifier,
 ) -> None:
     async with running(Drafter(verifier.port)):
@@ -71,7 +71,7 @@ async def test_it_waits_while_the_verifier_loads(verifier: ScriptedVerifier) -> 
         await verifier.accepted()
 
 
-async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(
+async def test_it_reconnects_with_fresh_state_after_a_restart(
     verifier: ScriptedVerifier,
 ) -> None:
     drafter = Drafter(verifier.port)
@@ -97,7 +97,7 @@ async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(
         OutriderError(Reason.INTERNAL, "a bug"),
     ],
 )
-async def test_it_comes_back_after_a_failure_that_may_pass(
+async def test_it_reconnects_after_a_passing_failure(
     verifier: ScriptedVerifier, error: OutriderError
 ) -> None:
     async with running(Drafter(verifier.port)):
@@ -105,7 +105,7 @@ async def test_it_comes_back_after_a_failure_that_may_pass(
         await verifier.accepted()
 
 
-async def test_it_begins_anew_when_the_verifier_contradicts_itself(
+async def test_it_reconnects_after_contradictory_messages(
     verifier: ScriptedVerifier,
 ) -> None:
     async with running(Drafter(verifier.port)):
@@ -126,7 +126,7 @@ async def test_it_gives_up_on_another_tokenizer_and_names_both(verifier: Scripte
     assert not drafter.registered
 
 
-async def test_told_to_stop_it_says_goodbye_and_half_closes(verifier: ScriptedVerifier) -> None:
+async def test_on_stop_it_sends_draining_and_half_closes(verifier: ScriptedVerifier) -> None:
     drafter = Drafter(verifier.port, slow_s=30.0)
     async with running(drafter) as task:
         stream = await verifier.accepted()
@@ -194,7 +194,7 @@ def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
     assert [len(part.proposals) + len(part.skips) for part in parts] == [300, 213]
 
 
-async def test_what_is_too_much_for_a_message_comes_in_several(verifier: ScriptedVerifier) -> None:
+async def test_a_large_batch_is_sent_in_several_messages(verifier: ScriptedVerifier) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
         count = 600

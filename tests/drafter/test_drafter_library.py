@@ -86,7 +86,7 @@ async def test_a_function_of_the_text_is_a_whole_strategy() -> None:
     assert said.skips == [Skip(2, 1)]
 
 
-async def test_sequences_that_an_interruption_passed_over_are_asked_for_again() -> None:
+async def test_sequences_skipped_by_an_interruption_are_asked_again() -> None:
     calls = 0
 
     def interrupted() -> bool:
@@ -101,7 +101,7 @@ async def test_sequences_that_an_interruption_passed_over_are_asked_for_again() 
     assert 2 in [p.sequence_id for p in (await rig.draft()).proposals]
 
 
-async def test_the_example_drafts_and_leaves_politely(verifier: ScriptedVerifier) -> None:
+async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -> None:
     async with example(verifier) as process:
         stream = await asyncio.wait_for(verifier.streams.get(), 20)
         assert stream.hello.family == "example-ngram"
@@ -115,7 +115,7 @@ async def test_the_example_drafts_and_leaves_politely(verifier: ScriptedVerifier
         assert await asyncio.wait_for(process.wait(), 5) == 0
 
 
-async def test_a_refusal_for_good_ends_the_example_with_a_sentence(
+async def test_a_final_refusal_ends_the_example_with_one_sentence(
     verifier: ScriptedVerifier,
 ) -> None:
     verifier.info = replace(READY, tokenizer_fingerprint="0" * 64)
@@ -155,7 +155,7 @@ def test_the_example_is_shown_in_the_documentation_and_short() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 42, 2**63 + 5, 2**64 - 1])
-def test_a_coupled_draw_is_the_one_that_the_verifier_makes(seed: int) -> None:
+def test_a_coupled_draw_equals_the_verifiers(seed: int) -> None:
     probs = np.random.default_rng(seed % 1000).dirichlet(np.full(500, 0.1), 20).astype(np.float32)
     positions = [*range(19), 2**33 + 1]
     keys = torch.from_numpy(coupled_keys([seed] * 20, positions))

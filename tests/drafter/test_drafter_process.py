@@ -139,7 +139,7 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         assert time.monotonic() - started < 2
 
 
-async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
+async def test_no_message_ends_the_process(verifier: ScriptedVerifier) -> None:
     """Neither bytes that are no message, nor enum values and kinds to come, nor what contradicts what was said before."""
     senseless = [
         b"\xff" * 30,
@@ -210,7 +210,7 @@ async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", list(DraftDistribution))
-async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
+async def test_a_request_that_forbids_every_token_ends_no_drafter(
     verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, rule: DraftDistribution
 ) -> None:
     tokenizer = load_tokenizer(DRAFT)

@@ -44,7 +44,14 @@ def opened(
 ) -> Opened:
     sampling = sampling or SamplingParams(temperature=0.0)
     return Opened(
-        sequence_id, list(tokens), sampling, distribution, WINDOW, 4, prompt_length=len(tokens), **more
+        sequence_id,
+        list(tokens),
+        sampling,
+        distribution,
+        WINDOW,
+        4,
+        prompt_length=len(tokens),
+        **more,
     )
 
 
@@ -108,7 +115,7 @@ def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int)
         monkeypatch.setattr(family._texts[sequence_id], "trees", None)
 
 
-async def test_a_sequence_that_fails_loses_its_drafts_and_the_others_keep_theirs(
+async def test_a_failing_sequence_loses_its_drafts_and_no_other_does(
     family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = [token + 100 for token in REPEATING]
@@ -138,7 +145,7 @@ async def test_a_sequence_that_fails_loses_its_drafts_and_the_others_keep_theirs
     assert not rig.abandoned
 
 
-async def test_a_device_that_failed_is_no_sequences_fault(
+async def test_a_lost_device_abandons_no_sequence(
     make_model: Callable[[], ModelFamily], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*_: Any) -> Any:
@@ -163,7 +170,7 @@ def banned(text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("distribution", list(DraftDistribution))
-async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
+async def test_nothing_is_guessed_where_every_token_is_forbidden(
     make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
     rig = Rig(make_model())
@@ -190,7 +197,7 @@ async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
 
 
 @pytest.mark.parametrize("distribution", list(DraftDistribution))
-async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_verdict(
+async def test_guessing_ends_where_every_token_is_forbidden(
     make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
     """The choice's end is banned, so that after some tokens of it nothing is left."""
@@ -216,7 +223,7 @@ async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_v
     assert rig.guesses(1) == guessed[1:]
 
 
-async def test_logits_that_are_no_numbers_are_no_guess(
+async def test_nothing_is_guessed_from_logits_that_are_not_finite(
     make_model: Callable[[], ModelFamily], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = runner.forward

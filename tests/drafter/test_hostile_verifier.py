@@ -49,7 +49,7 @@ def raw(message: bytes | drafts_pb2.StepBatch) -> bytes:
 
 
 @pytest.mark.parametrize("message", SENSELESS.values(), ids=SENSELESS.keys())
-async def test_a_message_without_a_meaning_ends_the_stream_and_it_dials_again(
+async def test_an_invalid_message_ends_the_stream_and_it_reconnects(
     verifier: ScriptedVerifier,
     message: bytes | drafts_pb2.StepBatch,
     caplog: pytest.LogCaptureFixture,
@@ -82,7 +82,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("step", LATER.values(), ids=LATER.keys())
-async def test_what_only_a_later_verifier_says_is_drafted_for(
+async def test_unknown_enums_and_messages_do_not_end_drafting(
     verifier: ScriptedVerifier, step: drafts_pb2.StepBatch
 ) -> None:
     step.opened[0].sequence_id, step.opened[0].draft_tokens = 1, 2
@@ -96,7 +96,7 @@ async def test_what_only_a_later_verifier_says_is_drafted_for(
         assert verifier.streams.empty()
 
 
-async def test_a_model_that_cannot_be_read_is_asked_for_again(verifier: ScriptedVerifier) -> None:
+async def test_an_unreadable_model_is_requested_again(verifier: ScriptedVerifier) -> None:
     of_a_later_version = verifier_pb2.GetModelResponse(stage=99, stage_detail="resharding")  # type: ignore[arg-type]
     misplaced = verifier_pb2.DrafterInfo(placement=common_pb2.Placement(cores=[-1]))
     verifier.answers = [
@@ -109,7 +109,7 @@ async def test_a_model_that_cannot_be_read_is_asked_for_again(verifier: Scripted
     assert not verifier.answers
 
 
-async def test_a_verifier_that_makes_no_sense_is_dialled_ever_more_rarely(
+async def test_a_nonsensical_verifier_is_redialled_with_a_growing_delay(
     verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Welcome shows nothing: only a stream that lasted does."""
@@ -160,7 +160,7 @@ class Breaking(Counting):
 
 
 @pytest.mark.parametrize("place", ["opened", "committed", "closed"])
-async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for(
+async def test_a_failing_sequence_is_skipped_and_the_others_drafted(
     verifier: ScriptedVerifier, place: str
 ) -> None:
     drafter = Drafter(verifier.port, make=lambda: Breaking(place))
@@ -191,7 +191,7 @@ async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for
     assert failed == (0.0 if place == "closed" else 1.0)
 
 
-async def test_a_family_that_cannot_be_made_is_made_anew_on_a_new_stream(
+async def test_a_family_that_cannot_be_made_is_retried_on_a_new_stream(
     verifier: ScriptedVerifier, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = iter([ZeroDivisionError("planted")])
@@ -206,7 +206,7 @@ async def test_a_family_that_cannot_be_made_is_made_anew_on_a_new_stream(
     assert "ZeroDivisionError: planted" in caplog.text
 
 
-async def test_drafting_that_refuses_to_go_on_begins_anew_on_a_new_stream(
+async def test_an_outrider_error_of_the_family_starts_a_new_stream(
     verifier: ScriptedVerifier,
 ) -> None:
     class Refusing(Counting):

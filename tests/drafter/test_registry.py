@@ -25,7 +25,7 @@ REPEAT = "examples.repeat_drafter:RepeatFamily"
 
 
 @pytest.mark.parametrize("name", known_families())
-def test_every_family_of_a_name_is_one_and_says_the_same_name(name: str) -> None:
+def test_every_named_family_has_that_name(name: str) -> None:
     family = find_family(name)
     assert issubclass(family, Family)
     assert family.name == name
@@ -77,7 +77,7 @@ def test_help_shows_the_settings_of_the_chosen_family(family: str, flag: str, ot
     assert others not in shown
 
 
-async def test_the_example_guesses_what_followed_the_last_two_tokens() -> None:
+async def test_the_example_guesses_by_the_last_two_tokens() -> None:
     rig = Rig(RepeatFamily(2))
     rig.open(
         Opened(
@@ -104,7 +104,7 @@ def test_the_example_is_shown_in_the_documentation_and_short() -> None:
     )
 
 
-def test_a_class_in_the_working_directory_is_found_however_the_process_began(
+def test_a_class_in_the_working_directory_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "of_mine.py").write_text((ROOT / "examples/repeat_drafter.py").read_text())

@@ -92,9 +92,7 @@ def finish(work: Coroutine[Any, Any, DraftBatch]) -> DraftBatch:
     return batch
 
 
-def test_it_guesses_what_the_next_step_takes_then_runs_ahead_up_to_the_window_then_falls_silent() -> (
-    None
-):
+def test_it_drafts_the_next_step_then_ahead_then_nothing() -> None:
     made = session()
     made.apply(StepBatch(opened=[opened()]))
     assert run(made) == DraftBatch([Proposal(1, 2, [12, 13])])
@@ -104,7 +102,7 @@ def test_it_guesses_what_the_next_step_takes_then_runs_ahead_up_to_the_window_th
     assert run(made) == DraftBatch([Proposal(1, 3, [13, 14, 15, 16])])
 
 
-def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another() -> None:
+def test_no_sequence_runs_ahead_while_another_is_urgent() -> None:
     family = Counting()
     made = session(family)
     made.apply(StepBatch(opened=[opened(1)]))
@@ -114,9 +112,7 @@ def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another() -> No
     assert [proposal.sequence_id for proposal in run(made).proposals] == [1, 2]
 
 
-def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdict_that_is_new() -> (
-    None
-):
+def test_a_sequence_without_guesses_is_skipped_once_a_verdict() -> None:
     family = Counting()
     family.ends = {1}
     made = session(family)
@@ -130,9 +126,7 @@ def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdic
     assert run(made) == DraftBatch()
 
 
-def test_where_the_chain_ends_far_enough_ahead_nothing_is_said_until_the_verifier_may_wait() -> (
-    None
-):
+def test_no_skip_is_sent_while_the_next_step_has_enough_guesses() -> None:
     family = Counting()
     made = session(family)
     made.apply(StepBatch(opened=[opened()]))
@@ -177,7 +171,7 @@ def test_branches_are_asked_for_when_the_chain_cannot_grow() -> None:
     assert run(made) == DraftBatch([Proposal(1, 4, [5, 6, 7])])
 
 
-def test_late_and_repeated_messages_do_no_harm() -> None:
+def test_late_and_repeated_messages_are_ignored() -> None:
     family = Counting()
     made = session(family)
     made.apply(StepBatch(verdicts=[verdict(7, 3, 12)], closed=[Closed(7)]))
@@ -203,7 +197,7 @@ def test_a_gap_is_a_protocol_violation() -> None:
     assert caught.value.reason is Reason.PROTOCOL_VIOLATION
 
 
-def test_a_proposal_says_how_long_its_round_took_by_the_sessions_clock() -> None:
+def test_a_proposal_has_its_rounds_duration_by_the_clock() -> None:
     now = [100.0]
 
     class Slow(Counting):
@@ -249,7 +243,7 @@ class Breaking(Counting):
 
 
 @pytest.mark.parametrize("place", ["opened", "committed", "closed", "propose"])
-def test_a_sequence_whose_part_fails_is_skipped_and_the_others_are_drafted_for(
+def test_a_failing_sequence_is_skipped_and_the_others_drafted(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     family = Breaking(place)
@@ -283,9 +277,7 @@ def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("is not drafted for") == 1
 
 
-def test_what_a_failing_sequence_was_given_in_part_is_not_proposed_and_what_was_sent_still_counts() -> (
-    None
-):
+def test_partial_guesses_of_a_failing_sequence_are_not_proposed() -> None:
     family = Breaking("")
     made = session(family)
     made.apply(StepBatch(opened=[opened(2)]))
@@ -300,7 +292,7 @@ def test_what_a_failing_sequence_was_given_in_part_is_not_proposed_and_what_was_
 
 @pytest.mark.parametrize("place", ["opened", "committed", "propose"])
 @pytest.mark.parametrize("kind", ["fatal", "outrider"])
-def test_what_is_no_sequences_fault_goes_on_up(place: str, kind: str) -> None:
+def test_errors_that_are_no_sequences_fault_are_raised(place: str, kind: str) -> None:
     class Refusing(OutriderError):
         def __init__(self, message: str) -> None:
             super().__init__(Reason.INTERNAL, message)
@@ -319,7 +311,7 @@ def test_what_is_no_sequences_fault_goes_on_up(place: str, kind: str) -> None:
     assert made.abandoned_count == 0
 
 
-async def test_a_family_may_take_its_time() -> None:
+async def test_a_family_may_await() -> None:
     class Waiting(Counting):
         async def propose(
             self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]

@@ -90,7 +90,7 @@ async def gauges(port: int) -> dict[str, float]:
     return {sample.name.removeprefix("outrider:drafter_"): sample.value for sample in samples}
 
 
-async def test_it_drafts_for_all_of_them_and_equal_sequence_ids_are_apart(
+async def test_equal_sequence_ids_of_two_verifiers_are_separate(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     async with drafter(*flags(verifier, other)):
@@ -100,7 +100,7 @@ async def test_it_drafts_for_all_of_them_and_equal_sequence_ids_are_apart(
         assert (await drafted(two, [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
 
 
-async def test_addresses_may_stand_in_one_setting_with_commas_between_them(
+async def test_addresses_may_be_separated_by_commas(
     verifier: ScriptedVerifier, other: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_DRAFTER_VERIFIER", f"{address(verifier)}, {address(other)}")
@@ -109,7 +109,7 @@ async def test_addresses_may_stand_in_one_setting_with_commas_between_them(
         await other.accepted()
 
 
-async def test_one_that_dies_and_comes_back_costs_the_other_nothing(
+async def test_a_verifiers_restart_does_not_disturb_the_other(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     port = free_port()
@@ -125,7 +125,7 @@ async def test_one_that_dies_and_comes_back_costs_the_other_nothing(
         assert other.streams.empty()
 
 
-async def test_it_serves_while_at_least_one_has_it(
+async def test_it_is_serving_while_registered_with_any_verifier(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     port = free_port()
@@ -141,7 +141,7 @@ async def test_it_serves_while_at_least_one_has_it(
 
 
 @pytest.mark.parametrize("silence", ["deaf", "silent"])
-async def test_one_that_hangs_costs_the_other_nothing(
+async def test_a_hanging_verifier_does_not_disturb_the_other(
     silence: str, other: ScriptedVerifier
 ) -> None:
     hanging = ScriptedVerifier(deaf=silence == "deaf", silent=silence == "silent")
@@ -167,7 +167,7 @@ async def test_one_that_hangs_costs_the_other_nothing(
         await hanging.stop()
 
 
-async def test_one_that_refuses_is_left_alone_and_the_other_drafted_for(
+async def test_after_a_refusal_the_other_verifier_is_still_drafted_for(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     verifier.info = STRANGE
@@ -252,7 +252,7 @@ async def test_its_gauges_are_sums_over_the_verifiers(
         ),
     ],
 )
-async def test_addresses_that_do_not_fit_are_refused(arguments: list[str], named: str) -> None:
+async def test_bad_addresses_are_refused(arguments: list[str], named: str) -> None:
     async with drafter("--family", "ngram", *arguments) as process:
         _, error = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == 2

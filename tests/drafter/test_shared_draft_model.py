@@ -129,7 +129,7 @@ async def started(work: Callable[[], object], watched: Watched) -> None:
     await watched.reached()
 
 
-async def test_verifiers_with_equal_sequence_ids_share_forwards_and_each_gets_its_own_guesses(
+async def test_verifiers_share_forwards_and_get_their_own_guesses(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     expected = [await alone(model, prompt) for prompt in prompts]
@@ -156,7 +156,7 @@ def family_of(rig: Rig) -> ModelFamily:
     return family
 
 
-async def test_a_sequence_that_fails_costs_the_other_verifiers_nothing(
+async def test_a_failing_sequence_does_not_disturb_other_verifiers(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     expected = await alone(model, prompts[0])
@@ -176,7 +176,7 @@ async def test_a_sequence_that_fails_costs_the_other_verifiers_nothing(
     assert good.guesses(1) == expected
 
 
-async def test_a_busy_verifier_delays_another_by_no_more_than_a_few_forwards(
+async def test_a_long_prompt_delays_another_verifier_by_few_forwards(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     """Its prompt alone fills sixteen forwards."""
@@ -200,7 +200,7 @@ async def test_a_busy_verifier_delays_another_by_no_more_than_a_few_forwards(
     await tasks[0]
 
 
-async def test_a_verifier_that_may_be_waiting_goes_before_drafts_that_run_ahead(
+async def test_urgent_rounds_go_before_rounds_that_run_ahead(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     ahead, waiting = rig_of(model), rig_of(model)
@@ -220,7 +220,7 @@ async def test_a_verifier_that_may_be_waiting_goes_before_drafts_that_run_ahead(
     await tasks[0]
 
 
-async def test_a_message_ends_the_round_of_its_own_verifier_alone(
+async def test_a_message_ends_only_its_own_verifiers_round(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     interrupted, going_on = rig_of(model), rig_of(model)
@@ -240,7 +240,7 @@ async def test_a_message_ends_the_round_of_its_own_verifier_alone(
     assert len(going_on.guesses(1)) == 8
 
 
-async def test_a_verifier_that_is_lost_gives_back_its_pages_once_no_forward_writes_to_them(
+async def test_a_lost_verifiers_pages_are_freed_after_its_last_forward(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     lost, stays = rig_of(model), rig_of(model)
@@ -261,7 +261,7 @@ async def test_a_verifier_that_is_lost_gives_back_its_pages_once_no_forward_writ
     model.pool.check_integrity([draft.kv for draft in family_of(stays)._drafts.values()])
 
 
-async def test_each_verifier_gets_ids_of_its_own_vocabulary_alone(
+async def test_each_verifier_gets_only_ids_of_its_vocabulary(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     expected = await alone(model, prompts[1])
@@ -279,7 +279,7 @@ async def test_each_verifier_gets_ids_of_its_own_vocabulary_alone(
     assert max(expected) >= 40
 
 
-async def test_verifiers_share_the_pages_of_equal_beginnings(
+async def test_verifiers_share_the_pages_of_common_prefixes(
     model: DraftModel, watched: Watched
 ) -> None:
     text = [50 + i % 30 for i in range(40)]

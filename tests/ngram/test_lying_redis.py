@@ -68,7 +68,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-async def test_a_reply_too_large_to_be_true_is_a_failed_lookup(
+async def test_an_oversized_reply_is_a_failed_lookup(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     liar = Liar(LIES[name].pieces, LIES[name].endless)
@@ -103,7 +103,7 @@ async def test_replies_are_bounded_in_every_topology(scheme: str) -> None:
     await client.aclose()
 
 
-async def test_the_longest_honest_reply_is_no_lie(redis_server: Standalone) -> None:
+async def test_the_longest_valid_reply_is_accepted(redis_server: Standalone) -> None:
     """Three n-grams each of 4096 sequences, with 64 tokens for each, are 3.3 MB."""
     async with pool(redis_server.server) as made:
         longest = list(range(4032, 4096))
@@ -113,7 +113,7 @@ async def test_the_longest_honest_reply_is_no_lie(redis_server: Standalone) -> N
         assert made.counters.failed == 0
 
 
-async def test_writing_goes_on_after_an_error_that_nobody_foresaw(
+async def test_writing_goes_on_after_an_unexpected_error(
     redis_server: Standalone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pool(redis_server.server) as made:

@@ -31,7 +31,7 @@ async def test_a_repeated_text_is_proposed_up_to_the_window() -> None:
     assert [proposal.token_ids for proposal in said.proposals] == [[3, 4, 5, 6], [3, 4, 5, 6, 7, 8]]
 
 
-async def test_nothing_known_is_said_once_for_each_verdict() -> None:
+async def test_an_unknown_text_is_skipped_once_for_each_verdict() -> None:
     rig = Rig(NgramFamily(NgramOptions(), 1000))
     rig.open(opened(1, [1, 2, 3]))
     assert (await rig.drafts()).skips == [Skip(1, 3)]
@@ -48,7 +48,7 @@ async def test_committed_tokens_are_learned_and_the_chain_is_kept_on_a_hit() -> 
     assert (await rig.drafts()).proposals == [Proposal(1, 9, [5, 1, 2])]
 
 
-async def test_what_else_followed_is_prepared_for_and_found_by_the_verdict() -> None:
+async def test_another_continuation_is_a_branch_and_can_be_committed() -> None:
     """After 1 2 the text went on with 3 4 and with 8 9; the newer is the chain, the older a branch beside it."""
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=9))
@@ -65,7 +65,7 @@ async def test_what_else_followed_is_prepared_for_and_found_by_the_verdict() -> 
     assert first.token_ids[:3] == [9, 7, 5]
 
 
-async def test_a_branch_is_prepared_at_every_place_where_a_draft_can_end() -> None:
+async def test_every_place_where_a_draft_can_end_has_a_branch() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4, max_matching_ngram_size=1), 1000))
     # Every token was followed by another one before.
     rig.open(
@@ -79,13 +79,13 @@ async def test_a_branch_is_prepared_at_every_place_where_a_draft_can_end() -> No
     assert {(0, 11), (1, 12), (2, 13), (3, 14)} <= set(firsts)
 
 
-async def test_a_drafter_that_is_not_to_run_ahead_prepares_for_nothing() -> None:
+async def test_no_branches_where_running_ahead_is_not_allowed() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=4))
     assert len((await rig.drafts()).proposals) == 1
 
 
-async def test_a_chain_that_is_shorter_than_a_step_is_skipped_and_has_its_branches_too() -> None:
+async def test_a_short_chain_is_followed_by_a_skip_and_branches() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 1, 2, 3], depth=9))
     rig.commit(1, 1, 2)
@@ -94,7 +94,7 @@ async def test_a_chain_that_is_shorter_than_a_step_is_skipped_and_has_its_branch
     assert said.proposals[-1].parents
 
 
-async def test_private_pools_do_not_leak_between_requests_and_a_public_one_is_shared() -> None:
+async def test_private_pools_are_separate_and_a_public_one_is_shared() -> None:
     for shared, expected in ((None, []), (MemoryPool(NgramOptions(), 1000), [[3, 4, 5]])):
         rig = Rig(NgramFamily(NgramOptions(), 1000, shared))
         rig.open(opened(1, [1, 2, 3, 4, 5]))
@@ -126,7 +126,7 @@ async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: S
         assert (await other.drafts()).proposals[0].token_ids == [31, 30]
 
 
-async def test_in_redis_tenants_learn_from_themselves_alone_unless_the_pool_is_public(
+async def test_in_redis_tenants_share_only_the_public_pool(
     redis_server: Standalone,
 ) -> None:
     for public in (False, True):
@@ -142,7 +142,7 @@ async def test_in_redis_tenants_learn_from_themselves_alone_unless_the_pool_is_p
             assert {skip.sequence_id for skip in said.skips} >= (set() if public else {2})
 
 
-async def test_one_round_trip_to_redis_serves_all_that_nothing_here_knows(
+async def test_one_round_trip_to_redis_serves_all_unknown_sequences(
     redis_server: Standalone,
 ) -> None:
     async with pool(redis_server.server) as made:

@@ -29,7 +29,7 @@ def test_all_n_grams_that_end_a_text_share_a_slot_with_their_index(
     assert is_index(keys.index(tokens))
 
 
-def test_a_tenants_n_grams_are_spread_over_slots_that_are_not_anothers() -> None:
+def test_tenants_n_grams_are_spread_over_different_slots() -> None:
     slots = [
         {key_slot(PoolKeys(SECRET).tenant(name, "f").index([token])) for token in range(1000)}
         for name in ("a", "b", "c")
@@ -48,13 +48,13 @@ def test_no_two_n_grams_tokenizers_or_tenants_share_a_key(
     assert (keys[0] == keys[1]) == (one == other)
 
 
-def test_a_name_that_goes_on_where_anothers_fingerprint_begins_is_another() -> None:
+def test_tenant_and_fingerprint_cannot_be_shifted_into_each_other() -> None:
     assert PoolKeys(SECRET).tenant("ab", "c").keys([[1]]) != PoolKeys(SECRET).tenant(
         "a", "bc"
     ).keys([[1]])
 
 
-def test_no_tenant_is_called_so_that_it_gets_the_public_pool() -> None:
+def test_no_tenant_name_gives_access_to_the_public_pool() -> None:
     public = PoolKeys(SECRET, public=True)
     assert public.tenant("a", "f").keys([[1]]) == public.tenant("b", "f").keys([[1]])
     for name in ("", "public", "a"):
@@ -64,7 +64,7 @@ def test_no_tenant_is_called_so_that_it_gets_the_public_pool() -> None:
         assert PoolKeys(SECRET).pattern(name) != public.pattern(name)
 
 
-def test_neither_tenant_nor_n_gram_can_be_recomputed_without_the_secret() -> None:
+def test_keys_cannot_be_computed_without_the_secret() -> None:
     ours, theirs = (
         PoolKeys(secret).tenant("tenant", "f").keys([[1, 2]])[0]
         for secret in (SECRET, b"another secret, as long")
@@ -76,7 +76,7 @@ def test_neither_tenant_nor_n_gram_can_be_recomputed_without_the_secret() -> Non
     assert b"tenant" not in ours
 
 
-def test_the_secret_is_its_file_without_the_end_of_the_line(tmp_path: Path) -> None:
+def test_a_line_end_is_not_part_of_the_secret(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(SECRET + b"\n")
     assert read_secret(path) == SECRET
@@ -90,7 +90,7 @@ def test_the_secret_is_its_file_without_the_end_of_the_line(tmp_path: Path) -> N
         (b"", "at least 16"),
     ],
 )
-def test_a_secret_that_is_none_is_refused_by_its_settings_name(
+def test_a_bad_secret_is_refused_and_the_setting_named(
     tmp_path: Path, content: bytes | None, said: str
 ) -> None:
     path = tmp_path / "secret"

@@ -38,7 +38,7 @@ def used(process: RedisProcess) -> set[str]:
         return {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
 
 
-async def test_every_right_that_is_documented_is_needed_and_no_other(
+async def test_exactly_the_documented_rights_are_needed(
     deployment: Deployment,
 ) -> None:
     deployment.each("CONFIG", "RESETSTAT")
@@ -57,9 +57,7 @@ async def test_a_database_of_its_own_needs_select(redis_server: Standalone) -> N
 
 
 @pytest.mark.parametrize("kind", ["data", "sentinel"])
-def test_no_right_is_of_a_dangerous_kind_but_the_sentinels_one(
-    kind: str, redis_server: Standalone
-) -> None:
+def test_no_right_but_the_sentinels_one_is_dangerous(kind: str, redis_server: Standalone) -> None:
     line = acl_line(kind)
     assert "-@all" in line
     assert "+@" not in line
@@ -122,7 +120,7 @@ async def test_missing_rights_cost_guesses_and_one_warning(
 
 
 @pytest.mark.slow
-async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
+async def test_an_unknown_certificate_costs_guesses_and_one_warning(
     certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Standalone(tmp_path / "redis", certificates)
@@ -134,7 +132,7 @@ async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
 
 
 @pytest.mark.slow
-async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_is_well(
+async def test_without_the_password_file_no_command_is_sent(
     redis_server: Standalone,
 ) -> None:
     """The default user would be let in without a password; the pool must not be that user."""
@@ -150,7 +148,7 @@ async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_
         assert await found(made, [[1]]) == [[2]]
 
 
-async def test_a_password_that_is_changed_in_its_file_is_taken_up(redis_server: Standalone) -> None:
+async def test_a_changed_password_file_is_used(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as made:
         await written(made, ([1], [2]))
         redis_server.password_file.write_text("new")

@@ -137,7 +137,7 @@ class _NaiveClient:
             await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
-def test_a_client_that_keeps_the_connection_of_a_cancelled_read_is_found_out(
+def test_the_check_detects_a_client_that_mixes_up_replies(
     redis_server: Standalone,
 ) -> None:
     async def run() -> None:

@@ -32,7 +32,7 @@ async def erase(*flags: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), error.decode()
 
 
-async def test_only_the_tenants_n_grams_go_of_every_namespace_and_tokenizer(
+async def test_erase_deletes_all_n_grams_of_the_tenant_alone(
     deployment: Deployment, secret_file: Path
 ) -> None:
     pairs = [([i], [i + 1]) for i in range(1500)]
@@ -56,7 +56,7 @@ async def test_only_the_tenants_n_grams_go_of_every_namespace_and_tokenizer(
         ]
 
 
-async def test_the_tenant_without_a_name_is_one_like_others(
+async def test_the_unnamed_tenant_is_erased_like_others(
     redis_server: Standalone, secret_file: Path
 ) -> None:
     async with pool(redis_server.server) as made:
@@ -69,7 +69,7 @@ async def test_the_tenant_without_a_name_is_one_like_others(
         assert await found(made, [[1]], tenant="a") == [[2]]
 
 
-async def test_the_public_pool_goes_alone(redis_server: Standalone, secret_file: Path) -> None:
+async def test_the_public_pool_is_erased_alone(redis_server: Standalone, secret_file: Path) -> None:
     async with (
         pool(redis_server.server, public=True) as public,
         pool(redis_server.server) as private,
@@ -84,7 +84,7 @@ async def test_the_public_pool_goes_alone(redis_server: Standalone, secret_file:
 
 
 @pytest.mark.slow
-async def test_what_is_missing_or_fails_is_said(
+async def test_missing_settings_and_failures_are_reported(
     redis_server: Standalone, secret_file: Path
 ) -> None:
     secret = ["--pool-secret-file", str(secret_file)]

@@ -27,7 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_goes_on(
+async def test_after_a_failover_replicated_n_grams_are_found_again(
     sentinels: Sentinels,
 ) -> None:
     async with pool(sentinels.server) as made:
@@ -51,7 +51,7 @@ async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_g
         assert await found(made, [[1000]]) == [[7]]
 
 
-async def test_a_sequences_keys_are_one_mget_of_one_slot_and_a_batchs_are_on_all_nodes(
+async def test_a_batch_is_one_mget_for_each_slot_on_all_nodes(
     cluster: Cluster,
 ) -> None:
     async with pool(cluster.server) as made:
@@ -83,7 +83,7 @@ def calls(cluster: Cluster) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grown", [False, True], ids=["to-a-known-node", "to-a-new-node"])
-async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> None:
+async def test_moving_slots_are_followed(cluster: Cluster, grown: bool) -> None:
     """All slots of the first node are moved away behind the pool's back, one of them slowly."""
     async with pool(cluster.server) as made:
         await written(made, *(([i], [i + 1]) for i in range(64)))
@@ -123,7 +123,7 @@ async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> No
 
 
 @pytest.mark.slow
-async def test_a_cluster_that_loses_a_node_costs_guesses_until_it_is_back(cluster: Cluster) -> None:
+async def test_a_lost_cluster_node_costs_guesses_until_it_is_back(cluster: Cluster) -> None:
     async with pool(cluster.server, budget_s=0.1) as made:
         await written(made, *(([i], [i + 1]) for i in range(64)))
         cluster.data[0].kill()

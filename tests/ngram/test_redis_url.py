@@ -22,13 +22,13 @@ from outrider.errors import OutriderError
         ("rediss+cluster://u:p@a:1,b:2/0", ("cluster", (("a", 1), ("b", 2)), 0, "")),
     ],
 )
-def test_every_form_is_understood(url: str, expected: tuple[Any, ...]) -> None:
+def test_every_form_of_url_is_parsed(url: str, expected: tuple[Any, ...]) -> None:
     server = RedisServer.parse(url)
     assert (server.topology, server.addresses, server.database, server.service) == expected
     assert server.options.get("ssl", False) == url.startswith("rediss")
 
 
-def test_user_and_password_come_from_the_url_or_the_password_from_its_file_each_time(
+def test_the_password_comes_from_the_url_or_its_file_each_time(
     tmp_path: Path,
 ) -> None:
     def credentials(*arguments: Any) -> object:
@@ -74,7 +74,7 @@ def test_a_bad_url_is_refused_without_being_repeated(url: str, said: str) -> Non
     assert "hunter2" not in str(caught.value)
 
 
-def test_bad_files_are_refused_by_their_settings_names(
+def test_a_bad_file_is_refused_and_the_setting_named(
     tmp_path: Path, certificates: Certificates
 ) -> None:
     missing, empty, rubbish = (tmp_path / name for name in ("missing", "empty", "rubbish"))
