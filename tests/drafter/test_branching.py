@@ -1,4 +1,4 @@
-"""Branches are prepared where they are likely to be of use."""
+"""Branches are spread over the places where they are most likely to be committed."""
 
 from itertools import pairwise
 

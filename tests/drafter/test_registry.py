@@ -1,4 +1,4 @@
-"""Families are found by name or class, and bring their settings along."""
+"""Families are found by name or class, and each defines its own settings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_a_family_may_be_named_by_its_class_or_by_an_entry_point(
 def test_a_drafter_has_the_settings_of_its_family_and_no_others() -> None:
     common = set(DrafterSettings.model_fields)
     for name in (*known_families(), REPEAT):
-        schema, own = settings_schema(name), set(find_family(name).settings.model_fields)
+        schema = settings_schema(name)
+        own = set(find_family(name).settings.model_fields)
         assert set(schema.model_fields) == common | own
         assert not common & own
         assert schema.model_config["env_prefix"] == "OUTRIDER_DRAFTER_"

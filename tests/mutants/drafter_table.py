@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 DRAFT_SEQUENCE, MODEL = "outrider/drafter/draft_sequence.py", "drafter_svc/families/model.py"
 FORWARDS, CACHED_DRAFT = "drafter_svc/families/forwards.py", "drafter_svc/families/cached_draft.py"
 DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
-DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
+DRAFT_SAMPLING = ("tests/drafter/test_draft_sampling.py",)
 REAL_MODEL = (
     "tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",
 )
@@ -58,7 +58,7 @@ DRAFTER_MUTANTS = (
         CACHED_DRAFT,
         "self.draw_count += distribution is not None",
         "pass",
-        DRAFT_MODEL,
+        DRAFT_SAMPLING,
     ),
     Mutant(
         "D2",
@@ -74,7 +74,7 @@ DRAFTER_MUTANTS = (
         MODEL,
         "else secrets.randbits(64)",
         "else opened.sequence_id",
-        DRAFT_MODEL,
+        DRAFT_SAMPLING,
     ),
     Mutant(
         "D5",
