@@ -1,4 +1,4 @@
-"""n-grams in memory: the longest suffix first, the newest or oldest place, within bounds."""
+"""The pool in memory: longest suffix first, newest or oldest occurrence, bounded size."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def pool_of(text: list[int], **options: Any) -> MemoryPool:
 
 
 def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
-    """What followed the longest suffix that occurred before, at its newest place with the longest continuation."""
+    """The tokens behind the newest occurrence, with enough tokens, of the longest known suffix."""
     for n in range(min(size, len(text)), 0, -1):
         places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-16:]
         if places:
@@ -34,14 +34,14 @@ def test_a_lookup_agrees_with_a_search_of_the_text(text: list[int], size: int, l
 @given(texts, st.lists(st.integers(1, 5), max_size=10))
 def test_indexing_in_pieces_equals_indexing_at_once(text: list[int], pieces: list[int]) -> None:
     whole = pool_of(text)
-    grown, pool, at = [text[0]], MemoryPool(NgramOptions(), 10_000), 0
+    grown = [text[0]]
+    pool = MemoryPool(NgramOptions(), 10_000)
     pool.index(grown, 0)
     for piece in [*pieces, len(text)]:
         start = len(grown)
         grown += text[start : start + piece]
         pool.index(grown, start)
-        at = len(grown)
-    assert at == len(text)
+    assert grown == text
     assert pool.continuation(text, 8) == whole.continuation(text, 8)
 
 
@@ -65,7 +65,7 @@ def test_a_continuation_has_at_most_max_draft_len_tokens() -> None:
     assert pool_of([1, 2, 3, 4, 5, 6, 1], max_draft_len=2).continuation([1], 5) == [2, 3]
 
 
-def test_the_pool_forgets_the_least_recently_used() -> None:
+def test_the_pool_drops_the_least_recently_used() -> None:
     pool = MemoryPool(NgramOptions(max_matching_ngram_size=1), 3)
     pool.index(list(range(100)), 0)
     assert len(pool) == 3

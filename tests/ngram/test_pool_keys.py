@@ -1,4 +1,4 @@
-"""Keys of n-grams in Redis: one slot for all that end a text, nothing to be learned or guessed without the secret."""
+"""Keys of n-grams in Redis: one slot for the end of a text, and no key without the secret."""
 
 from pathlib import Path
 
@@ -49,29 +49,28 @@ def test_no_two_n_grams_tokenizers_or_tenants_share_a_key(
 
 
 def test_tenant_and_fingerprint_cannot_be_shifted_into_each_other() -> None:
-    assert PoolKeys(SECRET).tenant("ab", "c").keys([[1]]) != PoolKeys(SECRET).tenant(
-        "a", "bc"
-    ).keys([[1]])
+    keys = PoolKeys(SECRET)
+    assert keys.tenant("ab", "c").keys([[1]]) != keys.tenant("a", "bc").keys([[1]])
 
 
 def test_no_tenant_name_gives_access_to_the_public_pool() -> None:
+    private = PoolKeys(SECRET)
     public = PoolKeys(SECRET, public=True)
-    assert public.tenant("a", "f").keys([[1]]) == public.tenant("b", "f").keys([[1]])
+    expected = public.tenant("a", "f").keys([[1]])
+    assert public.tenant("b", "f").keys([[1]]) == expected
     for name in ("", "public", "a"):
-        assert PoolKeys(SECRET).tenant(name, "f").keys([[1]]) != public.tenant(name, "f").keys(
-            [[1]]
-        )
-        assert PoolKeys(SECRET).pattern(name) != public.pattern(name)
+        assert private.tenant(name, "f").keys([[1]]) != expected
+        assert private.pattern(name) != public.pattern(name)
+
+
+def tenant_of(key: bytes) -> bytes:
+    return key.partition(b"{")[2].partition(b".")[0]
 
 
 def test_keys_cannot_be_computed_without_the_secret() -> None:
-    ours, theirs = (
-        PoolKeys(secret).tenant("tenant", "f").keys([[1, 2]])[0]
-        for secret in (SECRET, b"another secret, as long")
-    )
-    assert (
-        ours.partition(b"{")[2].partition(b".")[0] != theirs.partition(b"{")[2].partition(b".")[0]
-    )
+    ours = PoolKeys(SECRET).tenant("tenant", "f").keys([[1, 2]])[0]
+    theirs = PoolKeys(b"another secret, as long").tenant("tenant", "f").keys([[1, 2]])[0]
+    assert tenant_of(ours) != tenant_of(theirs)
     assert ours[-16:] != theirs[-16:]
     assert b"tenant" not in ours
 

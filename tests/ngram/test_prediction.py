@@ -1,4 +1,4 @@
-"""Predicted outputs: followed in step, found again behind an edit, and never shared."""
+"""Predicted outputs: followed token by token, found again behind an edit, and never shared."""
 
 from family_rig import Rig
 
@@ -29,9 +29,8 @@ def test_a_prediction_is_offered_from_its_first_token_on() -> None:
 
 def test_an_output_that_follows_its_prediction_gets_all_of_it() -> None:
     prediction = Prediction(FILE, 3)
-    assert [prediction.continuation(FILE[:n], 1) for n in range(len(FILE))] == [
-        [token] for token in FILE
-    ]
+    for n, token in enumerate(FILE):
+        assert prediction.continuation(FILE[:n], 1) == [token]
 
 
 def test_the_place_nearest_to_the_expected_one_is_taken() -> None:

@@ -1,4 +1,4 @@
-"""`python -m drafter_svc erase`: all of one tenant's n-grams, and nobody else's."""
+"""`python -m drafter_svc erase` deletes all n-grams of one tenant, and no others."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 async def erase(*flags: str) -> tuple[int, str, str]:
-    """Exit status, output and errors."""
+    """Run the command; returns its exit status, output and errors."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -48,7 +48,7 @@ async def test_erase_deletes_all_n_grams_of_the_tenant_alone(
             *deployment.flags(), "--tenant", "goes", "--pool-secret-file", str(secret_file)
         )
         assert (status, out, error) == (0, "1510 n-grams erased\n", "")
-        # Each pool's indexes, of 16 buckets at most, go as well.
+        # The indexes are deleted as well: 16 buckets of the first pool, 10 of the second.
         assert kept - len(deployment.all_keys()) == 1510 + 16 + 10
         assert await found(made, *([[i]] for i in range(1500)), tenant="goes") == [[]] * 1500
         assert await found(made, *([[i]] for i in range(1500)), tenant="stays") == [
@@ -99,7 +99,7 @@ async def test_missing_settings_and_failures_are_reported(
         (["--redis", "nowhere", "--tenant", "a", *secret], "redis must look like"),
         (
             ["--redis", "redis://127.0.0.1:1", "--tenant", "a", *secret],
-            "Redis failed, so some may be left",
+            "Redis failed, so some n-grams may be left",
         ),
     ):
         status, out, error = await erase(*flags)

@@ -1,4 +1,4 @@
-"""The pool on real Redis of every topology: found by all replicas of a tenant, bounded, hostile until checked, never waited for."""
+"""The pool on real Redis of each topology: shared by replicas, bounded, checked, never awaited."""
 
 import logging
 import time
@@ -11,6 +11,7 @@ from redis_servers import Deployment, Standalone
 
 from drafter_svc.pools import redis_client
 from drafter_svc.pools.keys import is_index
+from drafter_svc.pools.redis import RedisPool
 from drafter_svc.pools.redis_server import RedisServer
 
 
@@ -19,11 +20,8 @@ async def test_replicas_find_each_others_n_grams_longest_first(
 ) -> None:
     async with pool(deployment.server) as one, pool(deployment.server) as other:
         await written(one, ([1, 2, 3], [4, 5]), ([3], [9]))
-        assert await found(other, [[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]) == [
-            [4, 5],
-            [9],
-            [],
-        ]
+        queries = [[[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]]
+        assert await found(other, *queries) == [[4, 5], [9], []]
         assert (other.counters.found, other.counters.missed, other.counters.lookups) == (2, 1, 1)
 
 
@@ -63,7 +61,7 @@ async def test_size_and_age_are_bounded(deployment: Deployment) -> None:
         await written(made, *(([i], [i + 1]) for i in range(700)))
         await written(made, *(([i], [i + 1]) for i in range(700, 800)))
         assert sum(not is_index(key) for key in deployment.all_keys()) == 160
-        # The newest are there.
+        # The newest are kept.
         assert all(await found(made, *([[i]] for i in range(700, 800))))
         for process in deployment.data:
             with process.admin() as client:
@@ -104,13 +102,13 @@ async def test_malformed_values_are_counted_and_a_shorter_n_gram_used(
 
 async def test_a_batch_is_one_round_trip_on_one_server(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as made:
-        await found(made, [[1]])  # so that there is a connection
+        # Connect first.
+        await found(made, [[1]])
         with redis_server.data[0].admin() as client:
             before = client.info("stats")["total_commands_processed"]
             await found(made, *([[i, i + 1], [i + 1]] for i in range(32)))
-            assert (
-                client.info("stats")["total_commands_processed"] - before == 2
-            )  # the lookup, and this question
+            # The lookup, and the INFO below.
+            assert client.info("stats")["total_commands_processed"] - before == 2
 
 
 async def test_lookup_durations_are_observed(redis_server: Standalone) -> None:
@@ -157,7 +155,8 @@ async def test_a_hanging_redis_delays_no_lookup_and_mixes_up_no_reply(
             assert (made.counters.late, made.counters.failed) == (1, 0)
             await until(lambda: made.counters.failed == 1, 2)
             assert "no answer in 0.3 s" in caplog.text
-            client.ping()  # answered when the pause is over
+            # The server answers this when the pause is over.
+            client.ping()
         await until(lambda: made.available)
         assert await found(made, [[3]]) == [[4]]
 
@@ -179,7 +178,7 @@ async def test_an_unexpected_client_error_ends_neither_lookups_nor_writes(
             made.offer(made.tenant(TENANT), [1], [2])
             await until(lambda: made._writes.empty())
             assert await found(made, [[1]]) == [[]]
-            await until(lambda: made.available and made._writing.available)
+            await until(lambda: made.available and made._write_breaker.available)
         assert made.counters.failed == 4
         assert made.counters.dropped == 2
 
@@ -189,6 +188,11 @@ async def test_writes_beyond_the_queue_are_dropped_and_counted(redis_server: Sta
         for i in range(20_000):
             made.offer(made.tenant(TENANT), [i], [1])
         assert made.counters.dropped == 20_000 - 16_384
+
+
+async def settled(made: RedisPool, offered: int) -> None:
+    """Wait until all n-grams that were offered are written or dropped."""
+    await until(lambda: made.counters.written + made.counters.dropped == offered)
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
@@ -204,7 +208,7 @@ async def test_a_redis_short_of_memory_answers_and_warns_at_most_once(
                 for i in range(start, start + 3_000):
                     made.offer(made.tenant(TENANT), [i, i // 7], [1] * 8)
                 offered += 3_000
-                await until(lambda: made.counters.written + made.counters.dropped == offered)  # noqa: B023  # awaited here
+                await settled(made, offered)
                 assert await found(made, [[1]]) == [[]]
             if policy == "allkeys-lru":
                 assert made.counters.written == offered

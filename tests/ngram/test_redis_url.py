@@ -1,4 +1,4 @@
-"""URLs of Redis: what each form means, and that what is wrong is said by the setting's name, without the password."""
+"""URLs of Redis: each form, and errors that name the setting but never the password."""
 
 from pathlib import Path
 from typing import Any
