@@ -53,20 +53,24 @@ class _StreamObserver(Observer):
         self._registered = registered
 
     async def registered(self, address: str) -> None:
+        """Say SERVING, and print the line that scripts wait for."""
         self._registered.add(self)
         self._stream.registered()
         await self._server.set_serving(True)
         print(f"drafter {self._metrics.drafter_id} registered with {address}", flush=True)
 
     async def lost(self) -> None:
+        """Say NOT_SERVING unless another verifier has this drafter."""
         self._registered.discard(self)
         self._stream.lost()
         await self._server.set_serving(bool(self._registered))
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
+        """Count a batch and its duration."""
         self._metrics.drafted(batch, seconds)
 
     def following(self, sequence_count: int, abandoned_count: int) -> None:
+        """Set the stream's numbers of open and of abandoned sequences."""
         self._stream.following(sequence_count, abandoned_count)
 
 

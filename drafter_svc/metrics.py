@@ -108,6 +108,7 @@ class _RedisCollector(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[CounterMetricFamily]:
+        """The counters now. prometheus-client calls it, on the thread that answers the scrape."""
         counters = self._counters
         yield self._family(
             "redis_queries",

@@ -35,11 +35,13 @@ class RepeatFamily(Family):
 
     @classmethod
     async def load(cls, settings: RepeatSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Make a new family, with nothing to load, for each connection."""
         return Loaded(lambda model: cls(settings.match_tokens))
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Extend the chain of each sequence by its goal."""
         for sequence in sequences:
             text = [*sequence.tokens, *sequence.guesses]
             sequence.extend(self._continuation(text, sequence.goal))

@@ -97,6 +97,7 @@ class ModelFamily(Family):
 
     @classmethod
     async def load(cls, settings: ModelSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Load the model on a new thread, which runs all its forwards later."""
         need_models()
         from drafter_svc.families.draft_model import DraftModel
         from outrider.grammar.compiler import GrammarCompiler
@@ -123,6 +124,7 @@ class ModelFamily(Family):
         return Loaded(make, fingerprint(load_tokenizer(settings.model)))
 
     def opened(self, sequence: DraftSequence) -> None:
+        """Give a sequence a KV cache, and share the pages of a known prefix."""
         opened = sequence.opened
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
         draft = CachedDraft(sequence, seed, self._vocab_size)
@@ -135,6 +137,7 @@ class ModelFamily(Family):
         return max(token_ids) >= self._model.runner.vocab_size
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Cut the KV cache to the first `standing` tokens, or take over that of a branch."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         matched = standing - draft.committed_count
@@ -166,6 +169,7 @@ class ModelFamily(Family):
             self._pool.truncate(draft.kv, length)
 
     def closed(self, sequence: DraftSequence) -> None:
+        """Free a sequence's pages."""
         if draft := self._drafts.pop(sequence.id, None):
             self._drop_branches(draft)
             self._pool.free(draft.kv)

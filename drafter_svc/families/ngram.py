@@ -98,6 +98,7 @@ class NgramFamily(Family):
 
     @classmethod
     async def load(cls, settings: NgramSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Check the settings, and make what connections share."""
         make_redis = _redis_pool(settings, metrics)
         options = NgramOptions(
             settings.max_draft_len,
@@ -119,6 +120,7 @@ class NgramFamily(Family):
         return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
+        """Index a sequence's text."""
         opened = sequence.opened
         text = self._texts[sequence.id] = _Text(MemoryPool(self._options, self._max_entries))
         if self._redis is not None:
@@ -130,13 +132,16 @@ class NgramFamily(Family):
         self._index(sequence, text)
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Index the committed tokens."""
         self._index(sequence, self._texts[sequence.id])
 
     def closed(self, sequence: DraftSequence) -> None:
+        """Offer Redis the last n-grams of a sequence, and drop its pool."""
         if text := self._texts.pop(sequence.id, None):
             self._offer(sequence, text, len(sequence.tokens) - 1)
 
     async def aclose(self) -> None:
+        """Close this connection's pool in Redis."""
         if self._redis is not None:
             await self._redis.aclose()
 

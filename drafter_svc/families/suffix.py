@@ -115,6 +115,7 @@ class SuffixFamily(Family):
 
     @classmethod
     async def load(cls, settings: SuffixSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Check the settings. Connections of one tokenizer share their trees."""
         # Make one and discard it, so that a missing package is reported now, not on connecting.
         Corpora(settings)
         by_tokenizer: dict[str, Corpora] = {}
@@ -126,14 +127,17 @@ class SuffixFamily(Family):
         return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
+        """Add a sequence's text to its tenant's trees."""
         self._texts[sequence.id] = self._corpora.begin(sequence.opened)
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Add the committed tokens to the trees."""
         text = self._texts[sequence.id]
         text.trees.add_active_response(text.number, sequence.tokens[text.length :])
         text.length = len(sequence.tokens)
 
     def closed(self, sequence: DraftSequence) -> None:
+        """Tell the trees that the text has ended; they keep it for later requests."""
         if text := self._texts.pop(sequence.id, None):
             text.trees.stop_request(text.number)
 
@@ -146,6 +150,7 @@ class SuffixFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Extend every sequence that has room."""
         for sequence in sequences:
             if sequence.room > 0:
                 sequence.extend(self._continuation(sequence))

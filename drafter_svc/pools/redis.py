@@ -120,6 +120,7 @@ class _CircuitBreaker:
         return self._clock() >= self._open_until
 
     def record_failure(self) -> None:
+        """Open the breaker for the backoff, and double the backoff."""
         self.has_failed = True
         # Commands that ran at the same time fail together. That counts as one failure.
         if self.available:
@@ -127,6 +128,7 @@ class _CircuitBreaker:
             self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
 
     def record_success(self) -> None:
+        """Reset the backoff."""
         self.has_failed = False
         self._backoff_s = _BACKOFF_S[0]
 

@@ -23,10 +23,12 @@ from outrider.v1 import (
 
 
 def stub(address: str) -> generation_pb2_grpc.GenerationServiceStub:
+    """A stub of the gateway at host:port."""
     return generation_pb2_grpc.GenerationServiceStub(grpc.insecure_channel(address))
 
 
 def request(**fields: object) -> generation_pb2.GenerateTextRequest:
+    """A greedy request of 16 tokens, with other fields as given."""
     greedy = common_pb2.SamplingParams(temperature=0)
     given = {"prompt": "def main(", "max_tokens": 16, "sampling": greedy} | fields
     return generation_pb2.GenerateTextRequest(**given)
@@ -47,12 +49,14 @@ class Failure:
 
 
 def check(name: str, *facts: bool) -> None:
+    """Print the name of a check that holds; else exit."""
     if not all(facts):
         raise SystemExit(f"{name} failed: {facts}")
     print("ok", name)
 
 
 def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
+    """Stream a text, cancel one, and let a deadline pass."""
     # Stream a text. The last message has the token counts and the finish reason.
     parts = list(text.GenerateText(request()))
     whole = "".join(part.text for part in parts)
@@ -70,6 +74,7 @@ def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
 
 
 def check_errors(text: generation_pb2_grpc.GenerationServiceStub, unavailable: str) -> None:
+    """Read the details of errors."""
     # Send bad input. The error has the reason and the field at fault.
     hot = common_pb2.SamplingParams(temperature=9)
     failure = Failure(text.GenerateText(request(sampling=hot)))
@@ -90,7 +95,7 @@ def check_errors(text: generation_pb2_grpc.GenerationServiceStub, unavailable: s
 
 
 def check_services(gateway: str) -> None:
-    # Use gRPC's health and reflection services.
+    """Use gRPC's health and reflection services."""
     channel = grpc.insecure_channel(gateway)
     asked = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
     health = health_pb2_grpc.HealthStub(channel).Check(asked)
@@ -100,7 +105,7 @@ def check_services(gateway: str) -> None:
 
 
 def check_tokens(verifier: str) -> None:
-    # Generate token ids at the verifier. A seed has 64 bits.
+    """Generate token ids at the verifier. A seed has 64 bits."""
     tokens = verifier_pb2_grpc.VerifierServiceStub(grpc.insecure_channel(verifier))
     ids = verifier_pb2.GenerateTokensRequest(
         prompt_token_ids=[1, 2, 3],
@@ -113,6 +118,7 @@ def check_tokens(verifier: str) -> None:
 
 
 def main(gateway: str, verifier: str, unavailable: str) -> None:
+    """Run all checks against three addresses, host:port each."""
     text = stub(gateway)
     check_texts(text)
     check_errors(text, unavailable)
