@@ -102,7 +102,8 @@ class ModelFamily(Family):
         from drafter_svc.families.draft_model import DraftModel
         from outrider.grammar.compiler import GrammarCompiler
 
-        # Load on the thread that will compute; verifier_svc.engine.engine_thread explains why.
+        # Load on the thread that will compute. OpenMP keeps a team of workers for each thread that
+        # ever computed, and two teams on the same cores slow a small model down.
         thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
         runner = await asyncio.get_running_loop().run_in_executor(
             thread, _load_runner, settings, place

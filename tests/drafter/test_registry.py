@@ -91,9 +91,9 @@ async def test_the_example_guesses_by_the_last_two_tokens() -> None:
         )
     )
     rig.open(Opened(2, [1, 2, 3], SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(8, 4), 2))
-    said = await rig.drafts()
-    assert said.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
-    assert said.skips == [Skip(2, 3)]
+    drafts = await rig.drafts()
+    assert drafts.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
+    assert drafts.skips == [Skip(2, 3)]
 
 
 def test_the_example_is_shown_in_the_documentation_and_short() -> None:

@@ -50,18 +50,18 @@ class Counting(Family):
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.told: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
         self.ends: set[int] = set()
         self.postpones: set[int] = set()
 
     def opened(self, sequence: DraftSequence) -> None:
-        self.told.append(("opened", sequence.id))
+        self.calls.append(("opened", sequence.id))
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
-        self.told.append(("committed", standing))
+        self.calls.append(("committed", standing))
 
     def closed(self, sequence: DraftSequence) -> None:
-        self.told.append(("closed", sequence.id))
+        self.calls.append(("closed", sequence.id))
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
@@ -184,7 +184,7 @@ def test_late_and_repeated_messages_are_ignored() -> None:
         )
     )
     made.apply(StepBatch(verdicts=[verdict(1, 4, 11, 12, 13)], closed=[Closed(1), Closed(1)]))
-    assert family.told == [("opened", 1), ("committed", 4), ("committed", 4), ("closed", 1)]
+    assert family.calls == [("opened", 1), ("committed", 4), ("committed", 4), ("closed", 1)]
     assert run(made) == DraftBatch()
     assert not made.sequences
 
@@ -260,7 +260,7 @@ def test_a_failing_sequence_is_skipped_and_the_others_drafted(
     assert second.skips == [Skip(2, 3)] * (place != "closed")
     made.apply(StepBatch(closed=[Closed(2)]))
     assert 2 not in made.sequences
-    assert family.told.count(("closed", 2)) == 1
+    assert family.calls.count(("closed", 2)) == 1
     assert made.abandoned_count == int(place != "closed")
     assert "Traceback" in caplog.text
 

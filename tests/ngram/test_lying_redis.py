@@ -21,7 +21,7 @@ class Liar:
     def __init__(self, pieces: list[bytes], endless: bool = False) -> None:
         self.pieces = pieces
         self.endless = endless
-        self.said_bytes = 0
+        self.sent_bytes = 0
         self.port = 0
         self.hung_up = asyncio.Event()
 
@@ -31,13 +31,13 @@ class Liar:
             for piece in self.pieces:
                 writer.write(piece)
                 await writer.drain()
-                self.said_bytes += len(piece)
+                self.sent_bytes += len(piece)
                 # Let the client read each piece by itself.
                 await asyncio.sleep(0.01)
             while self.endless:
                 writer.write(bytes(65_536))
                 await writer.drain()
-                self.said_bytes += 65_536
+                self.sent_bytes += 65_536
             await reader.read(1)
         # The pool has closed the connection.
         except ConnectionError:
@@ -78,7 +78,7 @@ async def test_an_oversized_or_garbled_reply_is_a_failed_lookup(
         assert made.counters.late == 0
         # The pool does not read the rest, and does not send another command at once.
         await asyncio.wait_for(liar.hung_up.wait(), 10)
-        assert liar.said_bytes < 4 * redis_client._MAX_REPLY_BYTES
+        assert liar.sent_bytes < 4 * redis_client._MAX_REPLY_BYTES
         assert await found(made, [[1]]) == [[]]
         assert made.counters.skipped == 1
     assert "Redis fails (lookups" in caplog.text

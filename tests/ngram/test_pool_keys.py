@@ -82,7 +82,7 @@ def test_a_line_end_is_not_part_of_the_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read: No such file"),
         (b"short\n", "must hold at least 16 bytes"),
@@ -90,12 +90,12 @@ def test_a_line_end_is_not_part_of_the_secret(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_secret_is_refused_and_the_setting_named(
-    tmp_path: Path, content: bytes | None, said: str
+    tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "secret"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(OutriderError, match=said) as caught:
+    with pytest.raises(OutriderError, match=message) as caught:
         read_secret(path)
     assert str(caught.value).startswith("pool-secret-file ")
 

@@ -88,7 +88,7 @@ async def test_missing_settings_and_failures_are_reported(
     redis_server: Standalone, secret_file: Path
 ) -> None:
     secret = ["--pool-secret-file", str(secret_file)]
-    for flags, said in (
+    for flags, message in (
         (["--tenant", "a", *secret], "redis must be given"),
         ([*redis_server.flags(), *secret], "tenant must be given, or is-public-pool"),
         (
@@ -104,5 +104,5 @@ async def test_missing_settings_and_failures_are_reported(
     ):
         status, out, error = await erase(*flags)
         assert (status, out) == (1, "")
-        assert said in error
+        assert message in error
         assert "Traceback" not in error

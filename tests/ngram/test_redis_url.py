@@ -47,7 +47,7 @@ def test_the_password_comes_from_the_url_or_its_file_each_time(
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("", "must look like redis://HOST"),
         ("host:6379", "must look like redis://HOST"),
@@ -66,11 +66,11 @@ def test_the_password_comes_from_the_url_or_its_file_each_time(
         ("rediss://host?ssl_check_hostname=perhaps", "ssl_check_hostname as true or false"),
     ],
 )
-def test_a_bad_url_is_refused_without_being_repeated(url: str, said: str) -> None:
+def test_a_bad_url_is_refused_without_being_repeated(url: str, message: str) -> None:
     with pytest.raises(OutriderError) as caught:
         RedisServer.parse(url)
     assert str(caught.value).startswith("redis ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
@@ -80,7 +80,7 @@ def test_a_bad_file_is_refused_and_the_setting_named(
     missing, empty, rubbish = (tmp_path / name for name in ("missing", "empty", "rubbish"))
     empty.write_text("\n")
     rubbish.write_text("not a certificate")
-    for url, password, ca, said in (
+    for url, password, ca, message in (
         (
             "redis://u@host",
             missing,
@@ -99,5 +99,5 @@ def test_a_bad_file_is_refused_and_the_setting_named(
             "redis-ca-file goes with a URL whose scheme begins with rediss",
         ),
     ):
-        with pytest.raises(OutriderError, match=said):
+        with pytest.raises(OutriderError, match=message):
             RedisServer.parse(url, password, ca)

@@ -78,9 +78,9 @@ int main(int, char** argv) {
   ClientContext streamed;
   std::vector<GenerateTextResponse> parts;
   auto ended = Read(text, streamed, Request(), &parts);
-  std::string said;
-  for (const auto& part : parts) said += part.text();
-  Check("stream", {ended.status.ok(), !said.empty(), parts.back().usage().completion_token_count() == 16});
+  std::string whole;
+  for (const auto& part : parts) whole += part.text();
+  Check("stream", {ended.status.ok(), !whole.empty(), parts.back().usage().completion_token_count() == 16});
 
   // Cancel a call. The server frees everything that the call held.
   ClientContext cancelled;

@@ -99,9 +99,9 @@ func main() {
 	text, ctx := pb.NewGenerationServiceClient(gateway), context.Background()
 
 	// Stream a text. The last message has the token counts and the finish reason.
-	said, last, err := read(ctx, text, request(nil))
+	whole, last, err := read(ctx, text, request(nil))
 	must(err)
-	check("stream", said != "", last.Usage.CompletionTokenCount == 16)
+	check("stream", whole != "", last.Usage.CompletionTokenCount == 16)
 
 	// Cancel a call. The server frees everything that the call held.
 	cancelled, cancel := context.WithCancel(ctx)

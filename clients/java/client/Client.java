@@ -76,10 +76,10 @@ public final class Client {
     var text = GenerationServiceGrpc.newBlockingStub(gateway);
 
     // Stream a text. The last message has the token counts and the finish reason.
-    var said = new StringBuilder();
+    var whole = new StringBuilder();
     GenerateTextResponse last = null;
-    for (var parts = text.generateText(request().build()); parts.hasNext(); said.append(last.getText())) last = parts.next();
-    check("stream", said.length() > 0, last.getUsage().getCompletionTokenCount() == 16);
+    for (var parts = text.generateText(request().build()); parts.hasNext(); whole.append(last.getText())) last = parts.next();
+    check("stream", whole.length() > 0, last.getUsage().getCompletionTokenCount() == 16);
 
     // Cancel a call. The server frees everything that the call held.
     var context = Context.current().withCancellation();
