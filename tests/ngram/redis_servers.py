@@ -53,42 +53,14 @@ class Certificates:
         self.key = directory / "server.key"
         self.certificate = directory / "server.crt"
         ca_key = directory / "ca.key"
-        new = [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-        ]
-        of_server = [
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-            "-addext",
-            "basicConstraints=CA:FALSE",
-        ]
-        for arguments in (
-            [*new, "-keyout", ca_key, "-out", self.ca, "-subj", "/CN=authority"],
-            [
-                *new,
-                "-CA",
-                self.ca,
-                "-CAkey",
-                ca_key,
-                "-keyout",
-                self.key,
-                "-out",
-                self.certificate,
-                "-subj",
-                "/CN=server",
-                *of_server,
-            ],
-        ):
-            subprocess.run(arguments, check=True, capture_output=True)
+        new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+        authority = ["-keyout", ca_key, "-out", self.ca, "-subj", "/CN=authority"]
+        server = ["-keyout", self.key, "-out", self.certificate, "-subj", "/CN=server"]
+        signed = ["-CA", self.ca, "-CAkey", ca_key]
+        for extension in ("subjectAltName=IP:127.0.0.1", "basicConstraints=CA:FALSE"):
+            signed += ["-addext", extension]
+        for arguments in (authority, [*server, *signed]):
+            subprocess.run([*new.split(), *arguments], check=True, capture_output=True)
 
 
 class RedisProcess:
