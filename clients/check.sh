@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Generates, builds and runs every client against one real stack, where each has to hold nine checks of nine, and the coupled noise in
-# every language. Needs Debian and root, or the packages of clients/*/*/packages.txt; Node 20 and cargo.
+# Generates, builds and runs every client against one real stack; each must pass nine checks. Also
+# checks the coupled noise of every language. Needs Node 20, cargo, and Debian with root or with the
+# packages of clients/*/*/packages.txt installed.
 set -euo pipefail
 cd "$(dirname "$0")"
 root=$(cd .. && pwd)
@@ -13,7 +14,8 @@ clients=(*/client)
 missing=$(cat */*/packages.txt | sort -u | while read -r name; do dpkg -s "$name" >/dev/null 2>&1 || echo "$name"; done)
 if [ -n "$missing" ]; then
   apt-get update -qq
-  # shellcheck disable=SC2086  # one argument for each package
+  # Each package is one argument.
+  # shellcheck disable=SC2086
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
 fi
 
@@ -23,7 +25,7 @@ cd "$root"
 "$PYTHON" -m outrider.launch.cli serve --target models/target --drafter ngram --dtype float32 \
   --http-port "$http" --grpc-port "$gateway" --verifier-port "$verifier" >"$work/serve.log" 2>&1 &
 servers+=($!)
-# A gateway without a verifier, to see what a client hears then.
+# A gateway without a verifier, for the check "unavailable".
 "$PYTHON" -m gateway --verifier 127.0.0.1:1 --tokenizer models/target \
   --http-port "$lonely_http" --grpc-listen "127.0.0.1:$lonely" >"$work/gateway.log" 2>&1 &
 servers+=($!)

@@ -1,1 +1,1 @@
-"""A drafter: dials a verifier, is handed sequences, and streams guesses of their next tokens."""
+"""The drafter service. It dials verifiers and streams guesses of their sequences' next tokens."""

@@ -1,4 +1,8 @@
-"""`python -m drafter_svc`: takes its place on the machine, then drafts for verifiers until told to stop; or `erase`s a tenant."""
+"""The entry point: `python -m drafter_svc`.
+
+It pins the process to its cores, loads the family, and drafts until SIGTERM or SIGINT.
+`python -m drafter_svc erase` deletes a tenant's n-grams from Redis instead.
+"""
 
 from __future__ import annotations
 
@@ -34,45 +38,58 @@ _PROGRAM = "drafter"
 _SERVICE_NAME = "outrider-drafter"
 
 
-class _Told(Observer):
-    """Passes what one verifier's stream says to metrics and health: serving while a verifier has this drafter."""
+class _StreamObserver(Observer):
+    """Report the events of one verifier's stream to the metrics and the health service.
 
-    def __init__(self, server: rpc.Server, metrics: Metrics, registered: set[_Told]) -> None:
-        """`registered` are those of all streams that verifiers took."""
+    The health service says SERVING while at least one verifier has registered this drafter.
+    """
+
+    def __init__(
+        self, server: rpc.Server, metrics: Metrics, registered: set[_StreamObserver]
+    ) -> None:
+        """All streams share `registered`: the observers of the streams that are registered now."""
         self._server = server
         self._metrics = metrics
         self._stream = StreamMetrics(metrics)
         self._registered = registered
 
     async def registered(self, address: str) -> None:
+        """Say SERVING, and print the line that scripts wait for."""
         self._registered.add(self)
         self._stream.registered()
         await self._server.set_serving(True)
         print(f"drafter {self._metrics.drafter_id} registered with {address}", flush=True)
 
     async def lost(self) -> None:
+        """Say NOT_SERVING unless another verifier has this drafter."""
         self._registered.discard(self)
         self._stream.lost()
         await self._server.set_serving(bool(self._registered))
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
+        """Count a batch and its duration."""
         self._metrics.drafted(batch, seconds)
 
     def following(self, sequence_count: int, abandoned_count: int) -> None:
+        """Set the stream's numbers of open and of abandoned sequences."""
         self._stream.following(sequence_count, abandoned_count)
 
 
 async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metrics) -> None:
-    """Draft until SIGTERM or SIGINT; raises OutriderError when no verifier will ever have this drafter."""
+    """Draft until SIGTERM or SIGINT.
+
+    Raises OutriderError once every verifier has refused this drafter for good.
+    """
     server = rpc.Server(SERVICE)
     try:
-        # Answers NOT_SERVING while the model loads.
+        # The health service answers NOT_SERVING while the model loads.
         await server.start(settings.listen)
         serve_metrics(metrics.registry, settings)
         streams = await _streams(settings, place, server, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, streams.stop)
-        # What loading left behind lives as long as the process; a collection that looks at it again makes a draft late.
+        # Objects made by loading live as long as the process. Freeze them: a garbage collection
+        # that visited them again would delay a draft.
         gc.collect()
         gc.freeze()
         await streams.run()
@@ -84,7 +101,7 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Metric
 async def _streams(
     settings: DrafterSettings, place: PlacementPlan, server: rpc.Server, metrics: Metrics
 ) -> DraftStreams:
-    """Load what drafts and make a stream to each verifier; they set the server's health."""
+    """Load the family and make one stream to each verifier. The streams set the server's health."""
     loaded = await find_family(settings.family).load(settings, place, metrics)
     name = metrics.drafter_id
 
@@ -92,27 +109,28 @@ async def _streams(
         return Hello(
             drafter_id=name,
             family=family.name,
-            # A drafter that works on ids alone has the tokenizer that the verifier has.
+            # A family that works on ids alone is right for any tokenizer: claim the verifier's.
             tokenizer_fingerprint=loaded.tokenizer_fingerprint or info.tokenizer_fingerprint,
             max_draft_tokens=family.max_draft_tokens,
             distributions=family.distributions,
             placement=place.describe(family.device),
         )
 
-    registered: set[_Told] = set()
+    registered: set[_StreamObserver] = set()
 
     def stream(verifier: str, uds: Path | None) -> DraftStream:
-        told = _Told(server, metrics, registered)
-        return DraftStream(lambda: choose_address(verifier, uds), loaded.make, hello, told)
+        observer = _StreamObserver(server, metrics, registered)
+        return DraftStream(lambda: choose_address(verifier, uds), loaded.make, hello, observer)
 
     pairs = itertools.zip_longest(settings.verifier, settings.uds)
     return DraftStreams([(verifier, stream(verifier, uds)) for verifier, uds in pairs])
 
 
-def _settings(arguments: list[str]) -> DrafterSettings:
-    """What flags, environment and file say; the family that they name decides which settings there are.
+def _parse_settings(arguments: list[str]) -> DrafterSettings:
+    """Read the settings from flags, environment and file.
 
-    Exits with status 2, and a sentence for each problem, on any.
+    The family is read first, because it decides which other settings exist. If a setting is wrong,
+    print one sentence for each problem and exit with status 2.
     """
     flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in FamilyChoice.model_fields:
@@ -122,27 +140,27 @@ def _settings(arguments: list[str]) -> DrafterSettings:
         for name, value in vars(flags.parse_known_args(arguments)[0]).items()
         if value is not None
     }
+    schema: type[DrafterSettings] = DrafterSettings
     try:
         family = load(FamilyChoice, given).family
-        schema = settings_schema(family) if family else DrafterSettings
+        if family:
+            schema = settings_schema(family)
     except (ValueError, OutriderError) as error:
         refuse(_PROGRAM, *str(error).splitlines())
     if not family and "--help" not in arguments:
-        refuse(
-            _PROGRAM,
-            f"family: must be given: {', '.join(known_families())} or package.module:Class",
-        )
+        choices = ", ".join(known_families())
+        refuse(_PROGRAM, f"family: must be given: {choices} or package.module:Class")
     return parse(schema, _PROGRAM, arguments)
 
 
 def main() -> None:
-    """Entry point; exits with status 1 and a sentence when there is no use in trying on."""
+    """Run the command. After an error that a retry cannot cure, print it and exit with status 1."""
     if sys.argv[1:2] == ["erase"]:
         from drafter_svc.erase import main as erase
 
         erase(sys.argv[2:])
         return
-    settings = _settings(sys.argv[1:])
+    settings = _parse_settings(sys.argv[1:])
     family = find_family(settings.family).name
     telemetry.setup_logging(settings.log_level)
     telemetry.setup(
@@ -150,7 +168,8 @@ def main() -> None:
     )
     metrics = Metrics(settings.id or f"{family}-{platform.node()}-{os.getpid()}", family)
     try:
-        # Before torch is imported: it sizes its thread pools by the cores it sees, and memory stays where it was first touched.
+        # Apply the placement before torch is imported: torch sizes its thread pools by the cores
+        # that it sees, and memory stays on the NUMA node that first touched it.
         place = plan(settings.placement, settings.cores, settings.numa_node, settings.threads)
         place.apply()
         with sending_metrics(metrics.registry, _SERVICE_NAME, settings):

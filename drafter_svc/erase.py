@@ -1,4 +1,4 @@
-"""`python -m drafter_svc erase`: deletes what Redis holds of one tenant, or of the public pool, and of nobody else."""
+"""`python -m drafter_svc erase`: delete one tenant's n-grams, or the public pool's, from Redis."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from outrider.process.config import parse
 
 
 async def erase(client: RedisClient, pattern: bytes) -> int:
-    """Delete every key that matches, on all servers; how many n-grams there were. Raises what is in FAILURES."""
+    """Delete every key that matches `pattern`, a glob of SCAN, on all servers.
+
+    Returns the number of n-grams deleted. Raises any of FAILURES.
+    """
     count = 0
-    # By a scan and not by the indexes, which a Redis short of memory may have evicted before what they list.
+    # Scan for keys instead of reading the indexes: a Redis short of memory may have evicted an
+    # index before the n-grams that it lists.
     async for keys in client.scan(pattern):
         count += await client.unlink([key for key in keys if not is_index(key)])
         await client.unlink([key for key in keys if is_index(key)])
@@ -37,14 +41,16 @@ async def _erase(settings: EraseSettings) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Print how many n-grams went; exits with status 1 and a sentence when not all may have gone."""
+    """Print the number of n-grams deleted.
+
+    Exit with status 1 and one sentence if a setting is wrong or Redis failed midway.
+    """
     settings = parse(EraseSettings, "drafter erase", arguments)
     try:
         count = asyncio.run(_erase(settings))
     except OutriderError as error:
         raise SystemExit(f"drafter erase: {error}") from error
     except FAILURES as error:
-        raise SystemExit(
-            f"drafter erase: Redis failed, so some may be left; run it again: {error}"
-        ) from error
+        message = f"Redis failed, so some n-grams may be left; run it again: {error}"
+        raise SystemExit(f"drafter erase: {message}") from error
     print(f"{count} n-grams erased")

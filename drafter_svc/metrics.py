@@ -1,4 +1,7 @@
-"""A drafter's own Prometheus metrics: how fast it drafts, and what it says. What becomes of its drafts, the verifier counts."""
+"""A drafter's own Prometheus metrics: how fast it drafts and what it sends.
+
+The verifier counts what becomes of the drafts.
+"""
 
 from __future__ import annotations
 
@@ -14,61 +17,61 @@ from outrider.messages import DraftBatch
 if TYPE_CHECKING:
     from drafter_svc.pools.redis import RedisCounters
 
-_SECONDS = [0.00003125 * 2**i for i in range(16)]
+_BUCKETS_S = [0.00003125 * 2**i for i in range(16)]
 
 
 class Metrics:
-    """Metrics of one drafter, in a registry of their own."""
+    """The metrics of one drafter process, in a registry of their own."""
 
     def __init__(self, drafter_id: str, family: str) -> None:
         self.drafter_id = drafter_id
         self.registry = CollectorRegistry()
-        labels = {"drafter": drafter_id, "family": family}
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"outrider:{name}", text, list(labels), registry=self.registry).labels(
-                **labels
-            )
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"outrider:{name}", text, list(labels), registry=self.registry).labels(
-                **labels
-            )
-
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(
-                f"outrider:{name}", text, list(labels), buckets=_SECONDS, registry=self.registry
-            ).labels(**labels)
-
-        self._draft_seconds = histogram(
+        self._labels = {"drafter": drafter_id, "family": family}
+        self._draft_seconds = self._histogram(
             "drafter_draft_seconds", "Drafting for all sequences that have room, once."
         )
-        self._tokens = counter("drafter_proposed_tokens", "Tokens proposed.")
-        self._skips = counter("drafter_skips", "Sequences for which there was nothing to propose.")
-        self.failed = counter(
-            "drafter_failed_sequences",
-            "Sequences that are not drafted for since that failed; the log has why.",
+        self._tokens = self._counter("drafter_proposed_tokens", "Tokens proposed.")
+        self._skips = self._counter(
+            "drafter_skips", "Sequences for which there was nothing to propose."
         )
-        self.redis_lookup_seconds = histogram(
+        self.failed = self._counter(
+            "drafter_failed_sequences",
+            "Sequences that get no more drafts, because drafting for them failed; see the log.",
+        )
+        self.redis_lookup_seconds = self._histogram(
             "redis_lookup_seconds", "A lookup's command, until Redis answered."
         )
-        self._redis_labels = labels
-        self.sequences = gauge("drafter_sequences", "Sequences it drafts for.")
-        self.connected = gauge("drafter_connected", "Verifiers that it is registered with.")
+        self.sequences = self._gauge("drafter_sequences", "Sequences that it drafts for.")
+        self.connected = self._gauge("drafter_connected", "Verifiers that it is registered with.")
 
     def drafted(self, batch: DraftBatch, seconds: float) -> None:
-        """A message of drafts was made."""
+        """Count a batch of drafts that took `seconds` to make."""
         self._draft_seconds.observe(seconds)
         self._tokens.inc(sum(len(proposal.token_ids) for proposal in batch.proposals))
         self._skips.inc(len(batch.skips))
 
     def watch_redis(self, counters: RedisCounters) -> None:
-        """Let what is scraped include these counters."""
-        self.registry.register(_RedisCollector(counters, self._redis_labels))
+        """Add these counters to every scrape."""
+        self.registry.register(_RedisCollector(counters, self._labels))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        counter = Counter(f"outrider:{name}", text, list(self._labels), registry=self.registry)
+        return counter.labels(**self._labels)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"outrider:{name}", text, list(self._labels), registry=self.registry)
+        return gauge.labels(**self._labels)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        names = list(self._labels)
+        histogram = Histogram(
+            f"outrider:{name}", text, names, buckets=_BUCKETS_S, registry=self.registry
+        )
+        return histogram.labels(**self._labels)
 
 
 class StreamMetrics:
-    """What the stream to one verifier adds to a drafter's metrics."""
+    """The part that the stream to one verifier has in a drafter's gauges and failures."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -77,32 +80,35 @@ class StreamMetrics:
         self._abandoned_count = 0
 
     def registered(self) -> None:
-        """The verifier took this drafter."""
+        """Count the verifier, which has registered this drafter."""
         self._is_registered = True
         self._metrics.connected.inc()
 
     def following(self, sequence_count: int, abandoned_count: int) -> None:
-        """So many sequences are open, and so many of this connection were given up."""
+        """Set the number of open sequences, and of sequences abandoned since the stream began."""
         self._metrics.sequences.inc(sequence_count - self._sequence_count)
         self._metrics.failed.inc(abandoned_count - self._abandoned_count)
-        self._sequence_count, self._abandoned_count = sequence_count, abandoned_count
+        self._sequence_count = sequence_count
+        self._abandoned_count = abandoned_count
 
     def lost(self) -> None:
-        """The connection is over, and its sequences with it."""
+        """Subtract the verifier and its sequences: the stream has ended."""
         self._metrics.connected.dec(self._is_registered)
         self._metrics.sequences.dec(self._sequence_count)
         self._is_registered = False
-        self._sequence_count = self._abandoned_count = 0
+        self._sequence_count = 0
+        self._abandoned_count = 0
 
 
 class _RedisCollector(Collector):
-    """Reads the pool's counters when somebody scrapes, so that counting costs the pool nothing."""
+    """Reads the pool's counters only when Prometheus scrapes, so that counting stays cheap."""
 
     def __init__(self, counters: RedisCounters, labels: Mapping[str, str]) -> None:
         self._counters = counters
         self._labels = labels
 
     def collect(self) -> Iterator[CounterMetricFamily]:
+        """The counters now. Exporters call it, on threads of their own."""
         counters = self._counters
         yield self._family(
             "redis_queries",
@@ -113,7 +119,8 @@ class _RedisCollector(Collector):
         )
         yield self._family(
             "redis_lookups",
-            "Commands for batches of them: sent, of those late (after 5 ms), failed or malformed; and skipped while Redis is down.",
+            "Commands that look up a batch of sequences: sent; of those late (after 5 ms), "
+            "failed or malformed; and skipped while Redis is down.",
             "event",
             sent=counters.lookups,
             late=counters.late,

@@ -1,6 +1,7 @@
-"""Where a drafter runs: cores and memory chosen, checked against the machine's topology, and taken before torch starts.
+"""Where a drafter runs: choose its cores and memory, check them against the machine, pin to them.
 
-The topology is read from /sys, whose root is a parameter, so that a tree recorded on another machine can be checked as well.
+The topology is read from /sys. Its root is a parameter, so that tests can use a tree that was
+recorded on another machine.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from outrider.process.cores import format_cores, parse_cores
 
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-# Arm's main id register: implementer in bits 31-24, part in bits 15-4. Arm Ltd. and Neoverse V2, the core of Grace.
+# Implementer (bits 31-24) and part (bits 15-4) in Arm's main id register: Arm Ltd. and Neoverse V2,
+# the core of Grace.
 _NEOVERSE_V2 = (0x41, 0xD4F)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`online` cores, the cores of each NUMA node (none for a node of GPU memory), and why this is no Grace CPU, if it is not."""
+    """The machine's cores and NUMA nodes.
+
+    `online` has the numbers of the usable cores, `nodes` the cores of each NUMA node (none for a
+    node of GPU memory). `not_grace` is None on a Grace CPU, else why this is none.
+    """
 
     online: list[int]
     nodes: dict[int, list[int]]
@@ -33,13 +39,15 @@ class Topology:
 
     @classmethod
     def read(cls, sys_root: Path) -> Topology:
-        """Raises OutriderError(INVALID_VALUE) when the tree has no list of cores."""
+        """Read the topology below `sys_root`.
+
+        Raises OutriderError(INVALID_VALUE) if the tree has no list of cores.
+        """
         system = sys_root / "devices/system"
         online = _read(system / "cpu/online")
         if not online:
-            raise invalid(
-                "placement", f"needs the list of cores in {system / 'cpu/online'}, which is missing"
-            )
+            path = system / "cpu/online"
+            raise invalid("placement", f"needs the list of cores in {path}, which is missing")
         nodes = {
             int(path.name.removeprefix("node")): parse_cores(_read(path / "cpulist"))
             for path in sorted(system.glob("node/node[0-9]*"))
@@ -48,6 +56,7 @@ class Topology:
 
 
 def _read(path: Path) -> str:
+    """The file's text; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -55,7 +64,10 @@ def _read(path: Path) -> str:
 
 
 def _not_grace(sys_root: Path) -> str | None:
-    """None on a Grace CPU, else the reason; other makers build on the same core, so the maker is looked at as well."""
+    """None on a Grace CPU, else the reason.
+
+    Other makers build on the same core, so the maker's name is checked as well.
+    """
     register = _read(sys_root / "devices/system/cpu/cpu0/regs/identification/midr_el1")
     if not register:
         return "the processor is not an Arm one"
@@ -67,13 +79,14 @@ def _not_grace(sys_root: Path) -> str | None:
         for name in ("sys_vendor", "board_vendor", "product_name")
     )
     if not any(word in names.upper() for word in ("NVIDIA", "GRACE", "GB200", "GH200")):
-        return f"the Neoverse V2 cores are in a machine that calls itself {names.strip() or 'nothing'}, not NVIDIA's"
+        machine = names.strip() or "nothing"
+        return f"the Neoverse V2 cores are in a machine that calls itself {machine}, not NVIDIA's"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """A checked placement. `threads` is None where torch should choose."""
+    """A placement that was checked. `threads` is None where torch should choose their number."""
 
     kind: str
     cores: tuple[int, ...]
@@ -81,12 +94,16 @@ class PlacementPlan:
     threads: int | None
 
     def apply(self) -> None:
-        """Pin this process and bind its memory; call it before torch is imported. Raises OutriderError when the system refuses."""
+        """Pin this process to its cores and bind its memory. Call it before torch is imported.
+
+        Raises OutriderError(INVALID_VALUE) if the system refuses.
+        """
         if self.cores:
             try:
                 os.sched_setaffinity(0, self.cores)
             except OSError as cause:
-                message = f"cannot be {format_cores(list(self.cores))}: the system refuses ({cause.strerror}); is it a container's limit?"
+                refused = f"the system refuses ({cause.strerror}); is it a container's limit?"
+                message = f"cannot be {format_cores(list(self.cores))}: {refused}"
                 raise invalid("cores", message) from cause
         if self.numa_node is not None:
             _bind_memory(self.numa_node)
@@ -94,14 +111,17 @@ class PlacementPlan:
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
 
     def describe(self, device: str) -> Placement:
-        """As the drafter's Hello says it."""
+        """The placement as the drafter's Hello carries it; `device` is the one that computes."""
         return Placement(
             self.kind, platform.node(), device, self.cores, self.numa_node, platform.machine()
         )
 
 
 def _bind_memory(node: int) -> None:
-    """set_mempolicy(MPOL_BIND): all memory that this process touches from now on comes from the node."""
+    """Take all memory that this process touches from now on from one NUMA node.
+
+    Calls set_mempolicy(MPOL_BIND). Raises OutriderError(INVALID_VALUE) if the system refuses.
+    """
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise invalid("numa_node", f"cannot be bound on {platform.machine()}")
@@ -110,10 +130,8 @@ def _bind_memory(node: int) -> None:
     words[node // 64] = 1 << node % 64
     if libc.syscall(number, _MPOL_BIND, words, ctypes.c_ulong(len(words) * 64 + 1)) != 0:
         reason = os.strerror(ctypes.get_errno())
-        raise invalid(
-            "numa_node",
-            f"cannot be {node}: set_mempolicy says {reason}; a container needs CAP_SYS_NICE for it",
-        )
+        message = f"set_mempolicy says {reason}; a container needs CAP_SYS_NICE for it"
+        raise invalid("numa_node", f"cannot be {node}: {message}")
 
 
 def plan(
@@ -123,10 +141,11 @@ def plan(
     threads: int | None,
     sys_root: Path = Path("/sys"),
 ) -> PlacementPlan:
-    """Check a request against the topology; raises OutriderError(INVALID_VALUE) that names the field and what there is.
+    """Check the settings of a placement against the topology.
 
-    `local` leaves the process where the system puts it, `cpu` takes what is asked for (all cores of the node, or all there are,
-    unless some are named), `grace` takes a Grace CPU's own cores and memory.
+    `local` leaves the process where the system puts it. `cpu` takes the cores named, else all cores
+    of the node, else all of the machine. `grace` takes a Grace CPU's own cores and memory. Raises
+    OutriderError(INVALID_VALUE) that names the setting at fault and the possible values.
     """
     if kind == "local":
         for name, value in (("cores", cores), ("numa_node", numa_node)):
@@ -151,27 +170,25 @@ def plan(
 
 
 def _available(topology: Topology, numa_node: int | None) -> list[int]:
+    """The online cores of the node, or of the machine; raises OutriderError if there are none."""
     if numa_node is None:
         return topology.online
     if numa_node not in topology.nodes:
-        raise invalid(
-            "numa_node",
-            f"must be one of {', '.join(map(str, topology.nodes)) or '(none)'}, not {numa_node}",
-        )
+        choices = ", ".join(map(str, topology.nodes)) or "(none)"
+        raise invalid("numa_node", f"must be one of {choices}, not {numa_node}")
     cores = [core for core in topology.nodes[numa_node] if core in topology.online]
     if not cores:
-        with_cores = [str(node) for node, its_cores in topology.nodes.items() if its_cores]
-        raise invalid(
-            "numa_node",
-            f"{numa_node} has no cores, as a GPU's memory has none; nodes with cores: {', '.join(with_cores)}",
-        )
+        others = ", ".join(str(node) for node, cores in topology.nodes.items() if cores)
+        message = f"{numa_node} has no cores, as a GPU's memory has none"
+        raise invalid("numa_node", f"{message}; nodes with cores: {others}")
     return cores
 
 
 def choose_address(verifier: str, uds: Path | None) -> str:
-    """The verifier's Unix socket when it is here to be dialled, which spares the drafter TCP; else `verifier`.
+    """The address to dial: the Unix socket `uds` if it accepts connections, else `verifier`.
 
-    Raises OutriderError(INVALID_VALUE) when the path is something else than a socket.
+    A Unix socket costs less than TCP. Raises OutriderError(INVALID_VALUE) if the path exists and is
+    not a socket.
     """
     if uds is None:
         return verifier

@@ -1,4 +1,4 @@
-"""A whole drafter: it guesses what followed the last occurrence of the text's last tokens.
+"""A whole drafter. It guesses the tokens that followed the text's last tokens before.
 
 python examples/ngram_drafter.py 127.0.0.1:50051
 """
@@ -21,7 +21,10 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 
 
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
-    """What followed the last `size` tokens before: the newest `count` tokens, else the most."""
+    """The tokens that followed an earlier occurrence of the last `size` tokens.
+
+    Take the newest one that `count` tokens follow, else the one that the most tokens follow.
+    """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):
         if text[start : start + size] == text[-size:]:

@@ -1,4 +1,4 @@
-"""A whole family of drafters: it proposes what followed the last occurrence of the last tokens.
+"""A whole family of drafters. It proposes the tokens that followed the last tokens before.
 
 From the directory that holds `examples`:
 
@@ -25,7 +25,7 @@ class RepeatSettings(FamilySettings):
 
 
 class RepeatFamily(Family):
-    """Looks in the request's own text alone, so it needs no cache."""
+    """Looks only in the request's own text, so it needs no cache."""
 
     name = "repeat"
     settings = RepeatSettings
@@ -35,18 +35,19 @@ class RepeatFamily(Family):
 
     @classmethod
     async def load(cls, settings: RepeatSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Make a new family, with nothing to load, for each connection."""
         return Loaded(lambda model: cls(settings.match_tokens))
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Extend the chain of each sequence by its goal."""
         for sequence in sequences:
-            sequence.extend(
-                self._continuation([*sequence.tokens, *sequence.guesses], sequence.goal)
-            )
+            text = [*sequence.tokens, *sequence.guesses]
+            sequence.extend(self._continuation(text, sequence.goal))
 
     def _continuation(self, text: list[int], length: int) -> list[int]:
-        """Up to `length` tokens that followed the last earlier occurrence of the text's end; none if there is none."""
+        """The tokens, at most `length`, behind the last earlier occurrence of the text's end."""
         count = self._count
         for start in range(len(text) - count - 1, -1, -1):
             if text[start : start + count] == text[-count:]:

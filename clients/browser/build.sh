@@ -1,9 +1,10 @@
 #!/bin/sh
-# Generates code from the protos into gen/ and bundles the page into dist/. Run it as `npm run build`.
+# Generates code from the protos into gen/ and bundles the page into dist/.
+# Run it as `npm run build`.
 set -eu
 cd "$(dirname "$0")"
 rm -rf gen dist
-# google.rpc's error details come with the Python package googleapis-common-protos, which Outrider itself needs.
+# The Python package googleapis-common-protos, which Outrider needs, has google.rpc's error details.
 rpc=$("${PYTHON:-../../.venv/bin/python}" -c 'import google.rpc; print(google.rpc.__path__[0])')
 mkdir -p gen/protos/google/rpc
 cp "$rpc/error_details.proto" gen/protos/google/rpc

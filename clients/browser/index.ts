@@ -16,12 +16,13 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   void generate(new FormData(form));
 });
-// Aborting the call ends it at the gateway too, which frees what the sequence held.
+// Aborting the call also ends it at the gateway, which frees what the sequence held.
 cancel.addEventListener("click", () => call.abort());
 
 async function generate(settings: FormData): Promise<void> {
   const options = { baseUrl: String(settings.get("gateway")) };
-  // The two differ in nothing else. Connect sends JSON, which the network tab of a browser shows; `useBinaryFormat` makes it protobuf.
+  // The protocols differ only here. Connect sends JSON, which a browser's network tab can show;
+  // `useBinaryFormat` sends protobuf instead.
   const transport = settings.get("protocol") === "Connect" ? createConnectTransport(options) : createGrpcWebTransport(options);
   const client = createClient(GenerationService, transport);
   call = new AbortController();
@@ -36,7 +37,7 @@ async function generate(settings: FormData): Promise<void> {
     const deadline = { signal: call.signal, timeoutMs: Number(settings.get("deadline")) };
     for await (const response of client.generateText(request, deadline)) {
       text.textContent += response.text;
-      // The last message alone says why the text ends, and what it took.
+      // Only the last message has a finish reason and the token counts.
       if (response.finishReason !== FinishReason.UNSPECIFIED) {
         status.textContent = `${FinishReason[response.finishReason]}: ${response.usage?.completionTokenCount} tokens`;
       }
@@ -48,7 +49,7 @@ async function generate(settings: FormData): Promise<void> {
   }
 }
 
-/** An error's status, its reason, the field at fault, and when to come back. */
+/** Describes an error: its status, its reason, the field at fault, and when to try again. */
 function explain(error: ConnectError): string {
   const lines = [`${Code[error.code]}: ${error.rawMessage}`];
   for (const { reason } of error.findDetails(ErrorInfoSchema)) lines.push(`reason: ${reason}`);

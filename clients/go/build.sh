@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the example with Debian's packages, which lie in GOPATH; with modules, `go build ./...` does it.
+# Builds the example with Debian's packages, which are in GOPATH.
+# With Go modules, use `go build ./...`.
 set -euo pipefail
 cd "$(dirname "$0")"
 module=build/src/outrider.dev/go

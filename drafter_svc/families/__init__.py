@@ -1,1 +1,5 @@
-"""Ways of drafting. Adding one takes a file here and a line in registry.py, or an entry point of another package."""
+"""The families of drafters.
+
+To add one, write a file here and a line in registry.py, or register an entry point in another
+package.
+"""

@@ -1,4 +1,4 @@
-"""What a family of drafters has to do. docs/drafters.md explains it with a whole family as its example."""
+"""What a family of drafters implements. docs/drafters.md has a whole family as its example."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from outrider.model_info import ModelInfo
 
 
 class FamilySettings(BaseModel):
-    """Base of a family's own settings: they are flags, keys and variables of a drafter that runs this family, and of no other.
+    """Base of a family's own settings.
 
-    The docstring below each is its help.
+    They become flags, environment variables and YAML keys of a drafter that runs this family. The
+    docstring below each setting is its help text.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -25,9 +26,11 @@ class FamilySettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What outlives a connection: how to make the family for the model that a verifier serves.
+    """A family that is loaded, once for the process and all its connections.
 
-    `tokenizer_fingerprint` is that of the tokenizer the family drafts with; empty if it works on ids alone, whatever they mean.
+    The event loop calls `make` for each new connection, with the model that the verifier serves.
+    `tokenizer_fingerprint` is the fingerprint of the tokenizer that the family drafts with; empty
+    if the family works on ids alone.
     """
 
     make: Callable[[ModelInfo], Family]
@@ -35,13 +38,18 @@ class Loaded:
 
 
 class Family(Strategy):
-    """A strategy with settings, which `python -m drafter_svc --family` runs."""
+    """A strategy with settings, which `python -m drafter_svc --family` runs.
+
+    The process calls `load` once. Each connection to a verifier has an instance of its own. The
+    connection's session calls its methods on the event loop, never two at a time; `propose` of two
+    connections may overlap where it awaits.
+    """
 
     settings: ClassVar[type[FamilySettings]] = FamilySettings
 
     @classmethod
     async def load(cls, settings: Any, place: PlacementPlan, metrics: Metrics) -> Loaded:
-        """Load what outlives connections. `settings` is an instance of `cls.settings`.
+        """Load what all connections share. `settings` is an instance of `cls.settings`.
 
         Raises OutriderError(INVALID_VALUE) that names the setting at fault.
         """

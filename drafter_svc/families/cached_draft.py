@@ -1,10 +1,13 @@
-"""What the draft model keeps for a sequence, or for a branch beside its chain of guesses. Knows neither models nor torch."""
+"""The state that the draft model keeps for a sequence, or for a branch beside its guesses.
+
+Knows token ids and page tables; no model and no torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from drafter_svc.followed_grammar import FollowedGrammar
+from drafter_svc.grammar_state import GrammarState
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.lm.pages import KVSequence
 from outrider.messages import DraftDistribution, SparseDistribution
@@ -12,82 +15,98 @@ from outrider.messages import DraftDistribution, SparseDistribution
 
 @dataclass(eq=False, slots=True)
 class CachedDraft:
-    """A sequence and its cache; or a branch, with a cache and tokens of its own.
+    """A sequence with its KV cache; or a branch, which has its own tokens and KV cache.
 
-    Ids from `vocab_size` on are unknown to the target. `at` is None for the sequence itself; a branch
-    hangs below so many of its guesses and begins with the first token of `run`. `foreign`: the text
-    has ids that the draft model does not know.
+    `at` is None for the sequence itself. For a branch it is the number of the sequence's guesses
+    before the branch, and `run` has the branch's tokens: the first is the alternative token, and
+    the draft model guesses the others. Ids from `vocab_size` on are unknown to the target.
+
+    The event loop and the model's thread both use it, but never at the same time: the thread may
+    touch it only between `DraftModel.grow` and the end of that round.
     """
 
     sequence: DraftSequence
     seed: int
     vocab_size: int
-    foreign: bool = False
+    has_unknown_ids: bool = False
+    """Whether the text has ids that the draft model does not know."""
     at: int | None = None
     run: list[int] = field(default_factory=list)
     kv: KVSequence = field(default_factory=KVSequence)
-    grammar: FollowedGrammar | None = None
+    grammar: GrammarState | None = None
     committed_count: int = 0
-    """Tokens that were committed when `others` and the cache were last cut."""
-    others: list[list[int]] = field(default_factory=list)
-    """For each of the sequence's guesses, what the draft model thought likeliest besides."""
+    """Committed tokens when `alternatives` and the cache were last cut."""
+    alternatives: list[list[int]] = field(default_factory=list)
+    """For each of the sequence's guesses, the tokens that the model found likeliest besides."""
     branches: dict[tuple[int, int], CachedDraft] = field(default_factory=dict)
-    """Those of the sequence, by place and first token, until the next verdict."""
+    """The sequence's branches until the next verdict, by `at` and first token."""
     draw_count: int = 0
-    """Tokens that were sampled."""
-    first: int = 0
-    """How many tokens were guessed when the forwards of this round began."""
+    """Tokens that were sampled so far. Part of the random counter: no number is used twice."""
+    round_start_count: int = 0
+    """Guesses when this round began."""
     goal: int = 0
-    """How many shall be when they end."""
+    """Guesses that this round should reach."""
     stuck: bool = False
     """Whether no token may follow, so that there is nothing more to guess."""
 
     @property
     def guess_count(self) -> int:
-        return len(self.sequence.guesses) if self.at is None else self.at + len(self.run)
+        """Tokens behind the committed ones."""
+        if self.at is None:
+            return len(self.sequence.guesses)
+        return self.at + len(self.run)
 
     @property
     def guessed(self) -> list[int]:
-        """What follows the committed tokens."""
+        """The tokens behind the committed ones."""
         guesses = self.sequence.guesses
         return guesses if self.at is None else [*guesses[: self.at], *self.run]
 
     @property
     def length(self) -> int:
-        """Tokens there are, committed and guessed."""
+        """Committed and guessed tokens."""
         return len(self.sequence.tokens) + self.guess_count
 
     @property
     def unread_count(self) -> int:
-        """Tokens that the cache lacks."""
+        """Tokens that are not in the KV cache yet."""
         return self.length - self.kv.num_computed_tokens
 
     @property
     def begun(self) -> bool:
-        """Whether this round guessed anything yet; a branch begins with a guess."""
-        return self.at is not None or self.guess_count > self.first
+        """Whether this round has guessed a token. A branch begins with one."""
+        return self.at is not None or self.guess_count > self.round_start_count
 
     @property
     def distribution(self) -> DraftDistribution:
-        """How to propose; the likeliest tokens are all that greedy decoding ever takes. Branches are never sampled."""
+        """How to choose tokens: what the verifier asked for, or ONE_HOT, the likeliest token.
+
+        Greedy requests need no other than the likeliest token. Branches are never sampled.
+        """
         opened = self.sequence.opened
-        if opened.sampling.greedy or (
-            self.at is not None and opened.distribution is DraftDistribution.SPARSE
-        ):
+        if opened.sampling.greedy:
+            return DraftDistribution.ONE_HOT
+        if self.at is not None and opened.distribution is DraftDistribution.SPARSE:
             return DraftDistribution.ONE_HOT
         return opened.distribution
 
     def begin(self) -> None:
-        """Set out for what is wanted now: of a branch one token more than the verifier takes in a step."""
-        self.first, self.stuck = self.guess_count, False
+        """Begin a round: set `goal` to the guesses that the verifier can use now.
+
+        A branch needs one token more than the verifier takes in a step, because its first token
+        stands for a committed one.
+        """
+        self.stuck = False
+        self.round_start_count = self.guess_count
         if self.at is None:
-            self.goal = self.first + self.sequence.goal
+            self.goal = self.guess_count + self.sequence.goal
         else:
             self.goal = self.at + 1 + self.sequence.draft_tokens
 
     def unread(self, limit: int) -> list[int]:
-        """The first `limit` of the tokens that the cache lacks."""
-        start, committed = self.kv.num_computed_tokens, self.sequence.tokens
+        """The first tokens, at most `limit`, that are not in the KV cache yet."""
+        start = self.kv.num_computed_tokens
+        committed = self.sequence.tokens
         if start >= len(committed):
             return self.guessed[start - len(committed) :][:limit]
         return [*committed[start : start + limit], *self.guessed][:limit]
@@ -95,10 +114,15 @@ class CachedDraft:
     def append(
         self, token: int, likeliest: list[int], distribution: SparseDistribution | None = None
     ) -> None:
-        """Guess one more token; `distribution` is what it was drawn from, if it was."""
+        """Guess one more token.
+
+        `likeliest` are the likeliest tokens at its place, `distribution` is what it was drawn from;
+        None if it was not drawn from a distribution that is sent.
+        """
         self.draw_count += distribution is not None
         if self.at is not None:
             self.run.append(token)
             return
-        self.sequence.extend([token], [distribution] if distribution is not None else [])
-        self.others.append([other for other in likeliest if other != token])
+        distributions = [distribution] if distribution is not None else []
+        self.sequence.extend([token], distributions)
+        self.alternatives.append([other for other in likeliest if other != token])

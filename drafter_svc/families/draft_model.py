@@ -1,4 +1,8 @@
-"""The draft model that all of a process's verifiers share: one thread drafts for all of them in the same forwards."""
+"""The draft model that all of a process's verifiers share, and the thread that it runs on.
+
+A connection's ModelFamily calls `DraftModel.grow` on the event loop to begin a round. One worker
+thread runs the forwards of all rounds, and a forward drafts for the sequences of all verifiers.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +20,29 @@ from outrider.lm.runner import ModelRunner
 
 @dataclass(eq=False, slots=True)
 class _Round:
-    """What one verifier's stream wants drafted now; `urgent` if that verifier may be waiting."""
+    """The drafts that one connection wants to grow now; `urgent` if its verifier may be waiting."""
 
     drafts: list[CachedDraft]
     urgent: bool
     interrupted: Callable[[], bool]
     ended: Future[None] = field(default_factory=Future)
     wanting: list[CachedDraft] = field(default_factory=list)
-    """The drafts that want more in the coming forward."""
+    """The drafts that want more tokens from the coming forward."""
 
     def pause_prompts(self) -> None:
-        """One chunk of prompts a round: sequences that guess already are not held up by more."""
+        """Drop the drafts that still read their prompts, if others have begun to guess.
+
+        So a round reads one chunk of prompts, and sequences that guess need not wait for more.
+        """
         self.drafts = [draft for draft in self.drafts if draft.begun] or self.drafts
 
 
 class DraftModel:
-    """The loaded model, its thread and the pages of its cache.
+    """The loaded model, its thread and the pages of its KV cache.
 
-    A stream has one round at a time. Rounds that overlap share forwards, so no stream waits until
-    another has all its drafts. Rounds of verifiers that may be waiting go before those that run
-    ahead of theirs.
+    A connection has one round at a time. Rounds that overlap share forwards, so no connection waits
+    until another has all its drafts. Rounds of verifiers that may be waiting go before rounds that
+    run ahead of their verifiers.
     """
 
     fatal = (DEVICE_LOST,)
@@ -51,27 +58,34 @@ class DraftModel:
     ) -> None:
         """`thread` is the one worker that `runner` was loaded on.
 
-        `max_batch_tokens` bounds one forward, `max_entries` the sparse distribution that goes with
-        a sampled token. With `grammars`, what a request's grammar forbids is not proposed.
+        `max_batch_tokens` bounds the tokens of one forward, `max_entries` the sparse distribution
+        that goes with a sampled token. With `grammars`, tokens that a request's grammar forbids are
+        not proposed.
         """
         self.runner = runner
         self.pool = SharedPagePool(runner.page_count, runner.page_size)
         self._thread = thread
         self._forwards = Forwards(runner, self.pool, max_batch_tokens, max_entries, grammars)
+        # The event loop appends to it, the model's thread takes from it.
         self._arriving: deque[_Round] = deque()
         self._turn = 0
 
     def fits(self, draft: CachedDraft) -> bool:
-        """Reserve pages for all the text there is; False if there are none, or at the end of the model's context."""
+        """Reserve pages for all tokens of a draft. Called on the event loop.
+
+        False if there are too few pages, or if the model's context is full.
+        """
         return self._forwards.fits(draft)
 
     def grow(
         self, drafts: list[CachedDraft], *, urgent: bool, interrupted: Callable[[], bool]
     ) -> Future[None]:
-        """Begin a round: forwards until all that is wanted is guessed, or a message waits.
+        """Begin a round. Called on the event loop; the forwards run on the model's thread.
 
-        The future is done once no forward touches these drafts any more. It has the exception of
-        a forward that fails for them; what was guessed before stands.
+        The round ends when every draft has reached its goal, or after the forward in which
+        `interrupted` became true. Only then is the future done, and no forward touches these drafts
+        any more. If a forward failed for them, the future has its exception; tokens guessed before
+        are kept.
         """
         arrived = _Round(drafts, urgent, interrupted)
         self._arriving.append(arrived)
@@ -81,31 +95,33 @@ class DraftModel:
     # --- on the model's thread ---
 
     def _work(self) -> None:
-        """Draft until nothing more is wanted. Rounds that began meanwhile join between two forwards."""
+        """Run forwards until no round is left. New rounds join between two forwards."""
         rounds: list[_Round] = []
         try:
             while self._take_arriving(rounds):
                 rounds[:] = self._advance(rounds)
-        except Exception as error:  # noqa: BLE001  # raised by who waits for the rounds
+        # The caller of `grow` gets the exception from its future.
+        except Exception as error:  # noqa: BLE001
             for left in rounds:
                 _end(left, error)
 
     def _take_arriving(self, rounds: list[_Round]) -> list[_Round]:
-        """`rounds`, to which those are added that began."""
+        """Append the rounds that arrived to `rounds`, and return it."""
         while self._arriving:
             arrived = self._arriving.popleft()
             if not arrived.ended.set_running_or_notify_cancel():
                 continue
             try:
                 self._forwards.begin(arrived.drafts)
-            except Exception as error:  # noqa: BLE001  # raised by who waits for the round
+            # The caller of `grow` gets the exception from its future.
+            except Exception as error:  # noqa: BLE001
                 _end(arrived, error)
             else:
                 rounds.append(arrived)
         return rounds
 
     def _advance(self, rounds: list[_Round]) -> list[_Round]:
-        """One forward; the rounds that go on behind it."""
+        """Run one forward and end the rounds that need no other; returns those that go on."""
         for each in rounds:
             each.wanting = self._forwards.wanting(each.drafts)
             if not each.wanting:
@@ -113,7 +129,7 @@ class DraftModel:
         rounds = [each for each in rounds if each.wanting]
         front = [each for each in rounds if each.urgent] or rounds
         if front:
-            self._forward(self._in_turn(front))
+            self._forward(self._rotated(front))
         for each in rounds:
             if not each.ended.done() and each.interrupted():
                 _end(each)
@@ -121,22 +137,24 @@ class DraftModel:
             each.pause_prompts()
         return [each for each in rounds if not each.ended.done()]
 
-    def _in_turn(self, rounds: list[_Round]) -> list[_Round]:
-        """A forward has no room for all prompts, so each round is the first in turn."""
+    def _rotated(self, rounds: list[_Round]) -> list[_Round]:
+        """Put another round first each time, since a forward may not have room for all prompts."""
         self._turn += 1
         first = self._turn % len(rounds)
         return rounds[first:] + rounds[:first]
 
     def _forward(self, rounds: list[_Round]) -> None:
-        """One forward for all; if that fails, one for each alone, so that those at fault are known."""
-        drafts = [
-            draft
-            for each in rounds
-            for draft in sorted(each.wanting, key=lambda draft: draft.unread_count)
-        ]
+        """Run one forward for all rounds. If it fails, run one for each, to find those at fault.
+
+        Within a round, drafts that lack fewer tokens go first.
+        """
+        drafts: list[CachedDraft] = []
+        for each in rounds:
+            drafts += sorted(each.wanting, key=lambda draft: draft.unread_count)
         try:
             self._forwards.grow(drafts)
-        except Exception as error:  # noqa: BLE001  # raised by who waits for the round
+        # The caller of `grow` gets the exception from its future.
+        except Exception as error:  # noqa: BLE001
             if len(rounds) == 1:
                 _end(rounds[0], error)
                 return
@@ -145,7 +163,7 @@ class DraftModel:
 
 
 def _end(over: _Round, error: Exception | None = None) -> None:
-    """Tell who waits for a round that no forward touches its drafts any more."""
+    """Complete a round's future, with an exception if a forward failed for it."""
     if over.ended.done():
         return
     if error is not None:

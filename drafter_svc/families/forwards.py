@@ -1,4 +1,8 @@
-"""The draft model's forwards: one guessed token each, for all sequences at once; runs on the thread that the model lives on."""
+"""The draft model's forwards, which guess the next token of all sequences at once.
+
+`DraftModel` calls `begin`, `wanting` and `grow` on the model's thread, and `fits` on the event loop
+as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 
 from drafter_svc.families.cached_draft import CachedDraft
 from drafter_svc.families.shared_pages import SharedPagePool
-from drafter_svc.followed_grammar import FollowedGrammar
+from drafter_svc.grammar_state import GrammarState
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.lm.runner import ModelRunner, SequenceSlice
@@ -22,18 +26,22 @@ from outrider.sampling.tensors import on
 
 log = logging.getLogger(__name__)
 
-# Other tokens that are remembered for each guessed one.
+# Alternative tokens that are remembered for each guessed one.
 _ALTERNATIVES = 3
-# What a sequence lacks that is past its prompt: the token that the verifier drew, and at most its own last guess besides.
+# Most unread tokens of a sequence that is past its prompt: the token that the verifier committed,
+# and the last guess.
 _FEW_TOKENS = 2
 
 DEVICE_LOST = torch.AcceleratorError
-"""A device that failed does nothing more for this process."""
+"""Raised by a device that failed; this process cannot use it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token, the likeliest ones at its place, and what it was sampled from (None if it was not)."""
+    """A guessed token, the likeliest tokens at its place, and the distribution to send with it.
+
+    `distribution` is None unless the token was sampled from one that is sent.
+    """
 
     token: int
     likeliest: list[int]
@@ -41,7 +49,7 @@ class Guess:
 
 
 class Forwards:
-    """The loaded model with the pages of its cache; see DraftModel for the parameters."""
+    """Runs the loaded model over the pages of its KV cache. DraftModel explains the parameters."""
 
     def __init__(
         self,
@@ -58,57 +66,64 @@ class Forwards:
         self._grammars = grammars
 
     def begin(self, drafts: list[CachedDraft]) -> None:
-        """Set out for what is wanted of these drafts now."""
+        """Begin a round for these drafts: set their goals, and compile grammars that are new."""
         for draft in drafts:
             draft.begin()
             self._begin_grammar(draft)
 
     def wanting(self, drafts: list[CachedDraft]) -> list[CachedDraft]:
-        """Those of these drafts that want more, and for which there are pages."""
+        """The drafts that have not reached their goal, after reserving pages for their tokens."""
         return [draft for draft in drafts if self._wants_more(draft)]
 
     def grow(self, drafts: list[CachedDraft]) -> None:
-        """One more token for each of these drafts that want more, or several if one call gives them; of prompts a chunk.
+        """Guess the next token of each draft, all of which `wanting` has returned.
 
-        Prompts are taken in the order of the drafts. A forward that raises has changed nothing.
+        Of a prompt, read the next chunk; prompts are read in the order of the drafts. If one call
+        of the compiled decoder can guess several tokens of every draft, it does. A forward that
+        raises has changed no draft.
         """
-        if not self._guess_several(drafts, min(draft.goal - draft.guess_count for draft in drafts)):
+        fewest = min(draft.goal - draft.guess_count for draft in drafts)
+        if not self._guess_several(drafts, fewest):
             self._forward(drafts)
 
     def fits(self, draft: CachedDraft) -> bool:
-        """Reserve pages for all the text there is; False if there are none, or at the end of the model's context."""
-        return draft.length < self._runner.context_length and self._pool.reserve(
-            draft.kv, draft.length
-        )
+        """Reserve pages for all tokens of a draft; False if there are too few.
+
+        Also False if the model's context has no room for another token.
+        """
+        if draft.length >= self._runner.context_length:
+            return False
+        return self._pool.reserve(draft.kv, draft.length)
 
     def _wants_more(self, draft: CachedDraft) -> bool:
         return not draft.stuck and draft.guess_count < draft.goal and self.fits(draft)
 
     def _begin_grammar(self, draft: CachedDraft) -> None:
-        """Here rather than on the event loop, since it can take a while; the verifier has compiled the same before."""
-        wanted = draft.sequence.opened.grammar
-        if (
-            wanted is None
-            or draft.grammar is not None
-            or draft.at is not None
-            or self._grammars is None
-        ):
+        """Compile a sequence's grammar, on this thread because it can take long.
+
+        The verifier has compiled the same grammar, so a failure is logged and the mask is left out.
+        """
+        grammar = draft.sequence.opened.grammar
+        if grammar is None or self._grammars is None:
+            return
+        if draft.grammar is not None or draft.at is not None:
             return
         try:
-            matcher = self._grammars.compile(wanted).matcher()
+            matcher = self._grammars.compile(grammar).matcher()
         except OutriderError as error:
             log.warning("sequence %d is drafted without its grammar: %s", draft.sequence.id, error)
             matcher = None
-        draft.grammar = FollowedGrammar(matcher, self._grammars.mask_width)
+        draft.grammar = GrammarState(matcher, self._grammars.mask_width)
 
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
-        """The next `count` tokens of all by one call, where nothing but the likeliest is asked for, and nothing besides it."""
+        """Guess the next `count` tokens of all drafts by one call of the decoder.
+
+        False, with nothing guessed, if that is not possible: if a draft needs more than its
+        likeliest tokens, lacks more than one token in its KV cache, or has no room for `count`.
+        """
         if self._runner.decoder is None or len(drafts) > self._max_batch_tokens:
             return False
-        if not all(
-            _is_plain(draft) and draft.kv.num_computed_tokens + 1 == draft.length
-            for draft in drafts
-        ):
+        if not all(_is_plain(draft) and draft.unread_count == 1 for draft in drafts):
             return False
         vocab_size = drafts[0].vocab_size
         if any(draft.vocab_size != vocab_size for draft in drafts):
@@ -128,7 +143,10 @@ class Forwards:
         return True
 
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
-        """`count` rows of the likeliest next token of each draft, whose targets know the same ids; None where one call cannot."""
+        """The likeliest next tokens, [count, len(drafts)]; None if the decoder cannot find them.
+
+        All drafts have the same `vocab_size` and lack one token in their KV cache.
+        """
         slices = [
             SequenceSlice(draft.unread(1), draft.kv.num_computed_tokens, draft.kv.pages, 1)
             for draft in drafts
@@ -136,12 +154,12 @@ class Forwards:
         return self._runner.continue_greedily(slices, count, drafts[0].vocab_size)
 
     def _forward(self, drafts: list[CachedDraft]) -> None:
-        """The next token of each, or a chunk of its prompt."""
+        """Guess the next token of each draft, or read a chunk of its prompt, in one forward."""
         budget = self._max_batch_tokens
         slices: list[SequenceSlice] = []
         scored: list[CachedDraft] = []
         fed: list[CachedDraft] = []
-        # Those that lack little go before prompts.
+        # Drafts that are past their prompts go first.
         for draft in sorted(drafts, key=lambda draft: draft.unread_count > _FEW_TOKENS):
             tokens = draft.unread(budget)
             if not tokens:
@@ -155,7 +173,7 @@ class Forwards:
                 scored.append(draft)
             budget -= len(tokens)
         guesses = self._score(slices, scored)
-        # From here on nothing should fail, since drafts are changed.
+        # From here on drafts change, so nothing may fail.
         for draft, part in zip(fed, slices, strict=True):
             draft.kv.num_computed_tokens += len(part.token_ids)
         for draft, guess in zip(scored, guesses, strict=True):
@@ -163,29 +181,37 @@ class Forwards:
                 draft.append(guess.token, guess.likeliest, guess.distribution)
             else:
                 draft.stuck = True
-                # The last token is read again when the next guess is asked for.
+                # Read the last token again when another guess is wanted.
                 draft.kv.num_computed_tokens -= 1
         for draft in fed:
             self._cache_pages(draft)
 
     def _score(self, slices: list[SequenceSlice], scored: list[CachedDraft]) -> list[Guess | None]:
-        """Run a forward; the next token of each draft of `scored`, whose slices have a row of logits."""
+        """Run a forward; returns the guess for each draft of `scored`, as `_choose` does.
+
+        The slices of `scored` have one row of logits each, in the same order; others have none.
+        """
         logits_RV = self._runner.forward(slices)
-        return self._choose(scored, _known_to_targets(scored, logits_RV)) if scored else []
+        if not scored:
+            return []
+        return self._choose(scored, _mask_unknown(scored, logits_RV))
 
     def _cache_pages(self, draft: CachedDraft) -> None:
         self._pool.cache_pages(draft.kv, draft.sequence.tokens, draft.sequence.opened.tenant)
 
     def _choose(self, drafts: list[CachedDraft], logits_RV: torch.Tensor) -> list[Guess | None]:
-        """Each row's next token: the likeliest, or one that was drawn as its sequence asks for; None where nothing may follow."""
+        """Choose each draft's next token from its row of logits; None where no token may follow.
+
+        Take the likeliest token, or draw one if the draft's `distribution` says so.
+        """
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
         top = logits_RV.topk(min(1 + _ALTERNATIVES, logits_RV.shape[-1]))
-        # Grammar and bans together may leave nothing, and a model may overflow.
+        # Grammar and bans together may forbid every token, and a model may overflow.
         possible = top.values[:, 0].isfinite().tolist()
-        guesses: list[Guess | None] = [
-            Guess(likeliest[0], likeliest) if possible[i] else None
-            for i, likeliest in enumerate(top.indices.tolist())
-        ]
+        guesses: list[Guess | None] = [None] * len(drafts)
+        for i, likeliest in enumerate(top.indices.tolist()):
+            if possible[i]:
+                guesses[i] = Guess(likeliest[0], likeliest)
         samplers = {
             DraftDistribution.SPARSE: self._sample,
             DraftDistribution.COUPLED: self._sample_coupled,
@@ -202,40 +228,45 @@ class Forwards:
     def _sample_coupled(
         self, drafts: list[CachedDraft], logits_RV: torch.Tensor
     ) -> list[tuple[int, SparseDistribution | None]]:
-        """Draw with the verifier's own noise, so that close models draw the same tokens; ids alone cross the wire."""
+        """Draw with the verifier's own noise, so that similar models draw the same tokens.
+
+        Only ids cross the wire, so the distributions returned are None.
+        """
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], [draft.length for draft in drafts])
-        return [
-            (token, None) for token in coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist()
-        ]
+        tokens = coupled_sample(probs_RV, on(probs_RV.device, keys)).tolist()
+        return [(token, None) for token in tokens]
 
     def _sample(
         self, drafts: list[CachedDraft], logits_RV: torch.Tensor
     ) -> list[tuple[int, SparseDistribution | None]]:
-        """Truncate to the likeliest few, round to the wire's float32, and draw from exactly that."""
+        """Draw from the `max_entries` likeliest tokens, with probabilities rounded to float32.
+
+        The verifier gets exactly the distribution that was drawn from: it is truncated, normalised
+        and rounded before the draw (docs/losslessness.md).
+        """
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         top_RE, ids_RE = probs_RV.topk(min(self._max_entries, probs_RV.shape[-1]), dim=-1)
         top_RE = (top_RE / top_RE.sum(-1, keepdim=True)).float()
-        # Nothing is drawn twice with one number: a token that was drafted and fell has had a say in what came of the others.
+        # Never draw twice with one random number: the fate of a rejected token has influenced which
+        # tokens were committed since.
+        seeds = [draft.seed for draft in drafts]
+        positions = [draft.length for draft in drafts]
         draws = [draft.draw_count for draft in drafts]
-        numbers = uniforms(
-            [draft.seed for draft in drafts],
-            [draft.length for draft in drafts],
-            Purpose.DRAFT,
-            draws,
-        )
+        numbers = uniforms(seeds, positions, Purpose.DRAFT, draws)
         picks = inverse_cdf(top_RE, on(top_RE.device, numbers))
         tokens = ids_RE.gather(-1, picks.unsqueeze(-1)).squeeze(-1).tolist()
-        ids, weights = ids_RE.cpu().numpy(), top_RE.cpu().numpy().astype(np.float64)
-        kept = weights > 0
+        ids = ids_RE.cpu().numpy()
+        draft_probs = top_RE.cpu().numpy().astype(np.float64)
+        kept = draft_probs > 0
         return [
-            (tokens[i], SparseDistribution(ids[i][kept[i]], weights[i][kept[i]]))
+            (tokens[i], SparseDistribution(ids[i][kept[i]], draft_probs[i][kept[i]]))
             for i in range(len(drafts))
         ]
 
 
-def _known_to_targets(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:
-    """The logits of the ids that each draft's target knows; those of others are -inf or left out."""
+def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:
+    """Set the logits of ids that a draft's target does not know to -inf, or leave them out."""
     logits_RV = logits_RV[:, : max(draft.vocab_size for draft in drafts)]
     narrow = [i for i, draft in enumerate(drafts) if draft.vocab_size < logits_RV.shape[-1]]
     if narrow:
@@ -246,24 +277,26 @@ def _known_to_targets(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> tor
 
 
 def _is_plain(draft: CachedDraft) -> bool:
-    """Whether the likeliest token is all that is wanted: greedy, nothing to bend the choice, no branches to prepare."""
+    """Whether only the draft's likeliest tokens are needed.
+
+    A grammar, bias or penalties change which token is likeliest. Branches, which are prepared where
+    the verifier lets a drafter run ahead, need the alternatives.
+    """
     sequence = draft.sequence
-    if (
-        draft.at is not None
-        or sequence.window.depth > sequence.draft_tokens
-        or draft.grammar is not None
-    ):
+    if draft.at is not None or sequence.window.depth > sequence.draft_tokens:
         return False
-    return (
-        draft.distribution is DraftDistribution.ONE_HOT and Context(sequence.opened.sampling).plain
-    )
+    if draft.grammar is not None or draft.distribution is not DraftDistribution.ONE_HOT:
+        return False
+    return Context(sequence.opened.sampling).plain
 
 
 def _context(draft: CachedDraft) -> Context:
-    """What bias, penalties and grammar look at."""
+    """The text and masks that bias, penalties and grammar apply to a draft's logits."""
     opened = draft.sequence.opened
     if not opened.sampling.penalised and draft.grammar is None:
         return Context(opened.sampling)
     text = [*draft.sequence.tokens, *draft.guessed]
-    mask = draft.grammar.mask(text[opened.prompt_length :]) if draft.grammar is not None else None
+    mask = None
+    if draft.grammar is not None:
+        mask = draft.grammar.mask(text[opened.prompt_length :])
     return Context(opened.sampling, text, opened.prompt_length, mask=mask)

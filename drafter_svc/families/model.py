@@ -1,7 +1,8 @@
-"""Drafting with a smaller model of the same tokenizer, for all sequences at once.
+"""Drafting with a smaller model that has the target's tokenizer.
 
-Here is what runs on the event loop: caches that follow the verdicts, and which guesses and branches the model is to make. Torch is
-imported only when a model is loaded, since the settings are read, and memory is placed, before that.
+This file runs on the event loop. It keeps the KV caches in step with the verdicts and decides which
+guesses and branches the model makes; draft_model.py makes them on a thread of its own. Torch is
+imported only when a model is loaded, because the process is pinned to its cores before that.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from drafter_svc.families.draft_model import DraftModel
     from outrider.lm.runner import ModelRunner
 
-# On a GPU, drafts of up to so many sequences and branches at once are CUDA graphs.
+# On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
-# Of the memory that is free on a GPU. The target, which may be loading there as well, needs the most of it.
+# Part of a GPU's free memory that the KV cache takes. A target on the same GPU needs most of it.
 _CACHE_SHARE = 0.1
 
 
@@ -44,41 +45,46 @@ class ModelSettings(FamilySettings):
     """Directory or hub id of the draft model."""
 
     dtype: Dtype = "auto"
-    """Type of the weights; auto is the checkpoint's."""
+    """Type of the weights; auto takes the checkpoint's."""
 
     device: Device = "auto"
     """auto (CUDA when there is any), cpu, cuda or cuda:N."""
 
     page_count: int | None = Field(None, ge=1)
-    """Pages of the KV cache; unset sizes it by the memory there is."""
+    """Pages of the KV cache; sized by the free memory unless set."""
 
     max_batch_tokens: int = Field(512, ge=1)
-    """Tokens in one forward."""
+    """Most tokens in one forward."""
 
     mask_drafts: bool = True
-    """Keep drafts within the request's grammar, so that none is wasted on what is forbidden."""
+    """Keep drafts within the request's grammar, so that no token is drafted that it forbids."""
 
     max_entries: int = Field(32, ge=1, le=256)
-    """Tokens of a sampled guess's distribution that are kept and sent."""
+    """Most tokens of a sampled guess's distribution that are kept and sent."""
 
     branches: int = Field(4, ge=0, le=64)
-    """Branches beside a draft that are prepared while it is verified, where the verifier lets drafters run ahead."""
+    """Branches that are prepared beside a draft while it is verified, where the verifier lets
+    drafters run ahead."""
 
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
 
 
 class ModelFamily(Family):
-    """One verifier's part in the draft model: its sequences, and the guesses and branches that are made for them."""
+    """Drafts for the sequences of one connection with the process's shared draft model.
+
+    All methods run on the event loop. `propose` waits for the model's thread; between its rounds
+    the other methods cut and free KV caches.
+    """
 
     name = "model"
     settings = ModelSettings
     distributions = frozenset(DraftDistribution)
 
     def __init__(self, model: DraftModel, vocab_size: int, *, branch_count: int = 4) -> None:
-        """Ids from `vocab_size` on, the target's, are never proposed.
+        """`vocab_size` is the target's: ids from it on are never proposed.
 
-        `branch_count` is how many branches are prepared while a draft is verified.
+        `branch_count` branches at most are prepared while a draft is verified.
         """
         self.fatal = model.fatal
         self.device = str(model.runner.device)
@@ -92,21 +98,20 @@ class ModelFamily(Family):
 
     @classmethod
     async def load(cls, settings: ModelSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Load the model on a new thread, which runs all its forwards later."""
         need_models()
         from drafter_svc.families.draft_model import DraftModel
         from outrider.grammar.compiler import GrammarCompiler
 
-        # Loaded on the thread that will compute; see verifier_svc.engine.engine_thread for why.
+        # Load on the thread that will compute. OpenMP keeps a team of workers for each thread that
+        # ever computed, and two teams on the same cores slow a small model down.
         thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
         runner = await asyncio.get_running_loop().run_in_executor(
             thread, _load_runner, settings, place
         )
-        ends = runner.eos_token_ids
-        grammars = (
-            GrammarCompiler(settings.model, runner.vocab_size, ends)
-            if settings.mask_drafts
-            else None
-        )
+        grammars = None
+        if settings.mask_drafts:
+            grammars = GrammarCompiler(settings.model, runner.vocab_size, runner.eos_token_ids)
         model = DraftModel(
             runner,
             thread,
@@ -121,44 +126,52 @@ class ModelFamily(Family):
         return Loaded(make, fingerprint(load_tokenizer(settings.model)))
 
     def opened(self, sequence: DraftSequence) -> None:
+        """Give a sequence a KV cache, and share the pages of a known prefix."""
         opened = sequence.opened
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
-        foreign, length = self._is_foreign(sequence.tokens), len(sequence.tokens)
-        draft = CachedDraft(sequence, seed, self._vocab_size, foreign, committed_count=length)
+        draft = CachedDraft(sequence, seed, self._vocab_size)
+        draft.committed_count = len(sequence.tokens)
+        draft.has_unknown_ids = self._has_unknown_ids(sequence.tokens)
         self._pool.match_prefix(draft.kv, sequence.tokens, opened.tenant)
         self._drafts[sequence.id] = draft
 
-    def _is_foreign(self, token_ids: Sequence[int]) -> bool:
+    def _has_unknown_ids(self, token_ids: Sequence[int]) -> bool:
         return max(token_ids) >= self._model.runner.vocab_size
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Cut the KV cache to the first `standing` tokens, or take over that of a branch."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         matched = standing - draft.committed_count
         draft.committed_count = len(sequence.tokens)
-        draft.foreign |= self._is_foreign(new)
+        draft.has_unknown_ids |= self._has_unknown_ids(new)
+        branch = None
         if matched >= len(new):
-            branch = None
-            del draft.others[: len(new)]
+            del draft.alternatives[: len(new)]
         else:
-            branch = draft.branches.get((matched, new[matched])) if sequence.guesses else None
-            # Nothing is remembered besides the guesses of a branch.
-            draft.others = [[] for _ in sequence.guesses]
+            if sequence.guesses:
+                branch = draft.branches.get((matched, new[matched]))
+            # No alternatives were remembered for the guesses of a branch.
+            draft.alternatives = [[] for _ in sequence.guesses]
         if branch is not None:
-            # The branch that came true has a cache of its own, which goes on where the chain's would have to be rewound.
+            # The branch was committed. Its cache goes on where the chain's would be rewound.
             draft.kv, branch.kv = branch.kv, draft.kv
         elif standing < draft.kv.num_computed_tokens:
-            length = len(sequence.tokens)
-            with telemetry.start(
-                "rewind",
-                sequence.traceparent,
-                outrider__base_length=length,
-                outrider__kept_tokens=standing,
-            ):
-                self._pool.truncate(draft.kv, standing)
+            self._rewind(draft, standing)
         self._drop_branches(draft)
 
+    def _rewind(self, draft: CachedDraft, length: int) -> None:
+        """Cut a sequence's KV cache to its first `length` tokens."""
+        with telemetry.start(
+            "rewind",
+            draft.sequence.traceparent,
+            outrider__base_length=len(draft.sequence.tokens),
+            outrider__kept_tokens=length,
+        ):
+            self._pool.truncate(draft.kv, length)
+
     def closed(self, sequence: DraftSequence) -> None:
+        """Free a sequence's pages."""
         if draft := self._drafts.pop(sequence.id, None):
             self._drop_branches(draft)
             self._pool.free(draft.kv)
@@ -171,17 +184,13 @@ class ModelFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """The chains grow; and while the verifier is at work, so do branches, in the same forwards."""
+        """Grow the chains; while the verifier is at work, grow branches in the same forwards."""
         running_ahead = not any(sequence.urgent for sequence in sequences)
-        drafts = [
-            draft
-            for draft in (self._drafts[sequence.id] for sequence in sequences)
-            if not draft.foreign
-        ]
+        drafts = [self._drafts[sequence.id] for sequence in sequences]
+        drafts = [draft for draft in drafts if not draft.has_unknown_ids]
+        context_length = self._model.runner.context_length
         growing = [
-            draft
-            for draft in drafts
-            if draft.sequence.goal > 0 and draft.length < self._model.runner.context_length
+            draft for draft in drafts if draft.sequence.goal > 0 and draft.length < context_length
         ]
         branching = [draft for draft in drafts if running_ahead and self._begin_branches(draft)]
         branches = [branch for draft in branching for branch in draft.branches.values()]
@@ -190,6 +199,7 @@ class ModelFamily(Family):
         for draft in growing:
             if draft.stuck:
                 draft.sequence.give_up()
+            # The round ended, or was interrupted, before the whole prompt was read.
             elif not draft.begun and self._model.fits(draft):
                 draft.sequence.postpone()
         for draft in branching:
@@ -198,7 +208,7 @@ class ModelFamily(Family):
     async def _grow(
         self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool
     ) -> None:
-        """Raises what a forward raised."""
+        """Wait for a round of the draft model. Raises the exception of a forward that failed."""
 
         def ended() -> bool:
             return self._is_closed or interrupted()
@@ -207,7 +217,7 @@ class ModelFamily(Family):
         await asyncio.wrap_future(self._round)
 
     async def aclose(self) -> None:
-        """Give back all pages, as soon as no forward writes to them."""
+        """Free all pages, once no forward writes to them."""
         self._is_closed = True
         if self._round is not None:
             await asyncio.gather(asyncio.wrap_future(self._round), return_exceptions=True)
@@ -217,36 +227,38 @@ class ModelFamily(Family):
         self._drafts.clear()
 
     def _begin_branches(self, draft: CachedDraft) -> bool:
-        """Branches for what may be committed beside the chain: the likeliest other tokens at each place, by `fan_out`.
+        """Begin branches with the likeliest alternative tokens, spread over places by `fan_out`.
 
-        They are guessed once for each verdict, and only while there is plenty of cache. What comes behind a draft that stands as a
-        whole is for the chain, which grows in the same forwards. False if this is not the time for it.
+        Branches are made once for each verdict, and only while half of the KV cache is free. None
+        is made behind the last guess: the chain itself grows there, in the same forwards. Returns
+        False if no branch may be made now.
         """
-        sequence, pool = draft.sequence, self._pool
-        if sequence.branch_room == 0 or pool.free_count < pool.page_count // 2:
+        sequence = draft.sequence
+        if sequence.branch_room == 0 or self._pool.free_count < self._pool.page_count // 2:
             return False
-        # Those of a round that failed.
+        # Free the branches of a round that failed.
         self._drop_branches(draft)
         places = min(sequence.draft_tokens, len(sequence.guesses) - 1)
-        budget = min(
-            self._branch_count,
-            (sequence.branch_room - sequence.room) // (1 + sequence.draft_tokens),
-        )
-        for at, count in enumerate(fan_out(sequence.acceptance, places, max(budget, 0))):
+        space = (sequence.branch_room - sequence.room) // (1 + sequence.draft_tokens)
+        budget = max(0, min(self._branch_count, space))
+        for at, count in enumerate(fan_out(sequence.acceptance, places, budget)):
             if sequence.window.depth - at <= sequence.draft_tokens:
                 break
             taken = sequence.guessed_at(at)
-            for token in [token for token in draft.others[at] if token not in taken][:count]:
-                kv = pool.fork(draft.kv, len(sequence.tokens) + at)
-                seed, grammar = draft.seed, draft.grammar
-                branch = CachedDraft(
-                    sequence, seed, self._vocab_size, at=at, run=[token], kv=kv, grammar=grammar
-                )
-                draft.branches[at, token] = branch
+            for token in [token for token in draft.alternatives[at] if token not in taken][:count]:
+                draft.branches[at, token] = self._fork(draft, at, token)
         return True
 
+    def _fork(self, draft: CachedDraft, at: int, token: int) -> CachedDraft:
+        """A branch behind the first `at` guesses that begins with `token`."""
+        sequence = draft.sequence
+        branch = CachedDraft(sequence, draft.seed, self._vocab_size, at=at, run=[token])
+        branch.grammar = draft.grammar
+        branch.kv = self._pool.fork(draft.kv, len(sequence.tokens) + at)
+        return branch
+
     def _offer_branches(self, draft: CachedDraft) -> None:
-        """Without a guess behind it a branch is of no use, and the window may have filled since it was begun."""
+        """Offer the branches that have guesses behind their first token and fit the window."""
         for (at, _), branch in draft.branches.items():
             if 1 < len(branch.run) <= draft.sequence.branch_room:
                 draft.sequence.branch(at, branch.run)
@@ -254,6 +266,7 @@ class ModelFamily(Family):
 
 
 def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
+    """Load the model and capture its CUDA graphs; called on the model's thread."""
     from outrider.lm.runner import Bounds, ModelRunner
 
     runner = ModelRunner.load(
@@ -265,6 +278,7 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
         threads=place.threads,
         trust_remote_code=settings.trust_remote_code,
     )
-    # What a sequence lacks is the token that the verifier drew, and at most its own last guess besides.
+    # A sequence past its prompt lacks at most 2 tokens: the one that the verifier committed, and
+    # the last guess.
     runner.capture(Bounds(_GRAPHED_SEQUENCES, 2, settings.max_batch_tokens))
     return runner

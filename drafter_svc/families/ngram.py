@@ -1,5 +1,7 @@
-"""Drafting by what followed the same n-gram before: in what the client predicts, in the request's own text, then in the pool that
-requests share.
+"""Drafting with the tokens that followed the same n-gram before.
+
+The family looks in the text that the client predicts, then in the request's own text, then in the
+pool that requests share. Everything here runs on the event loop; only Redis is awaited.
 """
 
 from __future__ import annotations
@@ -23,42 +25,45 @@ from outrider.drafter.draft_sequence import DraftSequence
 from outrider.limits import MAX_DRAFT_TOKENS
 from outrider.model_info import ModelInfo
 
-# Branches that are prepared between two verdicts, one for each place where a draft can end; where the sequences are too many for
-# that, so many for each. Looking them up is almost free, but sending them is not.
+# Branches of all sequences together between two verdicts, and the least that one sequence may have.
+# A sequence needs one at each place where its draft can end. Finding branches costs almost nothing,
+# but sending them does.
 _BRANCHES = 64
-_FEWEST = 4
+_MIN_BRANCHES = 4
 
 
 class NgramSettings(RedisSettings):
     """Settings of the family ngram."""
 
     max_draft_len: int = Field(8, ge=1, le=MAX_DRAFT_TOKENS)
-    """Longest run proposed at once."""
+    """Most tokens proposed at once."""
 
     max_matching_ngram_size: int = Field(3, ge=1, le=16)
-    """Longest suffix looked up."""
+    """Tokens of the longest suffix that is looked up."""
 
     is_keep_all: bool = True
-    """Keep every continuation of an n-gram, not one."""
+    """Keep several continuations of an n-gram, at most 16, instead of the newest alone."""
 
     is_use_oldest: bool = False
-    """Propose the oldest continuation kept, not the newest."""
+    """Propose the oldest continuation kept instead of the newest."""
 
     pool_entries: int = Field(1_000_000, ge=1)
-    """n-grams a pool holds at most, in Redis each tenant's; the least recently used go first, in Redis the oldest."""
+    """Most n-grams of a pool; in Redis, of each tenant. The least recently used are dropped first,
+    in Redis the oldest."""
 
     namespace: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    """Pools of different namespaces in one Redis are apart; letters, digits, _, . and -."""
+    """Separates pools in one Redis. Letters, digits, _, . and -."""
 
     pool_ttl_seconds: int = Field(86_400, ge=1)
-    """Age at which an unused n-gram leaves Redis."""
+    """Age in seconds at which Redis drops an n-gram that was not written again."""
 
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """The n-grams of a sequence's own text, of which so many tokens are taken in.
+    """The n-grams of one sequence's text.
 
-    `shared_count` tokens were offered to Redis under `tenant`'s keys.
+    The first `indexed_count` tokens are in the pools of this process. The n-grams that end within
+    the first `shared_count` tokens were offered to Redis under `tenant`'s keys.
     """
 
     pool: MemoryPool
@@ -69,8 +74,11 @@ class _Text:
 
 
 class NgramFamily(Family):
-    """`shared` is the pool of all requests of this process, `redis` that of all replicas, by tenant or for all; with both None each
-    request has its own pool alone.
+    """Drafts for the sequences of one connection by looking up n-grams.
+
+    Each request has a pool of its own. `shared` is the public pool of this process, `redis` the
+    pool of all replicas, one for each tenant or one for all tenants; either may be None.
+    Connections share `shared`; `redis` is this connection's own.
     """
 
     name = "ngram"
@@ -91,6 +99,7 @@ class NgramFamily(Family):
 
     @classmethod
     async def load(cls, settings: NgramSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
+        """Check the settings, and make what connections share."""
         make_redis = _redis_pool(settings, metrics)
         options = NgramOptions(
             settings.max_draft_len,
@@ -98,7 +107,7 @@ class NgramFamily(Family):
             settings.is_keep_all,
             settings.is_use_oldest,
         )
-        # Outlive the connection to a verifier, unlike the pools of single requests. Ids mean the same with one tokenizer alone.
+        # Public pools by tokenizer, since ids of two tokenizers differ. They outlive connections.
         shared: dict[str, MemoryPool] = {}
 
         def make(info: ModelInfo) -> NgramFamily:
@@ -112,6 +121,7 @@ class NgramFamily(Family):
         return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
+        """Index a sequence's text."""
         opened = sequence.opened
         text = self._texts[sequence.id] = _Text(MemoryPool(self._options, self._max_entries))
         if self._redis is not None:
@@ -123,29 +133,34 @@ class NgramFamily(Family):
         self._index(sequence, text)
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Index the committed tokens."""
         self._index(sequence, self._texts[sequence.id])
 
     def closed(self, sequence: DraftSequence) -> None:
+        """Offer Redis the last n-grams of a sequence, and drop its pool."""
         if text := self._texts.pop(sequence.id, None):
             self._offer(sequence, text, len(sequence.tokens) - 1)
 
     async def aclose(self) -> None:
+        """Close this connection's pool in Redis."""
         if self._redis is not None:
             await self._redis.aclose()
 
     def _index(self, sequence: DraftSequence, text: _Text) -> None:
+        """Add the tokens that are new to the pools."""
         for pool in (text.pool, self._shared):
             if pool is not None:
                 pool.index(sequence.tokens, text.indexed_count)
         text.indexed_count = len(sequence.tokens)
-        # Offered once its continuation is whole; the rest follows when the text ends.
+        # Offer an n-gram when its continuation is complete. `closed` offers the last ones.
         self._offer(sequence, text, len(sequence.tokens) - self._options.max_draft_len)
 
     def _offer(self, sequence: DraftSequence, text: _Text, end: int) -> None:
-        """Have the n-grams that end at the positions up to `end` written to Redis."""
+        """Offer Redis the new n-grams that end at positions up to `end`."""
         if self._redis is None or text.tenant is None:
             return
-        tokens, size = sequence.tokens, self._options.max_matching_ngram_size
+        tokens = sequence.tokens
+        size = self._options.max_matching_ngram_size
         for position in range(max(1, text.shared_count), end + 1):
             continuation = tokens[position : position + self._options.max_draft_len]
             for ngram in _suffixes(tokens[max(0, position - size) : position], size):
@@ -155,7 +170,10 @@ class NgramFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """A run for every sequence with room; one round trip to Redis for all that nothing here knows. Branches for the others."""
+        """Extend every sequence that has room, and offer branches for the others.
+
+        One round trip to Redis serves all sequences for which this process has no continuation.
+        """
         unknown: list[DraftSequence] = []
         for sequence in sequences:
             if sequence.room == 0:
@@ -165,36 +183,41 @@ class NgramFamily(Family):
             else:
                 unknown.append(sequence)
         if unknown and self._redis is not None:
-            for sequence, run in zip(
-                unknown, await self._redis.lookup(self._queries(unknown)), strict=True
-            ):
+            runs = await self._redis.lookup(self._queries(unknown))
+            for sequence, run in zip(unknown, runs, strict=True):
                 sequence.extend(run)
 
     def _branch(self, sequence: DraftSequence) -> None:
-        """Guess what else may be committed while the chain's first draft is verified, and what would follow."""
+        """Offer other continuations that the sequence's own pool knows, at each place of the draft.
+
+        If the draft fails at that place, such a branch is the next draft and is already there.
+        """
         pool = self._texts[sequence.id].pool
         places = min(sequence.draft_tokens, len(sequence.guesses) - 1)
-        budget = max(_FEWEST, _BRANCHES // len(self._texts))
-        counts = (
-            [1] * (places + 1) if places < budget else fan_out(sequence.acceptance, places, budget)
-        )
+        budget = max(_MIN_BRANCHES, _BRANCHES // len(self._texts))
+        counts = [1] * (places + 1)
+        if len(counts) > budget:
+            counts = fan_out(sequence.acceptance, places, budget)
         for at, count in enumerate(counts):
             context = self._context(sequence, sequence.guesses[:at])
-            for run in pool.alternatives(
-                context, sequence.draft_tokens, sequence.guessed_at(at), count
-            ):
+            taken = sequence.guessed_at(at)
+            for run in pool.alternatives(context, sequence.draft_tokens, taken, count):
                 sequence.branch(at, run)
         sequence.give_up_branches()
 
     def _local(self, sequence: DraftSequence) -> list[int]:
-        text, room = self._texts[sequence.id], sequence.room
+        """A continuation from the prediction, the request's own pool or the public pool."""
+        text = self._texts[sequence.id]
+        room = sequence.room
         if text.prediction is not None:
             generated = [*sequence.tokens[sequence.opened.prompt_length :], *sequence.guesses]
             if expected := text.prediction.continuation(generated, room):
                 return expected
         context = self._context(sequence, sequence.guesses)
         own = text.pool.continuation(context, room)
-        return own if own or self._shared is None else self._shared.continuation(context, room)
+        if own or self._shared is None:
+            return own
+        return self._shared.continuation(context, room)
 
     def _queries(self, sequences: Sequence[DraftSequence]) -> list[Query]:
         size = self._options.max_matching_ngram_size
@@ -208,20 +231,23 @@ class NgramFamily(Family):
         ]
 
     def _context(self, sequence: DraftSequence, guesses: Sequence[int]) -> list[int]:
-        """The last tokens; a text is long, and what is looked up of it short."""
+        """The last tokens of text and guesses, as many as a lookup needs."""
         size = self._options.max_matching_ngram_size
         return [*sequence.tokens[-size:], *guesses][-size:]
 
 
 def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
-    """The n-grams that `tokens` end with, the longest first."""
+    """The n-grams at the end of `tokens`, the longest first."""
     return [tokens[-size:] for size in range(min(longest, len(tokens)), 0, -1)]
 
 
 def _redis_pool(
     settings: NgramSettings, metrics: Metrics
 ) -> Callable[[ModelInfo], RedisPool | None]:
-    """How to make the pool for a connection; raises OutriderError(INVALID_VALUE) that names the setting at fault."""
+    """A function that makes a connection's pool in Redis, or None without the setting redis.
+
+    Raises OutriderError(INVALID_VALUE) that names the setting at fault.
+    """
     if settings.redis is None:
         return lambda info: None
     server = RedisServer.parse(settings.redis, settings.redis_password_file, settings.redis_ca_file)
@@ -231,16 +257,16 @@ def _redis_pool(
     options = RedisOptions(
         settings.pool_entries, settings.pool_ttl_seconds, use_oldest=settings.is_use_oldest
     )
-    # Counts go on from one connection to the next.
+    # All connections share the counters.
     counters = RedisCounters()
     metrics.watch_redis(counters)
 
     def make(info: ModelInfo) -> RedisPool:
-        names = info.tokenizer_fingerprint, info.vocab_size
         return RedisPool(
             server,
             keys,
-            *names,
+            info.tokenizer_fingerprint,
+            info.vocab_size,
             options,
             counters=counters,
             observe=metrics.redis_lookup_seconds.observe,

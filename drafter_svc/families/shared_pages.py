@@ -1,4 +1,4 @@
-"""Pages of the KV cache that the event loop and the model's thread use at the same time."""
+"""The KV cache's pages, for use by the event loop and the model's thread at the same time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from outrider.lm.pages import KVSequence, PagePool
 
 
 class SharedPagePool:
-    """A PagePool whose calls do not overlap.
+    """A PagePool behind a lock, so that two threads' calls do not overlap.
 
-    That is enough: a sequence is used by one thread at a time, and what others do between two of
-    its calls touches none of the pages that it holds. It holds a pool and does not derive from it,
-    since a compiled class cannot be derived from.
+    No more is needed: one thread at a time uses a sequence, and calls for other sequences do not
+    touch the pages that it holds. The class wraps a PagePool because a compiled class cannot be
+    subclassed.
     """
 
     def __init__(self, page_count: int, page_size: int) -> None:

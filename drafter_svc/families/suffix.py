@@ -1,8 +1,10 @@
-"""Drafting by suffix trees over the request's own text and those before it (SuffixDecoding, Oliaro et al., arXiv 2411.04975).
+"""Drafting with suffix trees over the request's own text and earlier ones.
 
-The longest suffix of the text that occurred before is followed along its likeliest continuations: a token's probability is
-count(child) / count(parent), a guess ends where their product falls below `min_token_probability`, and no guess is longer than
-`max_spec_factor` times what was matched. The trees are those of Arctic Inference, in C++, that vLLM uses as well.
+This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). The trees find the longest suffix of the
+text that occurred before, and follow its likeliest continuations. A token's probability is
+count(child) / count(parent). A guess ends where the product of its tokens' probabilities falls
+below `min_token_probability`, and is at most `max_spec_factor` times as long as the suffix. The
+trees are Arctic Inference's, in C++, which vLLM uses as well. They are called on the event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.messages import Opened
 from outrider.model_info import ModelInfo
 
-# Each tenant's trees are its own; of more tenants than these the least recently seen are forgotten.
+# Tenants that have trees. Those of the least recently seen tenant are dropped first.
 _MAX_CORPORA = 64
 
 
@@ -32,24 +34,24 @@ class SuffixSettings(FamilySettings):
     """Settings of the family suffix."""
 
     max_tree_depth: int = Field(64, ge=2, le=128)
-    """Longest suffix matched, and longest run proposed."""
+    """Most tokens of a matched suffix, and of a proposal."""
 
     max_cached_requests: int = Field(1000, ge=1)
-    """Texts of a tenant that are remembered; the oldest go first."""
+    """Texts that are kept for each tenant; the oldest are dropped first."""
 
     max_spec_factor: float = Field(1.0, gt=0)
-    """Longest run, in lengths of the suffix that was matched."""
+    """Longest proposal, as a multiple of the length of the matched suffix."""
 
     min_token_probability: float = Field(0.1, ge=0, le=1)
-    """A run ends where the product of its tokens' frequencies falls below this."""
+    """A proposal ends where the product of its tokens' probabilities falls below this."""
 
     is_public_pool: bool = False
-    """Share one pool among all requests, tenants included."""
+    """Share one corpus among all requests of all tenants."""
 
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """The trees that a sequence's text is in, its number there, and how much of it is."""
+    """A sequence's text in the trees: its request number there, and how many tokens they have."""
 
     trees: Any
     number: int
@@ -57,9 +59,9 @@ class _Text:
 
 
 class Corpora:
-    """Each tenant's trees, of one tokenizer's ids. Connections share them.
+    """The suffix trees of each tenant, for the ids of one tokenizer. Connections share them.
 
-    Raises OutriderError(INVALID_VALUE) when made without the package arctic-inference.
+    Raises OutriderError(INVALID_VALUE) if the package arctic-inference is not installed.
     """
 
     def __init__(self, settings: SuffixSettings) -> None:
@@ -67,16 +69,19 @@ class Corpora:
         self._numbers = itertools.count()
         self._corpora: OrderedDict[str, Any] = OrderedDict()
         try:
-            self._make: Callable[..., Any] = import_module(
-                "arctic_inference.suffix_decoding"
-            ).SuffixDecodingCache
+            package = import_module("arctic_inference.suffix_decoding")
         except ImportError as cause:
-            message = "family: suffix needs the package arctic-inference; in Outrider's sources, pip install '.[suffix]'"
+            message = (
+                "family: suffix needs the package arctic-inference; "
+                "in Outrider's sources, pip install '.[suffix]'"
+            )
             raise OutriderError(Reason.INVALID_VALUE, message, "family") from cause
+        self._make: Callable[..., Any] = package.SuffixDecodingCache
 
     def begin(self, opened: Opened) -> _Text:
-        """Take in the text of a sequence that begins."""
-        trees, number = self._trees(opened.tenant), next(self._numbers)
+        """Add the text of a sequence that begins: prediction, prompt and output so far."""
+        trees = self._trees(opened.tenant)
+        number = next(self._numbers)
         prompt = opened.token_ids[: opened.prompt_length] or opened.token_ids
         trees.start_request(number, [*opened.prediction, *prompt])
         trees.add_active_response(number, opened.token_ids[len(prompt) :])
@@ -95,7 +100,11 @@ class Corpora:
 
 
 class SuffixFamily(Family):
-    """One verifier's texts in the trees that connections share. Without `corpora` it has trees of its own; raises as they do."""
+    """Drafts for the sequences of one connection with suffix trees.
+
+    `corpora` are the trees that connections share; unless given, the family makes its own and
+    raises as Corpora does.
+    """
 
     name = "suffix"
     settings = SuffixSettings
@@ -107,30 +116,34 @@ class SuffixFamily(Family):
 
     @classmethod
     async def load(cls, settings: SuffixSettings, place: PlacementPlan, metrics: Metrics) -> Loaded:
-        Corpora(settings)  # raises now, not when a verifier is found
+        """Check the settings. Connections of one tokenizer share their trees."""
+        # Make one and discard it, so that a missing package is reported now, not on connecting.
+        Corpora(settings)
         by_tokenizer: dict[str, Corpora] = {}
 
         def make(info: ModelInfo) -> SuffixFamily:
-            return cls(
-                settings, by_tokenizer.setdefault(info.tokenizer_fingerprint, Corpora(settings))
-            )
+            key = info.tokenizer_fingerprint
+            return cls(settings, by_tokenizer.setdefault(key, Corpora(settings)))
 
         return Loaded(make)
 
     def opened(self, sequence: DraftSequence) -> None:
+        """Add a sequence's text to its tenant's trees."""
         self._texts[sequence.id] = self._corpora.begin(sequence.opened)
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Add the committed tokens to the trees."""
         text = self._texts[sequence.id]
         text.trees.add_active_response(text.number, sequence.tokens[text.length :])
         text.length = len(sequence.tokens)
 
     def closed(self, sequence: DraftSequence) -> None:
+        """Tell the trees that the text has ended; they keep it for later requests."""
         if text := self._texts.pop(sequence.id, None):
             text.trees.stop_request(text.number)
 
     async def aclose(self) -> None:
-        """The texts are over for the trees too, which others go on with."""
+        """Tell the shared trees that this connection's texts have ended."""
         for text in self._texts.values():
             text.trees.stop_request(text.number)
         self._texts.clear()
@@ -138,6 +151,7 @@ class SuffixFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Extend every sequence that has room."""
         for sequence in sequences:
             if sequence.room > 0:
                 sequence.extend(self._continuation(sequence))
@@ -152,5 +166,5 @@ class SuffixFamily(Family):
             max_spec_factor=self._settings.max_spec_factor,
             min_token_prob=self._settings.min_token_probability,
         )
-        # Each entry follows from its neighbour before, since no tree was asked for.
+        # Without the option for trees of tokens, the draft is a chain.
         return list(draft.token_ids)

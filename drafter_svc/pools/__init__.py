@@ -1,1 +1,1 @@
-"""Where n-grams are kept: in this process, or in Redis."""
+"""Pools of n-grams: in this process, or in Redis."""

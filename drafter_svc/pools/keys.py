@@ -1,9 +1,16 @@
-"""How n-grams are named in Redis: nameless without the pool's secret, apart by tenant, and spread over a cluster's slots.
+"""The keys of n-grams in Redis.
 
-A key is `outrider:NAMESPACE:{TENANT.BUCKET}` and a digest of 16 bytes; without the digest it names the bucket's index. The digest
-is a keyed hash of tenant, tokenizer fingerprint and n-gram; TENANT is one of the tenant alone, so that its keys can be found again.
-The hash is keyed BLAKE2b (RFC 7693), a message authentication code as HMAC is, at less than half the time from Python. A bucket is
-chosen by the n-gram's last token, which all n-grams that end a text have in common: they share a slot, and their index is in it.
+A key is `outrider:NAMESPACE:{TENANT.BUCKET}` followed by a digest of 16 bytes. Without the digest
+it is the key of the bucket's index.
+
+- The digest is a keyed hash of tenant, tokenizer fingerprint and n-gram, so nobody can compute it
+  without the pool's secret. TENANT is a keyed hash of the tenant alone, so that all keys of a
+  tenant can be found.
+- The hash is keyed BLAKE2b (RFC 7693), a message authentication code like HMAC that takes less than
+  half the time in Python.
+- The braces are a cluster's hash tag: a bucket, index included, is in one slot. The n-gram's last
+  token chooses the bucket. So all n-grams at the end of a text share a slot, and one command looks
+  them up.
 """
 
 from __future__ import annotations
@@ -22,12 +29,10 @@ _MIN_SECRET_BYTES = 16
 
 
 def read_secret(path: Path | None) -> bytes:
-    """The pool's secret, without the end of the line; raises OutriderError(INVALID_VALUE)."""
+    """The pool's secret, without a line end; raises OutriderError(INVALID_VALUE) without one."""
     if path is None:
-        raise invalid(
-            "pool-secret-file",
-            "must be given with redis: n-grams are kept there under keys made with this secret",
-        )
+        message = "must be given with redis: keys in Redis are made with this secret"
+        raise invalid("pool-secret-file", message)
     try:
         secret = path.read_bytes().rstrip(b"\r\n")
     except OSError as cause:
@@ -38,19 +43,21 @@ def read_secret(path: Path | None) -> bytes:
 
 
 class TenantKeys:
-    """Keys of one tenant's n-grams of one tokenizer, in one namespace. `begun` is the hash of all but the n-gram."""
+    """Makes the keys of one tenant's n-grams, for one tokenizer and one namespace."""
 
     def __init__(self, prefix: bytes, begun: hashlib.blake2b) -> None:
+        """`begun` is the keyed hash so far, to which only the n-gram must be added."""
         self._indexes = tuple(b"%s%d}" % (prefix, bucket) for bucket in range(BUCKETS))
         self._begun = begun
 
     def index(self, ngram: Sequence[int]) -> bytes:
-        """The key of the index that the n-gram belongs in, which is also how its own key begins."""
+        """The key of the n-gram's bucket index. The n-gram's own key begins with it."""
         return self._indexes[ngram[-1] % BUCKETS]
 
     def keys(self, ngrams: Sequence[Sequence[int]]) -> list[bytes]:
-        """The keys of n-grams that end in the same token, which share a slot."""
-        index, keys = self.index(ngrams[0]), []
+        """The keys of n-grams that all end in the same token. They share a slot."""
+        index = self.index(ngrams[0])
+        keys = []
         for ngram in ngrams:
             digest = self._begun.copy()
             digest.update(array("I", ngram).tobytes())
@@ -59,7 +66,7 @@ class TenantKeys:
 
 
 class PoolKeys:
-    """Keys of every tenant; with `public`, all tenants are one, which no tenant's name is."""
+    """Makes the keys of all tenants. With `public`, they all share the keys of the public pool."""
 
     def __init__(self, secret: bytes, namespace: str = "default", *, public: bool = False) -> None:
         # BLAKE2b takes keys of at most 64 bytes.
@@ -68,9 +75,9 @@ class PoolKeys:
         self._public = public
 
     def tenant(self, name: str, fingerprint: str) -> TenantKeys:
-        """The tenant's keys under a tokenizer's fingerprint."""
+        """The keys of a tenant's n-grams for the tokenizer with this fingerprint."""
         owner = self._owner(name)
-        # Of fixed length, so that no n-gram can be taken for a part of it.
+        # The scope has a fixed length, so no part of an n-gram can be taken for a part of it.
         scope = hashlib.sha256(b"%d:%s%s" % (len(owner), owner, fingerprint.encode())).digest()
         begun = hashlib.blake2b(
             scope, digest_size=DIGEST_BYTES, key=self._secret, person=b"outrider ngram"
@@ -78,10 +85,11 @@ class PoolKeys:
         return TenantKeys(b"outrider:%s:%s" % (self._namespace, self._tag(owner)), begun)
 
     def pattern(self, name: str) -> bytes:
-        """What SCAN is to match to find all of the tenant's keys, of every namespace and tokenizer."""
+        """The glob for SCAN that matches all keys of a tenant, of every namespace and tokenizer."""
         return b"outrider:*:%s*" % self._tag(self._owner(name))
 
     def _owner(self, name: str) -> bytes:
+        """A name for the owner of the keys; the public pool's differs from every tenant's."""
         return b"public" if self._public else b"tenant:" + name.encode()
 
     def _tag(self, owner: bytes) -> bytes:

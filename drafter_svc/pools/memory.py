@@ -1,112 +1,126 @@
-"""n-grams of texts in this process, with the semantics and option names of TensorRT-LLM's n-gram speculation.
+"""An n-gram pool in this process, with the options of TensorRT-LLM's n-gram speculation.
 
-A pool maps an n-gram to the places where it occurred; what follows there is the guess. A text is referred to, not copied, so a
-continuation grows as its text does.
+A pool maps an n-gram to the places where it occurred. The tokens that follow there are the guess. A
+pool refers to a text and does not copy it, so a continuation grows as its text does. The event loop
+makes all calls.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Of an n-gram's occurrences no more are kept: a lookup takes the newest or the oldest, and passes over short ones.
-_KEPT = 16
+# Occurrences that are kept of an n-gram. A lookup takes the newest or the oldest, and uses another
+# only if too few tokens follow there.
+_MAX_OCCURRENCES = 16
 
 
-_Place = tuple[list[int], int]
-"""A text, and where in it an n-gram ended."""
+_Occurrence = tuple[list[int], int]
+"""A text, and the position behind an n-gram in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
-    """`max_draft_len` tokens are guessed at once after a suffix of at most `max_matching_ngram_size` tokens.
-
-    `is_keep_all` keeps several continuations of an n-gram, else only the newest; `is_use_oldest` prefers the oldest kept.
-    """
+    """How a pool keeps and finds n-grams."""
 
     max_draft_len: int = 8
+    """Most tokens of a guess."""
     max_matching_ngram_size: int = 3
+    """Tokens of the longest n-gram."""
     is_keep_all: bool = True
+    """Keep several continuations of an n-gram, else only the newest."""
     is_use_oldest: bool = False
+    """Prefer the oldest continuation that is kept, else the newest."""
 
 
 class MemoryPool:
-    """n-grams of any number of texts, at most `max_entries` of them; the least recently used are forgotten first."""
+    """At most `max_entries` n-grams of any number of texts; the least recently used go first."""
 
     def __init__(self, options: NgramOptions, max_entries: int) -> None:
         self._options = options
         self._max_entries = max_entries
-        # Most n-grams occur once, and a deque takes five times the room of what it would hold then.
-        self._places: OrderedDict[tuple[int, ...], _Place | deque[_Place]] = OrderedDict()
+        # Most n-grams occur once. A deque of one occurrence takes five times the memory of the
+        # occurrence itself.
+        self._occurrences: OrderedDict[tuple[int, ...], _Occurrence | deque[_Occurrence]]
+        self._occurrences = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._occurrences)
 
     def index(self, text: list[int], start: int) -> None:
-        """Take in the tokens of `text` from `start` on; `text` may grow later, but must not change otherwise."""
+        """Add the tokens of `text` from `start` on. Later `text` may only grow, in place."""
         sizes = range(1, self._options.max_matching_ngram_size + 1)
         for end in range(max(start, 1), len(text)):
             for size in sizes:
                 if size > end:
                     break
                 self._add(tuple(text[end - size : end]), text, end)
-        while len(self._places) > self._max_entries:
-            self._places.popitem(last=False)
+        while len(self._occurrences) > self._max_entries:
+            self._occurrences.popitem(last=False)
 
     def _add(self, ngram: tuple[int, ...], text: list[int], end: int) -> None:
-        places = self._places.get(ngram)
-        if places is None:
-            self._places[ngram] = (text, end)
+        found = self._occurrences.get(ngram)
+        if found is None:
+            self._occurrences[ngram] = (text, end)
             return
-        self._places.move_to_end(ngram)
-        if isinstance(places, tuple):
-            places = self._places[ngram] = deque(
-                [places], maxlen=_KEPT if self._options.is_keep_all else 1
-            )
-        # The oldest are kept when the oldest are wanted.
-        if not (self._options.is_use_oldest and self._options.is_keep_all and len(places) == _KEPT):
-            places.append((text, end))
+        self._occurrences.move_to_end(ngram)
+        if isinstance(found, tuple):
+            maxlen = _MAX_OCCURRENCES if self._options.is_keep_all else 1
+            found = deque([found], maxlen)
+            self._occurrences[ngram] = found
+        # A full deque drops its oldest occurrence. Do not let it where the oldest are preferred.
+        keep_oldest = self._options.is_use_oldest and self._options.is_keep_all
+        if not (keep_oldest and len(found) == _MAX_OCCURRENCES):
+            found.append((text, end))
 
     def continuation(self, context: Sequence[int], length: int) -> list[int]:
-        """What followed the longest known suffix of `context`, at most `length` and `max_draft_len` tokens; empty when unknown."""
+        """The tokens that followed the longest known suffix of `context`; empty if none is known.
+
+        At most `length` tokens, and at most `max_draft_len`.
+        """
         length = min(length, self._options.max_draft_len)
         for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
-            if places := self._places_of(context[-size:]):
-                return self._pick(places, length)
+            if found := self._find(context[-size:]):
+                return self._pick(found, length)
         return []
 
     def alternatives(
         self, context: Sequence[int], length: int, known: set[int], count: int
     ) -> list[list[int]]:
-        """Up to `count` other continuations of `context`, none beginning with a token of `known` nor two with the same.
+        """Up to `count` continuations of `context` that begin with different tokens.
 
-        Those of longer suffixes come first, then the newer ones.
+        None begins with a token of `known`, and each has at most `length` tokens. Continuations of
+        longer suffixes come first, then newer ones.
         """
         length = min(length, self._options.max_draft_len)
         found: list[list[int]] = []
         seen = set(known)
         for size in range(min(self._options.max_matching_ngram_size, len(context)), 0, -1):
-            for text, end in reversed(self._places_of(context[-size:])):
+            for text, end in reversed(self._find(context[-size:])):
                 run = text[end : end + length]
                 if len(found) < count and run and run[0] not in seen:
                     seen.add(run[0])
                     found.append(run)
         return found
 
-    def _places_of(self, ngram: Sequence[int]) -> Sequence[_Place]:
-        places = self._places.get(tuple(ngram))
-        if places is None:
+    def _find(self, ngram: Sequence[int]) -> Sequence[_Occurrence]:
+        """The kept occurrences of an n-gram, the oldest first."""
+        found = self._occurrences.get(tuple(ngram))
+        if found is None:
             return ()
-        return (places,) if isinstance(places, tuple) else places
+        return (found,) if isinstance(found, tuple) else found
 
-    def _pick(self, places: Sequence[_Place], length: int) -> list[int]:
-        """The preferred place's tokens; one that ends early gives way to one that does not."""
+    def _pick(self, occurrences: Sequence[_Occurrence], length: int) -> list[int]:
+        """The tokens behind the preferred occurrence that `length` tokens follow, else the most."""
+        in_order: Iterable[_Occurrence] = reversed(occurrences)
+        if self._options.is_use_oldest:
+            in_order = occurrences
         best: list[int] = []
-        for text, end in places if self._options.is_use_oldest else reversed(places):
-            found = text[end : end + length]
-            if len(found) > len(best):
-                best = found
+        for text, end in in_order:
+            continuation = text[end : end + length]
+            if len(continuation) > len(best):
+                best = continuation
             if len(best) == length:
                 break
         return best

@@ -1,4 +1,4 @@
-"""A text that the client expects, such as the file that is being edited: followed in step, and found again behind an edit."""
+"""The prediction of a request: a text that the client expects as output, such as an edited file."""
 
 from __future__ import annotations
 
@@ -7,40 +7,49 @@ from collections.abc import Sequence
 
 
 class Prediction:
-    """Guesses from one expected output. Private to its request, and so never part of any pool."""
+    """Guesses the output of one request from its prediction, and finds the place after an edit.
+
+    It is private to its request and never part of a pool.
+    """
 
     def __init__(self, token_ids: list[int], max_matching_ngram_size: int) -> None:
         self._tokens = token_ids
         self._sizes = range(max_matching_ngram_size, 1, -1)
-        # Where the output was last found, and how long it was then.
-        self._at, self._length = 0, 0
-        # By n-gram, the places behind it, in order.
-        self._behind: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        # The place in the prediction that was found last, and the output's length at that time.
+        self._last_place = 0
+        self._last_length = 0
+        # The places behind each n-gram, in order.
+        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for end in range(1, len(token_ids) + 1):
             for size in self._sizes:
                 if size <= end:
-                    self._behind[tuple(token_ids[end - size : end])].append(end)
+                    self._places[tuple(token_ids[end - size : end])].append(end)
 
     def continuation(self, generated: Sequence[int], length: int) -> list[int]:
-        """What should follow the output so far; empty when its end is not in the prediction.
+        """At most `length` tokens that should follow the output so far.
 
-        Of several places the one nearest to where it should be by now is taken: an output follows its prediction in order.
+        Empty if the output's last tokens are not in the prediction. If they are in several places,
+        take the one nearest to where the output should be by now: it follows its prediction in
+        order.
         """
-        place = self._place(generated)
+        place = self._find(generated)
         if place is None:
             return []
-        self._at, self._length = place, len(generated)
+        self._last_place = place
+        self._last_length = len(generated)
         return self._tokens[place : place + length]
 
-    def _place(self, generated: Sequence[int]) -> int | None:
-        # Two tokens tell more than one; but of the very first there is no more to go by.
+    def _find(self, generated: Sequence[int]) -> int | None:
         if not generated:
             return 0
+        # One token is too little to find a place by, except at the start.
         if len(generated) == 1:
             return 1 if self._tokens[:1] == [*generated] else None
+        expected = self._last_place + len(generated) - self._last_length
         for size in self._sizes:
-            places = self._behind.get(tuple(generated[-size:])) if size <= len(generated) else None
+            if size > len(generated):
+                continue
+            places = self._places.get(tuple(generated[-size:]))
             if places:
-                due = self._at + len(generated) - self._length
-                return min(places, key=lambda place: abs(place - due))
+                return min(places, key=lambda place: abs(place - expected))
         return None

@@ -1,8 +1,9 @@
-"""The n-gram pool that all replicas share, in Redis: a disposable cache, whose loss or delay costs guesses and nothing else.
+"""The n-gram pool in Redis that all replicas share. If Redis fails, only guesses are lost.
 
-One string for each n-gram holds the tokens that followed it, as little-endian uint32; drafter_svc.pools.keys names it.
-Age is bounded by each key's time to live; a tenant's size by the indexes of its buckets (sorted sets by time of writing), from
-which the script that writes drops the oldest. What comes back is checked like anything else from the network.
+Each n-gram has one string: the tokens that followed it, as little-endian uint32. keys.py makes its
+key. Each key has a time to live. Each bucket has an index, a sorted set of its n-grams by time of
+writing; the script that writes drops the oldest, and so bounds a tenant's size. Values read from
+Redis are checked like any other input from the network.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from outrider.process.tasks import keep_running
 
 log = logging.getLogger(__name__)
 
+# The first and the longest time that a circuit breaker stays open.
 _BACKOFF_S = (0.5, 10.0)
-# A warning is not said again for so long.
-_WARNED_EVERY_S = 60.0
+# Log no more than one warning in this time.
+_WARNING_INTERVAL_S = 60.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
-# Commands under way at once; each has a connection, and more than these are late only where Redis hangs.
+# Most lookups that run at once. Each has a connection. More than these run only if Redis hangs.
 _MAX_RUNNING = 64
-# KEYS: a bucket's index, then n-grams, whose keys begin with the index's. ARGV: now, seconds to live, most entries, "NX" or "",
-# then the values.
+# KEYS: a bucket's index, then n-grams of that bucket, whose keys begin with the index's key.
+# ARGV: the time now, seconds to live, most entries of the bucket, "NX" to keep older values or "",
+# then one value for each n-gram.
 _WRITE = """
 local index, now, ttl, most, mode = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 for i = 2, #KEYS do
@@ -54,17 +57,25 @@ redis.call('EXPIRE', index, ttl)
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """`max_entries` bounds a tenant's n-grams; `budget_s` is how long a lookup may take before the drafter goes on without it."""
+    """How a pool uses Redis."""
 
     max_entries: int = 1_000_000
+    """Most n-grams of a tenant."""
     ttl_s: int = 86_400
+    """Time after which Redis drops an n-gram that was not written again."""
     budget_s: float = 0.005
+    """Time for a lookup, after which the drafter goes on without its result."""
     use_oldest: bool = False
+    """Keep an n-gram's first continuation, else its newest."""
 
 
 @dataclass(slots=True)
 class RedisCounters:
-    """What became of lookups and writes. `found` and `missed` count queries, `written` and `dropped` n-grams, the rest commands."""
+    """Counts of a pool's lookups and writes.
+
+    `found` and `missed` count queries, `written` and `dropped` n-grams, `malformed` values, and the
+    others commands.
+    """
 
     lookups: int = 0
     found: int = 0
@@ -78,45 +89,55 @@ class RedisCounters:
 
 
 class Query(NamedTuple):
-    """What may have followed these n-grams of a tenant's, given from the longest to the shortest, all ending in the same token."""
+    """A tenant's n-grams to look up: the longest first, and all with the same last token."""
 
     tenant: TenantKeys
     ngrams: Sequence[Sequence[int]]
 
 
-_Pair = tuple[TenantKeys, Sequence[int], Sequence[int]]
-"""An n-gram of a tenant's, and what followed it."""
+_Write = tuple[TenantKeys, Sequence[int], Sequence[int]]
+"""The tenant, an n-gram, and the tokens that followed it."""
 
 
-class _Standing:
-    """Whether Redis does what it is asked; after a failure it is left alone for a while that grows."""
+class _CircuitBreaker:
+    """Lets no command through for a while after a failure; the time doubles with each failure.
 
-    def __init__(self, clock: Clock) -> None:
-        self.is_down = False
+    After that time commands are let through again. The first success resets the backoff.
+    """
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        """`name` says in the log which commands it guards."""
+        self.name = name
+        self.has_failed = False
+        """Whether the last command failed."""
         self._clock = clock
-        self._until = 0.0
+        self._open_until = 0.0
         self._backoff_s = _BACKOFF_S[0]
 
     @property
     def available(self) -> bool:
-        return self._clock() >= self._until
+        """Whether commands are let through."""
+        return self._clock() >= self._open_until
 
-    def failed(self) -> None:
-        self.is_down = True
-        # Commands that were under way together fail together, which is one failure.
+    def record_failure(self) -> None:
+        """Open the breaker for the backoff, and double the backoff."""
+        self.has_failed = True
+        # Commands that ran at the same time fail together. That counts as one failure.
         if self.available:
-            self._until = self._clock() + self._backoff_s * random.uniform(0.75, 1.0)
+            self._open_until = self._clock() + self._backoff_s * random.uniform(0.75, 1.0)
             self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
 
-    def answered(self) -> None:
-        self.is_down = False
+    def record_success(self) -> None:
+        """Reset the backoff."""
+        self.has_failed = False
         self._backoff_s = _BACKOFF_S[0]
 
 
 class RedisPool:
-    """Lookups of a whole batch in one round trip, writes in the background. Made and used on a running event loop.
+    """Looks up a whole batch in one round trip, and writes in the background.
 
-    `observe` is told the seconds that each lookup's command took to be answered, late ones included.
+    One connection's NgramFamily makes it and calls it on a running event loop. Nothing runs on
+    another thread. `observe` gets the seconds that each lookup took, late lookups included.
     """
 
     def __init__(
@@ -139,27 +160,28 @@ class RedisPool:
         self._observe = observe
         self._clock = clock
         self._client = RedisClient(server)
-        self._writes: asyncio.Queue[_Pair] = asyncio.Queue(_WRITE_QUEUE)
+        self._writes: asyncio.Queue[_Write] = asyncio.Queue(_WRITE_QUEUE)
         self._running: set[asyncio.Task[Any]] = set()
-        # Apart, since a Redis that is full or read-only still answers lookups.
-        self._reading, self._writing = _Standing(clock), _Standing(clock)
-        self._silent_until = 0.0
+        # One for each, since a Redis that is full or read-only still answers lookups.
+        self._lookup_breaker = _CircuitBreaker("lookups", clock)
+        self._write_breaker = _CircuitBreaker("writes", clock)
+        self._next_warning_at = 0.0
         self._writer = keep_running(self._write_forever, "writing to Redis")
 
     @property
     def available(self) -> bool:
-        """Whether Redis is believed to answer lookups."""
-        return self._reading.available
+        """Whether lookups are sent to Redis."""
+        return self._lookup_breaker.available
 
     def tenant(self, name: str) -> TenantKeys:
-        """The keys to look up and offer a tenant's n-grams with."""
+        """The keys of a tenant's n-grams, for `lookup` and `offer`."""
         return self._keys.tenant(name, self._fingerprint)
 
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
-        """For each query the continuation of the first of its n-grams that is known; else empty.
+        """For each query, the continuation of its first n-gram that is known; empty if none is.
 
-        Never raises and never takes much longer than the budget. A command that is late is not cancelled but left to end on its own
-        connection, so that its reply cannot be taken for another's.
+        Never raises, and returns soon after `budget_s` at the latest. A late command is not
+        cancelled: it ends on its own connection, so no other command can get its reply.
         """
         found: list[list[int]] = [[] for _ in queries]
         keys = [key for query in queries for key in query.tenant.keys(query.ngrams)]
@@ -181,6 +203,7 @@ class RedisPool:
         return found
 
     def _spread(self, queries: Sequence[Query], values: list[Any], found: list[list[int]]) -> None:
+        """Set `found` to each query's first valid value; `values` has one for each n-gram."""
         at = 0
         for row, query in enumerate(queries):
             for value in values[at : at + len(query.ngrams)]:
@@ -193,14 +216,14 @@ class RedisPool:
         self.counters.missed += len(queries) - hits
 
     def offer(self, tenant: TenantKeys, ngram: Sequence[int], continuation: Sequence[int]) -> None:
-        """Have the pair written some time soon; when too many wait, it is dropped and counted."""
+        """Queue an n-gram for writing. If the queue is full, drop and count it."""
         try:
             self._writes.put_nowait((tenant, ngram, continuation))
         except asyncio.QueueFull:
             self.counters.dropped += 1
 
     async def aclose(self) -> None:
-        """Stop writing and hang up; what was not written is lost."""
+        """Stop writing and close the connections. Queued n-grams are lost."""
         tasks = [self._writer, *self._running]
         for task in tasks:
             task.cancel()
@@ -208,14 +231,16 @@ class RedisPool:
         await self._client.aclose()
 
     async def _fetch(self, keys: list[bytes]) -> list[Any] | None:
+        """The value of each key, or None if Redis failed."""
         started = self._clock()
         try:
             values = await self._client.mget(keys)
-        except Exception as error:  # noqa: BLE001  # a client that stumbles must not end drafting, no more than a server that does
-            self._failed(self._reading, error)
+        # Neither a faulty server nor a bug in the client may end drafting.
+        except Exception as error:  # noqa: BLE001
+            self._record_failure(self._lookup_breaker, error)
             return None
         self._observe(self._clock() - started)
-        self._answered(self._reading)
+        self._record_success(self._lookup_breaker)
         return values
 
     async def _write_forever(self) -> None:
@@ -223,27 +248,29 @@ class RedisPool:
             batch = [await self._writes.get()]
             while len(batch) < _WRITE_BATCH and not self._writes.empty():
                 batch.append(self._writes.get_nowait())
-            if self._reading.available and self._writing.available:
+            if self._lookup_breaker.available and self._write_breaker.available:
                 await self._write(batch)
             else:
                 self.counters.dropped += len(batch)
 
-    async def _write(self, batch: list[_Pair]) -> None:
-        """Each bucket's n-grams by a call of the script, since no more than a bucket need be on one server."""
+    async def _write(self, batch: list[_Write]) -> None:
+        """Write each bucket's n-grams with one call of the script: a bucket is on one server."""
         buckets: dict[bytes, list[tuple[bytes, bytes]]] = {}
         for tenant, ngram, continuation in batch:
             value = array("I", continuation[:_MAX_TOKENS]).tobytes()
             buckets.setdefault(tenant.index(ngram), []).append((tenant.keys([ngram])[0], value))
         options = self._options
-        most = -(-options.max_entries // BUCKETS)
-        arguments = [round(time.time(), 3), options.ttl_s, most, "NX" if options.use_oldest else ""]
+        bucket_entries = -(-options.max_entries // BUCKETS)
+        mode = "NX" if options.use_oldest else ""
+        arguments = [round(time.time(), 3), options.ttl_s, bucket_entries, mode]
         calls = [
             ([index, *(key for key, _ in pairs)], [*arguments, *(value for _, value in pairs)])
             for index, pairs in buckets.items()
         ]
         try:
             results = await self._client.run(_WRITE, calls)
-        except Exception as error:  # noqa: BLE001  # as above
+        # Neither a faulty server nor a bug in the client may end the writer.
+        except Exception as error:  # noqa: BLE001
             results = [error] * len(calls)
         failures = [result for result in results if isinstance(result, Exception)]
         for pairs, result in zip(buckets.values(), results, strict=True):
@@ -252,12 +279,12 @@ class RedisPool:
             else:
                 self.counters.written += len(pairs)
         if failures:
-            self._failed(self._writing, failures[0])
+            self._record_failure(self._write_breaker, failures[0])
         else:
-            self._answered(self._writing)
+            self._record_success(self._write_breaker)
 
     def _decode(self, value: object) -> list[int]:
-        """Token ids of a value; empty, and counted, when it is not what this pool would have written."""
+        """The token ids of a value; empty, and counted, if no pool like this one has written it."""
         if isinstance(value, bytes) and 0 < len(value) <= 4 * _MAX_TOKENS and len(value) % 4 == 0:
             ids = array("I", value).tolist()
             if max(ids) < self._vocab_size:
@@ -265,20 +292,20 @@ class RedisPool:
         self.counters.malformed += 1
         return []
 
-    def _failed(self, standing: _Standing, error: Exception) -> None:
-        self.counters.failed += 1
-        # A Redis at the limit of its memory takes some writes and not others.
-        if (
-            not (self._reading.is_down or self._writing.is_down)
-            and self._clock() >= self._silent_until
-        ):
-            self._silent_until = self._clock() + _WARNED_EVERY_S
-            what = "lookups" if standing is self._reading else "writes"
-            log.warning("Redis fails (%s: %s); going on without its pool", what, error)
-        standing.failed()
+    @property
+    def _has_failed(self) -> bool:
+        return self._lookup_breaker.has_failed or self._write_breaker.has_failed
 
-    def _answered(self, standing: _Standing) -> None:
-        was_down = standing.is_down
-        standing.answered()
-        if was_down and not (self._reading.is_down or self._writing.is_down):
+    def _record_failure(self, breaker: _CircuitBreaker, error: Exception) -> None:
+        self.counters.failed += 1
+        # Limit the warnings: a Redis at its memory limit takes some writes and refuses others.
+        if not self._has_failed and self._clock() >= self._next_warning_at:
+            self._next_warning_at = self._clock() + _WARNING_INTERVAL_S
+            log.warning("Redis fails (%s: %s); drafting without its pool", breaker.name, error)
+        breaker.record_failure()
+
+    def _record_success(self, breaker: _CircuitBreaker) -> None:
+        had_failed = breaker.has_failed
+        breaker.record_success()
+        if had_failed and not self._has_failed:
             log.info("Redis answers again")

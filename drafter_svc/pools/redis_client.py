@@ -1,7 +1,8 @@
-"""One Redis of any topology, behind a few calls that are the same for one server, for Sentinel's and for a cluster.
+"""A client with the same few commands for one server, a Sentinel's service and a cluster.
 
-redis-py's clients do the work: they find a service's master and a cluster's slots, and follow when these move. Nothing here waits
-longer than a socket's timeout; a command whose time is up takes its connection with it, so that no other gets its reply.
+redis-py's clients do the work: they find a service's master and a cluster's slots, and follow when
+these move. No command waits longer than a socket's timeout. A command that times out closes its
+connection, so that no other command can get its reply.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from redis.exceptions import InvalidResponse, RedisClusterException, RedisError
 
 from drafter_svc.pools.redis_server import RedisServer
 
-# Everything by which a lost, slow or refusing Redis makes itself felt.
+# The exceptions of a Redis that is lost, slow or refuses a command.
 FAILURES = (RedisError, RedisClusterException, OSError)
 
 _SOCKET_TIMEOUT_S = 2.0
 _SCAN_COUNT = 1000
-# The longest honest reply is that to a lookup for some thousand sequences.
-_MOST_REPLY_BYTES = 16 * 2**20
-# The head of a list of a million elements or more. A value cannot look like it, since no token id is as large as four digits.
+# The longest valid reply answers a lookup for some thousand sequences.
+_MAX_REPLY_BYTES = 16 * 2**20
+# The head of a list of a million elements or more. It cannot occur in a value: four ASCII digits
+# read as a token id exceed every vocabulary.
 _VAST_LIST = re.compile(rb"[*%~>|]\d{7}")
 _HEAD_BYTES = 8
 
 
 class BoundedParser(_AsyncHiredisParser):
-    """redis-py's reader of replies, which raises InvalidResponse for one that is too large to be true.
+    """redis-py's parser of replies, but raises InvalidResponse for a reply that is too large.
 
-    hiredis has no bounds of its own but that on nesting. It makes room for a list as soon as it has read its head, and takes
-    seconds, in which nothing else runs, to free one of a thousand million elements.
+    hiredis itself bounds only the nesting. It allocates a list as soon as it has read the head. To
+    free a list of a thousand million elements takes seconds, in which nothing else runs.
     """
 
     __slots__ = ("_byte_count", "_tail")
@@ -53,20 +55,22 @@ class BoundedParser(_AsyncHiredisParser):
     async def read_response(
         self, disable_decoding: bool = False, push_request: bool = False
     ) -> Any:
-        self._byte_count, self._tail = 0, b""
+        """Read one reply, as the base class does."""
+        self._byte_count = 0
+        self._tail = b""
         return await super().read_response(
             disable_decoding=disable_decoding, push_request=push_request
         )
 
     async def read_from_socket(self) -> bool:
-        """Feed hiredis with what has come, as the class above does, once that was looked at."""
+        """Check the bytes that arrived, then feed them to hiredis as the base class does."""
         stream: Any = self._stream
         data = await stream.read(self._read_size)
         if not data:
             raise RedisConnectionError("Redis hung up")
         self._byte_count += len(data)
-        if self._byte_count > _MOST_REPLY_BYTES:
-            raise InvalidResponse(f"a reply has more than {_MOST_REPLY_BYTES} bytes")
+        if self._byte_count > _MAX_REPLY_BYTES:
+            raise InvalidResponse(f"a reply has more than {_MAX_REPLY_BYTES} bytes")
         if _VAST_LIST.search(self._tail + data):
             raise InvalidResponse("a reply is a list of a million elements or more")
         self._tail = data[-_HEAD_BYTES:]
@@ -76,51 +80,33 @@ class BoundedParser(_AsyncHiredisParser):
 
 
 class RedisClient:
-    """Connects when first asked. All calls raise what is in FAILURES; made and used on a running event loop."""
+    """A few commands for one Redis of any topology.
+
+    It connects with the first command. Make it and call it on a running event loop. Every command
+    raises one of FAILURES if Redis fails.
+    """
 
     def __init__(self, server: RedisServer) -> None:
-        # RESP2 and no driver_info: a connection then begins with AUTH and SELECT alone, which need no permissions of their own.
+        # With RESP2 and no driver_info a connection begins with AUTH and SELECT alone, for which a
+        # user needs no permissions.
         common: dict[str, Any] = {
             "protocol": 2,
             "driver_info": None,
             "socket_timeout": _SOCKET_TIMEOUT_S,
             "socket_connect_timeout": _SOCKET_TIMEOUT_S,
-            # Once more on a new connection, for the one that was kept may be to a server that is gone.
+            # Retry once on a new connection: a pooled one may lead to a server that is gone.
             "retry": Retry(NoBackoff(), 1),
         }
         self._sentinel: Sentinel | None = None
-        # Lookups have connections of their own, whose commands `_ask` gives their time: with a socket's timeout and a Python before
-        # 3.12, redis-py makes a task for each command that it sends, a third of what it takes for a lookup.
+        # Lookups have connections of their own, without a socket timeout; `_ask` has a timeout
+        # instead. With a socket timeout and a Python before 3.12, redis-py makes a task for each
+        # command that it sends, which takes a third of a lookup's time.
         self._client: Redis | RedisCluster
         self._lookups: Redis | RedisCluster
         if server.topology == "cluster":
-            nodes = [ClusterNode(host, port) for host, port in server.addresses]
-            # The addresses given stay those that are asked for the slots, as they may be names that move to other hosts.
-            self._client = RedisCluster(
-                startup_nodes=nodes, dynamic_startup_nodes=False, **common, **server.options
-            )
-            self._lookups = self._client
-            manager = self._client.nodes_manager
-            for kwargs in (
-                manager.connection_kwargs,
-                *(node.connection_kwargs for node in manager.startup_nodes.values()),
-            ):
-                kwargs["parser_class"] = BoundedParser
+            self._open_cluster(server, common)
         elif server.topology == "sentinel":
-            options = {
-                name: value
-                for name, value in server.options.items()
-                if server.sentinel_auth or name != "credential_provider"
-            }
-            self._sentinel = Sentinel(server.addresses, sentinel_kwargs=common | options)  # type: ignore[no-untyped-call]  # it has no types
-            master = {
-                "service_name": server.service,
-                "db": server.database,
-                **common,
-                **server.options,
-            }
-            self._client = self._sentinel.master_for(**master)
-            self._lookups = self._sentinel.master_for(**master | {"socket_timeout": None})
+            self._open_sentinel(server, common)
         else:
             [(host, port)] = server.addresses
             alone = {"host": host, "port": port, "db": server.database, **common, **server.options}
@@ -130,13 +116,43 @@ class RedisClient:
             if not isinstance(client, RedisCluster):
                 client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
 
-    async def mget(self, keys: list[bytes]) -> list[Any]:
-        """Values in the keys' order, by one command, or in a cluster by one for each slot.
+    def _open_cluster(self, server: RedisServer, common: dict[str, Any]) -> None:
+        nodes = [ClusterNode(host, port) for host, port in server.addresses]
+        # Always ask the given addresses for the slots: they may be names that move to other hosts.
+        cluster = RedisCluster(
+            startup_nodes=nodes, dynamic_startup_nodes=False, **common, **server.options
+        )
+        manager = cluster.nodes_manager
+        manager.connection_kwargs["parser_class"] = BoundedParser
+        for node in manager.startup_nodes.values():
+            node.connection_kwargs["parser_class"] = BoundedParser
+        self._client = cluster
+        self._lookups = cluster
 
-        None stands for what is not there, and for what is in a slot that cannot be asked while others can.
+    def _open_sentinel(self, server: RedisServer, common: dict[str, Any]) -> None:
+        options = dict(server.options)
+        if not server.sentinel_auth:
+            options.pop("credential_provider", None)
+        # redis-py's Sentinel has no types.
+        self._sentinel = Sentinel(server.addresses, sentinel_kwargs=common | options)  # type: ignore[no-untyped-call]
+        master = {
+            "service_name": server.service,
+            "db": server.database,
+            **common,
+            **server.options,
+        }
+        self._client = self._sentinel.master_for(**master)
+        self._lookups = self._sentinel.master_for(**master | {"socket_timeout": None})
+
+    async def mget(self, keys: list[bytes]) -> list[Any]:
+        """The values of the keys, in their order; None for a key that does not exist.
+
+        A cluster gets one command for each slot. If only some slots fail, the values of their keys
+        are None as well.
         """
         if not isinstance(self._lookups, RedisCluster):
-            command = pack_command(("MGET", *keys))  # type: ignore[arg-type]  # its types have it that commands are of one word
+            # hiredis' types allow only commands of one word.
+            command = pack_command(("MGET", *keys))  # type: ignore[arg-type]
             return list(await self._ask(self._lookups.connection_pool, command))
         parts = await self._each_slot(self._lookups, "MGET", keys)
         values: dict[bytes, Any] = {}
@@ -148,7 +164,11 @@ class RedisClient:
         return [values.get(key) for key in keys]
 
     async def _ask(self, connections: ConnectionPool, command: bytes) -> Any:
-        """The reply to a packed command, as the client's execute_command gets it, which packs in Python at twice the cost."""
+        """The reply to a packed command; raises TimeoutError after `_SOCKET_TIMEOUT_S`.
+
+        It does what redis-py's execute_command does, which packs commands in Python and takes twice
+        the time.
+        """
 
         async def exchange() -> Any:
             await connection.send_packed_command(command)
@@ -156,7 +176,8 @@ class RedisClient:
 
         try:
             async with asyncio.timeout(_SOCKET_TIMEOUT_S):
-                connection: AbstractConnection = await connections.get_connection()  # type: ignore[no-untyped-call]  # it has no types
+                # redis-py's pools have no types.
+                connection: AbstractConnection = await connections.get_connection()  # type: ignore[no-untyped-call]
                 try:
                     return await connection.retry.call_with_retry(
                         exchange, lambda error: connection.disconnect()
@@ -167,44 +188,50 @@ class RedisClient:
             raise TimeoutError(f"no answer in {_SOCKET_TIMEOUT_S} s") from cause
 
     async def run(self, script: str, calls: Sequence[tuple[list[bytes], list[Any]]]) -> list[Any]:
-        """Run a script for each (keys, arguments), in one round trip to each server; a call that failed yields its exception."""
+        """Run a script for each (keys, arguments), in one round trip to each server.
+
+        Returns one result for each call, or the exception of a call that failed.
+        """
         pipeline: Any = self._client.pipeline(transaction=False)
         for keys, arguments in calls:
-            # By its text, not its digest: it is small, and there is no server that could have forgotten it.
+            # Send the script's text, not its digest: it is short, and no server can have lost it.
             pipeline.eval(script, len(keys), *keys, *arguments)
         return await self._execute(pipeline)
 
     async def _each_slot(
         self, cluster: RedisCluster, command: str, keys: list[bytes]
     ) -> list[tuple[list[bytes], Any]]:
-        """A command of many keys, for each slot's by itself, to all servers at once; keys with their result, or an exception."""
+        """Send a command of many keys once for each slot, to all servers at the same time.
+
+        Returns the keys of each slot with the result, or with an exception.
+        """
         slots: dict[int, list[bytes]] = {}
         for key in keys:
             slots.setdefault(cluster.keyslot(key), []).append(key)
         await cluster.initialize()
         pipeline: Any = cluster.pipeline()
         for slot, part in slots.items():
-            # Told the node, it does not work the slot out once more.
-            pipeline.execute_command(
-                command, *part, target_nodes=[cluster.nodes_manager.get_node_from_slot(slot)]
-            )
+            # Name the node, so that redis-py does not compute the slot again.
+            node = cluster.nodes_manager.get_node_from_slot(slot)
+            pipeline.execute_command(command, *part, target_nodes=[node])
         return list(zip(slots.values(), await self._execute(pipeline), strict=True))
 
     async def _execute(self, pipeline: Any) -> list[Any]:
+        """The results of a pipeline's commands, or their exceptions."""
         results = list(await pipeline.execute(raise_on_error=False))
-        if isinstance(self._client, RedisCluster) and any(
-            isinstance(result, AttributeError) for result in results
-        ):
-            # What redis-py stumbles with over a redirection to a node that joined after it last asked who there is.
+        if not isinstance(self._client, RedisCluster):
+            return results
+        # redis-py raises AttributeError for a redirection to a node that joined after redis-py last
+        # asked for the nodes.
+        moved = [i for i, result in enumerate(results) if isinstance(result, AttributeError)]
+        if moved:
             await self._client.nodes_manager.initialize()
-            unknown = RedisClusterException("a slot is moving to a node that was not known")
-            results = [
-                unknown if isinstance(result, AttributeError) else result for result in results
-            ]
+        for i in moved:
+            results[i] = RedisClusterException("a slot is moving to a node that was not known")
         return results
 
     async def scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:
-        """All keys that match, in parts; some may come twice."""
+        """Yield all keys that match a glob, in lists; some keys may come twice."""
         keys = []
         async for key in self._client.scan_iter(match=pattern, count=_SCAN_COUNT):
             keys.append(key)
@@ -215,7 +242,7 @@ class RedisClient:
             yield keys
 
     async def unlink(self, keys: list[bytes]) -> int:
-        """Delete keys; how many there were."""
+        """Delete keys; returns how many of them existed."""
         if not keys:
             return 0
         if not isinstance(self._client, RedisCluster):
@@ -227,11 +254,11 @@ class RedisClient:
         return sum(results)
 
     async def aclose(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         await self._client.aclose()
         await self._lookups.aclose()
         if isinstance(self._client, RedisCluster):
-            # After a failure the client takes itself for closed, while its connections are not.
+            # After a failure the client believes that it is closed, but its connections are open.
             await self._client.nodes_manager.aclose()
             await self._client.nodes_manager.aclose("startup_nodes")
         if self._sentinel is not None:

@@ -1,4 +1,7 @@
-"""Where a Redis is: what a URL of any topology, a password's file and an authority's file say, checked before anything connects."""
+"""Where a Redis is and how to log in: reads the URL, the password file and the file of authorities.
+
+Everything is checked before a connection is made.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from redis.exceptions import AuthenticationError
 
 from outrider.errors import invalid
 
-_FORMS = "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or redis+cluster://HOST:PORT,HOST:PORT, or rediss for TLS"
+_FORMS = (
+    "redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE "
+    "or redis+cluster://HOST:PORT,HOST:PORT, or rediss for TLS"
+)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
 _QUERY = {
     "ssl_certfile": str,
@@ -28,7 +34,7 @@ _TOPOLOGIES: dict[str, Topology] = {"": "standalone", "sentinel": "sentinel", "c
 
 
 class Credentials(CredentialProvider):
-    """User and password, the latter read from its file for each connection, so that it may be changed there."""
+    """User and password. The password's file is read for each connection, so it may change."""
 
     def __init__(self, user: str, password: str, password_file: Path | None) -> None:
         self._user = user
@@ -36,16 +42,17 @@ class Credentials(CredentialProvider):
         self._password_file = password_file
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """As AUTH takes them; raises OSError when the file cannot be read."""
-        password = (
-            self._password
-            if self._password_file is None
-            else self._password_file.read_text().rstrip("\r\n")
-        )
+        """The arguments of AUTH; raises OSError or UnicodeDecodeError if the file is unreadable."""
+        password = self._password
+        if self._password_file is not None:
+            password = self._password_file.read_text().rstrip("\r\n")
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same; raises AuthenticationError, since after other errors redis-py goes on with the connection, without AUTH."""
+        """The same, but raises AuthenticationError if the file is unreadable.
+
+        After any other error redis-py would use the connection without AUTH.
+        """
         try:
             return self.get_credentials()
         except (OSError, UnicodeDecodeError) as cause:
@@ -54,7 +61,10 @@ class Credentials(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """Where Redis is, how its servers are found, and how to get in. `service` is Sentinel's name of the master."""
+    """The addresses, topology and credentials of a Redis.
+
+    `service` is Sentinel's name for the group of servers; empty for other topologies.
+    """
 
     topology: Topology
     addresses: tuple[tuple[str, int], ...]
@@ -62,36 +72,40 @@ class RedisServer:
     service: str = ""
     sentinel_auth: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    """What redis-py's connections take for credentials and TLS."""
+    """redis-py's keyword arguments for credentials and TLS."""
 
     @classmethod
     def parse(
         cls, url: str, password_file: Path | None = None, ca_file: Path | None = None
     ) -> RedisServer:
-        """Raises OutriderError(INVALID_VALUE) that names the setting and does not repeat the URL, which may hold a password."""
+        """Check a URL and the files that go with it.
+
+        Raises OutriderError(INVALID_VALUE) that names the setting. The message does not repeat the
+        URL, which may hold a password.
+        """
         try:
             parts = urlsplit(url)
             scheme, _, kind = parts.scheme.partition("+")
             topology = _TOPOLOGIES[kind]
             if scheme not in ("redis", "rediss"):
                 raise KeyError(scheme)
-            addresses = _addresses(
-                parts.netloc.rpartition("@")[2], 26379 if topology == "sentinel" else 6379
-            )
+            default_port = 26379 if topology == "sentinel" else 6379
+            addresses = _addresses(parts.netloc.rpartition("@")[2], default_port)
         except (KeyError, ValueError) as cause:
             raise invalid("redis", f"must look like {_FORMS}") from cause
         if topology == "standalone" and len(addresses) > 1:
-            raise invalid(
-                "redis", "takes one address, unless the scheme ends with +sentinel or +cluster"
-            )
+            message = "takes one address, unless the scheme ends with +sentinel or +cluster"
+            raise invalid("redis", message)
         service, database = _path(parts.path, topology)
-        query = _query(parts.query, scheme == "rediss")
+        use_tls = scheme == "rediss"
+        query = _query(parts.query, use_tls)
         sentinel_auth = bool(query.pop("sentinel_auth", False))
-        options = query | _tls(scheme == "rediss", ca_file) | _credentials(parts, password_file)
+        options = query | _tls(use_tls, ca_file) | _credentials(parts, password_file)
         return cls(topology, addresses, database, service, sentinel_auth, options)
 
 
 def _addresses(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
+    """The (host, port) pairs of a list; raises ValueError for one that is not HOST or HOST:PORT."""
     found = []
     for address in text.split(","):
         match = _ADDRESS.fullmatch(address)
@@ -103,41 +117,41 @@ def _addresses(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
 
 
 def _path(path: str, topology: str) -> tuple[str, int]:
-    """Service and database."""
+    """The service, for Sentinel alone, and the number of the database, 0 unless given."""
     words = [unquote(word) for word in path.split("/") if word]
     service = words.pop(0) if topology == "sentinel" and words else ""
     if topology == "sentinel" and not service:
-        raise invalid(
-            "redis",
-            "must end with Sentinel's name of the service, as in redis+sentinel://host:26379/mymaster",
-        )
+        example = "redis+sentinel://host:26379/mymaster"
+        raise invalid("redis", f"must end with Sentinel's name of the service, as in {example}")
     if len(words) > 1 or not all(word.isdecimal() for word in words):
-        raise invalid(
-            "redis",
-            f"must have a number after the last slash for the database, not {'/'.join(words)!r}",
-        )
+        path = "/".join(words)
+        message = f"must have a number after the last slash for the database, not {path!r}"
+        raise invalid("redis", message)
     database = int(words[0]) if words else 0
     if topology == "cluster" and database:
-        raise invalid("redis", "takes no database: a cluster has one alone")
+        raise invalid("redis", "takes no database: a cluster has only one")
     return service, database
 
 
-def _query(text: str, tls: bool) -> dict[str, Any]:
+def _query(text: str, use_tls: bool) -> dict[str, Any]:
+    """The options behind the ?, with their values; the ssl ones need TLS."""
     values: dict[str, Any] = {}
     for name, value in parse_qsl(text, keep_blank_values=True):
-        if name not in _QUERY or (name.startswith("ssl_") and not tls):
-            raise invalid(
-                "redis",
-                f"does not take {name!r} here; after the ? may stand {', '.join(_QUERY)}, the ssl ones with rediss",
-            )
-        if _QUERY[name] is bool and value not in ("true", "false"):
+        if name not in _QUERY or (name.startswith("ssl_") and not use_tls):
+            options = f"after the ? it takes {', '.join(_QUERY)}, the ssl ones with rediss"
+            raise invalid("redis", f"does not take {name!r} here; {options}")
+        if _QUERY[name] is not bool:
+            values[name] = value
+        elif value in ("true", "false"):
+            values[name] = value == "true"
+        else:
             raise invalid("redis", f"takes {name} as true or false")
-        values[name] = value == "true" if _QUERY[name] is bool else value
     return values
 
 
-def _tls(tls: bool, ca_file: Path | None) -> dict[str, Any]:
-    if not tls:
+def _tls(use_tls: bool, ca_file: Path | None) -> dict[str, Any]:
+    """redis-py's arguments for TLS; none without it."""
+    if not use_tls:
         if ca_file is not None:
             raise invalid("redis-ca-file", "goes with a URL whose scheme begins with rediss")
         return {}
@@ -145,26 +159,24 @@ def _tls(tls: bool, ca_file: Path | None) -> dict[str, Any]:
         try:
             ssl.create_default_context(cafile=str(ca_file))
         except OSError as cause:
-            raise invalid(
-                "redis-ca-file",
-                f"{ca_file} is no file of PEM certificates: {cause.strerror or cause}",
-            ) from cause
+            message = f"{ca_file} is no file of PEM certificates: {cause.strerror or cause}"
+            raise invalid("redis-ca-file", message) from cause
         return {"ssl": True, "ssl_ca_certs": str(ca_file)}
     return {"ssl": True}
 
 
 def _credentials(parts: SplitResult, password_file: Path | None) -> dict[str, Any]:
-    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    """redis-py's argument for the URL's user and the password; none without either."""
+    user = unquote(parts.username or "")
+    password = unquote(parts.password or "")
     if password_file is not None and password:
         raise invalid("redis-password-file", "must not be given where the URL has a password")
     provider = Credentials(user, password, password_file)
     try:
         given = any(provider.get_credentials())
     except (OSError, UnicodeDecodeError) as cause:
-        raise invalid(
-            "redis-password-file",
-            f"{password_file} cannot be read: {getattr(cause, 'strerror', cause)}",
-        ) from cause
+        reason = getattr(cause, "strerror", cause)
+        raise invalid("redis-password-file", f"{password_file} cannot be read: {reason}") from cause
     if password_file is not None and not provider.get_credentials()[-1]:
         raise invalid("redis-password-file", f"{password_file} is empty")
     return {"credential_provider": provider} if given else {}

@@ -1,18 +1,37 @@
-"""Makes the fakes beside the tests importable, and the scripted verifier a fixture."""
+"""Fixtures: the scripted verifier, and the bundled draft model with its thread and texts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from family_rig import Rig
+from transformers import AutoModelForCausalLM
+
+from drafter_svc.families.draft_model import DraftModel
+from drafter_svc.families.model import ModelFamily
+from outrider.lm.runner import ModelRunner
+from outrider.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from scripted_drafts import ScriptedVerifier
 
+# The tests import the helpers that are in this directory.
 sys.path.insert(0, str(Path(__file__).parent))
+
+MODEL = str(Path(__file__).parents[2] / "models/draft")
+TEXTS = [
+    "def add(first, second):\n    return first",
+    "The list is sorted in place, which means that",
+    '{"name": "outrider", "kind": "server", "port":',
+    "class Node:\n    def __init__(self, value, children):\n        self.value =",
+    "for line in lines:\n    if not line.strip():",
+]
 
 
 @pytest.fixture
@@ -23,3 +42,61 @@ async def verifier() -> AsyncIterator[ScriptedVerifier]:
     await verifier.start()
     yield verifier
     await verifier.stop()
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[ThreadPoolExecutor]:
+    """The draft model's thread."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def runner(thread: ThreadPoolExecutor) -> ModelRunner:
+    return thread.submit(
+        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512
+    ).result()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(MODEL)
+    return [tokenizer.encode(text).ids for text in TEXTS]
+
+
+@pytest.fixture
+def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
+    """Makes a rig of the draft model, with settings of ModelFamily and DraftModel."""
+
+    def make(*, vocab_size: int = 0, branch_count: int = 0, **settings: int) -> Rig:
+        # No setting that the tests pass is a grammar.
+        model = DraftModel(runner, thread, **settings)  # type: ignore[arg-type]
+        return Rig(ModelFamily(model, vocab_size or runner.vocab_size, branch_count=branch_count))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference() -> Callable[[list[int]], torch.Tensor]:
+    """The logits [V] of `transformers` behind a text, computed from scratch."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def logits(text: list[int]) -> torch.Tensor:
+        last: torch.Tensor = model(torch.tensor([text]), use_cache=False).logits[0, -1]
+        return last
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def greedy(reference: Callable[[list[int]], torch.Tensor]) -> Callable[[list[int], int], list[int]]:
+    """The model's greedy text, of so many tokens, behind a text."""
+
+    def generate(text: list[int], count: int) -> list[int]:
+        text = list(text)
+        for _ in range(count):
+            text.append(int(reference(text).argmax()))
+        return text[-count:]
+
+    return generate

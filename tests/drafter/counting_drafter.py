@@ -1,4 +1,4 @@
-"""A drafter's end of the draft stream with a family that counts, for tests against a scripted verifier."""
+"""A drafter with a family that counts, for tests against a scripted verifier."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from scripted_drafts import FINGERPRINT  # lies beside this file
+from scripted_drafts import FINGERPRINT
 
 from drafter_svc.families.base import Family
 from drafter_svc.metrics import Metrics, StreamMetrics
@@ -21,7 +21,10 @@ TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
 
 class Counting(Family):
-    """Guesses one more than the token before, two at a time; `slow_s` is how long a draft takes, unless cut short."""
+    """Guesses one more than the token before, two at a time.
+
+    A draft takes `slow_s` seconds unless it is interrupted.
+    """
 
     name = "counting"
     max_draft_tokens = 8
@@ -34,7 +37,8 @@ class Counting(Family):
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
         ends = time.monotonic() + self.slow_s
-        while time.monotonic() < ends and not interrupted():  # noqa: ASYNC110  # polled, as between two forwards
+        # Poll, as a draft model does between two forwards.
+        while time.monotonic() < ends and not interrupted():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         for sequence in sequences:
             last = [*sequence.tokens, *sequence.guesses][-1]
@@ -44,9 +48,8 @@ class Counting(Family):
         self.is_closed = True
 
 
-def opened(
-    sequence_id: int = 1, tokens: tuple[int, ...] = (10, 11), traceparent: str = ""
-) -> Opened:
+def opened(sequence_id: int = 1, tokens: Sequence[int] = (10, 11), traceparent: str = "") -> Opened:
+    """A greedy sequence of which the verifier takes 2 draft tokens a step."""
     return Opened(
         sequence_id,
         list(tokens),
@@ -58,8 +61,8 @@ def opened(
     )
 
 
-class _Told(Observer):
-    """Passes what the stream says on to a Drafter and its metrics."""
+class _StreamObserver(Observer):
+    """Reports the stream's events to a Drafter and its metrics."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -78,7 +81,7 @@ class _Told(Observer):
 
 
 class Drafter:
-    """A stream with its families, and whether it is registered."""
+    """A draft stream, the families that it made, and whether a verifier has registered it."""
 
     def __init__(
         self,
@@ -93,8 +96,9 @@ class Drafter:
         self.stream_metrics = StreamMetrics(self.metrics)
 
         def make_family(info: ModelInfo) -> Counting:
-            self.families.append(make() if make is not None else Counting(slow_s))
-            return self.families[-1]
+            family = make() if make is not None else Counting(slow_s)
+            self.families.append(family)
+            return family
 
         self.stream = DraftStream(
             lambda: f"127.0.0.1:{port}",
@@ -102,8 +106,8 @@ class Drafter:
             lambda family, info: Hello(
                 "counting-1", family.name, fingerprint, family.max_draft_tokens
             ),
-            _Told(self),
-            # Only how long waits and sessions last is read from it, so that drafts seem to take no time.
+            _StreamObserver(self),
+            # The clock measures waits and rounds. It stands still, so drafting time is 0.
             lambda: 0.0,
         )
 

@@ -1,4 +1,4 @@
-"""A VerifierService over real gRPC that speaks the verifier's side of the draft stream as a test tells it to."""
+"""A VerifierService over real gRPC whose side of the draft stream a test scripts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ READY = ModelInfo("target", Stage.READY, "serving", FINGERPRINT, 4096, 2048, (0,
 
 
 class Stream:
-    """One accepted stream, from the verifier's side. `heard` gets every message of the drafter's; None once it has half-closed."""
+    """The verifier's side of one accepted stream.
+
+    `received` gets every message of the drafter, and None when the drafter half-closes.
+    """
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
-        self.heard: asyncio.Queue[DraftBatch | str | None] = asyncio.Queue()
-        self.says: asyncio.Queue[StepBatch | str | bytes | OutriderError] = asyncio.Queue()
+        self.received: asyncio.Queue[DraftBatch | str | None] = asyncio.Queue()
+        self.outgoing: asyncio.Queue[StepBatch | str | bytes | OutriderError] = asyncio.Queue()
 
-    async def hear(self) -> DraftBatch | str | None:
-        return await asyncio.wait_for(self.heard.get(), 5)
+    async def receive(self) -> DraftBatch | str | None:
+        """The drafter's next message: a batch, the reason of a Draining, or None at the end."""
+        return await asyncio.wait_for(self.received.get(), 5)
 
-    def say(self, message: StepBatch | str | bytes | OutriderError) -> None:
-        """A step, a reason for draining, any bytes, or the error to end the call with."""
-        self.says.put_nowait(message)
+    def send(self, message: StepBatch | str | bytes | OutriderError) -> None:
+        """Send a step, a Draining with this reason, or raw bytes; or end the call with an error."""
+        self.outgoing.put_nowait(message)
 
 
 def _serialized(message: Any) -> bytes:
@@ -42,24 +46,26 @@ def _serialized(message: Any) -> bytes:
 
 
 class ScriptedVerifier:
-    """`info` is what it serves; `silent` accepts a stream but never welcomes it; `deaf` stops reading after the Hello; `uds` is a
-    socket that it listens on as well.
+    """Serves the model `info` without having one.
+
+    `silent` accepts a stream but never sends Welcome. `stops_reading` reads nothing after the
+    Hello. `uds` is a Unix socket to listen on as well.
     """
 
     def __init__(
-        self, *, silent: bool = False, deaf: bool = False, uds: Path | None = None
+        self, *, silent: bool = False, stops_reading: bool = False, uds: Path | None = None
     ) -> None:
         self.info = READY
         self.port = 0
         self.silent = silent
-        self.deaf = deaf
+        self.stops_reading = stops_reading
         self.uds = uds
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
         self.answers: list[bytes] = []
-        """What GetModel answers first, in place of `info`."""
+        """Raw messages that GetModel answers first, in place of `info`."""
 
     async def start(self) -> None:
-        """Listen on `port`: any at first, the same one after `stop`."""
+        """Listen on `port`: a free port at first, the same one again after `stop`."""
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         handlers = {
             "GetModel": grpc.unary_unary_rpc_method_handler(
@@ -100,46 +106,43 @@ class ScriptedVerifier:
         if self.silent:
             await asyncio.Event().wait()
         if stream.hello.tokenizer_fingerprint != FINGERPRINT:
-            raise OutriderError(
-                Reason.TOKENIZER_MISMATCH,
-                f"the drafter's tokenizer is {stream.hello.tokenizer_fingerprint}, not {FINGERPRINT}",
-            )
+            theirs = stream.hello.tokenizer_fingerprint
+            message = f"the drafter's tokenizer is {theirs}, not {FINGERPRINT}"
+            raise OutriderError(Reason.TOKENIZER_MISMATCH, message)
         welcome = drafts_pb2.Welcome(model_id="target", vocab_size=4096, context_length=2048)
         await context.write(verifier_pb2.StreamDraftsResponse(welcome=welcome))
-        listening = asyncio.create_task(
-            asyncio.Event().wait() if self.deaf else self._listen(stream, requests)
-        )
-        speaking = asyncio.create_task(self._speak(stream, context))
+        reader = asyncio.create_task(self._read(stream, requests))
+        writer = asyncio.create_task(self._write(stream, context))
         try:
-            done, _ = await asyncio.wait([listening, speaking], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 await task
         finally:
-            listening.cancel()
-            speaking.cancel()
+            reader.cancel()
+            writer.cancel()
 
-    async def _listen(
+    async def _read(
         self, stream: Stream, requests: AsyncIterator[verifier_pb2.StreamDraftsRequest]
     ) -> None:
+        if self.stops_reading:
+            await asyncio.Event().wait()
         async for request in requests:
             if request.WhichOneof("message") == "drafts":
-                stream.heard.put_nowait(wire_drafts.drafts_from_proto(request.drafts, 4096))
+                stream.received.put_nowait(wire_drafts.drafts_from_proto(request.drafts, 4096))
             else:
-                stream.heard.put_nowait(request.draining.reason)
-        stream.heard.put_nowait(None)
+                stream.received.put_nowait(request.draining.reason)
+        stream.received.put_nowait(None)
 
-    async def _speak(self, stream: Stream, context: Any) -> None:
+    async def _write(self, stream: Stream, context: Any) -> None:
         while True:
-            message = await stream.says.get()
+            message = await stream.outgoing.get()
             if isinstance(message, OutriderError):
                 raise message
             if isinstance(message, bytes):
                 await context.write(message)
             elif isinstance(message, str):
-                await context.write(
-                    verifier_pb2.StreamDraftsResponse(draining=drafts_pb2.Draining(reason=message))
-                )
+                draining = drafts_pb2.Draining(reason=message)
+                await context.write(verifier_pb2.StreamDraftsResponse(draining=draining))
             else:
-                await context.write(
-                    verifier_pb2.StreamDraftsResponse(step=wire_drafts.step_to_proto(message))
-                )
+                step = wire_drafts.step_to_proto(message)
+                await context.write(verifier_pb2.StreamDraftsResponse(step=step))

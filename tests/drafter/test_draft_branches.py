@@ -1,8 +1,7 @@
-"""The draft model prepares branches: they are what it would write there, and one that comes true becomes the chain."""
+"""The draft model's branches: its own greedy text, and the next chain if they are committed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,19 +21,6 @@ DEPTH = 4
 WINDOW = Window(token_count=100, depth=9)
 
 
-@pytest.fixture(scope="module")
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as thread:
-        yield thread
-
-
-@pytest.fixture(scope="module")
-def runner(thread: ThreadPoolExecutor) -> ModelRunner:
-    return thread.submit(
-        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512
-    ).result()
-
-
 @pytest.fixture
 def family(runner: ModelRunner, thread: ThreadPoolExecutor) -> ModelFamily:
     return ModelFamily(DraftModel(runner, thread), runner.vocab_size)
@@ -46,7 +32,7 @@ def prompt() -> list[int]:
 
 
 def greedy_logits(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int]) -> torch.Tensor:
-    """What the model thinks of what follows `text`, [V], with nothing kept from before."""
+    """The model's logits [V] behind `text`, computed from scratch."""
     pages = list(range(400, 400 + -(-len(text) // runner.page_size)))
     return thread.submit(runner.forward, [SequenceSlice(text, 0, pages, 1)]).result()[0]
 
@@ -54,7 +40,7 @@ def greedy_logits(runner: ModelRunner, thread: ThreadPoolExecutor, text: list[in
 def greedy(
     runner: ModelRunner, thread: ThreadPoolExecutor, text: list[int], count: int
 ) -> list[int]:
-    """What the model writes after `text`."""
+    """The model's greedy text behind `text`."""
     tokens = list(text)
     for _ in range(count):
         tokens.append(int(greedy_logits(runner, thread, tokens).argmax()))
@@ -71,14 +57,17 @@ def opened(
 
 
 def _chain_length(proposal: Proposal) -> int:
-    """How many of a proposal's tokens are its first path; a branch begins below an earlier one."""
+    """The length of a proposal's chain. Behind it a token's parent is not its neighbour."""
     return next(
         (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
     )
 
 
 async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
-    """All branches that are proposed until the next verdict, with their places; the window is kept."""
+    """All branches that are proposed until the next verdict, as (place, tokens).
+
+    Also checks that they stay within the window.
+    """
     found: list[tuple[int, list[int]]] = []
     window = rig.session.sequences[1].window
     for proposal in (await rig.drafts()).proposals:
@@ -95,28 +84,21 @@ async def branches_of(rig: Rig) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("distribution", [DraftDistribution.ONE_HOT, DraftDistribution.SPARSE])
-async def test_branches_are_what_the_model_would_write_there(
+async def test_branches_are_the_models_own_greedy_continuations(
     distribution: DraftDistribution,
     family: ModelFamily,
     runner: ModelRunner,
     thread: ThreadPoolExecutor,
     prompt: list[int],
 ) -> None:
-    """Beside a sampled chain as well: as its distribution goes with no branch, what is drawn there would count as the likeliest."""
+    """Branches beside a sampled chain must be greedy too, since they carry no distribution."""
+    is_greedy = distribution is DraftDistribution.ONE_HOT
+    sampling = SamplingParams(0.0 if is_greedy else 1.0, seed=3)
     rig = Rig(family)
-    rig.open(
-        opened(
-            prompt,
-            sampling=SamplingParams(
-                1.0 if distribution is DraftDistribution.SPARSE else 0.0, seed=3
-            ),
-            distribution=distribution,
-        )
-    )
-    branches, chain = await branches_of(rig), rig.guesses(1)
-    assert (chain == greedy(runner, thread, prompt, WINDOW.depth)) is (
-        distribution is DraftDistribution.ONE_HOT
-    )
+    rig.open(opened(prompt, sampling=sampling, distribution=distribution))
+    branches = await branches_of(rig)
+    chain = rig.guesses(1)
+    assert (chain == greedy(runner, thread, prompt, WINDOW.depth)) is is_greedy
     assert branches
     for at, run in branches:
         assert run[0] != chain[at]
@@ -124,7 +106,7 @@ async def test_branches_are_what_the_model_would_write_there(
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
-async def test_a_branch_that_comes_true_goes_on_as_if_it_had_been_the_chain(
+async def test_a_committed_branch_continues_like_a_chain(
     place: int,
     family: ModelFamily,
     runner: ModelRunner,
@@ -145,10 +127,10 @@ async def test_a_branch_that_comes_true_goes_on_as_if_it_had_been_the_chain(
     family._pool.check_integrity()
 
 
-async def test_behind_a_branch_that_came_true_branches_are_prepared_where_their_tokens_belong(
+async def test_behind_a_committed_branch_new_branches_fit_their_places(
     family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
-    """The model remembers other tokens for guesses that were the chain's when they were made, and none for those of a branch."""
+    """Alternatives are remembered for guesses of a chain; for those of a branch there are none."""
     family._branch_count = 12
     rig = Rig(family)
     rig.open(opened(prompt))
@@ -156,14 +138,15 @@ async def test_behind_a_branch_that_came_true_branches_are_prepared_where_their_
     at, run = branches[0]
     new = [*rig.guesses(1)[:at], run[0]]
     rig.commit(1, *new)
-    assert len(family._drafts[1].others) == len(rig.guesses(1)) == len(run) - 1
-    later, chain = await branches_of(rig), rig.guesses(1)
+    assert len(family._drafts[1].alternatives) == len(rig.guesses(1)) == len(run) - 1
+    later = await branches_of(rig)
+    chain = rig.guesses(1)
     for at, run in later:
         logits = greedy_logits(runner, thread, [*prompt, *new, *chain[:at]])
         assert run[0] in logits.topk(4).indices
 
 
-async def test_a_miss_that_nobody_foresaw_gives_every_page_back(
+async def test_a_miss_without_a_branch_frees_all_pages(
     family: ModelFamily, runner: ModelRunner, thread: ThreadPoolExecutor, prompt: list[int]
 ) -> None:
     rig = Rig(family)
@@ -180,14 +163,15 @@ async def test_a_miss_that_nobody_foresaw_gives_every_page_back(
     assert family._pool.used_count == 0
 
 
-async def test_branches_of_a_round_that_failed_give_their_pages_back(
+async def test_branches_of_a_failed_round_free_their_pages(
     family: ModelFamily, runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round fails once, and the session asks again."""
+    """One round fails; the session then asks the family again."""
     rig = Rig(family)
     rig.open(opened(prompt))
     await rig.draft()
-    forward, failures = runner.forward, iter([ZeroDivisionError("planted")])
+    forward = runner.forward
+    failures = iter([ZeroDivisionError("planted")])
 
     def failing(slices: list[SequenceSlice]) -> torch.Tensor:
         for failure in failures:
@@ -202,7 +186,7 @@ async def test_branches_of_a_round_that_failed_give_their_pages_back(
     assert family._pool.used_count == 0
 
 
-async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(
+async def test_no_branches_where_running_ahead_is_not_allowed(
     family: ModelFamily, prompt: list[int]
 ) -> None:
     rig = Rig(family)
@@ -212,13 +196,13 @@ async def test_where_a_drafter_is_not_to_run_ahead_it_prepares_for_nothing(
 
 
 @pytest.mark.parametrize("distribution", [DraftDistribution.SPARSE, DraftDistribution.COUPLED])
-async def test_branches_of_sampled_drafts_are_never_taken_for_samples(
+async def test_branches_of_sampled_drafts_carry_no_distributions(
     distribution: DraftDistribution, family: ModelFamily, prompt: list[int]
 ) -> None:
-    """A path that mixes a sample with a choice would bias the output if it were judged as sampled."""
+    """A branch is chosen, not sampled. Verified as a sample, it would bias the output."""
     rig = Rig(family)
     rig.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), distribution=distribution))
-    said = (await rig.drafts()).proposals
-    assert any(proposal.parents for proposal in said)
-    for proposal in said:
+    proposals = (await rig.drafts()).proposals
+    assert any(proposal.parents for proposal in proposals)
+    for proposal in proposals:
         assert not any(proposal.distributions[_chain_length(proposal) :])

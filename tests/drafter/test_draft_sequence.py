@@ -1,4 +1,4 @@
-"""A drafter's sequence: whatever order verdicts come in, it has the committed tokens, and the guesses that agree with them."""
+"""A drafter's sequence has the committed tokens and the guesses that agree with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sure(token: int) -> SparseDistribution:
 
 
 class Model:
-    """The same by whole paths: `paths[0]` is the chain, and a commit keeps what agrees with it."""
+    """A reference that keeps whole paths. `paths[0]` is the chain; a commit keeps what agrees."""
 
     def __init__(self) -> None:
         self.tokens = list(PROMPT)
@@ -69,11 +69,11 @@ class Model:
             ]
             self.paths[0] = (0, self.paths[0][1])
         else:
-            # A branch must agree as far as the new tokens go, and differ from the chain.
+            # The chain failed. Keep the branch that agrees with all new tokens.
             fitting = [
                 path[count:] for at, path in self.paths[1:] if at < count and path[:count] == new
             ]
-            self.paths = [(0, fitting[0] if fitting else [])]
+            self.paths = [(0, next(iter(fitting), []))]
 
 
 token = st.integers(0, 2)
@@ -87,10 +87,15 @@ actions = st.one_of(
 
 
 class Pair:
-    """A sequence and its model, with the verifier's committed tokens, of which they are told in any portions and repeats."""
+    """A sequence, its reference and the verifier's committed tokens.
+
+    Verdicts bring both of them the tokens in any portions, with repeats.
+    """
 
     def __init__(self) -> None:
-        self.real, self.model, self.committed = sequence(), Model(), list(PROMPT)
+        self.real = sequence()
+        self.model = Model()
+        self.committed = list(PROMPT)
         self.proposals: list[Proposal] = []
 
     def extend(self, run: list[int]) -> None:
@@ -108,12 +113,16 @@ class Pair:
             self.real.branch(at, run)
 
     def commit(self, accepted: int, own: list[int]) -> None:
-        """The verifier accepts some of the guesses, if it has them, and adds tokens of its own."""
-        known = self.real.guesses[:accepted] if self.committed == self.real.tokens else []
-        self.committed += [*known, *own]
+        """The verifier accepts some guesses, if its texts agree, and adds tokens of its own."""
+        if self.committed == self.real.tokens:
+            self.committed += self.real.guesses[:accepted]
+        self.committed += own
 
     def deliver(self, earlier: int, later: int) -> None:
-        """A verdict from before what the drafter has to somewhere around it; a repeat if it goes no further."""
+        """A verdict that begins `earlier` tokens before the drafter's text ends.
+
+        It ends `later` - 2 tokens behind that end. Where that is negative, it is a repeat.
+        """
         start = max(0, len(self.real.tokens) - earlier)
         end = min(len(self.committed), len(self.real.tokens) + later - 2)
         if start > end:
@@ -126,7 +135,7 @@ class Pair:
         self.model.follow(self.committed[:end])
 
     def take(self) -> None:
-        """Every proposal is valid on the wire, complete in itself, and says all that is new."""
+        """Take a proposal: it is valid on the wire, complete in itself, and has all new guesses."""
         unsent = {tuple(path) for _, path in self.model.paths if path} - self.sent()
         proposal = self.real.take_proposal()
         if proposal is None:
@@ -139,7 +148,7 @@ class Pair:
         assert self.real.take_proposal() is None
 
     def sent(self) -> set[tuple[int, ...]]:
-        """All that was proposed behind what is committed now: what a verifier's trie would hold."""
+        """The proposed paths behind the committed tokens: what the verifier's trie would hold."""
         found: set[tuple[int, ...]] = set()
         for proposal in self.proposals:
             behind = self.real.tokens[proposal.base_length :]
@@ -152,7 +161,7 @@ class Pair:
 
 
 @given(st.lists(actions, max_size=60))
-def test_after_any_commits_guesses_repeats_and_late_verdicts_it_is_what_the_model_is(
+def test_it_agrees_with_a_reference_after_any_messages(
     script: list[tuple[object, ...]],
 ) -> None:
     pair = Pair()
@@ -163,7 +172,7 @@ def test_after_any_commits_guesses_repeats_and_late_verdicts_it_is_what_the_mode
     pair.take()
 
 
-def test_a_hit_keeps_what_runs_ahead_and_makes_room_for_more() -> None:
+def test_a_hit_keeps_the_guesses_ahead_and_makes_room() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.extend([2, 2, 2])
@@ -172,15 +181,15 @@ def test_a_hit_keeps_what_runs_ahead_and_makes_room_for_more() -> None:
     assert (drafted.guesses, drafted.room) == ([1, 2, 2], 3)
 
 
-def test_a_miss_keeps_the_matched_part_of_the_state_alone() -> None:
+def test_a_miss_keeps_only_the_matched_guesses() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     assert drafted.follow(verdict(6, 1, 2, 2)) == COUNT + 2
     assert (drafted.tokens, drafted.guesses) == ([*PROMPT, 1, 2, 2], [])
 
 
-def test_guesses_that_came_too_late_but_were_right_stay_and_are_not_sent_again() -> None:
-    """The verifier decoded plainly what was guessed; it finds the rest in the proposal when that arrives."""
+def test_guesses_behind_a_late_commit_stay_and_are_not_sent_again() -> None:
+    """The verifier committed a guess by itself. It finds the others in the proposal on its way."""
     drafted = sequence()
     drafted.extend([1, 2, 0])
     assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0])
@@ -189,7 +198,7 @@ def test_guesses_that_came_too_late_but_were_right_stay_and_are_not_sent_again()
     assert drafted.take_proposal() is None
 
 
-def test_a_proposal_is_complete_and_repeats_what_stands_between_base_and_tip() -> None:
+def test_a_proposal_repeats_the_guesses_behind_its_base() -> None:
     drafted = sequence()
     drafted.extend([1, 2])
     assert drafted.take_proposal() == Proposal(1, 3, [1, 2])
@@ -200,7 +209,7 @@ def test_a_proposal_is_complete_and_repeats_what_stands_between_base_and_tip() -
     assert drafted.take_proposal() == Proposal(1, 4, [2, 0, 1])
 
 
-def test_new_branches_hang_beside_the_chain_and_are_sent_once() -> None:
+def test_branches_are_sent_once_with_the_chain() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0])
     drafted.branch(0, [2, 2])
@@ -211,7 +220,7 @@ def test_new_branches_hang_beside_the_chain_and_are_sent_once() -> None:
     assert drafted.take_proposal() == Proposal(1, 3, [1, 2, 0, 0], [0, 1, 2, 1])
 
 
-def test_a_branch_that_is_guessed_already_changes_nothing() -> None:
+def test_a_branch_with_a_known_first_token_is_ignored() -> None:
     drafted = sequence()
     drafted.extend([1, 2])
     drafted.branch(1, [2, 2])
@@ -224,7 +233,7 @@ def test_a_branch_that_is_guessed_already_changes_nothing() -> None:
         drafted.branch(1, [1])
 
 
-def test_a_branch_that_comes_true_becomes_the_chain_with_nothing_to_send() -> None:
+def test_a_committed_branch_becomes_the_chain_and_is_not_sent_again() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.branch(2, [2, 1, 1])
@@ -234,7 +243,7 @@ def test_a_branch_that_comes_true_becomes_the_chain_with_nothing_to_send() -> No
     assert drafted.take_proposal() is None
 
 
-def test_a_branch_stays_at_its_place_when_tokens_before_it_are_committed() -> None:
+def test_a_branch_keeps_its_place_when_tokens_before_it_are_committed() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.branch(2, [2, 1, 1])
@@ -244,8 +253,8 @@ def test_a_branch_stays_at_its_place_when_tokens_before_it_are_committed() -> No
     assert drafted.guesses == [1, 1]
 
 
-def test_of_a_branch_what_a_verdict_of_several_tokens_committed_is_passed_over() -> None:
-    """As after a pause, when what was withheld is told at once."""
+def test_a_verdict_may_commit_several_tokens_of_a_branch() -> None:
+    """As after a pause, when one verdict has all tokens that were committed meanwhile."""
     drafted = sequence(draft_tokens=2)
     drafted.extend([1, 0])
     drafted.branch(1, [2, 1, 0])
@@ -253,49 +262,38 @@ def test_of_a_branch_what_a_verdict_of_several_tokens_committed_is_passed_over()
     assert drafted.guesses == [0]
 
 
-def test_what_was_sampled_is_said_once_and_counts_behind_a_one_hot_branch_as_unsaid() -> None:
+def sent_ids(proposal: Proposal | None) -> list[list[int] | None]:
+    """The token ids of each distribution of a proposal; None where a token has none."""
+    assert proposal is not None
+    return [given and given.token_ids.tolist() for given in proposal.distributions]
+
+
+def test_a_distribution_is_sent_once_and_omitted_in_repeats() -> None:
     drafted = sequence(draft_tokens=2)
     drafted.extend([0, 1], [sure(0), sure(1)])
     drafted.branch(0, [2, 1])
     first = drafted.take_proposal()
     assert first is not None
     assert (first.token_ids, first.parents) == ([0, 1, 2, 1], [0, 1, 0, 3])
-    assert [given and given.token_ids.tolist() for given in first.distributions] == [
-        [0],
-        [1],
-        None,
-        None,
-    ]
+    assert sent_ids(first) == [[0], [1], None, None]
     drafted.extend([2], [sure(2)])
-    second = drafted.take_proposal()
-    assert second is not None
-    assert [given and given.token_ids.tolist() for given in second.distributions] == [
-        None,
-        None,
-        [2],
-    ]
+    assert sent_ids(drafted.take_proposal()) == [None, None, [2]]
     drafted.follow(verdict(4, 2))
     drafted.extend([0], [sure(0)])
     third = drafted.take_proposal()
     assert third is not None
-    assert (
-        third.token_ids,
-        [given and given.token_ids.tolist() for given in third.distributions],
-    ) == ([1, 0], [None, [0]])
+    assert third.token_ids == [1, 0]
+    assert sent_ids(third) == [None, [0]]
 
 
-def test_a_sampled_token_that_was_committed_before_it_was_sent_takes_its_distribution_with_it() -> (
-    None
-):
+def test_a_committed_unsent_token_drops_its_distribution() -> None:
     drafted = sequence()
     drafted.extend([0, 1], [sure(0), sure(1)])
     drafted.follow(verdict(4, 0))
-    proposal = drafted.take_proposal()
-    assert proposal is not None
-    assert [given and given.token_ids.tolist() for given in proposal.distributions] == [[1]]
+    assert sent_ids(drafted.take_proposal()) == [[1]]
 
 
-def test_a_skip_answers_one_committed_length_once_and_only_where_the_verifier_may_wait() -> None:
+def test_a_skip_is_sent_once_for_each_committed_length() -> None:
     drafted = sequence(draft_tokens=2)
     assert drafted.take_skip() is None
     drafted.extend([1])
@@ -310,21 +308,18 @@ def test_a_skip_answers_one_committed_length_once_and_only_where_the_verifier_ma
     assert drafted.take_skip() is None
 
 
-def test_a_repeated_verdict_calls_for_nothing_new() -> None:
+def test_a_repeated_verdict_changes_nothing() -> None:
     drafted = sequence(draft_tokens=2)
     drafted.follow(verdict(4, 1, draft_tokens=2))
     drafted.give_up()
     assert drafted.take_skip() == Skip(1, 4)
     drafted.follow(verdict(4, 1, draft_tokens=3, window=Window(9, 9)))
-    assert (drafted.room, drafted.draft_tokens, drafted.window, drafted.take_skip()) == (
-        0,
-        2,
-        WINDOW,
-        None,
-    )
+    assert drafted.room == 0
+    assert (drafted.draft_tokens, drafted.window) == (2, WINDOW)
+    assert drafted.take_skip() is None
 
 
-def test_a_window_that_shrank_leaves_no_room_and_what_no_proposal_holds_is_not_guessed() -> None:
+def test_guesses_stay_within_a_smaller_window_and_one_proposal() -> None:
     drafted = sequence()
     drafted.extend([1, 2, 0, 1])
     drafted.follow(verdict(4, 1, draft_tokens=1, window=Window(2, 2)))
@@ -339,7 +334,7 @@ def test_a_window_that_shrank_leaves_no_room_and_what_no_proposal_holds_is_not_g
     drafts_from_proto(drafts_to_proto(DraftBatch([proposal])), 4096)
 
 
-def test_a_sequence_is_urgent_while_the_verifier_has_less_than_a_step_of_it() -> None:
+def test_a_sequence_is_urgent_until_it_has_the_next_steps_tokens() -> None:
     drafted = sequence(draft_tokens=3)
     drafted.extend([1, 2])
     assert (drafted.urgent, drafted.goal) == (True, 1)
@@ -347,7 +342,7 @@ def test_a_sequence_is_urgent_while_the_verifier_has_less_than_a_step_of_it() ->
     assert (drafted.urgent, drafted.goal, drafted.room) == (False, 3, 3)
 
 
-def test_there_is_no_room_for_branches_without_guesses_or_without_leave_to_run_ahead() -> None:
+def test_branches_need_guesses_and_leave_to_run_ahead() -> None:
     drafted = sequence()
     assert drafted.branch_room == 0
     drafted.extend([1])

@@ -1,4 +1,4 @@
-"""The drafter's end of the draft stream, over real gRPC against a scripted verifier: introductions, rounds, restarts, goodbyes."""
+"""The drafter's end of the draft stream over real gRPC: hello, rounds, restarts and goodbye."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from counting_drafter import TRACEPARENT, Drafter, opened, running, until  # lies beside this file
+from counting_drafter import TRACEPARENT, Drafter, opened, running, until
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_drafts import FINGERPRINT, READY, ScriptedVerifier
@@ -18,36 +18,36 @@ from outrider.model_info import Stage
 from outrider.process import telemetry
 
 
-async def test_it_introduces_itself_and_streams_ahead_of_the_verdict_up_to_the_window(
+async def test_it_says_hello_and_drafts_ahead_up_to_the_window(
     verifier: ScriptedVerifier,
 ) -> None:
     drafter = Drafter(verifier.port)
     async with running(drafter):
         stream = await verifier.accepted()
         assert stream.hello == Hello("counting-1", "counting", FINGERPRINT, 8)
-        stream.say(StepBatch(opened=[opened()]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13])])
-        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13, 14, 15])])
-        stream.say(StepBatch(verdicts=[Verdict(1, 3, [12], 1, 2)]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 3, [13, 14, 15, 16])])
+        stream.send(StepBatch(opened=[opened()]))
+        assert await stream.receive() == DraftBatch([Proposal(1, 2, [12, 13])])
+        assert await stream.receive() == DraftBatch([Proposal(1, 2, [12, 13, 14, 15])])
+        stream.send(StepBatch(verdicts=[Verdict(1, 3, [12], 1, 2)]))
+        assert await stream.receive() == DraftBatch([Proposal(1, 3, [13, 14, 15, 16])])
         assert drafter.registered
 
 
-async def test_a_miss_starts_anew_and_a_closed_sequence_falls_silent(
+async def test_a_miss_restarts_the_chain_and_a_close_ends_it(
     verifier: ScriptedVerifier,
 ) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened(1), opened(2)]))
-        await stream.hear()
-        await stream.hear()
-        stream.say(
+        stream.send(StepBatch(opened=[opened(1), opened(2)]))
+        await stream.receive()
+        await stream.receive()
+        stream.send(
             StepBatch(
                 verdicts=[Verdict(1, 3, [77], 0, 2), Verdict(2, 4, [12, 13], 2, 2)],
                 closed=[Closed(2)],
             )
         )
-        assert await stream.hear() == DraftBatch([Proposal(1, 3, [78, 79])])
+        assert await stream.receive() == DraftBatch([Proposal(1, 3, [78, 79])])
 
 
 async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(
@@ -55,10 +55,10 @@ async def test_a_verdict_that_arrives_during_a_draft_cuts_it_short(
 ) -> None:
     async with running(Drafter(verifier.port, slow_s=30.0)):
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened(1)]))
+        stream.send(StepBatch(opened=[opened(1)]))
         await asyncio.sleep(0.1)
-        stream.say(StepBatch(opened=[opened(2, (20,))]))
-        first = await stream.hear()
+        stream.send(StepBatch(opened=[opened(2, (20,))]))
+        first = await stream.receive()
         assert isinstance(first, DraftBatch)
         assert [proposal.sequence_id for proposal in first.proposals] == [1]
 
@@ -72,20 +72,20 @@ async def test_it_waits_while_the_verifier_loads(verifier: ScriptedVerifier) -> 
         await verifier.accepted()
 
 
-async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(
+async def test_it_reconnects_with_fresh_state_after_a_restart(
     verifier: ScriptedVerifier,
 ) -> None:
     drafter = Drafter(verifier.port)
     async with running(drafter):
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened(tokens=(10, 11))]))
-        await stream.hear()
+        stream.send(StepBatch(opened=[opened(tokens=(10, 11))]))
+        await stream.receive()
         await verifier.stop()
         await until(lambda: not drafter.registered)
         await verifier.start()
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened(tokens=(50,))]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 1, [51, 52])])
+        stream.send(StepBatch(opened=[opened(tokens=(50,))]))
+        assert await stream.receive() == DraftBatch([Proposal(1, 1, [51, 52])])
         assert [family.is_closed for family in drafter.families] == [True, False]
         assert drafter.registered
 
@@ -98,22 +98,22 @@ async def test_it_comes_back_with_fresh_state_when_the_verifier_restarts(
         OutriderError(Reason.INTERNAL, "a bug"),
     ],
 )
-async def test_it_comes_back_after_a_failure_that_may_pass(
+async def test_it_reconnects_after_a_passing_failure(
     verifier: ScriptedVerifier, error: OutriderError
 ) -> None:
     async with running(Drafter(verifier.port)):
-        (await verifier.accepted()).say(error)
+        (await verifier.accepted()).send(error)
         await verifier.accepted()
 
 
-async def test_it_begins_anew_when_the_verifier_contradicts_itself(
+async def test_it_reconnects_after_contradictory_messages(
     verifier: ScriptedVerifier,
 ) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened()]))
-        await stream.hear()
-        stream.say(StepBatch(verdicts=[Verdict(1, 99, [12], 1, 2)]))
+        stream.send(StepBatch(opened=[opened()]))
+        await stream.receive()
+        stream.send(StepBatch(verdicts=[Verdict(1, 99, [12], 1, 2)]))
         await verifier.accepted()
 
 
@@ -127,22 +127,22 @@ async def test_it_gives_up_on_another_tokenizer_and_names_both(verifier: Scripte
     assert not drafter.registered
 
 
-async def test_told_to_stop_it_says_goodbye_and_half_closes(verifier: ScriptedVerifier) -> None:
+async def test_on_stop_it_sends_draining_and_half_closes(verifier: ScriptedVerifier) -> None:
     drafter = Drafter(verifier.port, slow_s=30.0)
     async with running(drafter) as task:
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened()]))
+        stream.send(StepBatch(opened=[opened()]))
         await asyncio.sleep(0.1)
         drafter.stream.stop()
         await asyncio.wait_for(task, 2)
-        heard = [await stream.hear() for _ in range(3)]
-        assert heard[1:] == ["the drafter is stopping", None]
+        messages = [await stream.receive() for _ in range(3)]
+        assert messages[1:] == ["the drafter is stopping", None]
         assert not drafter.registered
 
 
-@pytest.mark.parametrize("state", ["loading", "silent", "deaf", "absent"])
+@pytest.mark.parametrize("state", ["loading", "silent", "stops_reading", "absent"])
 async def test_it_stops_within_two_seconds_whatever_the_verifier_does(state: str) -> None:
-    verifier = ScriptedVerifier(silent=state == "silent", deaf=state == "deaf")
+    verifier = ScriptedVerifier(silent=state == "silent", stops_reading=state == "stops_reading")
     if state == "loading":
         verifier.info = replace(READY, stage=Stage.LOADING)
     await verifier.start()
@@ -150,7 +150,7 @@ async def test_it_stops_within_two_seconds_whatever_the_verifier_does(state: str
         await verifier.stop()
     drafter = Drafter(verifier.port)
     async with running(drafter) as task:
-        if state in ("silent", "deaf"):
+        if state in ("silent", "stops_reading"):
             await verifier.accepted()
         await asyncio.sleep(0.3)
         drafter.stream.stop()
@@ -161,20 +161,20 @@ async def test_it_stops_within_two_seconds_whatever_the_verifier_does(state: str
 async def test_a_draining_verifier_is_served_to_the_end(verifier: ScriptedVerifier) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
-        stream.say("about to stop")
-        stream.say(StepBatch(opened=[opened()]))
-        assert isinstance(await stream.hear(), DraftBatch)
+        stream.send("about to stop")
+        stream.send(StepBatch(opened=[opened()]))
+        assert isinstance(await stream.receive(), DraftBatch)
 
 
-async def test_each_run_is_a_span_below_the_round_it_answers(verifier: ScriptedVerifier) -> None:
+async def test_each_draft_is_a_span_below_the_step_it_answers(verifier: ScriptedVerifier) -> None:
     exporter = InMemorySpanExporter()
     telemetry.setup("drafter", SimpleSpanProcessor(exporter))
     try:
         async with running(Drafter(verifier.port)):
             stream = await verifier.accepted()
-            stream.say(StepBatch(opened=[opened(1, traceparent=TRACEPARENT), opened(2)]))
-            await stream.hear()
-            await stream.hear()
+            stream.send(StepBatch(opened=[opened(1, traceparent=TRACEPARENT), opened(2)]))
+            await stream.receive()
+            await stream.receive()
     finally:
         telemetry.shutdown()
     spans = exporter.get_finished_spans()
@@ -188,22 +188,25 @@ async def test_each_run_is_a_span_below_the_round_it_answers(verifier: ScriptedV
 
 
 def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
-    """The longest run tells how long all of it took; skips apart would seem to have taken as long on their way."""
+    """The verifier divides a message's drafting time by its longest draft.
+
+    Skips in a message of their own would seem to be as long on their way.
+    """
     batch = DraftBatch([Proposal(1, 2, [5])] * 300, [Skip(2, 2)] * 212)
     assert list(stream_module._messages(batch)) == [batch]
     parts = list(stream_module._messages(DraftBatch(batch.proposals, [*batch.skips, Skip(3, 2)])))
     assert [len(part.proposals) + len(part.skips) for part in parts] == [300, 213]
 
 
-async def test_what_is_too_much_for_a_message_comes_in_several(verifier: ScriptedVerifier) -> None:
+async def test_a_large_batch_is_sent_in_several_messages(verifier: ScriptedVerifier) -> None:
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
         count = 600
-        stream.say(StepBatch(opened=[opened(i) for i in range(count)]))
-        heard: list[int] = []
-        while len(heard) < 2 * count:
-            batch = await stream.hear()
+        stream.send(StepBatch(opened=[opened(i) for i in range(count)]))
+        drafted: list[int] = []
+        while len(drafted) < 2 * count:
+            batch = await stream.receive()
             assert isinstance(batch, DraftBatch)
             assert len(batch.proposals) <= 512
-            heard += [proposal.sequence_id for proposal in batch.proposals]
-    assert sorted(heard) == sorted([*range(count)] * 2)
+            drafted += [proposal.sequence_id for proposal in batch.proposals]
+    assert sorted(drafted) == sorted([*range(count)] * 2)

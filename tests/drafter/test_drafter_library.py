@@ -1,4 +1,4 @@
-"""`outrider.drafter`, as somebody uses it who writes a drafter of their own."""
+"""`outrider.drafter`, the library for drafters of one's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from family_rig import Rig
-from scripted_drafts import READY, ScriptedVerifier, Stream  # lies beside this file
+from scripted_drafts import READY, ScriptedVerifier, Stream
 
 from outrider.drafter import GuessStrategy, coupled_draw
 from outrider.messages import (
@@ -48,8 +48,10 @@ def opened(sequence_id: int, tokens: Sequence[int]) -> Opened:
 
 
 def count_on(text: Sequence[int], count: int) -> list[int]:
-    """One more than the token before; nothing behind 99."""
-    return [text[-1] + i for i in range(1, count + 1)] if text[-1] < 99 else []
+    """Guess one more than the token before; nothing behind 99."""
+    if text[-1] >= 99:
+        return []
+    return [text[-1] + i for i in range(1, count + 1)]
 
 
 @asynccontextmanager
@@ -70,8 +72,8 @@ async def example(verifier: ScriptedVerifier) -> AsyncIterator[asyncio.subproces
 
 
 async def proposed(stream: Stream) -> tuple[int, list[int]]:
-    """Base length and guesses of the next message, which proposes for one sequence."""
-    batch = await stream.hear()
+    """Base length and guesses of the next message, which has one proposal."""
+    batch = await stream.receive()
     assert isinstance(batch, DraftBatch)
     [proposal] = batch.proposals
     return proposal.base_length, proposal.token_ids
@@ -81,12 +83,12 @@ async def test_a_function_of_the_text_is_a_whole_strategy() -> None:
     rig = Rig(GuessStrategy(count_on, "count"))
     rig.open(opened(1, [10, 11]))
     rig.open(opened(2, [99]))
-    said = await rig.drafts()
-    assert said.proposals == [Proposal(1, 2, [12, 13]), Proposal(1, 2, [12, 13, 14, 15])]
-    assert said.skips == [Skip(2, 1)]
+    drafts = await rig.drafts()
+    assert drafts.proposals == [Proposal(1, 2, [12, 13]), Proposal(1, 2, [12, 13, 14, 15])]
+    assert drafts.skips == [Skip(2, 1)]
 
 
-async def test_sequences_that_an_interruption_passed_over_are_asked_for_again() -> None:
+async def test_sequences_skipped_by_an_interruption_are_asked_again() -> None:
     calls = 0
 
     def interrupted() -> bool:
@@ -101,43 +103,44 @@ async def test_sequences_that_an_interruption_passed_over_are_asked_for_again() 
     assert 2 in [p.sequence_id for p in (await rig.draft()).proposals]
 
 
-async def test_the_example_drafts_and_leaves_politely(verifier: ScriptedVerifier) -> None:
+async def test_the_example_drafts_and_says_goodbye(verifier: ScriptedVerifier) -> None:
     async with example(verifier) as process:
         stream = await asyncio.wait_for(verifier.streams.get(), 20)
         assert stream.hello.family == "example-ngram"
-        stream.say(StepBatch(opened=[opened(1, [5, 6, 7, 8, 5, 6])]))
+        stream.send(StepBatch(opened=[opened(1, [5, 6, 7, 8, 5, 6])]))
         assert [await proposed(stream), await proposed(stream)] == [(6, [7, 8]), (6, [7, 8, 5, 6])]
-        stream.say(StepBatch(verdicts=[Verdict(1, 7, [9], 0, 2)]))
-        assert await stream.hear() == DraftBatch(skips=[Skip(1, 7)])
+        stream.send(StepBatch(verdicts=[Verdict(1, 7, [9], 0, 2)]))
+        assert await stream.receive() == DraftBatch(skips=[Skip(1, 7)])
         process.send_signal(signal.SIGTERM)
-        assert await stream.hear() == "the drafter is stopping"
-        assert await stream.hear() is None
+        assert await stream.receive() == "the drafter is stopping"
+        assert await stream.receive() is None
         assert await asyncio.wait_for(process.wait(), 5) == 0
 
 
-async def test_a_refusal_for_good_ends_the_example_with_a_sentence(
+async def test_a_final_refusal_ends_the_example_with_one_sentence(
     verifier: ScriptedVerifier,
 ) -> None:
     verifier.info = replace(READY, tokenizer_fingerprint="0" * 64)
     async with example(verifier) as process:
-        _, said = await asyncio.wait_for(process.communicate(), 20)
+        _, error = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == 1
-        assert f"drafter: the drafter's tokenizer is {'0' * 64}" in said.decode()
-        assert "Traceback" not in said.decode()
+        assert f"drafter: the drafter's tokenizer is {'0' * 64}" in error.decode()
+        assert "Traceback" not in error.decode()
 
 
 async def test_a_function_drafts_for_several_verifiers(verifier: ScriptedVerifier) -> None:
     other = ScriptedVerifier()
     await other.start()
     addresses = [f"127.0.0.1:{each.port}" for each in (verifier, other)]
-    program = f"from outrider.drafter import serve; serve(lambda text, count: [9], name='nine', verifier={addresses})"
+    arguments = f"lambda text, count: [9], name='nine', verifier={addresses}"
+    program = f"from outrider.drafter import serve; serve({arguments})"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, cwd=ROOT, stderr=-1
     )
     try:
         for each in (verifier, other):
             stream = await asyncio.wait_for(each.streams.get(), 20)
-            stream.say(StepBatch(opened=[opened(1, [5, 6])]))
+            stream.send(StepBatch(opened=[opened(1, [5, 6])]))
             assert await proposed(stream) == (2, [9])
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 5) == 0
@@ -155,7 +158,7 @@ def test_the_example_is_shown_in_the_documentation_and_short() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 42, 2**63 + 5, 2**64 - 1])
-def test_a_coupled_draw_is_the_one_that_the_verifier_makes(seed: int) -> None:
+def test_a_coupled_draw_equals_the_verifiers(seed: int) -> None:
     probs = np.random.default_rng(seed % 1000).dirichlet(np.full(500, 0.1), 20).astype(np.float32)
     positions = [*range(19), 2**33 + 1]
     keys = torch.from_numpy(coupled_keys([seed] * 20, positions))

@@ -1,4 +1,4 @@
-"""`python -m drafter_svc` as a process: what it loads, what it says, how it is asked for its health, and how it ends."""
+"""`python -m drafter_svc` as a process: what it loads and prints, its health, and how it ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 import scripted_drafts
+from counting_drafter import opened
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scripted_drafts import READY, ScriptedVerifier  # lies beside this file
+from scripted_drafts import READY, ScriptedVerifier
 
+from drafter_svc.families.registry import find_family
 from outrider.messages import (
     Closed,
     DraftBatch,
     DraftDistribution,
     Grammar,
     GrammarKind,
-    Opened,
     SamplingParams,
     Skip,
     StepBatch,
-    Window,
 )
 from outrider.process import rpc
 from outrider.tokenizer import fingerprint, load_tokenizer
@@ -36,10 +36,9 @@ from outrider.v1 import drafts_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 DRAFT = str(ROOT / "models/draft")
-SERVING, NOT_SERVING = (
-    health_pb2.HealthCheckResponse.SERVING,
-    health_pb2.HealthCheckResponse.NOT_SERVING,
-)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+TEXT = [5, 6, 7, 8, 5, 6]
 
 
 def free_port() -> int:
@@ -51,7 +50,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def drafter(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A drafter process that is gone afterwards."""
+    """A drafter process, which is killed at the end."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "drafter_svc", *flags, cwd=ROOT, env=environment, stdout=-1, stderr=-1
@@ -95,43 +94,23 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
 ) -> None:
     monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(load_tokenizer(DRAFT)))
     verifier.info = replace(READY, tokenizer_fingerprint=scripted_drafts.FINGERPRINT)
-    address, port = f"127.0.0.1:{verifier.port}", free_port()
-    arguments = [
-        "--family",
-        family,
-        "--id",
-        "d1",
-        "--verifier",
-        address,
-        "--listen",
-        f"127.0.0.1:{port}",
-        *flags,
-    ]
-    async with drafter(*arguments) as process:
+    address = f"127.0.0.1:{verifier.port}"
+    port = free_port()
+    places = ["--verifier", address, "--listen", f"127.0.0.1:{port}"]
+    async with drafter("--family", family, "--id", "d1", *places, *flags) as process:
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         assert line.decode() == f"drafter d1 registered with {address}\n"
         stream = await verifier.accepted()
-        assert (stream.hello.drafter_id, stream.hello.family, stream.hello.placement.kind) == (
-            "d1",
-            family if family != REPEAT else "repeat",
-            "local",
-        )
+        assert stream.hello.drafter_id == "d1"
+        assert stream.hello.family == find_family(family).name
+        assert stream.hello.placement.kind == "local"
         assert await health(port) == SERVING
-        text = [5, 6, 7, 8, 5, 6]
-        stream.say(
-            StepBatch(
-                opened=[
-                    Opened(
-                        1, text, SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(16, 4), 2
-                    )
-                ]
-            )
-        )
-        drafts = await stream.hear()
+        stream.send(StepBatch(opened=[opened(1, TEXT)]))
+        drafts = await stream.receive()
         assert isinstance(drafts, DraftBatch)
         assert len(drafts.proposals) == 1
-        # Torch is loaded only where a model lives.
+        # Only the draft model loads torch.
         assert has_torch(process.pid) is (family == "model")
         process.send_signal(signal.SIGTERM)
         started = time.monotonic()
@@ -139,79 +118,49 @@ async def test_it_registers_drafts_and_leaves_with_status_0(
         assert time.monotonic() - started < 2
 
 
-async def test_no_message_ends_it(verifier: ScriptedVerifier) -> None:
-    """Neither bytes that are no message, nor enum values and kinds to come, nor what contradicts what was said before."""
-    senseless = [
+def senseless() -> list[StepBatch | bytes]:
+    """Bytes that are no message, values of later versions, and a token that the target lacks."""
+    later_distribution = drafts_pb2.Opened(distribution=77)  # type: ignore[arg-type]
+    later_reason = drafts_pb2.Closed(reason=99)  # type: ignore[arg-type]
+    steps = [
+        drafts_pb2.StepBatch(opened=[later_distribution]),
+        drafts_pb2.StepBatch(closed=[later_reason]),
+    ]
+    responses = [verifier_pb2.StreamDraftsResponse(step=step) for step in steps]
+    return [
         b"\xff" * 30,
         b"",
-        verifier_pb2.StreamDraftsResponse(
-            step=drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(distribution=77)])
-        ),  # type: ignore[arg-type]
-        verifier_pb2.StreamDraftsResponse(
-            step=drafts_pb2.StepBatch(closed=[drafts_pb2.Closed(reason=99)])
-        ),  # type: ignore[arg-type]
-        StepBatch(
-            opened=[
-                Opened(1, [5000], SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(16, 4), 2)
-            ]
-        ),
+        *[response.SerializeToString() for response in responses],
+        StepBatch(opened=[opened(1, [5000])]),
     ]
-    verifier.answers = [b"\xff" * 30, verifier_pb2.GetModelResponse(stage=77).SerializeToString()]  # type: ignore[arg-type]
-    async with drafter(
-        "--family", "ngram", "--id", "d1", "--verifier", f"127.0.0.1:{verifier.port}"
-    ) as process:
-        text = [5, 6, 7, 8, 5, 6]
+
+
+async def test_no_message_ends_the_process(verifier: ScriptedVerifier) -> None:
+    later_stage = verifier_pb2.GetModelResponse(stage=77)  # type: ignore[arg-type]
+    verifier.answers = [b"\xff" * 30, later_stage.SerializeToString()]
+    address = f"127.0.0.1:{verifier.port}"
+    async with drafter("--family", "ngram", "--id", "d1", "--verifier", address) as process:
         stream = await verifier.accepted()
-        for message in senseless:
-            stream.say(
-                message if isinstance(message, bytes | StepBatch) else message.SerializeToString()
-            )
-            stream.say(
-                StepBatch(
-                    opened=[
-                        Opened(
-                            2,
-                            text,
-                            SamplingParams(0.0),
-                            DraftDistribution.ONE_HOT,
-                            Window(16, 4),
-                            2,
-                        )
-                    ]
-                )
-            )
-            heard, accepted = (
-                asyncio.ensure_future(stream.heard.get()),
-                asyncio.ensure_future(verifier.streams.get()),
-            )
-            await asyncio.wait([heard, accepted], timeout=20, return_when=asyncio.FIRST_COMPLETED)
-            if not heard.done():
+        for message in senseless():
+            stream.send(message)
+            stream.send(StepBatch(opened=[opened(2, TEXT)]))
+            drafts = asyncio.ensure_future(stream.received.get())
+            accepted = asyncio.ensure_future(verifier.streams.get())
+            await asyncio.wait([drafts, accepted], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+            if not drafts.done():
                 stream = accepted.result()
-                stream.say(
-                    StepBatch(
-                        opened=[
-                            Opened(
-                                2,
-                                text,
-                                SamplingParams(0.0),
-                                DraftDistribution.ONE_HOT,
-                                Window(16, 4),
-                                2,
-                            )
-                        ]
-                    )
-                )
-                assert isinstance(await stream.hear(), DraftBatch)
-            heard.cancel()
+                stream.send(StepBatch(opened=[opened(2, TEXT)]))
+                assert isinstance(await stream.receive(), DraftBatch)
+            drafts.cancel()
             accepted.cancel()
-            stream.say(StepBatch(closed=[Closed(2)]))
+            stream.send(StepBatch(closed=[Closed(2)]))
         assert process.returncode is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", list(DraftDistribution))
-async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
-    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, rule: DraftDistribution
+@pytest.mark.parametrize("distribution", list(DraftDistribution))
+async def test_a_request_that_forbids_every_token_ends_no_drafter(
+    verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch, distribution: DraftDistribution
 ) -> None:
     tokenizer = load_tokenizer(DRAFT)
     monkeypatch.setattr(scripted_drafts, "FINGERPRINT", fingerprint(tokenizer))
@@ -219,42 +168,22 @@ async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
     bans = tuple(
         token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token])[:1] == "y"
     )
-    impossible = SamplingParams(
-        1.0, seed=1 if rule is DraftDistribution.COUPLED else None, banned_token_ids=bans
+    seed = 1 if distribution is DraftDistribution.COUPLED else None
+    impossible = replace(
+        opened(1, TEXT),
+        sampling=SamplingParams(1.0, seed=seed, banned_token_ids=bans),
+        distribution=distribution,
+        grammar=Grammar(GrammarKind.CHOICE, choices=("yes",)),
+        prompt_length=6,
     )
-    grammar = Grammar(GrammarKind.CHOICE, choices=("yes",))
     async with drafter(
         "--family", "model", "--verifier", f"127.0.0.1:{verifier.port}", *DRAFT_MODEL
     ) as process:
         stream = await asyncio.wait_for(verifier.streams.get(), 60)
-        text = [5, 6, 7, 8, 5, 6]
-        stream.say(
-            StepBatch(
-                opened=[
-                    Opened(
-                        1,
-                        text,
-                        impossible,
-                        rule,
-                        Window(16, 4),
-                        2,
-                        grammar=grammar,
-                        prompt_length=6,
-                    )
-                ]
-            )
-        )
-        assert await asyncio.wait_for(stream.heard.get(), 30) == DraftBatch(skips=[Skip(1, 6)])
-        stream.say(
-            StepBatch(
-                opened=[
-                    Opened(
-                        2, text, SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(16, 4), 2
-                    )
-                ]
-            )
-        )
-        batch = await asyncio.wait_for(stream.heard.get(), 30)
+        stream.send(StepBatch(opened=[impossible]))
+        assert await asyncio.wait_for(stream.received.get(), 30) == DraftBatch(skips=[Skip(1, 6)])
+        stream.send(StepBatch(opened=[opened(2, TEXT)]))
+        batch = await asyncio.wait_for(stream.received.get(), 30)
         assert isinstance(batch, DraftBatch)
         assert [proposal.sequence_id for proposal in batch.proposals] == [2]
         assert process.returncode is None
@@ -263,14 +192,8 @@ async def test_a_request_whose_grammar_and_bans_leave_nothing_ends_no_drafter(
 async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerifier) -> None:
     port = free_port()
     await verifier.stop()
-    async with drafter(
-        "--family",
-        "ngram",
-        "--verifier",
-        f"127.0.0.1:{verifier.port}",
-        "--listen",
-        f"127.0.0.1:{port}",
-    ):
+    places = ["--verifier", f"127.0.0.1:{verifier.port}", "--listen", f"127.0.0.1:{port}"]
+    async with drafter("--family", "ngram", *places):
         assert await health(port) == NOT_SERVING
         await verifier.start()
         await verifier.accepted()
@@ -303,7 +226,7 @@ async def test_it_is_not_serving_until_a_verifier_has_it(verifier: ScriptedVerif
         (
             ["--family", "outrider.drafter.session:DraftSession"],
             2,
-            "DraftSession is no class derived from",
+            "DraftSession is no subclass of",
         ),
         (["--family", "ngram", "--branches", "2"], 2, "there is no setting --branches"),
         (["--family", "suffix", "--max-draft-len", "2"], 2, "there is no setting --max-draft-len"),

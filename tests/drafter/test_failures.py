@@ -1,8 +1,8 @@
-"""What goes wrong for one sequence costs that sequence its drafts and nobody else anything, in every family."""
+"""In every family, a failure for one sequence costs only that sequence its drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,19 +56,6 @@ def opened(
 
 
 @pytest.fixture(scope="module")
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as thread:
-        yield thread
-
-
-@pytest.fixture(scope="module")
-def runner(thread: ThreadPoolExecutor) -> ModelRunner:
-    return thread.submit(
-        ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=512
-    ).result()
-
-
-@pytest.fixture(scope="module")
 def grammars(runner: ModelRunner) -> GrammarCompiler:
     return GrammarCompiler(MODEL, runner.vocab_size, runner.eos_token_ids)
 
@@ -93,9 +80,10 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int) -> None:
-    """Let drafting the sequence fail, where the family does it."""
+    """Make the family's work for this sequence raise."""
     if isinstance(family, ModelFamily):
-        runner, tokens = family._model.runner, set(family._drafts[sequence_id].sequence.tokens)
+        runner = family._model.runner
+        tokens = set(family._drafts[sequence_id].sequence.tokens)
 
         def breaking(work: Callable[..., Any]) -> Callable[..., Any]:
             def call(slices: Sequence[SequenceSlice], *more: Any) -> Any:
@@ -115,7 +103,7 @@ def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int)
         monkeypatch.setattr(family._texts[sequence_id], "trees", None)
 
 
-async def test_a_sequence_that_fails_loses_its_drafts_and_the_others_keep_theirs(
+async def test_a_failing_sequence_loses_its_drafts_and_no_other_does(
     family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = [token + 100 for token in REPEATING]
@@ -129,14 +117,14 @@ async def test_a_sequence_that_fails_loses_its_drafts_and_the_others_keep_theirs
         rig.open(opened(sequence_id, [token + sequence_id for token in other]))
     rig.open(opened(3, REPEATING))
     break_one(family, monkeypatch, 4)
-    said = await rig.drafts()
+    drafts = await rig.drafts()
     assert rig.abandoned == {4}
     assert rig.guesses(3) == expected
-    assert {proposal.sequence_id for proposal in said.proposals} == {2, 3, 5}
-    assert Skip(4, len(other)) in said.skips
+    assert {proposal.sequence_id for proposal in drafts.proposals} == {2, 3, 5}
+    assert Skip(4, len(other)) in drafts.skips
     assert caplog.text.count("is not drafted for") == 1
     assert "Traceback" in caplog.text
-    # The family hears no more of it, it is skipped after each verdict, and the others go on.
+    # The session skips it after each verdict and no longer asks the family for it.
     rig.commit(4, 1)
     rig.commit(3, expected[0] + 1)
     assert Skip(4, len(other) + 1) in (await rig.drafts()).skips
@@ -145,7 +133,7 @@ async def test_a_sequence_that_fails_loses_its_drafts_and_the_others_keep_theirs
     assert not rig.abandoned
 
 
-async def test_a_device_that_failed_is_no_sequences_fault(
+async def test_a_lost_device_abandons_no_sequence(
     make_model: Callable[[], ModelFamily], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*_: Any) -> Any:
@@ -162,15 +150,20 @@ async def test_a_device_that_failed_is_no_sequences_fault(
 SAMPLED = SamplingParams(temperature=1.0)
 
 
+def seed_of(distribution: DraftDistribution) -> int | None:
+    """Requests with a seed are coupled."""
+    return 7 if distribution is DraftDistribution.COUPLED else None
+
+
 def banned(text: str) -> tuple[int, ...]:
-    """Every token that could begin the text."""
+    """Every token that is a prefix of the text."""
     tokenizer = load_tokenizer(MODEL)
     pieces = {tokenizer.decode([token]): token for token in range(tokenizer.get_vocab_size())}
     return tuple(token for piece, token in pieces.items() if piece and text.startswith(piece))
 
 
 @pytest.mark.parametrize("distribution", list(DraftDistribution))
-async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
+async def test_nothing_is_guessed_where_every_token_is_forbidden(
     make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
     rig = Rig(make_model())
@@ -181,26 +174,26 @@ async def test_where_grammar_and_bans_leave_nothing_there_is_no_guess(
     choice = Grammar(GrammarKind.CHOICE, choices=("yes",))
     impossible = SamplingParams(
         temperature=1.0,
-        seed=7 if distribution is DraftDistribution.COUPLED else None,
+        seed=seed_of(distribution),
         banned_token_ids=banned("yes"),
     )
     rig.open(opened(2, REPEATING, impossible, distribution, grammar=choice))
     rig.open(opened(3, REPEATING))
-    said = await rig.drafts()
+    drafts = await rig.drafts()
     assert rig.guesses(3) == expected
     assert rig.guesses(2) == []
-    assert said.skips == [Skip(2, len(REPEATING))]
+    assert drafts.skips == [Skip(2, len(REPEATING))]
     assert not rig.abandoned
-    # The target cannot go on either; were it to, the draft model would.
+    # The others are drafted for after the next verdict as well.
     rig.commit(2, 3)
     assert not [skip for skip in (await rig.drafts()).skips if skip.sequence_id != 2]
 
 
 @pytest.mark.parametrize("distribution", list(DraftDistribution))
-async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_verdict(
+async def test_guessing_ends_where_every_token_is_forbidden(
     make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
-    """The choice's end is banned, so that after some tokens of it nothing is left."""
+    """Tokens with the choice's last letter are banned, so no token may follow its first letters."""
     tokenizer = load_tokenizer(MODEL)
     last = tuple(
         token for token in range(tokenizer.get_vocab_size()) if "z" in tokenizer.decode([token])
@@ -209,21 +202,21 @@ async def test_a_run_ends_where_nothing_may_follow_and_goes_on_behind_the_next_v
     choice = Grammar(GrammarKind.CHOICE, choices=("abz",))
     sampling = SamplingParams(
         temperature=1.0,
-        seed=7 if distribution is DraftDistribution.COUPLED else None,
+        seed=seed_of(distribution),
         banned_token_ids=last,
     )
     rig.open(opened(1, REPEATING, sampling, distribution, grammar=choice))
-    said = await rig.drafts()
+    drafts = await rig.drafts()
     guessed = rig.guesses(1)
     assert tokenizer.decode(guessed) == "ab"
-    assert said.skips == [Skip(1, len(REPEATING))]
-    # What is left of it stands behind the next verdict, and there is still nothing behind it.
+    assert drafts.skips == [Skip(1, len(REPEATING))]
+    # The rest of the guesses stays behind the next verdict, and no token may follow it.
     rig.commit(1, guessed[0])
     assert (await rig.drafts()).skips == [Skip(1, len(REPEATING) + 1)]
     assert rig.guesses(1) == guessed[1:]
 
 
-async def test_logits_that_are_no_numbers_are_no_guess(
+async def test_nothing_is_guessed_from_logits_that_are_not_finite(
     make_model: Callable[[], ModelFamily], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = runner.forward

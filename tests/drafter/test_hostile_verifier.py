@@ -1,4 +1,4 @@
-"""The drafter's end of the draft stream, over real gRPC against a verifier that lies, is newer, or breaks the drafter."""
+"""The drafter against a verifier that sends nonsense or is newer, and with a family that fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from counting_drafter import Counting, Drafter, opened, running, until  # lies beside this file
+from counting_drafter import Counting, Drafter, opened, running, until
 from scripted_drafts import ScriptedVerifier
 
 from outrider.drafter import stream as stream_module
@@ -18,7 +18,7 @@ from outrider.wire import drafts as wire_drafts
 
 GARBAGE = b"\xff" * 30
 SENSELESS = {
-    "what cannot be parsed": GARBAGE,
+    "bytes that cannot be parsed": GARBAGE,
     "a token that the target lacks": wire_drafts.step_to_proto(
         StepBatch(opened=[opened(tokens=(4096,))])
     ),
@@ -49,32 +49,32 @@ def raw(message: bytes | drafts_pb2.StepBatch) -> bytes:
 
 
 @pytest.mark.parametrize("message", SENSELESS.values(), ids=SENSELESS.keys())
-async def test_a_message_without_a_meaning_ends_the_stream_and_it_dials_again(
+async def test_an_invalid_message_ends_the_stream_and_it_reconnects(
     verifier: ScriptedVerifier,
     message: bytes | drafts_pb2.StepBatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running(Drafter(verifier.port)):
-        (await verifier.accepted()).say(raw(message))
+        (await verifier.accepted()).send(raw(message))
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened()]))
-        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13])])
+        stream.send(StepBatch(opened=[opened()]))
+        assert await stream.receive() == DraftBatch([Proposal(1, 2, [12, 13])])
     assert "the stream to 127.0.0.1" in caplog.text
 
 
 LATER = {
-    "a distribution to come": drafts_pb2.StepBatch(
+    "a later version's distribution": drafts_pb2.StepBatch(
         opened=[drafts_pb2.Opened(token_ids=[10, 11], distribution=9)]
     ),  # type: ignore[arg-type]
     "no distribution": drafts_pb2.StepBatch(opened=[drafts_pb2.Opened(token_ids=[10, 11])]),
-    "a grammar to come": drafts_pb2.StepBatch(
+    "a later version's grammar": drafts_pb2.StepBatch(
         opened=[
             drafts_pb2.Opened(
                 token_ids=[10, 11], grammar=common_pb2.Grammar.FromString(b"\x3a\x02hi")
             )
         ]
     ),
-    "a reason for closing to come": drafts_pb2.StepBatch(
+    "a later version's reason for closing": drafts_pb2.StepBatch(
         opened=[drafts_pb2.Opened(token_ids=[10, 11])],
         closed=[drafts_pb2.Closed(sequence_id=5, reason=99)],  # type: ignore[arg-type]
     ),
@@ -82,21 +82,22 @@ LATER = {
 
 
 @pytest.mark.parametrize("step", LATER.values(), ids=LATER.keys())
-async def test_what_only_a_later_verifier_says_is_drafted_for(
+async def test_unknown_enums_and_messages_do_not_end_drafting(
     verifier: ScriptedVerifier, step: drafts_pb2.StepBatch
 ) -> None:
-    step.opened[0].sequence_id, step.opened[0].draft_tokens = 1, 2
+    step.opened[0].sequence_id = 1
+    step.opened[0].draft_tokens = 2
     step.opened[0].window.CopyFrom(drafts_pb2.Window(token_count=16, depth=4))
     async with running(Drafter(verifier.port)):
         stream = await verifier.accepted()
-        # A kind of message to come is ignored.
-        stream.say(b"\xfa\x3f\x02hi")
-        stream.say(raw(step))
-        assert await stream.hear() == DraftBatch([Proposal(1, 2, [12, 13])])
+        # A kind of message that only a later version knows is ignored.
+        stream.send(b"\xfa\x3f\x02hi")
+        stream.send(raw(step))
+        assert await stream.receive() == DraftBatch([Proposal(1, 2, [12, 13])])
         assert verifier.streams.empty()
 
 
-async def test_a_model_that_cannot_be_read_is_asked_for_again(verifier: ScriptedVerifier) -> None:
+async def test_an_unreadable_model_is_requested_again(verifier: ScriptedVerifier) -> None:
     of_a_later_version = verifier_pb2.GetModelResponse(stage=99, stage_detail="resharding")  # type: ignore[arg-type]
     misplaced = verifier_pb2.DrafterInfo(placement=common_pb2.Placement(cores=[-1]))
     verifier.answers = [
@@ -109,10 +110,10 @@ async def test_a_model_that_cannot_be_read_is_asked_for_again(verifier: Scripted
     assert not verifier.answers
 
 
-async def test_a_verifier_that_makes_no_sense_is_dialled_ever_more_rarely(
+async def test_a_nonsensical_verifier_is_redialled_with_a_growing_delay(
     verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Welcome shows nothing: only a stream that lasted does."""
+    """A Welcome does not reset the delay. Only a stream that lasted does."""
     delays: list[float] = []
     drafter = Drafter(verifier.port)
 
@@ -123,23 +124,23 @@ async def test_a_verifier_that_makes_no_sense_is_dialled_ever_more_rarely(
     monkeypatch.setattr(stream_module.random, "uniform", lambda low, high: high)
     async with running(drafter):
         for _ in range(8):
-            (await verifier.accepted()).say(GARBAGE)
+            (await verifier.accepted()).send(GARBAGE)
         await until(lambda: len(delays) == 8)
-        # As if it had lasted a minute.
+        # Count the next stream as one that lasted a minute.
         monkeypatch.setattr(stream_module, "_GOOD_S", -1.0)
-        (await verifier.accepted()).say(GARBAGE)
+        (await verifier.accepted()).send(GARBAGE)
         await until(lambda: len(delays) == 9)
         monkeypatch.setattr(stream_module, "_GOOD_S", 60.0)
         for retry_s in (1e-9, 0.0, 1e9):
             error = OutriderError(Reason.OVERLOADED, "later", retry_after_s=retry_s)
-            (await verifier.accepted()).say(error)
+            (await verifier.accepted()).send(error)
         await verifier.accepted()
     assert delays[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
     assert delays[8:12] == [0.1, 0.2, 0.4, 60.0]
 
 
 class Breaking(Counting):
-    """Fails for sequence 2, at the place it is told of."""
+    """Fails for sequence 2 in the method `place`."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -160,38 +161,35 @@ class Breaking(Counting):
 
 
 @pytest.mark.parametrize("place", ["opened", "committed", "closed"])
-async def test_a_sequence_whose_part_fails_is_skipped_and_the_others_drafted_for(
+async def test_a_failing_sequence_is_skipped_and_the_others_drafted(
     verifier: ScriptedVerifier, place: str
 ) -> None:
     drafter = Drafter(verifier.port, make=lambda: Breaking(place))
     async with running(drafter):
         stream = await verifier.accepted()
-        stream.say(StepBatch(opened=[opened(1), opened(2, (20, 21))]))
-        first = await stream.hear()
+        stream.send(StepBatch(opened=[opened(1), opened(2, (20, 21))]))
+        first = await stream.receive()
         assert isinstance(first, DraftBatch)
         assert Proposal(1, 2, [12, 13]) in first.proposals
-        assert first.skips == ([Skip(2, 2)] if place == "opened" else [])
-        stream.say(
-            StepBatch(
-                verdicts=[Verdict(2, 3, [9], 0, 2)], closed=[Closed(2)] if place == "closed" else []
-            )
-        )
+        assert first.skips == [Skip(2, 2)] * (place == "opened")
+        closed = [Closed(2)] * (place == "closed")
+        stream.send(StepBatch(verdicts=[Verdict(2, 3, [9], 0, 2)], closed=closed))
         if place != "closed":
-            while not (batch := await stream.hear()).skips:  # type: ignore[union-attr]
+            while not (batch := await stream.receive()).skips:  # type: ignore[union-attr]
                 pass
             assert batch.skips == [Skip(2, 3)]  # type: ignore[union-attr]
-            stream.say(StepBatch(closed=[Closed(2)]))
-        stream.say(StepBatch(opened=[opened(3, (30, 31))]))
-        while (batch := await stream.hear()) != DraftBatch([Proposal(3, 2, [32, 33])]):
+            stream.send(StepBatch(closed=[Closed(2)]))
+        stream.send(StepBatch(opened=[opened(3, (30, 31))]))
+        while (batch := await stream.receive()) != DraftBatch([Proposal(3, 2, [32, 33])]):
             assert isinstance(batch, DraftBatch)
         assert verifier.streams.empty()
     failed = drafter.metrics.registry.get_sample_value(
         "outrider:drafter_failed_sequences_total", {"drafter": "counting-1", "family": "counting"}
     )
-    assert failed == (0.0 if place == "closed" else 1.0)
+    assert failed == float(place != "closed")
 
 
-async def test_a_family_that_cannot_be_made_is_made_anew_on_a_new_stream(
+async def test_a_family_that_cannot_be_made_is_retried_on_a_new_stream(
     verifier: ScriptedVerifier, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = iter([ZeroDivisionError("planted")])
@@ -206,7 +204,7 @@ async def test_a_family_that_cannot_be_made_is_made_anew_on_a_new_stream(
     assert "ZeroDivisionError: planted" in caplog.text
 
 
-async def test_drafting_that_refuses_to_go_on_begins_anew_on_a_new_stream(
+async def test_an_outrider_error_of_the_family_starts_a_new_stream(
     verifier: ScriptedVerifier,
 ) -> None:
     class Refusing(Counting):
@@ -216,7 +214,7 @@ async def test_drafting_that_refuses_to_go_on_begins_anew_on_a_new_stream(
             raise OutriderError(Reason.INTERNAL, "planted")
 
     async with running(Drafter(verifier.port, make=Refusing)):
-        (await verifier.accepted()).say(StepBatch(opened=[opened()]))
+        (await verifier.accepted()).send(StepBatch(opened=[opened()]))
         await verifier.accepted()
 
 
@@ -231,7 +229,7 @@ async def test_a_lost_device_ends_the_process(verifier: ScriptedVerifier) -> Non
 
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         ended = tasks.create_task(_error_of(Drafter(verifier.port, make=Lost)))
-        (await verifier.accepted()).say(StepBatch(opened=[opened()]))
+        (await verifier.accepted()).send(StepBatch(opened=[opened()]))
     assert isinstance(ended.result(), ZeroDivisionError)
 
 

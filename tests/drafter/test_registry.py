@@ -1,4 +1,4 @@
-"""Families are found by name or class, and bring their settings along."""
+"""Families are found by name or class, and each defines its own settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPEAT = "examples.repeat_drafter:RepeatFamily"
 
 
 @pytest.mark.parametrize("name", known_families())
-def test_every_family_of_a_name_is_one_and_says_the_same_name(name: str) -> None:
+def test_every_named_family_has_that_name(name: str) -> None:
     family = find_family(name)
     assert issubclass(family, Family)
     assert family.name == name
@@ -50,7 +50,8 @@ def test_a_family_may_be_named_by_its_class_or_by_an_entry_point(
 def test_a_drafter_has_the_settings_of_its_family_and_no_others() -> None:
     common = set(DrafterSettings.model_fields)
     for name in (*known_families(), REPEAT):
-        schema, own = settings_schema(name), set(find_family(name).settings.model_fields)
+        schema = settings_schema(name)
+        own = set(find_family(name).settings.model_fields)
         assert set(schema.model_fields) == common | own
         assert not common & own
         assert schema.model_config["env_prefix"] == "OUTRIDER_DRAFTER_"
@@ -77,7 +78,7 @@ def test_help_shows_the_settings_of_the_chosen_family(family: str, flag: str, ot
     assert others not in shown
 
 
-async def test_the_example_guesses_what_followed_the_last_two_tokens() -> None:
+async def test_the_example_guesses_by_the_last_two_tokens() -> None:
     rig = Rig(RepeatFamily(2))
     rig.open(
         Opened(
@@ -90,9 +91,9 @@ async def test_the_example_guesses_what_followed_the_last_two_tokens() -> None:
         )
     )
     rig.open(Opened(2, [1, 2, 3], SamplingParams(0.0), DraftDistribution.ONE_HOT, Window(8, 4), 2))
-    said = await rig.drafts()
-    assert said.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
-    assert said.skips == [Skip(2, 3)]
+    drafts = await rig.drafts()
+    assert drafts.proposals == [Proposal(1, 9, [5, 1]), Proposal(1, 9, [5, 1, 2, 5])]
+    assert drafts.skips == [Skip(2, 3)]
 
 
 def test_the_example_is_shown_in_the_documentation_and_short() -> None:
@@ -104,7 +105,7 @@ def test_the_example_is_shown_in_the_documentation_and_short() -> None:
     )
 
 
-def test_a_class_in_the_working_directory_is_found_however_the_process_began(
+def test_a_class_in_the_working_directory_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "of_mine.py").write_text((ROOT / "examples/repeat_drafter.py").read_text())

@@ -1,4 +1,4 @@
-"""A drafter's session: for whom it asks for guesses and when, what it says, and that a failure costs one sequence its drafts."""
+"""A drafter's session: for which sequences it asks, what it sends, and how it contains failures."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def verdict(sequence_id: int, length: int, *new: int) -> Verdict:
 
 
 class Counting(Family):
-    """Guesses one more than the token before, as many as are wanted; `ends` has sequences that it knows no more of."""
+    """Guesses one more than the token before; nothing for the sequences in `ends`."""
 
     name = "counting"
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.told: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
         self.ends: set[int] = set()
         self.postpones: set[int] = set()
 
     def opened(self, sequence: DraftSequence) -> None:
-        self.told.append(("opened", sequence.id))
+        self.calls.append(("opened", sequence.id))
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
-        self.told.append(("committed", standing))
+        self.calls.append(("committed", standing))
 
     def closed(self, sequence: DraftSequence) -> None:
-        self.told.append(("closed", sequence.id))
+        self.calls.append(("closed", sequence.id))
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
@@ -81,7 +81,7 @@ def session(family: Family | None = None) -> DraftSession:
 
 
 def run(made: DraftSession, interrupted: bool = False) -> DraftBatch:
-    """One round, which ends without anything to wait for."""
+    """One round, which must not wait for anything."""
     return finish(made.round(lambda: interrupted))
 
 
@@ -92,9 +92,7 @@ def finish(work: Coroutine[Any, Any, DraftBatch]) -> DraftBatch:
     return batch
 
 
-def test_it_guesses_what_the_next_step_takes_then_runs_ahead_up_to_the_window_then_falls_silent() -> (
-    None
-):
+def test_it_drafts_the_next_step_then_ahead_then_nothing() -> None:
     made = session()
     made.apply(StepBatch(opened=[opened()]))
     assert run(made) == DraftBatch([Proposal(1, 2, [12, 13])])
@@ -104,7 +102,7 @@ def test_it_guesses_what_the_next_step_takes_then_runs_ahead_up_to_the_window_th
     assert run(made) == DraftBatch([Proposal(1, 3, [13, 14, 15, 16])])
 
 
-def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another() -> None:
+def test_no_sequence_runs_ahead_while_another_is_urgent() -> None:
     family = Counting()
     made = session(family)
     made.apply(StepBatch(opened=[opened(1)]))
@@ -114,9 +112,7 @@ def test_nobody_runs_ahead_while_the_verifier_may_be_waiting_for_another() -> No
     assert [proposal.sequence_id for proposal in run(made).proposals] == [1, 2]
 
 
-def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdict_that_is_new() -> (
-    None
-):
+def test_a_sequence_without_guesses_is_skipped_once_a_verdict() -> None:
     family = Counting()
     family.ends = {1}
     made = session(family)
@@ -130,9 +126,7 @@ def test_a_sequence_for_which_nothing_is_offered_is_skipped_once_for_each_verdic
     assert run(made) == DraftBatch()
 
 
-def test_where_the_chain_ends_far_enough_ahead_nothing_is_said_until_the_verifier_may_wait() -> (
-    None
-):
+def test_no_skip_is_sent_while_the_next_step_has_enough_guesses() -> None:
     family = Counting()
     made = session(family)
     made.apply(StepBatch(opened=[opened()]))
@@ -177,7 +171,7 @@ def test_branches_are_asked_for_when_the_chain_cannot_grow() -> None:
     assert run(made) == DraftBatch([Proposal(1, 4, [5, 6, 7])])
 
 
-def test_late_and_repeated_messages_do_no_harm() -> None:
+def test_late_and_repeated_messages_are_ignored() -> None:
     family = Counting()
     made = session(family)
     made.apply(StepBatch(verdicts=[verdict(7, 3, 12)], closed=[Closed(7)]))
@@ -190,7 +184,7 @@ def test_late_and_repeated_messages_do_no_harm() -> None:
         )
     )
     made.apply(StepBatch(verdicts=[verdict(1, 4, 11, 12, 13)], closed=[Closed(1), Closed(1)]))
-    assert family.told == [("opened", 1), ("committed", 4), ("committed", 4), ("closed", 1)]
+    assert family.calls == [("opened", 1), ("committed", 4), ("committed", 4), ("closed", 1)]
     assert run(made) == DraftBatch()
     assert not made.sequences
 
@@ -203,7 +197,7 @@ def test_a_gap_is_a_protocol_violation() -> None:
     assert caught.value.reason is Reason.PROTOCOL_VIOLATION
 
 
-def test_a_proposal_says_how_long_its_round_took_by_the_sessions_clock() -> None:
+def test_a_proposal_has_its_rounds_duration_by_the_clock() -> None:
     now = [100.0]
 
     class Slow(Counting):
@@ -219,7 +213,7 @@ def test_a_proposal_says_how_long_its_round_took_by_the_sessions_clock() -> None
 
 
 class Breaking(Counting):
-    """Fails for sequence 2 where it is told to."""
+    """Fails for sequences with even ids in the method `place`."""
 
     def __init__(self, place: str, error: type[Exception] = ZeroDivisionError) -> None:
         super().__init__()
@@ -249,25 +243,25 @@ class Breaking(Counting):
 
 
 @pytest.mark.parametrize("place", ["opened", "committed", "closed", "propose"])
-def test_a_sequence_whose_part_fails_is_skipped_and_the_others_are_drafted_for(
+def test_a_failing_sequence_is_skipped_and_the_others_drafted(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     family = Breaking(place)
     made = session(family)
     made.apply(StepBatch(opened=[opened(1), opened(2), opened(3)]))
     first = run(made)
-    assert [proposal.sequence_id for proposal in first.proposals] == (
-        [1, 3] if place in ("opened", "propose") else [1, 2, 3]
-    )
-    assert first.skips == ([Skip(2, 2)] if place in ("opened", "propose") else [])
+    fails_at_once = place in ("opened", "propose")
+    drafted = [proposal.sequence_id for proposal in first.proposals]
+    assert drafted == ([1, 3] if fails_at_once else [1, 2, 3])
+    assert first.skips == [Skip(2, 2)] * fails_at_once
     made.apply(StepBatch(verdicts=[verdict(1, 3, 9), verdict(2, 3, 9)]))
     second = run(made)
     assert Proposal(1, 3, [10, 11]) in second.proposals
-    assert second.skips == ([] if place == "closed" else [Skip(2, 3)])
+    assert second.skips == [Skip(2, 3)] * (place != "closed")
     made.apply(StepBatch(closed=[Closed(2)]))
     assert 2 not in made.sequences
-    assert family.told.count(("closed", 2)) == 1
-    assert made.abandoned_count == (0 if place == "closed" else 1)
+    assert family.calls.count(("closed", 2)) == 1
+    assert made.abandoned_count == int(place != "closed")
     assert "Traceback" in caplog.text
 
 
@@ -283,9 +277,7 @@ def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("is not drafted for") == 1
 
 
-def test_what_a_failing_sequence_was_given_in_part_is_not_proposed_and_what_was_sent_still_counts() -> (
-    None
-):
+def test_partial_guesses_of_a_failing_sequence_are_not_proposed() -> None:
     family = Breaking("")
     made = session(family)
     made.apply(StepBatch(opened=[opened(2)]))
@@ -300,7 +292,7 @@ def test_what_a_failing_sequence_was_given_in_part_is_not_proposed_and_what_was_
 
 @pytest.mark.parametrize("place", ["opened", "committed", "propose"])
 @pytest.mark.parametrize("kind", ["fatal", "outrider"])
-def test_what_is_no_sequences_fault_goes_on_up(place: str, kind: str) -> None:
+def test_errors_that_are_no_sequences_fault_are_raised(place: str, kind: str) -> None:
     class Refusing(OutriderError):
         def __init__(self, message: str) -> None:
             super().__init__(Reason.INTERNAL, message)
@@ -319,7 +311,7 @@ def test_what_is_no_sequences_fault_goes_on_up(place: str, kind: str) -> None:
     assert made.abandoned_count == 0
 
 
-async def test_a_family_may_take_its_time() -> None:
+async def test_a_family_may_await() -> None:
     class Waiting(Counting):
         async def propose(
             self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]

@@ -1,4 +1,4 @@
-"""One drafter process for several verifiers: what happens to one is nothing to the others."""
+"""One drafter process for several verifiers: trouble with one does not disturb the others."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from counting_drafter import opened
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_drafts import READY, ScriptedVerifier, Stream  # lies beside this file
+from scripted_drafts import READY, ScriptedVerifier, Stream
 from test_drafter_process import NOT_SERVING, SERVING, drafter, free_port, health
 
 from outrider.errors import OutriderError, Reason
-from outrider.messages import (
-    DraftBatch,
-    DraftDistribution,
-    Opened,
-    SamplingParams,
-    StepBatch,
-    Window,
-)
+from outrider.messages import DraftBatch, StepBatch
 
 STRANGE = replace(READY, tokenizer_fingerprint="0" * 64)
 
@@ -41,33 +35,15 @@ def address(verifier: ScriptedVerifier) -> str:
 
 
 def flags(*verifiers: ScriptedVerifier) -> list[str]:
-    """Settings of an n-gram drafter of all of them."""
-    return [
-        "--family",
-        "ngram",
-        "--id",
-        "d1",
-        *(word for each in verifiers for word in ("--verifier", address(each))),
-    ]
+    """Settings of an n-gram drafter for all these verifiers."""
+    addresses = [word for each in verifiers for word in ("--verifier", address(each))]
+    return ["--family", "ngram", "--id", "d1", *addresses]
 
 
 async def drafted(stream: Stream, text: list[int], sequence_id: int = 1) -> list[int]:
-    """What the drafter guesses for a sequence that is opened now."""
-    stream.say(
-        StepBatch(
-            opened=[
-                Opened(
-                    sequence_id,
-                    text,
-                    SamplingParams(0.0),
-                    DraftDistribution.ONE_HOT,
-                    Window(16, 4),
-                    2,
-                )
-            ]
-        )
-    )
-    batch = await stream.hear()
+    """Open a sequence with this text; returns the drafter's guesses."""
+    stream.send(StepBatch(opened=[opened(sequence_id, text)]))
+    batch = await stream.receive()
     assert isinstance(batch, DraftBatch)
     [proposal] = batch.proposals
     assert proposal.sequence_id == sequence_id
@@ -90,17 +66,18 @@ async def gauges(port: int) -> dict[str, float]:
     return {sample.name.removeprefix("outrider:drafter_"): sample.value for sample in samples}
 
 
-async def test_it_drafts_for_all_of_them_and_equal_sequence_ids_are_apart(
+async def test_equal_sequence_ids_of_two_verifiers_are_separate(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     async with drafter(*flags(verifier, other)):
-        one, two = await verifier.accepted(), await other.accepted()
+        one = await verifier.accepted()
+        two = await other.accepted()
         assert one.hello.drafter_id == two.hello.drafter_id == "d1"
         assert (await drafted(one, [5, 6, 7, 8, 5, 6]))[:2] == [7, 8]
         assert (await drafted(two, [5, 6, 9, 10, 5, 6]))[:2] == [9, 10]
 
 
-async def test_addresses_may_stand_in_one_setting_with_commas_between_them(
+async def test_addresses_may_be_separated_by_commas(
     verifier: ScriptedVerifier, other: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_DRAFTER_VERIFIER", f"{address(verifier)}, {address(other)}")
@@ -109,7 +86,7 @@ async def test_addresses_may_stand_in_one_setting_with_commas_between_them(
         await other.accepted()
 
 
-async def test_one_that_dies_and_comes_back_costs_the_other_nothing(
+async def test_a_verifiers_restart_does_not_disturb_the_other(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     port = free_port()
@@ -125,7 +102,7 @@ async def test_one_that_dies_and_comes_back_costs_the_other_nothing(
         assert other.streams.empty()
 
 
-async def test_it_serves_while_at_least_one_has_it(
+async def test_it_is_serving_while_registered_with_any_verifier(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     port = free_port()
@@ -140,25 +117,18 @@ async def test_it_serves_while_at_least_one_has_it(
         await becomes(port, SERVING)
 
 
-@pytest.mark.parametrize("silence", ["deaf", "silent"])
-async def test_one_that_hangs_costs_the_other_nothing(
+@pytest.mark.parametrize("silence", ["stops_reading", "silent"])
+async def test_a_hanging_verifier_does_not_disturb_the_other(
     silence: str, other: ScriptedVerifier
 ) -> None:
-    hanging = ScriptedVerifier(deaf=silence == "deaf", silent=silence == "silent")
+    hanging = ScriptedVerifier(stops_reading=silence == "stops_reading", silent=silence == "silent")
     await hanging.start()
     try:
         async with drafter(*flags(hanging, other)) as process:
-            unread, stays = await hanging.accepted(), await other.accepted()
-            texts = [[i, i + 1, i + 2, i] for i in range(100, 400)]
-            sampling, window = SamplingParams(0.0), Window(16, 4)
-            unread.say(
-                StepBatch(
-                    opened=[
-                        Opened(i, text, sampling, DraftDistribution.ONE_HOT, window, 2)
-                        for i, text in enumerate(texts)
-                    ]
-                )
-            )
+            unread = await hanging.accepted()
+            stays = await other.accepted()
+            sequences = [opened(i, [100 + i, 101 + i, 102 + i, 100 + i]) for i in range(300)]
+            unread.send(StepBatch(opened=sequences))
             for i in range(20):
                 assert (await drafted(stays, [5, 6, 7, 8, 5, 6], i))[:2] == [7, 8]
             process.send_signal(signal.SIGTERM)
@@ -167,7 +137,7 @@ async def test_one_that_hangs_costs_the_other_nothing(
         await hanging.stop()
 
 
-async def test_one_that_refuses_is_left_alone_and_the_other_drafted_for(
+async def test_after_a_refusal_the_other_verifier_is_still_drafted_for(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
     verifier.info = STRANGE
@@ -192,22 +162,19 @@ async def test_it_ends_with_every_reason_once_all_refuse(
         await verifier.accepted()
         last = await other.accepted()
         assert await lives_on(process)
-        last.say(
-            OutriderError(Reason.INVALID_VALUE, "hello.family must be another", "hello.family")
-        )
+        message = "hello.family must be another"
+        last.send(OutriderError(Reason.INVALID_VALUE, message, "hello.family"))
         _, error = await asyncio.wait_for(process.communicate(), 10)
         assert process.returncode == 1
-        said = error.decode().splitlines()[-1]
-        assert said.startswith("drafter: every verifier refuses this drafter: ")
-        assert (
-            f"{address(verifier)}: the drafter's tokenizer is {STRANGE.tokenizer_fingerprint}"
-            in said
-        )
-        assert f"{address(other)}: hello.family must be another" in said
+        sentence = error.decode().splitlines()[-1]
+        assert sentence.startswith("drafter: every verifier refuses this drafter: ")
+        theirs = STRANGE.tokenizer_fingerprint
+        assert f"{address(verifier)}: the drafter's tokenizer is {theirs}" in sentence
+        assert f"{address(other)}: hello.family must be another" in sentence
 
 
 async def lives_on(process: asyncio.subprocess.Process) -> bool:
-    """Whether the process is still there a little later."""
+    """Whether the process still runs after half a second."""
     await asyncio.sleep(0.5)
     return process.returncode is None
 
@@ -215,21 +182,23 @@ async def lives_on(process: asyncio.subprocess.Process) -> bool:
 async def test_its_gauges_are_sums_over_the_verifiers(
     verifier: ScriptedVerifier, other: ScriptedVerifier
 ) -> None:
-    port, health_port = free_port(), free_port()
+    port = free_port()
+    health_port = free_port()
     listening = ["--metrics-port", str(port), "--listen", f"127.0.0.1:{health_port}"]
     async with drafter(*flags(verifier, other), *listening):
-        one, two = await verifier.accepted(), await other.accepted()
+        one = await verifier.accepted()
+        two = await other.accepted()
         for stream, count in ((one, 1), (two, 2)):
             for i in range(count):
                 await drafted(stream, [5, 6, 7, 8, 5, 6], i)
-        said = await gauges(port)
-        assert (said["connected"], said["sequences"]) == (2, 3)
+        values = await gauges(port)
+        assert (values["connected"], values["sequences"]) == (2, 3)
         await other.stop()
         deadline = time.monotonic() + 10
-        while (said := await gauges(port))["connected"] != 1:
+        while (values := await gauges(port))["connected"] != 1:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
-        assert said["sequences"] == 1
+        assert values["sequences"] == 1
         await asyncio.sleep(0.1)
         assert await health(health_port) == SERVING
 
@@ -248,11 +217,11 @@ async def test_its_gauges_are_sums_over_the_verifiers(
         (["--verifier", "a:1,b:1", "--verifier", "a:1"], "verifier: names a:1 more than once"),
         (
             ["--verifier", "a:1,,b:1"],
-            "verifier: must name host:port, and nothing empty between commas",
+            "verifier: must name host:port, with nothing empty between commas",
         ),
     ],
 )
-async def test_addresses_that_do_not_fit_are_refused(arguments: list[str], named: str) -> None:
+async def test_bad_addresses_are_refused(arguments: list[str], named: str) -> None:
     async with drafter("--family", "ngram", *arguments) as process:
         _, error = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == 2
@@ -261,7 +230,8 @@ async def test_addresses_that_do_not_fit_are_refused(arguments: list[str], named
 
 async def test_each_verifiers_own_socket_is_dialled(tmp_path: Path) -> None:
     """Nothing listens at the addresses."""
-    one, two = ScriptedVerifier(uds=tmp_path / "one"), ScriptedVerifier(uds=tmp_path / "two")
+    one = ScriptedVerifier(uds=tmp_path / "one")
+    two = ScriptedVerifier(uds=tmp_path / "two")
     await one.start()
     await two.start()
     try:

@@ -1,4 +1,4 @@
-"""One draft model for several verifiers: shared forwards and pages, and nobody pays for another."""
+"""One draft model for several verifiers: they share forwards and pages, but not delays."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ TEXTS = ["def add(first, second):\n    return first", "for line in lines:\n    i
 
 
 @pytest.fixture(scope="module")
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as thread:
-        yield thread
-
-
-@pytest.fixture(scope="module")
 def loaded(thread: ThreadPoolExecutor) -> ModelRunner:
     return thread.submit(
         ModelRunner.load, MODEL, dtype="float32", device="cpu", threads=1, page_count=256
@@ -42,15 +36,17 @@ def prompts() -> list[list[int]]:
 
 
 class Watched:
-    """The runner's forwards: which texts were in each, and a gate that holds them up while it is shut."""
+    """Records the tokens of a runner's forwards, and holds forwards back while `gate` is shut."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner = runner
         self.forwards: list[list[list[int]]] = []
-        self.gate, self.at_gate = Event(), Event()
+        self.gate = Event()
+        self.at_gate = Event()
         self.gate.set()
         self.broken_token: int | None = None
-        self._forward, self._several = runner.forward, runner.continue_greedily
+        self._forward = runner.forward
+        self._several = runner.continue_greedily
         monkeypatch.setattr(runner, "forward", self.forward)
         monkeypatch.setattr(runner, "continue_greedily", self.several)
 
@@ -72,7 +68,7 @@ class Watched:
         return self._several(slices, count, limit)
 
     async def reached(self) -> None:
-        """Wait until the next forward stands before the gate."""
+        """Wait until the next forward is held back."""
         assert await asyncio.to_thread(self.at_gate.wait, 10)
         self.at_gate.clear()
 
@@ -97,7 +93,7 @@ def model(watched: Watched, thread: ThreadPoolExecutor) -> DraftModel:
 
 
 def rig_of(model: DraftModel, vocab_size: int | None = None) -> Rig:
-    """One verifier's session."""
+    """The session of one verifier."""
     return Rig(ModelFamily(model, vocab_size or model.runner.vocab_size, branch_count=0))
 
 
@@ -113,7 +109,7 @@ def opened(tokens: list[int], sequence_id: int = 1, *, depth: int = 4, window: i
 
 
 async def alone(model: DraftModel, tokens: list[int]) -> list[int]:
-    """What is guessed for a text with no other verifier about."""
+    """The guesses for a text while no other verifier is drafted for."""
     rig = rig_of(model)
     rig.open(opened(tokens))
     await rig.drafts()
@@ -123,13 +119,13 @@ async def alone(model: DraftModel, tokens: list[int]) -> list[int]:
 
 
 async def started(work: Callable[[], object], watched: Watched) -> None:
-    """Begin work while the gate is shut, and wait until its first forward stands there."""
+    """Shut the gate, begin work, and wait until its first forward is held back."""
     watched.shut_gate()
     work()
     await watched.reached()
 
 
-async def test_verifiers_with_equal_sequence_ids_share_forwards_and_each_gets_its_own_guesses(
+async def test_verifiers_share_forwards_and_get_their_own_guesses(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     expected = [await alone(model, prompt) for prompt in prompts]
@@ -156,11 +152,12 @@ def family_of(rig: Rig) -> ModelFamily:
     return family
 
 
-async def test_a_sequence_that_fails_costs_the_other_verifiers_nothing(
+async def test_a_failing_sequence_does_not_disturb_other_verifiers(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     expected = await alone(model, prompts[0])
-    good, bad = rig_of(model), rig_of(model)
+    good = rig_of(model)
+    bad = rig_of(model)
     good.open(opened(prompts[0]))
     bad.open(opened([7, 8, 3]))
     watched.broken_token = 3
@@ -176,11 +173,12 @@ async def test_a_sequence_that_fails_costs_the_other_verifiers_nothing(
     assert good.guesses(1) == expected
 
 
-async def test_a_busy_verifier_delays_another_by_no_more_than_a_few_forwards(
+async def test_a_long_prompt_delays_another_verifier_by_few_forwards(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
-    """Its prompt alone fills sixteen forwards."""
-    busy, other = rig_of(model), rig_of(model)
+    """The long prompt alone fills sixteen forwards."""
+    busy = rig_of(model)
+    other = rig_of(model)
     busy.open(opened([20 + i % 200 for i in range(1024)]))
     other.open(opened(prompts[0]))
     expected = await alone(model, prompts[0])
@@ -191,7 +189,7 @@ async def test_a_busy_verifier_delays_another_by_no_more_than_a_few_forwards(
     await asyncio.sleep(0)
     watched.open_gate()
     await wanted
-    # The model's thread goes on with the prompt while the loop hears of the draft.
+    # The model's thread reads more of the prompt while the event loop gets the draft.
     shared = [number for number, slices in enumerate(watched.forwards) if len(slices) > 1]
     assert shared
     assert shared[-1] < 6
@@ -200,10 +198,11 @@ async def test_a_busy_verifier_delays_another_by_no_more_than_a_few_forwards(
     await tasks[0]
 
 
-async def test_a_verifier_that_may_be_waiting_goes_before_drafts_that_run_ahead(
+async def test_urgent_rounds_go_before_rounds_that_run_ahead(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
-    ahead, waiting = rig_of(model), rig_of(model)
+    ahead = rig_of(model)
+    waiting = rig_of(model)
     ahead.open(opened(prompts[0], depth=2, window=24))
     await ahead.draft()
     assert not ahead.session.sequences[1].urgent
@@ -215,15 +214,16 @@ async def test_a_verifier_that_may_be_waiting_goes_before_drafts_that_run_ahead(
     await asyncio.sleep(0)
     watched.open_gate()
     await wanted
-    # The forward that was under way, and those of the urgent draft alone.
+    # After the forward that was held back, the urgent draft has forwards of its own.
     assert [len(slices) for slices in watched.forwards[1:3]] == [1, 1]
     await tasks[0]
 
 
-async def test_a_message_ends_the_round_of_its_own_verifier_alone(
+async def test_a_message_ends_only_its_own_verifiers_round(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
-    interrupted, going_on = rig_of(model), rig_of(model)
+    interrupted = rig_of(model)
+    going_on = rig_of(model)
     for rig, prompt in zip((interrupted, going_on), prompts, strict=True):
         rig.open(opened(prompt, depth=8, window=16))
     waits = Event()
@@ -240,10 +240,11 @@ async def test_a_message_ends_the_round_of_its_own_verifier_alone(
     assert len(going_on.guesses(1)) == 8
 
 
-async def test_a_verifier_that_is_lost_gives_back_its_pages_once_no_forward_writes_to_them(
+async def test_a_lost_verifiers_pages_are_freed_after_its_last_forward(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
-    lost, stays = rig_of(model), rig_of(model)
+    lost = rig_of(model)
+    stays = rig_of(model)
     for rig, prompt in zip((lost, stays), prompts, strict=True):
         rig.open(opened(prompt, depth=8, window=16))
     held = model.pool.used_count
@@ -261,11 +262,12 @@ async def test_a_verifier_that_is_lost_gives_back_its_pages_once_no_forward_writ
     model.pool.check_integrity([draft.kv for draft in family_of(stays)._drafts.values()])
 
 
-async def test_each_verifier_gets_ids_of_its_own_vocabulary_alone(
+async def test_each_verifier_gets_only_ids_of_its_vocabulary(
     model: DraftModel, watched: Watched, prompts: list[list[int]]
 ) -> None:
     expected = await alone(model, prompts[1])
-    narrow, wide = rig_of(model, 40), rig_of(model)
+    narrow = rig_of(model, 40)
+    wide = rig_of(model)
     narrow.open(opened(prompts[0]))
     wide.open(opened(prompts[1]))
     tasks: list[asyncio.Task[object]] = []
@@ -279,11 +281,12 @@ async def test_each_verifier_gets_ids_of_its_own_vocabulary_alone(
     assert max(expected) >= 40
 
 
-async def test_verifiers_share_the_pages_of_equal_beginnings(
+async def test_verifiers_share_the_pages_of_common_prefixes(
     model: DraftModel, watched: Watched
 ) -> None:
     text = [50 + i % 30 for i in range(40)]
-    first, second = rig_of(model), rig_of(model)
+    first = rig_of(model)
+    second = rig_of(model)
     first.open(opened(text))
     await first.drafts()
     watched.forwards.clear()

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 DRAFT_SEQUENCE, MODEL = "outrider/drafter/draft_sequence.py", "drafter_svc/families/model.py"
 FORWARDS, CACHED_DRAFT = "drafter_svc/families/forwards.py", "drafter_svc/families/cached_draft.py"
 DRAFT_SEQUENCES = ("tests/drafter/test_draft_sequence.py",)
-DRAFT_MODEL = ("tests/drafter/test_draft_model.py",)
+DRAFT_SAMPLING = ("tests/drafter/test_draft_sampling.py",)
 REAL_MODEL = (
     "tests/losslessness/test_model_drafter.py::test_texts_follow_the_target_behind_the_real_draft_model",
 )
@@ -15,10 +15,12 @@ REAL_MODEL = (
 _UNSURE = """            self._forward(drafts)
             for draft in drafts:
                 guesses, unsent = draft.sequence.guesses, draft.sequence._unsent
-                law = unsent[-1] if unsent else None
-                if law is None or len(guesses) < 2 or law.probabilities[law.token_ids == guesses[-1]][0] >= 0.3:
+                distribution = unsent[-1] if unsent else None
+                if distribution is None or len(guesses) < 2:
                     continue
-                for gathered in (guesses, unsent, draft.others):
+                if distribution.probabilities[distribution.token_ids == guesses[-1]][0] >= 0.3:
+                    continue
+                for gathered in (guesses, unsent, draft.alternatives):
                     gathered.pop()
                 draft.goal = draft.guess_count
                 self._pool.truncate(draft.kv, draft.length - 1)
@@ -56,11 +58,11 @@ DRAFTER_MUTANTS = (
         CACHED_DRAFT,
         "self.draw_count += distribution is not None",
         "pass",
-        DRAFT_MODEL,
+        DRAFT_SAMPLING,
     ),
     Mutant(
         "D2",
-        "the draft model draws from another law than it claims",
+        "the draft model draws from another distribution than it claims",
         FORWARDS,
         "picks = inverse_cdf(top_RE,",
         "picks = inverse_cdf(top_RE**1.3,",
@@ -72,14 +74,14 @@ DRAFTER_MUTANTS = (
         MODEL,
         "else secrets.randbits(64)",
         "else opened.sequence_id",
-        DRAFT_MODEL,
+        DRAFT_SAMPLING,
     ),
     Mutant(
         "D5",
         "branches are sampled, and count as the likeliest",
         CACHED_DRAFT,
-        "if opened.sampling.greedy or (self.at is not None and opened.distribution is DraftDistribution.SPARSE):",
-        "if opened.sampling.greedy:",
+        "if self.at is not None and opened.distribution is DraftDistribution.SPARSE:",
+        "if False:",
         ("tests/drafter/test_draft_branches.py",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Real redis servers: one for each test that asks, and one of every topology for tests that hold in all of them."""
+"""Fixtures: a Redis server for one test, and one shared deployment of each topology."""
 
 from __future__ import annotations
 
@@ -23,18 +23,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
-_DEPLOYMENTS = [
-    f"{scheme}{kind}" for kind in ("", "+sentinel", "+cluster") for scheme in ("redis", "rediss")
-]
 _QUICK = ("redis", "rediss+cluster")
+_SLOW = ("rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster")
 
 
 @pytest.fixture(
     scope="session",
-    params=[
-        pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow)
-        for name in _DEPLOYMENTS
-    ],
+    params=[*_QUICK, *[pytest.param(name, marks=pytest.mark.slow) for name in _SLOW]],
 )
 def _deployment(
     request: pytest.FixtureRequest,
@@ -42,15 +37,14 @@ def _deployment(
     certificates: Certificates,
 ) -> Iterator[Deployment]:
     scheme: str = request.param
-    made = _KINDS[scheme.replace("rediss", "redis")](
-        tmp_path_factory.mktemp("redis"), certificates if scheme.startswith("rediss") else None
-    )
+    tls = certificates if scheme.startswith("rediss") else None
+    made = _KINDS[scheme.replace("rediss", "redis")](tmp_path_factory.mktemp("redis"), tls)
     yield made
     made.close()
 
 
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
-    """Of every topology, without and with TLS, and empty. Not to be killed, since tests share it."""
+    """An empty deployment of each topology, with and without TLS. Tests share it: keep it up."""
     _deployment.each("FLUSHALL")
     return _deployment

@@ -1,4 +1,7 @@
-"""A TCP proxy that holds back what the server says and cuts it into pieces, both at random; as a program it prints its port."""
+"""A TCP proxy that delays the server's bytes and splits them, both at random.
+
+Run as a program, it prints its port.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,20 @@ _DELAY_S = 0.002
 async def _pass_on(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random | None
 ) -> None:
-    """As it comes; with `rng`, each read in up to three pieces, each after a wait."""
+    """Pass bytes on; with `rng`, split each read into up to three pieces with delays between."""
     try:
         while data := await reader.read(65_536):
-            for _ in range(2 if rng else 0):
-                assert rng is not None
-                await asyncio.sleep(rng.random() * _DELAY_S)
-                cut = rng.randrange(len(data) + 1)
-                writer.write(data[:cut])
-                data = data[cut:]
+            if rng is not None:
+                for _ in range(2):
+                    await asyncio.sleep(rng.random() * _DELAY_S)
+                    cut = rng.randrange(len(data) + 1)
+                    writer.write(data[:cut])
+                    data = data[cut:]
             writer.write(data)
             await writer.drain()
+    # One side has closed its connection. Close the other as well.
     except OSError:
-        pass  # one side hung up, so the other is told
+        pass
     finally:
         writer.close()
 
@@ -50,7 +54,7 @@ async def _serve(port: int) -> None:
 
 @asynccontextmanager
 async def delaying_proxy(port: int) -> AsyncIterator[int]:
-    """One before the server at `port`, as a process, by its port."""
+    """Run a proxy to the server at `port` as a process; yields the proxy's port."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, Path(__file__), str(port), stdout=asyncio.subprocess.PIPE
     )

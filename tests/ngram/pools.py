@@ -1,4 +1,4 @@
-"""Pools in Redis, as the tests of them make them."""
+"""Pools in Redis for tests, with helpers to write and to look up."""
 
 from __future__ import annotations
 
@@ -21,24 +21,19 @@ Ngrams = list[list[int]]
 
 @asynccontextmanager
 async def pool(server: RedisServer, **options: Any) -> AsyncIterator[RedisPool]:
-    """A replica's pool, with time enough for any lookup; names in `options` are those of PoolKeys, RedisPool and RedisOptions."""
+    """One replica's pool, with a lookup budget of 2 s.
+
+    `options` are parameters of PoolKeys, RedisPool and RedisOptions.
+    """
     keys = PoolKeys(
         options.pop("secret", SECRET),
         options.pop("namespace", "default"),
         public=options.pop("public", False),
     )
-    fingerprint, observe = (
-        options.pop("fingerprint", FINGERPRINT),
-        options.pop("observe", lambda seconds: None),
-    )
-    made = RedisPool(
-        server,
-        keys,
-        fingerprint,
-        4096,
-        RedisOptions(**{"budget_s": 2.0, **options}),
-        observe=observe,
-    )
+    fingerprint = options.pop("fingerprint", FINGERPRINT)
+    observe = options.pop("observe", lambda seconds: None)
+    redis_options = RedisOptions(**{"budget_s": 2.0, **options})
+    made = RedisPool(server, keys, fingerprint, 4096, redis_options, observe=observe)
     try:
         yield made
     finally:
@@ -55,13 +50,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 async def written(
     made: RedisPool, *pairs: tuple[list[int], list[int]], tenant: str = TENANT
 ) -> None:
-    """Have the pairs written, and wait until they are."""
-    before, keys = made.counters.written, made.tenant(tenant)
+    """Offer (n-gram, continuation) pairs, and wait until Redis has them."""
+    before = made.counters.written
+    keys = made.tenant(tenant)
     for ngram, continuation in pairs:
         made.offer(keys, ngram, continuation)
     await until(lambda: made.counters.written >= before + len(pairs))
 
 
 async def found(made: RedisPool, *queries: Ngrams, tenant: str = TENANT) -> list[list[int]]:
-    """What a lookup of these n-grams finds."""
+    """Look up the n-grams of several queries of one tenant."""
     return await made.lookup([Query(made.tenant(tenant), ngrams) for ngrams in queries])

@@ -1,6 +1,7 @@
-"""Real Redis servers on ports of their own: one, Sentinel's, or a cluster's, with and without TLS, as an operator has them.
+"""Real Redis servers of each topology, on free ports, with and without TLS.
 
-The user `outrider` has the rights that docs/operations.md gives it; the tests look on as the default user, who may do anything.
+The user `outrider` has the rights that docs/operations.md gives it. Tests inspect the servers as
+the default user, who has all rights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SERVICE = "pool"
 
 
 def acl_line(kind: str) -> str:
-    """The user's rights as documented, for `data` servers or for a `sentinel`."""
+    """The documented line with the user's rights, for `data` servers or for a `sentinel`."""
     lines: list[str] = re.findall(r"^user outrider .*$", OPERATIONS, re.MULTILINE)
     [line] = [line for line in lines if ("sentinel|" in line) == (kind == "sentinel")]
     return line
@@ -44,54 +45,26 @@ def free_port() -> int:
 
 
 class Certificates:
-    """An authority, and a certificate of 127.0.0.1 that it signed."""
+    """An authority, and a certificate for 127.0.0.1 that it signed."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.ca, self.key, self.certificate = (
-            directory / name for name in ("ca.crt", "server.key", "server.crt")
-        )
+        self.ca = directory / "ca.crt"
+        self.key = directory / "server.key"
+        self.certificate = directory / "server.crt"
         ca_key = directory / "ca.key"
-        new = [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-        ]
-        of_server = [
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-            "-addext",
-            "basicConstraints=CA:FALSE",
-        ]
-        for arguments in (
-            [*new, "-keyout", ca_key, "-out", self.ca, "-subj", "/CN=authority"],
-            [
-                *new,
-                "-CA",
-                self.ca,
-                "-CAkey",
-                ca_key,
-                "-keyout",
-                self.key,
-                "-out",
-                self.certificate,
-                "-subj",
-                "/CN=server",
-                *of_server,
-            ],
-        ):
-            subprocess.run(arguments, check=True, capture_output=True)
+        new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+        authority = ["-keyout", ca_key, "-out", self.ca, "-subj", "/CN=authority"]
+        server = ["-keyout", self.key, "-out", self.certificate, "-subj", "/CN=server"]
+        signed = ["-CA", self.ca, "-CAkey", ca_key]
+        for extension in ("subjectAltName=IP:127.0.0.1", "basicConstraints=CA:FALSE"):
+            signed += ["-addext", extension]
+        for arguments in (authority, [*server, *signed]):
+            subprocess.run([*new.split(), *arguments], check=True, capture_output=True)
 
 
 class RedisProcess:
-    """May be killed and started again on the same port."""
+    """A server that can be killed and started again on the same port."""
 
     def __init__(
         self,
@@ -103,28 +76,32 @@ class RedisProcess:
         directory.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self._tls = tls
-        self._command = [
-            "redis-server",
-            str(directory / "redis.conf"),
-            *(["--sentinel"] if sentinel else []),
-        ]
-        binary = shutil.which("redis-server")
-        assert binary, "redis-server is missing; `make test` installs it"
-        user = acl_line("sentinel" if sentinel else "data").replace(">PASSWORD", f'">{PASSWORD}"')
-        lines = ["bind 127.0.0.1", f"dir {directory}", *directives, user]
-        if tls is not None:
-            lines += [
-                f"port 0\ntls-port {self.port}\ntls-auth-clients no\ntls-replication yes\ntls-cluster yes"
-            ]
-            lines += [
-                f"tls-cert-file {tls.certificate}\ntls-key-file {tls.key}\ntls-ca-cert-file {tls.ca}"
-            ]
-        else:
-            lines += [f"port {self.port}"]
-        if not sentinel:
-            lines += ['save ""', "repl-diskless-sync-delay 0"]
-        (directory / "redis.conf").write_text("\n".join(lines) + "\n")
+        self._command = ["redis-server", str(directory / "redis.conf")]
+        assert shutil.which("redis-server"), "redis-server is missing; `make test` installs it"
+        kind = "data"
+        more = ['save ""', "repl-diskless-sync-delay 0"]
+        if sentinel:
+            self._command.append("--sentinel")
+            kind = "sentinel"
+            more = []
+        user = acl_line(kind).replace(">PASSWORD", f'">{PASSWORD}"')
+        lines = ["bind 127.0.0.1", f"dir {directory}", *directives, user, *more]
+        (directory / "redis.conf").write_text("\n".join([*lines, *self._port_lines()]) + "\n")
         self.start()
+
+    def _port_lines(self) -> list[str]:
+        if self._tls is None:
+            return [f"port {self.port}"]
+        return [
+            "port 0",
+            f"tls-port {self.port}",
+            "tls-auth-clients no",
+            "tls-replication yes",
+            "tls-cluster yes",
+            f"tls-cert-file {self._tls.certificate}",
+            f"tls-key-file {self._tls.key}",
+            f"tls-ca-cert-file {self._tls.ca}",
+        ]
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
@@ -132,7 +109,10 @@ class RedisProcess:
             until(lambda: _answers(client))
 
     def admin(self) -> redis.Redis:
-        tls = {"ssl": True, "ssl_ca_certs": str(self._tls.ca)} if self._tls else {}
+        """A client of the default user."""
+        tls: dict[str, Any] = {}
+        if self._tls is not None:
+            tls = {"ssl": True, "ssl_ca_certs": str(self._tls.ca)}
         return redis.Redis(port=self.port, host="127.0.0.1", protocol=2, **tls)
 
     def kill(self) -> None:
@@ -148,7 +128,7 @@ def _answers(client: redis.Redis) -> bool:
 
 
 class Deployment:
-    """Redis of one topology; `data` are the servers that take writes at first."""
+    """A Redis of one topology. `data` has the servers that take writes at first."""
 
     kind = ""
 
@@ -165,31 +145,38 @@ class Deployment:
         self.processes.append(process)
         return process
 
-    def asked(self) -> Iterable[RedisProcess]:
-        """The processes whose addresses stand in the URL."""
+    def in_url(self) -> Iterable[RedisProcess]:
+        """The processes whose addresses are in the URL."""
         return self.data
 
     @property
     def url(self) -> str:
-        addresses = ",".join(f"127.0.0.1:{process.port}" for process in self.asked())
-        return f"{'rediss' if self.tls else 'redis'}{self.kind}://outrider@{addresses}"
+        addresses = ",".join(f"127.0.0.1:{process.port}" for process in self.in_url())
+        scheme = "rediss" if self.tls else "redis"
+        return f"{scheme}{self.kind}://outrider@{addresses}"
+
+    @property
+    def ca(self) -> Path | None:
+        return self.tls.ca if self.tls else None
 
     @property
     def server(self) -> RedisServer:
-        return RedisServer.parse(self.url, self.password_file, self.tls.ca if self.tls else None)
+        return RedisServer.parse(self.url, self.password_file, self.ca)
 
     def flags(self) -> list[str]:
-        """The same for a process."""
+        """The flags with which a process connects as `server` does."""
         flags = ["--redis", self.url, "--redis-password-file", str(self.password_file)]
-        return flags + (["--redis-ca-file", str(self.tls.ca)] if self.tls else [])
+        if self.ca is not None:
+            flags += ["--redis-ca-file", str(self.ca)]
+        return flags
 
     def each(self, *command: str) -> list[Any]:
-        """What each server that takes writes says, as the default user."""
-        said = []
+        """Run a command as the default user on each server of `data`; returns their replies."""
+        replies = []
         for process in self.data:
             with process.admin() as client:
-                said.append(client.execute_command(*command))
-        return said
+                replies.append(client.execute_command(*command))
+        return replies
 
     def all_keys(self) -> list[bytes]:
         return [key for keys in self.each("KEYS", "*") for key in keys]
@@ -212,7 +199,7 @@ class Standalone(Deployment):
 
 
 class Sentinels(Deployment):
-    """A master, a replica, and a sentinel that needs no other's consent; it asks for a password as well."""
+    """A master, a replica and one sentinel, which has a quorum of 1 and the same password."""
 
     kind = "+sentinel"
 
@@ -233,7 +220,7 @@ class Sentinels(Deployment):
         with self.sentinel.admin() as client:
             until(lambda: client.info("sentinel")["master0"]["slaves"] == 1)
 
-    def asked(self) -> Iterable[RedisProcess]:
+    def in_url(self) -> Iterable[RedisProcess]:
         return [self.sentinel]
 
     @property
@@ -263,7 +250,8 @@ class Cluster(Deployment):
         until(lambda: all(self.is_whole(node) for node in self.data))
 
     def _node(self) -> RedisProcess:
-        number, bus = len(self.processes), free_port()
+        number = len(self.processes)
+        bus = free_port()
         directives = ["cluster-enabled yes", f"cluster-port {bus}", "cluster-node-timeout 1000"]
         node = self.run(self._directory / f"node{number}", *directives)
         self._buses[node.port] = bus
@@ -276,24 +264,21 @@ class Cluster(Deployment):
             )
 
     def grow(self) -> RedisProcess:
-        """A new node that has no slots, once all know of it."""
+        """Add a node without slots, and wait until all nodes know of it."""
         node = self._node()
         self._meet(node)
         self.data.append(node)
-        until(
-            lambda: all(
-                self.is_whole(each) and self.knows(each) == len(self.data) for each in self.data
-            )
-        )
+        until(lambda: all(self.is_whole(each) for each in self.data))
+        until(lambda: all(self.knows(each) == len(self.data) for each in self.data))
         return node
 
     def knows(self, node: RedisProcess) -> int:
-        """How many nodes a node knows of, itself included."""
+        """The number of nodes that a node knows of, itself included."""
         with node.admin() as client:
             return int(client.cluster("info")["cluster_known_nodes"])
 
     def is_whole(self, node: RedisProcess) -> bool:
-        """Whether a node knows of all slots and all nodes."""
+        """Whether a node knows the owners of all slots, which are three nodes."""
         with node.admin() as client:
-            said = client.cluster("info")
-            return said["cluster_state"] == "ok" and said["cluster_size"] == "3"
+            info = client.cluster("info")
+            return info["cluster_state"] == "ok" and info["cluster_size"] == "3"

@@ -1,4 +1,4 @@
-"""A Redis that lies, at the end of a real connection: what it says costs no more than the lookup it was asked in."""
+"""A server that sends bad replies over a real connection costs no more than the lookup."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from drafter_svc.pools.redis_server import RedisServer
 
 
 class Liar:
-    """Answers each command with the next of `pieces`, and the last for ever."""
+    """Answers the first command with `pieces`, and then, if `endless`, with zeros for ever."""
 
     def __init__(self, pieces: list[bytes], endless: bool = False) -> None:
         self.pieces = pieces
         self.endless = endless
-        self.said_bytes = 0
+        self.sent_bytes = 0
         self.port = 0
         self.hung_up = asyncio.Event()
 
@@ -31,16 +31,17 @@ class Liar:
             for piece in self.pieces:
                 writer.write(piece)
                 await writer.drain()
-                self.said_bytes += len(piece)
-                # So that each piece is a read of its own.
+                self.sent_bytes += len(piece)
+                # Let the client read each piece by itself.
                 await asyncio.sleep(0.01)
             while self.endless:
                 writer.write(bytes(65_536))
                 await writer.drain()
-                self.said_bytes += 65_536
+                self.sent_bytes += 65_536
             await reader.read(1)
+        # The pool has closed the connection.
         except ConnectionError:
-            pass  # the pool hung up
+            pass
         finally:
             self.hung_up.set()
             writer.close()
@@ -50,9 +51,8 @@ class Liar:
 async def lying(liar: Liar) -> AsyncIterator[RedisServer]:
     server = await asyncio.start_server(liar.connected, "127.0.0.1", 0)
     try:
-        yield RedisServer.parse(
-            f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None
-        )
+        port = server.sockets[0].getsockname()[1]
+        yield RedisServer.parse(f"redis://127.0.0.1:{port}")
     finally:
         server.close()
 
@@ -68,7 +68,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-async def test_a_reply_too_large_to_be_true_is_a_failed_lookup(
+async def test_an_oversized_or_garbled_reply_is_a_failed_lookup(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     liar = Liar(LIES[name].pieces, LIES[name].endless)
@@ -76,20 +76,20 @@ async def test_a_reply_too_large_to_be_true_is_a_failed_lookup(
         assert await found(made, [[1]]) == [[]]
         assert made.counters.failed == 1
         assert made.counters.late == 0
-        # Neither read to its end nor asked again at once.
+        # The pool does not read the rest, and does not send another command at once.
         await asyncio.wait_for(liar.hung_up.wait(), 10)
-        assert liar.said_bytes < 4 * redis_client._MOST_REPLY_BYTES
+        assert liar.sent_bytes < 4 * redis_client._MAX_REPLY_BYTES
         assert await found(made, [[1]]) == [[]]
         assert made.counters.skipped == 1
     assert "Redis fails (lookups" in caplog.text
 
 
-@pytest.mark.parametrize("scheme", ["redis", "redis+sentinel", "redis+cluster"])
-async def test_replies_are_bounded_in_every_topology(scheme: str) -> None:
-    path = "/mymaster/0" if scheme == "redis+sentinel" else ""
-    client = redis_client.RedisClient(
-        RedisServer.parse(f"{scheme}://127.0.0.1:1{path}", None, None)
-    )
+@pytest.mark.parametrize(
+    "url",
+    ["redis://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/pool", "redis+cluster://127.0.0.1:1"],
+)
+async def test_replies_are_bounded_in_every_topology(url: str) -> None:
+    client = redis_client.RedisClient(RedisServer.parse(url))
     for made in (client._client, client._lookups):
         if isinstance(made, RedisCluster):
             nodes = made.nodes_manager
@@ -103,8 +103,8 @@ async def test_replies_are_bounded_in_every_topology(scheme: str) -> None:
     await client.aclose()
 
 
-async def test_the_longest_honest_reply_is_no_lie(redis_server: Standalone) -> None:
-    """Three n-grams each of 4096 sequences, with 64 tokens for each, are 3.3 MB."""
+async def test_the_longest_valid_reply_is_accepted(redis_server: Standalone) -> None:
+    """Three n-grams of each of 4096 sequences, with 64 tokens each, are 3.3 MB."""
     async with pool(redis_server.server) as made:
         longest = list(range(4032, 4096))
         await written(made, *(([i], longest) for i in range(1000)))
@@ -113,7 +113,7 @@ async def test_the_longest_honest_reply_is_no_lie(redis_server: Standalone) -> N
         assert made.counters.failed == 0
 
 
-async def test_writing_goes_on_after_an_error_that_nobody_foresaw(
+async def test_writing_goes_on_after_an_unexpected_error(
     redis_server: Standalone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pool(redis_server.server) as made:

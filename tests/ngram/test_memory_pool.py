@@ -1,4 +1,4 @@
-"""n-grams in memory: the longest suffix first, the newest or oldest place, within bounds."""
+"""The pool in memory: longest suffix first, newest or oldest occurrence, bounded size."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def pool_of(text: list[int], **options: Any) -> MemoryPool:
 
 
 def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
-    """What followed the longest suffix that occurred before, at its newest place with the longest continuation."""
+    """The tokens behind the newest occurrence, with enough tokens, of the longest known suffix."""
     for n in range(min(size, len(text)), 0, -1):
         places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-16:]
         if places:
@@ -26,26 +26,22 @@ def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
 
 
 @given(texts, st.integers(1, 4), st.integers(1, 6))
-def test_a_lookup_finds_what_a_search_through_the_text_finds(
-    text: list[int], size: int, length: int
-) -> None:
+def test_a_lookup_agrees_with_a_search_of_the_text(text: list[int], size: int, length: int) -> None:
     pool = pool_of(text, max_matching_ngram_size=size, max_draft_len=length)
     assert pool.continuation(text, length) == newest_by_search(text, size, length)
 
 
 @given(texts, st.lists(st.integers(1, 5), max_size=10))
-def test_a_text_taken_in_piece_by_piece_is_known_as_if_at_once(
-    text: list[int], pieces: list[int]
-) -> None:
+def test_indexing_in_pieces_equals_indexing_at_once(text: list[int], pieces: list[int]) -> None:
     whole = pool_of(text)
-    grown, pool, at = [text[0]], MemoryPool(NgramOptions(), 10_000), 0
+    grown = [text[0]]
+    pool = MemoryPool(NgramOptions(), 10_000)
     pool.index(grown, 0)
     for piece in [*pieces, len(text)]:
         start = len(grown)
         grown += text[start : start + piece]
         pool.index(grown, start)
-        at = len(grown)
-    assert at == len(text)
+    assert grown == text
     assert pool.continuation(text, 8) == whole.continuation(text, 8)
 
 
@@ -53,23 +49,23 @@ def test_the_longest_suffix_comes_first() -> None:
     assert pool_of([1, 2, 3, 9, 8, 3, 7, 7, 1, 2, 3]).continuation([1, 2, 3], 2) == [9, 8]
 
 
-def test_the_oldest_place_is_taken_when_asked_for() -> None:
+def test_is_use_oldest_prefers_the_oldest_occurrence() -> None:
     text = [1, 2, 5, 5, 1, 2, 6, 6, 1, 2]
     assert pool_of(text).continuation([1, 2], 2) == [6, 6]
     assert pool_of(text, is_use_oldest=True).continuation([1, 2], 2) == [5, 5]
 
 
-def test_without_keep_all_only_the_newest_place_is_known() -> None:
+def test_without_is_keep_all_only_the_newest_occurrence_counts() -> None:
     text = [1, 2, 5, 5, 5, 1, 2, 6]
     assert pool_of(text).continuation([1, 2], 3) == [5, 5, 5]
     assert pool_of(text, is_keep_all=False).continuation([1, 2], 3) == [6]
 
 
-def test_a_run_is_no_longer_than_max_draft_len() -> None:
+def test_a_continuation_has_at_most_max_draft_len_tokens() -> None:
     assert pool_of([1, 2, 3, 4, 5, 6, 1], max_draft_len=2).continuation([1], 5) == [2, 3]
 
 
-def test_the_pool_forgets_the_least_recently_used() -> None:
+def test_the_pool_drops_the_least_recently_used() -> None:
     pool = MemoryPool(NgramOptions(max_matching_ngram_size=1), 3)
     pool.index(list(range(100)), 0)
     assert len(pool) == 3

@@ -1,7 +1,8 @@
-"""The n-gram family: proposes what followed before, runs ahead within the window, says when it knows nothing."""
+"""The n-gram family: proposes earlier continuations, ahead within the window, or skips."""
 
 from dataclasses import replace
 
+import pytest
 from family_rig import Rig
 from pools import pool, until
 from redis_servers import Standalone
@@ -13,7 +14,7 @@ from outrider.messages import DraftDistribution, Opened, Proposal, SamplingParam
 
 
 def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
-    """With a window of so great a depth, for a verifier that takes 4 tokens."""
+    """A sequence of which the verifier takes 4 draft tokens a step, with `depth` tokens ahead."""
     return Opened(
         sequence_id,
         tokens,
@@ -27,11 +28,11 @@ def opened(sequence_id: int, tokens: list[int], depth: int = 6) -> Opened:
 async def test_a_repeated_text_is_proposed_up_to_the_window() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4), 1000))
     rig.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]))
-    said = await rig.drafts()
-    assert [proposal.token_ids for proposal in said.proposals] == [[3, 4, 5, 6], [3, 4, 5, 6, 7, 8]]
+    proposals = (await rig.drafts()).proposals
+    assert [proposal.token_ids for proposal in proposals] == [[3, 4, 5, 6], [3, 4, 5, 6, 7, 8]]
 
 
-async def test_nothing_known_is_said_once_for_each_verdict() -> None:
+async def test_an_unknown_text_is_skipped_once_for_each_verdict() -> None:
     rig = Rig(NgramFamily(NgramOptions(), 1000))
     rig.open(opened(1, [1, 2, 3]))
     assert (await rig.drafts()).skips == [Skip(1, 3)]
@@ -48,53 +49,48 @@ async def test_committed_tokens_are_learned_and_the_chain_is_kept_on_a_hit() -> 
     assert (await rig.drafts()).proposals == [Proposal(1, 9, [5, 1, 2])]
 
 
-async def test_what_else_followed_is_prepared_for_and_found_by_the_verdict() -> None:
-    """After 1 2 the text went on with 3 4 and with 8 9; the newer is the chain, the older a branch beside it."""
+async def test_another_continuation_is_a_branch_and_can_be_committed() -> None:
+    """After 1 2 came 8 9, later 3 4. The newer continuation is the chain, the older a branch."""
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=9))
     *_, last = (await rig.drafts()).proposals
     assert last.token_ids[:2] == [3, 4]
     at = last.token_ids.index(8)
-    assert (last.token_ids[at : at + 3], last.parents[at : at + 3]) == (
-        [8, 9, 7],
-        [0, at + 1, at + 2],
-    )
+    assert last.token_ids[at : at + 3] == [8, 9, 7]
+    assert last.parents[at : at + 3] == [0, at + 1, at + 2]
     rig.commit(1, 8)
     assert rig.guesses(1) == [9, 7]
     first = (await rig.draft()).proposals[0]
     assert first.token_ids[:3] == [9, 7, 5]
 
 
-async def test_a_branch_is_prepared_at_every_place_where_a_draft_can_end() -> None:
+async def test_every_place_where_a_draft_can_end_has_a_branch() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4, max_matching_ngram_size=1), 1000))
-    # Every token was followed by another one before.
-    rig.open(
-        replace(
-            opened(1, [1, 11, 2, 12, 3, 13, 4, 14, 1, 2, 3, 4, 5, 1], depth=3), window=Window(40, 6)
-        )
-    )
+    # Each of the tokens 1 to 4 has two continuations.
+    text = [1, 11, 2, 12, 3, 13, 4, 14, 1, 2, 3, 4, 5, 1]
+    rig.open(replace(opened(1, text), window=Window(40, 6)))
     chain, *_, last = (await rig.drafts()).proposals
     assert chain.token_ids == [2, 3, 4, 5]
     firsts = zip(last.parents, last.token_ids, strict=True)
     assert {(0, 11), (1, 12), (2, 13), (3, 14)} <= set(firsts)
 
 
-async def test_a_drafter_that_is_not_to_run_ahead_prepares_for_nothing() -> None:
+async def test_no_branches_where_running_ahead_is_not_allowed() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=4))
     assert len((await rig.drafts()).proposals) == 1
 
 
-async def test_a_chain_that_is_shorter_than_a_step_is_skipped_and_has_its_branches_too() -> None:
+async def test_a_short_chain_is_followed_by_a_skip_and_branches() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 1, 2, 3], depth=9))
     rig.commit(1, 1, 2)
-    said = await rig.drafts()
-    assert said.proposals[0].token_ids == [3, 1, 2]
-    assert said.proposals[-1].parents
+    drafts = await rig.drafts()
+    assert drafts.proposals[0].token_ids == [3, 1, 2]
+    assert drafts.proposals[-1].parents
 
 
-async def test_private_pools_do_not_leak_between_requests_and_a_public_one_is_shared() -> None:
+async def test_private_pools_are_separate_and_a_public_one_is_shared() -> None:
     for shared, expected in ((None, []), (MemoryPool(NgramOptions(), 1000), [[3, 4, 5]])):
         rig = Rig(NgramFamily(NgramOptions(), 1000, shared))
         rig.open(opened(1, [1, 2, 3, 4, 5]))
@@ -105,7 +101,7 @@ async def test_private_pools_do_not_leak_between_requests_and_a_public_one_is_sh
 
 
 async def learn(rig: Rig, made: RedisPool, tokens: list[int], tenant: str = "") -> None:
-    """Have the family see a text to its end, and wait until Redis has it."""
+    """Open and close a sequence with this text, and wait until Redis has its n-grams."""
     before = made.counters.written
     rig.open(replace(opened(1, tokens), tenant=tenant))
     rig.close(1)
@@ -115,9 +111,8 @@ async def learn(rig: Rig, made: RedisPool, tokens: list[int], tenant: str = "") 
 
 async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as first, pool(redis_server.server) as second:
-        one, other = (
-            Rig(NgramFamily(NgramOptions(), 1000, None, each)) for each in (first, second)
-        )
+        one = Rig(NgramFamily(NgramOptions(), 1000, None, first))
+        other = Rig(NgramFamily(NgramOptions(), 1000, None, second))
         await learn(one, first, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
         other.open(opened(2, [20, 1, 2]))
         assert (await other.drafts()).proposals[0].token_ids == [3, 4, 5, 6, 7, 8]
@@ -126,23 +121,21 @@ async def test_replicas_share_through_redis_and_go_on_without_it(redis_server: S
         assert (await other.drafts()).proposals[0].token_ids == [31, 30]
 
 
-async def test_in_redis_tenants_learn_from_themselves_alone_unless_the_pool_is_public(
-    redis_server: Standalone,
+@pytest.mark.parametrize(("public", "drafted"), [(False, {3}), (True, {2, 3})])
+async def test_in_redis_tenants_share_only_the_public_pool(
+    redis_server: Standalone, public: bool, drafted: set[int]
 ) -> None:
-    for public in (False, True):
-        async with pool(redis_server.server, public=public) as made:
-            rig = Rig(NgramFamily(NgramOptions(), 1000, None, made))
-            await learn(rig, made, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], "a")
-            rig.open(replace(opened(2, [20, 1, 2]), tenant="b"))
-            rig.open(replace(opened(3, [20, 1, 2]), tenant="a"))
-            said = await rig.drafts()
-            assert {proposal.sequence_id for proposal in said.proposals} == (
-                {2, 3} if public else {3}
-            )
-            assert {skip.sequence_id for skip in said.skips} >= (set() if public else {2})
+    async with pool(redis_server.server, public=public) as made:
+        rig = Rig(NgramFamily(NgramOptions(), 1000, None, made))
+        await learn(rig, made, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], "a")
+        rig.open(replace(opened(2, [20, 1, 2]), tenant="b"))
+        rig.open(replace(opened(3, [20, 1, 2]), tenant="a"))
+        drafts = await rig.drafts()
+        assert {proposal.sequence_id for proposal in drafts.proposals} == drafted
+        assert {skip.sequence_id for skip in drafts.skips} >= {2, 3} - drafted
 
 
-async def test_one_round_trip_to_redis_serves_all_that_nothing_here_knows(
+async def test_one_round_trip_to_redis_serves_all_unknown_sequences(
     redis_server: Standalone,
 ) -> None:
     async with pool(redis_server.server) as made:

@@ -1,4 +1,4 @@
-"""Keys of n-grams in Redis: one slot for all that end a text, nothing to be learned or guessed without the secret."""
+"""Keys of n-grams in Redis: one slot for the end of a text, and no key without the secret."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_all_n_grams_that_end_a_text_share_a_slot_with_their_index(
     assert is_index(keys.index(tokens))
 
 
-def test_a_tenants_n_grams_are_spread_over_slots_that_are_not_anothers() -> None:
+def test_tenants_n_grams_are_spread_over_different_slots() -> None:
     slots = [
         {key_slot(PoolKeys(SECRET).tenant(name, "f").index([token])) for token in range(1000)}
         for name in ("a", "b", "c")
@@ -48,55 +48,54 @@ def test_no_two_n_grams_tokenizers_or_tenants_share_a_key(
     assert (keys[0] == keys[1]) == (one == other)
 
 
-def test_a_name_that_goes_on_where_anothers_fingerprint_begins_is_another() -> None:
-    assert PoolKeys(SECRET).tenant("ab", "c").keys([[1]]) != PoolKeys(SECRET).tenant(
-        "a", "bc"
-    ).keys([[1]])
+def test_tenant_and_fingerprint_cannot_be_shifted_into_each_other() -> None:
+    keys = PoolKeys(SECRET)
+    assert keys.tenant("ab", "c").keys([[1]]) != keys.tenant("a", "bc").keys([[1]])
 
 
-def test_no_tenant_is_called_so_that_it_gets_the_public_pool() -> None:
+def test_no_tenant_name_gives_access_to_the_public_pool() -> None:
+    private = PoolKeys(SECRET)
     public = PoolKeys(SECRET, public=True)
-    assert public.tenant("a", "f").keys([[1]]) == public.tenant("b", "f").keys([[1]])
+    expected = public.tenant("a", "f").keys([[1]])
+    assert public.tenant("b", "f").keys([[1]]) == expected
     for name in ("", "public", "a"):
-        assert PoolKeys(SECRET).tenant(name, "f").keys([[1]]) != public.tenant(name, "f").keys(
-            [[1]]
-        )
-        assert PoolKeys(SECRET).pattern(name) != public.pattern(name)
+        assert private.tenant(name, "f").keys([[1]]) != expected
+        assert private.pattern(name) != public.pattern(name)
 
 
-def test_neither_tenant_nor_n_gram_can_be_recomputed_without_the_secret() -> None:
-    ours, theirs = (
-        PoolKeys(secret).tenant("tenant", "f").keys([[1, 2]])[0]
-        for secret in (SECRET, b"another secret, as long")
-    )
-    assert (
-        ours.partition(b"{")[2].partition(b".")[0] != theirs.partition(b"{")[2].partition(b".")[0]
-    )
+def tenant_of(key: bytes) -> bytes:
+    return key.partition(b"{")[2].partition(b".")[0]
+
+
+def test_keys_cannot_be_computed_without_the_secret() -> None:
+    ours = PoolKeys(SECRET).tenant("tenant", "f").keys([[1, 2]])[0]
+    theirs = PoolKeys(b"another secret, as long").tenant("tenant", "f").keys([[1, 2]])[0]
+    assert tenant_of(ours) != tenant_of(theirs)
     assert ours[-16:] != theirs[-16:]
     assert b"tenant" not in ours
 
 
-def test_the_secret_is_its_file_without_the_end_of_the_line(tmp_path: Path) -> None:
+def test_a_line_end_is_not_part_of_the_secret(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(SECRET + b"\n")
     assert read_secret(path) == SECRET
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read: No such file"),
         (b"short\n", "must hold at least 16 bytes"),
         (b"", "at least 16"),
     ],
 )
-def test_a_secret_that_is_none_is_refused_by_its_settings_name(
-    tmp_path: Path, content: bytes | None, said: str
+def test_a_bad_secret_is_refused_and_the_setting_named(
+    tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "secret"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(OutriderError, match=said) as caught:
+    with pytest.raises(OutriderError, match=message) as caught:
         read_secret(path)
     assert str(caught.value).startswith("pool-secret-file ")
 

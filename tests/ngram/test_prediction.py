@@ -1,4 +1,4 @@
-"""Predicted outputs: followed in step, found again behind an edit, and never shared."""
+"""Predicted outputs: followed token by token, found again behind an edit, and never shared."""
 
 from family_rig import Rig
 
@@ -27,14 +27,13 @@ def test_a_prediction_is_offered_from_its_first_token_on() -> None:
     assert Prediction(FILE, 3).continuation([], 4) == FILE[:4]
 
 
-def test_an_output_that_follows_its_prediction_gets_all_of_it_in_order() -> None:
+def test_an_output_that_follows_its_prediction_gets_all_of_it() -> None:
     prediction = Prediction(FILE, 3)
-    assert [prediction.continuation(FILE[:n], 1) for n in range(len(FILE))] == [
-        [token] for token in FILE
-    ]
+    for n, token in enumerate(FILE):
+        assert prediction.continuation(FILE[:n], 1) == [token]
 
 
-def test_of_equal_places_the_one_nearest_to_the_last_is_meant() -> None:
+def test_the_place_nearest_to_the_expected_one_is_taken() -> None:
     prediction = Prediction(FILE, 2)
     prediction.continuation(FILE[:8], 1)
     assert prediction.continuation([*FILE[:8], 10, 11], 2) == [16, 17]
@@ -48,7 +47,7 @@ def test_behind_an_edit_the_prediction_is_found_again() -> None:
     assert prediction.continuation([*edited, 15, 10], 3) == [11, 16, 17]
 
 
-async def test_the_family_proposes_the_prediction_and_goes_on_within_the_window() -> None:
+async def test_the_family_proposes_the_prediction_within_the_window() -> None:
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=4), 1000))
     rig.open(opened(FILE))
     assert [p.token_ids for p in (await rig.draft()).proposals] == [FILE[:6]]
@@ -56,7 +55,7 @@ async def test_the_family_proposes_the_prediction_and_goes_on_within_the_window(
     assert (await rig.draft()).proposals[0].token_ids == FILE[5:11]
 
 
-async def test_a_prediction_never_reaches_a_pool_that_others_read() -> None:
+async def test_a_prediction_never_enters_a_shared_pool() -> None:
     shared = MemoryPool(NgramOptions(), 1000)
     rig = Rig(NgramFamily(NgramOptions(), 1000, shared))
     rig.open(opened(FILE))

@@ -1,4 +1,4 @@
-"""Rights, passwords and certificates: no more than what is documented is needed, and a refusal costs guesses and one warning."""
+"""Rights, passwords and certificates: the documented ones suffice, a refusal costs only guesses."""
 
 import logging
 from pathlib import Path
@@ -10,7 +10,7 @@ from redis_servers import PASSWORD, Certificates, Deployment, RedisProcess, Stan
 from drafter_svc.pools.redis_client import RedisClient
 from drafter_svc.pools.redis_server import RedisServer
 
-# For a database other than 0, and for a slot that is being moved; tests of their own need these.
+# Needed for a database other than 0, and for a slot that is moving. Other tests use these rights.
 _SELDOM = {"select", "asking"}
 
 
@@ -19,7 +19,7 @@ def allowed(line: str) -> set[str]:
 
 
 async def use(server: RedisServer) -> None:
-    """Everything that the pool and `erase` do."""
+    """Run every kind of command that the pool and `erase` send."""
     async with pool(server, max_entries=16) as made:
         await written(made, *(([i, i + 1], [3]) for i in range(200)))
         assert len(await found(made, *([[i, i + 1]] for i in range(64)))) == 64
@@ -33,18 +33,18 @@ async def use(server: RedisServer) -> None:
 
 
 def used(process: RedisProcess) -> set[str]:
-    """Commands that were run, by anyone."""
+    """The commands that the server has run."""
     with process.admin() as client:
         return {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
 
 
-async def test_every_right_that_is_documented_is_needed_and_no_other(
+async def test_exactly_the_documented_rights_are_needed(
     deployment: Deployment,
 ) -> None:
     deployment.each("CONFIG", "RESETSTAT")
     deployment.each("ACL", "LOG", "RESET")
     await use(deployment.server)
-    assert [said for said in deployment.each("ACL", "LOG") if said] == []
+    assert not any(deployment.each("ACL", "LOG"))
     documented = allowed(acl_line("data")) - _SELDOM
     if "cluster" not in deployment.kind:
         documented -= {"cluster|slots", "command"}
@@ -57,16 +57,12 @@ async def test_a_database_of_its_own_needs_select(redis_server: Standalone) -> N
 
 
 @pytest.mark.parametrize("kind", ["data", "sentinel"])
-def test_no_right_is_of_a_dangerous_kind_but_the_sentinels_one(
-    kind: str, redis_server: Standalone
-) -> None:
+def test_no_right_is_of_a_dangerous_category(kind: str, redis_server: Standalone) -> None:
     line = acl_line(kind)
     assert "-@all" in line
     assert "+@" not in line
     with redis_server.data[0].admin() as client:
-        forbidden = {
-            name for category in ("admin", "dangerous") for name in client.acl_cat(category)
-        }
+        forbidden = {*client.acl_cat("admin"), *client.acl_cat("dangerous")}
     assert allowed(line) & forbidden == set()
     assert kind == "sentinel" or "~outrider:*" in line.split()
     assert kind == "data" or allowed(line) == {"sentinel|masters"}
@@ -81,14 +77,13 @@ async def test_the_user_reaches_no_other_key_and_no_other_command(redis_server: 
             ["KEYS", "*"],
             ["CONFIG", "GET", "*"],
         ):
-            assert b"permissions" in client.execute_command(
-                "ACL", "DRYRUN", "outrider", *command
-            ), command
+            reply = client.execute_command("ACL", "DRYRUN", "outrider", *command)
+            assert b"permissions" in reply, command
         assert client.execute_command("ACL", "DRYRUN", "outrider", "MGET", "outrider:x") == b"OK"
 
 
 async def refused(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Lookups and writes go on at once, for longer than the first back-off, and one warning says why."""
+    """Lookups return at once, beyond the first backoff, and the log has one warning."""
     with caplog.at_level(logging.INFO, "drafter_svc.pools.redis"):
         async with pool(server) as made:
             for _ in range(3):
@@ -106,10 +101,7 @@ async def test_a_wrong_password_costs_guesses_and_one_warning(
 ) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
-    await refused(
-        RedisServer.parse(deployment.url, wrong, deployment.tls.ca if deployment.tls else None),
-        caplog,
-    )
+    await refused(RedisServer.parse(deployment.url, wrong, deployment.ca), caplog)
 
 
 @pytest.mark.slow
@@ -122,7 +114,7 @@ async def test_missing_rights_cost_guesses_and_one_warning(
 
 
 @pytest.mark.slow
-async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
+async def test_an_unknown_certificate_costs_guesses_and_one_warning(
     certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Standalone(tmp_path / "redis", certificates)
@@ -134,10 +126,10 @@ async def test_a_certificate_of_another_authority_costs_guesses_and_one_warning(
 
 
 @pytest.mark.slow
-async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_is_well(
+async def test_without_the_password_file_no_command_is_sent(
     redis_server: Standalone,
 ) -> None:
-    """The default user would be let in without a password; the pool must not be that user."""
+    """The server admits the default user without a password. The pool must not act as that user."""
     async with pool(redis_server.server) as made:
         await written(made, ([1], [2]))
         redis_server.password_file.unlink()
@@ -150,7 +142,7 @@ async def test_without_its_password_file_nothing_is_asked_and_with_it_again_all_
         assert await found(made, [[1]]) == [[2]]
 
 
-async def test_a_password_that_is_changed_in_its_file_is_taken_up(redis_server: Standalone) -> None:
+async def test_a_changed_password_file_is_used(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as made:
         await written(made, ([1], [2]))
         redis_server.password_file.write_text("new")

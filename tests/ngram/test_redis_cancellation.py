@@ -1,4 +1,7 @@
-"""Cancelled at any point, a lookup never leaves its reply to another caller (redis-py once did, its issues 2624 and 2665)."""
+"""A lookup that is cancelled at any point never leaves its reply to another caller.
+
+redis-py once did (its issues 2624 and 2665).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Lookup = Callable[[int], Awaitable[int | None]]
 
 @dataclass
 class Tally:
-    """Calls that were cancelled while they waited, and replies that were the asked key's or another's."""
+    """Counts of cancelled calls, of replies for the right key, and of replies for another key."""
 
     cancelled: int = 0
     right: int = 0
@@ -32,14 +35,14 @@ class Tally:
 
 
 async def disturb(lookup: Lookup, cancellations: int, tally: Tally) -> None:
-    """Look up key after key, as many callers at once, and cancel most of them somewhere on the way."""
+    """Look up keys with many callers at the same time, and cancel most lookups at random points."""
     rng = random.Random(1)
 
     async def call() -> None:
         while tally.cancelled < cancellations:
             wanted = rng.randrange(_KEYS)
             task = asyncio.ensure_future(lookup(wanted))
-            # At least one step, so that the lookup has begun; seven of eight are cancelled after a few more, or after some time.
+            # Let the lookup begin. Cancel seven of eight after a few steps, or after some time.
             for _ in range(rng.randrange(1, 9)):
                 await asyncio.sleep(0)
             if rng.random() < 0.5:
@@ -57,15 +60,15 @@ async def disturb(lookup: Lookup, cancellations: int, tally: Tally) -> None:
 
 
 def through_pool(made: RedisPool) -> Lookup:
-    """Each n-gram's continuation tells which n-gram it follows."""
+    """Looks up in a pool where the continuation of each n-gram names that n-gram."""
     tenant = made.tenant(TENANT)
 
     async def lookup(wanted: int) -> int | None:
-        running = made.counters.skipped
+        skipped = made.counters.skipped
         [found] = await made.lookup([Query(tenant, [[7, wanted], [wanted]])])
-        if made.counters.skipped > running:
+        if made.counters.skipped > skipped:
             await asyncio.sleep(0.001)
-        return found[0] if found else None
+        return next(iter(found), None)
 
     return lookup
 
@@ -74,9 +77,8 @@ def through_pool(made: RedisPool) -> Lookup:
 async def pool_behind_proxy(server: Standalone) -> AsyncIterator[RedisPool]:
     async with delaying_proxy(server.data[0].port) as port, pool(server.server) as direct:
         await written(direct, *(([i], [i]) for i in range(_KEYS)))
-        async with pool(
-            replace(server.server, addresses=(("127.0.0.1", port),)), budget_s=0.004
-        ) as made:
+        through_proxy = replace(server.server, addresses=(("127.0.0.1", port),))
+        async with pool(through_proxy, budget_s=0.004) as made:
             yield made
             await until(lambda: not made._running)
 
@@ -86,13 +88,13 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
     redis_server: Standalone, cancellations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors: list[Exception] = []
-    count_failure = RedisPool._failed
+    record_failure = RedisPool._record_failure
 
-    def failed(made: RedisPool, standing: Any, error: Exception) -> None:
+    def recorded(made: RedisPool, breaker: Any, error: Exception) -> None:
         errors.append(error)
-        count_failure(made, standing, error)
+        record_failure(made, breaker, error)
 
-    monkeypatch.setattr(RedisPool, "_failed", failed)
+    monkeypatch.setattr(RedisPool, "_record_failure", recorded)
 
     async def run() -> None:
         async with pool_behind_proxy(redis_server) as made:
@@ -104,7 +106,7 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
             assert made.counters.late > cancellations / 100
             assert made.counters.lookups >= cancellations
             assert made.counters.malformed == 0
-            # A machine that is busy with other work may keep a reply back for longer than a socket's time-out.
+            # On a busy machine a reply may come later than the socket's timeout.
             assert [error for error in errors if not isinstance(error, TimeoutError)] == []
             assert made.counters.failed == len(errors) <= cancellations / 1000
 
@@ -112,18 +114,16 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
 
 
 class _NaiveClient:
-    """Keeps connections, and keeps one as well whose reply was not awaited."""
+    """Wrongly keeps a connection for later calls even if its reply was not read."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def lookup(self, wanted: int) -> int | None:
-        reader, writer = (
-            self._idle.pop()
-            if self._idle
-            else await asyncio.open_connection("127.0.0.1", self._port)
-        )
+        if not self._idle:
+            self._idle.append(await asyncio.open_connection("127.0.0.1", self._port))
+        reader, writer = self._idle.pop()
         try:
             writer.write(b"ECHO %d\r\n" % wanted)
             await reader.readline()
@@ -137,12 +137,13 @@ class _NaiveClient:
             await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
-def test_a_client_that_keeps_the_connection_of_a_cancelled_read_is_found_out(
+def test_the_check_detects_a_client_that_mixes_up_replies(
     redis_server: Standalone,
 ) -> None:
     async def run() -> None:
         async with delaying_proxy(redis_server.data[0].port) as port:
-            client, tally = _NaiveClient(port), Tally()
+            client = _NaiveClient(port)
+            tally = Tally()
             await disturb(client.lookup, 500, tally)
             await client.aclose()
             assert tally.wrong > 0

@@ -1,4 +1,4 @@
-"""`python -m drafter_svc erase`: all of one tenant's n-grams, and nobody else's."""
+"""`python -m drafter_svc erase` deletes all n-grams of one tenant, and no others."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 async def erase(*flags: str) -> tuple[int, str, str]:
-    """Exit status, output and errors."""
+    """Run the command; returns its exit status, output and errors."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -32,7 +32,7 @@ async def erase(*flags: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), error.decode()
 
 
-async def test_only_the_tenants_n_grams_go_of_every_namespace_and_tokenizer(
+async def test_erase_deletes_all_n_grams_of_the_tenant_alone(
     deployment: Deployment, secret_file: Path
 ) -> None:
     pairs = [([i], [i + 1]) for i in range(1500)]
@@ -48,7 +48,7 @@ async def test_only_the_tenants_n_grams_go_of_every_namespace_and_tokenizer(
             *deployment.flags(), "--tenant", "goes", "--pool-secret-file", str(secret_file)
         )
         assert (status, out, error) == (0, "1510 n-grams erased\n", "")
-        # Each pool's indexes, of 16 buckets at most, go as well.
+        # The indexes are deleted as well: 16 buckets of the first pool, 10 of the second.
         assert kept - len(deployment.all_keys()) == 1510 + 16 + 10
         assert await found(made, *([[i]] for i in range(1500)), tenant="goes") == [[]] * 1500
         assert await found(made, *([[i]] for i in range(1500)), tenant="stays") == [
@@ -56,7 +56,7 @@ async def test_only_the_tenants_n_grams_go_of_every_namespace_and_tokenizer(
         ]
 
 
-async def test_the_tenant_without_a_name_is_one_like_others(
+async def test_the_unnamed_tenant_is_erased_like_others(
     redis_server: Standalone, secret_file: Path
 ) -> None:
     async with pool(redis_server.server) as made:
@@ -69,7 +69,7 @@ async def test_the_tenant_without_a_name_is_one_like_others(
         assert await found(made, [[1]], tenant="a") == [[2]]
 
 
-async def test_the_public_pool_goes_alone(redis_server: Standalone, secret_file: Path) -> None:
+async def test_the_public_pool_is_erased_alone(redis_server: Standalone, secret_file: Path) -> None:
     async with (
         pool(redis_server.server, public=True) as public,
         pool(redis_server.server) as private,
@@ -84,11 +84,11 @@ async def test_the_public_pool_goes_alone(redis_server: Standalone, secret_file:
 
 
 @pytest.mark.slow
-async def test_what_is_missing_or_fails_is_said(
+async def test_missing_settings_and_failures_are_reported(
     redis_server: Standalone, secret_file: Path
 ) -> None:
     secret = ["--pool-secret-file", str(secret_file)]
-    for flags, said in (
+    for flags, message in (
         (["--tenant", "a", *secret], "redis must be given"),
         ([*redis_server.flags(), *secret], "tenant must be given, or is-public-pool"),
         (
@@ -99,10 +99,10 @@ async def test_what_is_missing_or_fails_is_said(
         (["--redis", "nowhere", "--tenant", "a", *secret], "redis must look like"),
         (
             ["--redis", "redis://127.0.0.1:1", "--tenant", "a", *secret],
-            "Redis failed, so some may be left",
+            "Redis failed, so some n-grams may be left",
         ),
     ):
         status, out, error = await erase(*flags)
         assert (status, out) == (1, "")
-        assert said in error
+        assert message in error
         assert "Traceback" not in error

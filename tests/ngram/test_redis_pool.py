@@ -1,4 +1,4 @@
-"""The pool on real Redis of every topology: found by all replicas of a tenant, bounded, hostile until checked, never waited for."""
+"""The pool on real Redis of each topology: shared by replicas, bounded, checked, never awaited."""
 
 import logging
 import time
@@ -11,30 +11,28 @@ from redis_servers import Deployment, Standalone
 
 from drafter_svc.pools import redis_client
 from drafter_svc.pools.keys import is_index
+from drafter_svc.pools.redis import RedisPool
 from drafter_svc.pools.redis_server import RedisServer
 
 
-async def test_what_one_replica_writes_another_finds_the_longest_n_gram_first(
+async def test_replicas_find_each_others_n_grams_longest_first(
     deployment: Deployment,
 ) -> None:
     async with pool(deployment.server) as one, pool(deployment.server) as other:
         await written(one, ([1, 2, 3], [4, 5]), ([3], [9]))
-        assert await found(other, [[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]) == [
-            [4, 5],
-            [9],
-            [],
-        ]
+        queries = [[[1, 2, 3], [2, 3], [3]], [[7, 3], [3]], [[8]]]
+        assert await found(other, *queries) == [[4, 5], [9], []]
         assert (other.counters.found, other.counters.missed, other.counters.lookups) == (2, 1, 1)
 
 
-async def test_a_batch_of_many_sequences_is_found_whole(deployment: Deployment) -> None:
+async def test_a_large_batch_is_found_whole(deployment: Deployment) -> None:
     async with pool(deployment.server) as made:
         await written(made, *(([i, i + 1], [i + 2]) for i in range(300)))
         queries = [[[9, i, i + 1], [i, i + 1], [i + 1]] for i in range(300)]
         assert await found(made, *queries) == [[i + 2] for i in range(300)]
 
 
-async def test_tenants_namespaces_tokenizers_and_secrets_are_apart_and_the_public_pool_from_all(
+async def test_pools_are_separated_by_tenant_namespace_tokenizer_secret(
     deployment: Deployment,
 ) -> None:
     async with pool(deployment.server) as made:
@@ -63,14 +61,14 @@ async def test_size_and_age_are_bounded(deployment: Deployment) -> None:
         await written(made, *(([i], [i + 1]) for i in range(700)))
         await written(made, *(([i], [i + 1]) for i in range(700, 800)))
         assert sum(not is_index(key) for key in deployment.all_keys()) == 160
-        # The newest are there.
+        # The newest are kept.
         assert all(await found(made, *([[i]] for i in range(700, 800))))
         for process in deployment.data:
             with process.admin() as client:
                 assert all(0 < client.ttl(key) <= 100 for key in client.keys("*"))
 
 
-async def test_one_tenants_writing_does_not_push_out_anothers(deployment: Deployment) -> None:
+async def test_one_tenants_writes_do_not_evict_anothers(deployment: Deployment) -> None:
     async with pool(deployment.server, max_entries=16) as made:
         await written(made, ([1], [2]), tenant="small")
         await written(made, *(([i], [i + 1]) for i in range(200)), tenant="large")
@@ -90,7 +88,7 @@ async def test_the_newest_continuation_wins_unless_the_oldest_is_wanted(
             assert await found(made, [[1]]) == [expected]
 
 
-async def test_rubbish_in_redis_is_dropped_and_counted_and_a_shorter_n_gram_is_taken(
+async def test_malformed_values_are_counted_and_a_shorter_n_gram_used(
     redis_server: Standalone,
 ) -> None:
     async with pool(redis_server.server) as made:
@@ -104,16 +102,16 @@ async def test_rubbish_in_redis_is_dropped_and_counted_and_a_shorter_n_gram_is_t
 
 async def test_a_batch_is_one_round_trip_on_one_server(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as made:
-        await found(made, [[1]])  # so that there is a connection
+        # Connect first.
+        await found(made, [[1]])
         with redis_server.data[0].admin() as client:
             before = client.info("stats")["total_commands_processed"]
             await found(made, *([[i, i + 1], [i + 1]] for i in range(32)))
-            assert (
-                client.info("stats")["total_commands_processed"] - before == 2
-            )  # the lookup, and this question
+            # The lookup, and the INFO below.
+            assert client.info("stats")["total_commands_processed"] - before == 2
 
 
-async def test_what_lookups_take_is_told_to_who_observes(redis_server: Standalone) -> None:
+async def test_lookup_durations_are_observed(redis_server: Standalone) -> None:
     seconds: list[float] = []
     async with pool(redis_server.server, observe=seconds.append) as made:
         for _ in range(3):
@@ -125,7 +123,7 @@ async def test_what_lookups_take_is_told_to_who_observes(redis_server: Standalon
         assert len(seconds) == 3
 
 
-async def test_when_redis_dies_lookups_go_on_at_once_and_it_is_rejoined_when_it_is_back(
+async def test_lookups_go_on_while_redis_is_down_and_resume_after_it(
     redis_server: Standalone, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "drafter_svc.pools.redis"):
@@ -144,7 +142,7 @@ async def test_when_redis_dies_lookups_go_on_at_once_and_it_is_rejoined_when_it_
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-async def test_a_redis_that_hangs_makes_lookups_late_then_fails_and_its_reply_is_nobodys(
+async def test_a_hanging_redis_delays_no_lookup_and_mixes_up_no_reply(
     redis_server: Standalone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(redis_client, "_SOCKET_TIMEOUT_S", 0.3)
@@ -157,12 +155,13 @@ async def test_a_redis_that_hangs_makes_lookups_late_then_fails_and_its_reply_is
             assert (made.counters.late, made.counters.failed) == (1, 0)
             await until(lambda: made.counters.failed == 1, 2)
             assert "no answer in 0.3 s" in caplog.text
-            client.ping()  # answered when the pause is over
+            # The server answers this when the pause is over.
+            client.ping()
         await until(lambda: made.available)
         assert await found(made, [[3]]) == [[4]]
 
 
-async def test_a_redis_that_was_never_there_costs_nothing() -> None:
+async def test_a_redis_that_never_existed_costs_nothing() -> None:
     async with pool(RedisServer.parse("redis://127.0.0.1:1/0")) as made:
         assert await found(made, [[1]]) == [[]]
         assert made.counters.failed == 1
@@ -170,7 +169,7 @@ async def test_a_redis_that_was_never_there_costs_nothing() -> None:
             made.offer(made.tenant(TENANT), [1], [2])
 
 
-async def test_whatever_the_client_stumbles_over_neither_lookups_nor_writing_end(
+async def test_an_unexpected_client_error_ends_neither_lookups_nor_writes(
     redis_server: Standalone,
 ) -> None:
     broken = replace(redis_server.server, options={"socket_keepalive_options": {"no": "option"}})
@@ -179,20 +178,25 @@ async def test_whatever_the_client_stumbles_over_neither_lookups_nor_writing_end
             made.offer(made.tenant(TENANT), [1], [2])
             await until(lambda: made._writes.empty())
             assert await found(made, [[1]]) == [[]]
-            await until(lambda: made.available and made._writing.available)
+            await until(lambda: made.available and made._write_breaker.available)
         assert made.counters.failed == 4
         assert made.counters.dropped == 2
 
 
-async def test_more_writes_than_are_taken_are_dropped_and_counted(redis_server: Standalone) -> None:
+async def test_writes_beyond_the_queue_are_dropped_and_counted(redis_server: Standalone) -> None:
     async with pool(redis_server.server) as made:
         for i in range(20_000):
             made.offer(made.tenant(TENANT), [i], [1])
         assert made.counters.dropped == 20_000 - 16_384
 
 
+async def settled(made: RedisPool, offered: int) -> None:
+    """Wait until all n-grams that were offered are written or dropped."""
+    await until(lambda: made.counters.written + made.counters.dropped == offered)
+
+
 @pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
-async def test_a_redis_short_of_memory_goes_on_answering_and_says_at_most_once_that_it_takes_no_writes(
+async def test_a_redis_short_of_memory_answers_and_warns_at_most_once(
     policy: str, redis_server: Standalone, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pool(redis_server.server) as made:
@@ -204,7 +208,7 @@ async def test_a_redis_short_of_memory_goes_on_answering_and_says_at_most_once_t
                 for i in range(start, start + 3_000):
                     made.offer(made.tenant(TENANT), [i, i // 7], [1] * 8)
                 offered += 3_000
-                await until(lambda: made.counters.written + made.counters.dropped == offered)  # noqa: B023  # awaited here
+                await settled(made, offered)
                 assert await found(made, [[1]]) == [[]]
             if policy == "allkeys-lru":
                 assert made.counters.written == offered

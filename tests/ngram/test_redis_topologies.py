@@ -1,4 +1,4 @@
-"""The pool through a failover, through moving slots, and through the loss of a part of a cluster."""
+"""The pool during a failover, while slots move, and while a cluster lacks a node."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_goes_on(
+async def test_after_a_failover_replicated_n_grams_are_found_again(
     sentinels: Sentinels,
 ) -> None:
     async with pool(sentinels.server) as made:
@@ -51,30 +51,28 @@ async def test_after_a_failover_what_was_replicated_is_found_again_and_writing_g
         assert await found(made, [[1000]]) == [[7]]
 
 
-async def test_a_sequences_keys_are_one_mget_of_one_slot_and_a_batchs_are_on_all_nodes(
+async def test_a_batch_is_one_mget_for_each_slot_on_all_nodes(
     cluster: Cluster,
 ) -> None:
     async with pool(cluster.server) as made:
         tenant = made.tenant(TENANT)
         await written(made, *(([i, i + 1, i + 2], [9]) for i in range(32)))
         queries = [Query(tenant, [[i, i + 1, i + 2], [i + 1, i + 2], [i + 2]]) for i in range(32)]
-        assert all(
-            len({key_slot(key) for key in query.tenant.keys(query.ngrams)}) == 1
-            for query in queries
-        )
+        for query in queries:
+            assert len({key_slot(key) for key in query.tenant.keys(query.ngrams)}) == 1
         cluster.each("CONFIG", "RESETSTAT")
         assert await made.lookup(queries[:1]) == [[9]]
         assert sorted(calls(cluster)) == [0, 0, 1]
         cluster.each("CONFIG", "RESETSTAT")
         assert await made.lookup(queries) == [[9]] * 32
         assert min(calls(cluster)) > 0
-        # 32 sequences whose last tokens fall into 16 buckets.
+        # The last tokens of 32 sequences are in 16 buckets, each in a slot of its own.
         assert sum(calls(cluster)) == 16
         assert min(len(keys) for keys in cluster.each("KEYS", "*")) > 0
 
 
 def calls(cluster: Cluster) -> list[int]:
-    """How often each node was asked by MGET."""
+    """The number of MGET commands that each node has run."""
     return [
         stats.get("cmdstat_mget", {"calls": 0})["calls"]
         for stats in cluster.each("INFO", "commandstats")
@@ -83,14 +81,15 @@ def calls(cluster: Cluster) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grown", [False, True], ids=["to-a-known-node", "to-a-new-node"])
-async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> None:
-    """All slots of the first node are moved away behind the pool's back, one of them slowly."""
+async def test_moving_slots_are_followed(cluster: Cluster, grown: bool) -> None:
+    """All used slots of the first node move to another; the pool looks up while the first moves."""
     async with pool(cluster.server) as made:
         await written(made, *(([i], [i + 1]) for i in range(64)))
-        slots = sorted(
-            {key_slot(made.tenant(TENANT).index([i])) for i in range(16)} & set(range(5461))
-        )
-        source, target = cluster.data[0], cluster.grow() if grown else cluster.data[1]
+        tenant = made.tenant(TENANT)
+        tokens = {key_slot(tenant.index([i])): i for i in range(16)}
+        slots = sorted(tokens.keys() & set(range(5461)))
+        source = cluster.data[0]
+        target = cluster.grow() if grown else cluster.data[1]
         assert slots
         with source.admin() as one, target.admin() as other:
             ids = [client.cluster("myid").decode() for client in (one, other)]
@@ -100,12 +99,10 @@ async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> No
                 keys = one.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100)
                 one.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
                 if number == 0:
-                    # Between the two: the source sends whoever asks to the target, for this once.
-                    token = next(
-                        i for i in range(16) if key_slot(made.tenant(TENANT).index([i])) == slot
-                    )
+                    # The slot is half moved: the source redirects each command to the target.
+                    token = tokens[slot]
                     if grown:
-                        # redis-py knows no node without a slot, so nothing is found there, and nothing worse happens.
+                        # redis-py does not know a node without slots, so it finds nothing there.
                         assert await found(made, [[token]], [[token + 1]]) == [[], [token + 2]]
                         assert await found(made, [[token]]) == [[]]
                         await until(lambda: made.available)
@@ -123,7 +120,7 @@ async def test_slots_that_move_are_followed(cluster: Cluster, grown: bool) -> No
 
 
 @pytest.mark.slow
-async def test_a_cluster_that_loses_a_node_costs_guesses_until_it_is_back(cluster: Cluster) -> None:
+async def test_a_lost_cluster_node_costs_guesses_until_it_is_back(cluster: Cluster) -> None:
     async with pool(cluster.server, budget_s=0.1) as made:
         await written(made, *(([i], [i + 1]) for i in range(64)))
         cluster.data[0].kill()
@@ -135,7 +132,7 @@ async def test_a_cluster_that_loses_a_node_costs_guesses_until_it_is_back(cluste
             await until(lambda: made.available, 15)
             if (await found(made, *queries)).count([]) < 64:
                 break
-        # What the node held is gone with it, the rest is there.
+        # The node has lost its keys, the others have theirs.
         answers = await found(made, *queries)
         assert all(answer in ([], [i + 1]) for i, answer in enumerate(answers))
         assert 0 < answers.count([]) < 64

@@ -1,4 +1,4 @@
-"""URLs of Redis: what each form means, and that what is wrong is said by the setting's name, without the password."""
+"""URLs of Redis: each form, and errors that name the setting but never the password."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from outrider.errors import OutriderError
         ("rediss+cluster://u:p@a:1,b:2/0", ("cluster", (("a", 1), ("b", 2)), 0, "")),
     ],
 )
-def test_every_form_is_understood(url: str, expected: tuple[Any, ...]) -> None:
+def test_every_form_of_url_is_parsed(url: str, expected: tuple[Any, ...]) -> None:
     server = RedisServer.parse(url)
     assert (server.topology, server.addresses, server.database, server.service) == expected
     assert server.options.get("ssl", False) == url.startswith("rediss")
 
 
-def test_user_and_password_come_from_the_url_or_the_password_from_its_file_each_time(
+def test_the_password_comes_from_the_url_or_its_file_each_time(
     tmp_path: Path,
 ) -> None:
     def credentials(*arguments: Any) -> object:
@@ -47,7 +47,7 @@ def test_user_and_password_come_from_the_url_or_the_password_from_its_file_each_
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("", "must look like redis://HOST"),
         ("host:6379", "must look like redis://HOST"),
@@ -66,21 +66,21 @@ def test_user_and_password_come_from_the_url_or_the_password_from_its_file_each_
         ("rediss://host?ssl_check_hostname=perhaps", "ssl_check_hostname as true or false"),
     ],
 )
-def test_a_bad_url_is_refused_without_being_repeated(url: str, said: str) -> None:
+def test_a_bad_url_is_refused_without_being_repeated(url: str, message: str) -> None:
     with pytest.raises(OutriderError) as caught:
         RedisServer.parse(url)
     assert str(caught.value).startswith("redis ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
-def test_bad_files_are_refused_by_their_settings_names(
+def test_a_bad_file_is_refused_and_the_setting_named(
     tmp_path: Path, certificates: Certificates
 ) -> None:
     missing, empty, rubbish = (tmp_path / name for name in ("missing", "empty", "rubbish"))
     empty.write_text("\n")
     rubbish.write_text("not a certificate")
-    for url, password, ca, said in (
+    for url, password, ca, message in (
         (
             "redis://u@host",
             missing,
@@ -99,5 +99,5 @@ def test_bad_files_are_refused_by_their_settings_names(
             "redis-ca-file goes with a URL whose scheme begins with rediss",
         ),
     ):
-        with pytest.raises(OutriderError, match=said):
+        with pytest.raises(OutriderError, match=message):
             RedisServer.parse(url, password, ca)

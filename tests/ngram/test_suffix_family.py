@@ -1,4 +1,4 @@
-"""The suffix family: proposes likely continuations of what it saw, each tenant's texts for itself."""
+"""The suffix family: proposes likely continuations from earlier texts of the same tenant."""
 
 import pytest
 from family_rig import Rig
@@ -25,20 +25,20 @@ async def proposed(rig: Rig) -> list[list[int]]:
     return [proposal.token_ids for proposal in (await rig.draft()).proposals]
 
 
-async def test_a_repeated_text_is_proposed_as_far_as_it_was_matched() -> None:
+async def test_a_proposal_is_as_long_as_the_matched_suffix() -> None:
     rig = Rig(SuffixFamily(SuffixSettings()))
     rig.open(opened(1, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]))
     assert await proposed(rig) == [[4, 5, 6]]
 
 
-async def test_a_run_ends_where_it_gets_unlikely() -> None:
+async def test_a_proposal_ends_where_it_becomes_unlikely() -> None:
     text = [1, 2, 3, 9] + [token for other in range(20, 32) for token in (1, 2, 3, other)]
     rig = Rig(SuffixFamily(SuffixSettings()))
     rig.open(opened(1, [*text, 1, 2]))
     assert await proposed(rig) == [[3]]
 
 
-async def test_nothing_known_is_said_and_what_is_committed_is_learned() -> None:
+async def test_an_unknown_text_is_skipped_and_committed_tokens_learned() -> None:
     rig = Rig(SuffixFamily(SuffixSettings()))
     rig.open(opened(1, [1, 2, 3]))
     assert (await rig.draft()).skips == [Skip(1, 3)]
@@ -46,8 +46,8 @@ async def test_nothing_known_is_said_and_what_is_committed_is_learned() -> None:
     assert await proposed(rig) == [[4, 5, 1]]
 
 
-async def test_texts_of_the_same_tenant_help_later_ones_and_those_of_others_do_not() -> None:
-    for shared in (False, True):
+async def test_texts_help_later_ones_of_the_same_tenant_alone() -> None:
+    for shared, expected in ((False, []), (True, [[3, 4]])):
         rig = Rig(SuffixFamily(SuffixSettings(is_public_pool=shared)))
         rig.open(opened(1, [9], tenant="a"))
         rig.commit(1, 1, 2, 3, 4, 5)
@@ -56,7 +56,7 @@ async def test_texts_of_the_same_tenant_help_later_ones_and_those_of_others_do_n
         assert await proposed(rig) == [[3, 4]]
         rig.close(2)
         rig.open(opened(3, [8, 1, 2], tenant="b"))
-        assert await proposed(rig) == ([[3, 4]] if shared else [])
+        assert await proposed(rig) == expected
 
 
 async def test_the_corpus_is_bounded() -> None:
@@ -72,7 +72,7 @@ async def test_the_corpus_is_bounded() -> None:
     assert await proposed(rig) == [[33]]
 
 
-async def test_the_windows_depth_is_kept() -> None:
+async def test_proposals_stay_within_the_window() -> None:
     rig = Rig(SuffixFamily(SuffixSettings(max_spec_factor=9.0)))
     rig.open(opened(1, [*range(100, 140), *range(100, 120)]))
     assert await proposed(rig) == [list(range(120, 136))]

@@ -1,4 +1,4 @@
-// Outrider's gRPC services from C++: client GATEWAY VERIFIER UNAVAILABLE (host:port each)
+// Calls Outrider's gRPC services from C++. Usage: client GATEWAY VERIFIER UNAVAILABLE (host:port)
 #include <grpcpp/grpcpp.h>
 
 #include <chrono>
@@ -41,7 +41,7 @@ void Check(const std::string& name, std::initializer_list<bool> facts) {
   std::cout << "ok " << name << std::endl;
 }
 
-// What a call ends with: its status, and the details that every error of Outrider has.
+// The end of a call: its status, and the details that every Outrider error has.
 struct Ending {
   grpc::Status status;
   google::rpc::ErrorInfo info;
@@ -59,7 +59,7 @@ struct Ending {
 
 using Text = std::unique_ptr<GenerationService::Stub>;
 
-// Reads a whole text into `parts`. The context may have a deadline, and `each` may cancel it.
+// Reads a whole text into `parts`, and calls `each` after each message.
 Ending Read(const Text& text, ClientContext& context, const GenerateTextRequest& request,
             std::vector<GenerateTextResponse>* parts = nullptr, const std::function<void()>& each = {}) {
   auto stream = text->GenerateText(&context, request);
@@ -74,26 +74,26 @@ int main(int, char** argv) {
   auto gateway = Dial(argv[1]);
   auto text = GenerationService::NewStub(gateway);
 
-  // Text, as it grows. The last message has the counts, and the reason why it ended.
+  // Stream a text. The last message has the token counts and the finish reason.
   ClientContext streamed;
   std::vector<GenerateTextResponse> parts;
   auto ended = Read(text, streamed, Request(), &parts);
-  std::string said;
-  for (const auto& part : parts) said += part.text();
-  Check("stream", {ended.status.ok(), !said.empty(), parts.back().usage().completion_token_count() == 16});
+  std::string whole;
+  for (const auto& part : parts) whole += part.text();
+  Check("stream", {ended.status.ok(), !whole.empty(), parts.back().usage().completion_token_count() == 16});
 
-  // Cancelling frees everything that the call holds.
+  // Cancel a call. The server frees everything that the call held.
   ClientContext cancelled;
   ended = Read(text, cancelled, Request([](auto& r) { r.set_max_tokens(1000); }), nullptr, [&] { cancelled.TryCancel(); });
   Check("cancel", {ended.status.error_code() == StatusCode::CANCELLED});
 
-  // A deadline is part of the call; the server stops as well.
+  // Set a deadline. The server stops at it as well.
   ClientContext late;
   late.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
   ended = Read(text, late, Request([](auto& r) { r.set_max_tokens(1900); }));
   Check("deadline", {ended.status.error_code() == StatusCode::DEADLINE_EXCEEDED});
 
-  // Bad input: the reason, and the field at fault.
+  // Send bad input. The error has the reason and the field at fault.
   ClientContext hot;
   ended = Read(text, hot, Request([](auto& r) { r.mutable_sampling()->set_temperature(9); }));
   Check("bad-value", {ended.status.error_code() == StatusCode::INVALID_ARGUMENT, ended.info.domain() == "outrider.dev",
@@ -102,13 +102,13 @@ int main(int, char** argv) {
   ended = Read(text, unknown, Request([](auto& r) { r.set_model("no-such-model"); }));
   Check("unknown-model", {ended.status.error_code() == StatusCode::NOT_FOUND, ended.info.reason() == "MODEL_NOT_FOUND"});
 
-  // Where waiting helps, RetryInfo says how long.
+  // Call a gateway without a verifier. RetryInfo says when to try again.
   ClientContext gone;
   ended = Read(GenerationService::NewStub(Dial(argv[3])), gone, Request());
   const auto& delay = ended.retry.retry_delay();
   Check("unavailable", {ended.status.error_code() == StatusCode::UNAVAILABLE, delay.seconds() + delay.nanos() > 0});
 
-  // The standard services.
+  // Use gRPC's health and reflection services.
   ClientContext checked;
   grpc::health::v1::HealthCheckRequest asked;
   asked.set_service("outrider.v1.GenerationService");
@@ -130,7 +130,7 @@ int main(int, char** argv) {
   }
   Check("reflection", {served});
 
-  // Token ids from the verifier itself. A seed has 64 bits.
+  // Generate token ids at the verifier. A seed has 64 bits.
   auto tokens = VerifierService::NewStub(Dial(argv[2]));
   GenerateTokensRequest ids;
   for (int id : {1, 2, 3}) ids.add_prompt_token_ids(id);

@@ -8,7 +8,7 @@
 
 namespace outrider {
 
-// Philox4x32-10 of (position, 3, 0) under the seed: where the noise of a position begins.
+// Philox4x32-10 of (position, 3, 0) under the seed: the key of a position's noise.
 inline uint64_t NoiseKey(uint64_t seed, uint64_t position) {
   std::array<uint32_t, 4> c = {uint32_t(position), uint32_t(position >> 32), 3, 0};
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -21,7 +21,7 @@ inline uint64_t NoiseKey(uint64_t seed, uint64_t position) {
   return c[0] | uint64_t(c[1]) << 32;
 }
 
-// SplitMix64's output number `token`.
+// Output number `token` of SplitMix64 with the state `key`, counted from 0.
 inline uint64_t NoiseOutput(uint64_t key, uint32_t token) {
   uint64_t z = key + (uint64_t(token) + 1) * 0x9E3779B97F4A7C15;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
@@ -31,7 +31,7 @@ inline uint64_t NoiseOutput(uint64_t key, uint32_t token) {
 
 inline double Exponential(uint64_t z) { return -std::log((double(z >> 12) + 0.5) * 0x1p-52); }
 
-// The token that the verifier draws from these probabilities; of equal scores the lowest id wins.
+// The token that the verifier draws from these probabilities. The lowest id wins a tie.
 inline uint32_t CoupledDraw(const std::vector<float>& probs, uint64_t seed, uint64_t position) {
   uint64_t key = NoiseKey(seed, position);
   uint32_t token = 0;

@@ -24,7 +24,7 @@ int main(int, char** argv) {
     for (const auto& row : *list) {
       uint64_t z = outrider::NoiseOutput(Number(row["key"]), row["token"]);
       double expected = row["exponential"];
-      // Two units in the last place.
+      // Allow two units in the last place.
       Check(z == Number(row["z"]) && std::abs(outrider::Exponential(z) - expected) <= expected * 0x1p-51, row);
     }
   }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Generates and builds with Debian's packages alone, which lie in GOPATH. With modules, `go get google.golang.org/grpc` takes their place.
+# Generates and builds with Debian's packages, which are in GOPATH. With Go modules, use
+# `go get google.golang.org/grpc` instead.
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p build/src

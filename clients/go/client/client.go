@@ -1,4 +1,5 @@
-// Outrider's gRPC services from Go: client GATEWAY VERIFIER UNAVAILABLE (host:port each).
+// Command client calls Outrider's gRPC services. Usage: client GATEWAY VERIFIER UNAVAILABLE
+// (host:port each).
 package main
 
 import (
@@ -55,7 +56,7 @@ func request(change func(*pb.GenerateTextRequest)) *pb.GenerateTextRequest {
 	return asked
 }
 
-// read takes a whole text, and returns its last message.
+// read streams a whole text, and returns it with its last message.
 func read(ctx context.Context, client pb.GenerationServiceClient, asked *pb.GenerateTextRequest) (text string, last *pb.GenerateTextResponse, err error) {
 	stream, err := client.GenerateText(ctx, asked)
 	for err == nil {
@@ -70,7 +71,7 @@ func read(ctx context.Context, client pb.GenerationServiceClient, asked *pb.Gene
 	return
 }
 
-// Failure is a status with the details that every error of Outrider has.
+// Failure is a status with the details that every Outrider error has.
 type Failure struct {
 	Code  codes.Code
 	Info  *errdetails.ErrorInfo
@@ -97,12 +98,12 @@ func main() {
 	gateway, verifier, unavailable := dial(os.Args[1]), dial(os.Args[2]), dial(os.Args[3])
 	text, ctx := pb.NewGenerationServiceClient(gateway), context.Background()
 
-	// Text, as it grows. The last message has the counts, and the reason why it ended.
-	said, last, err := read(ctx, text, request(nil))
+	// Stream a text. The last message has the token counts and the finish reason.
+	whole, last, err := read(ctx, text, request(nil))
 	must(err)
-	check("stream", said != "", last.Usage.CompletionTokenCount == 16)
+	check("stream", whole != "", last.Usage.CompletionTokenCount == 16)
 
-	// Cancelling frees everything that the call holds.
+	// Cancel a call. The server frees everything that the call held.
 	cancelled, cancel := context.WithCancel(ctx)
 	stream, err := text.GenerateText(cancelled, request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1000) }))
 	must(err)
@@ -112,13 +113,13 @@ func main() {
 	}
 	check("cancel", status.Code(err) == codes.Canceled)
 
-	// A deadline is part of the call; the server stops as well.
+	// Set a deadline. The server stops at it as well.
 	short, done := context.WithTimeout(ctx, 50*time.Millisecond)
 	_, _, err = read(short, text, request(func(r *pb.GenerateTextRequest) { r.MaxTokens = proto.Int32(1900) }))
 	done()
 	check("deadline", status.Code(err) == codes.DeadlineExceeded)
 
-	// Bad input: the reason, and the field at fault.
+	// Send bad input. The error has the reason and the field at fault.
 	_, _, err = read(ctx, text, request(func(r *pb.GenerateTextRequest) { r.Sampling.Temperature = proto.Float64(9) }))
 	found := explain(err)
 	check("bad-value", found.Code == codes.InvalidArgument,
@@ -128,12 +129,13 @@ func main() {
 	found = explain(err)
 	check("unknown-model", found.Code == codes.NotFound, found.Info.Reason == "MODEL_NOT_FOUND")
 
-	// Where waiting helps, RetryInfo says how long.
+	// Call a gateway without a verifier. RetryInfo says when to try again.
 	_, _, err = read(ctx, pb.NewGenerationServiceClient(unavailable), request(nil))
 	found = explain(err)
 	check("unavailable", found.Code == codes.Unavailable, found.Retry.RetryDelay.AsDuration() > 0)
 
-	// The standard services. Servers have reflection as v1 too, which this version of gRPC lacks.
+	// Use gRPC's health and reflection services. The servers also have reflection v1, which this
+	// version of gRPC lacks.
 	health, err := grpc_health_v1.NewHealthClient(gateway).Check(ctx, &grpc_health_v1.HealthCheckRequest{Service: "outrider.v1.GenerationService"})
 	must(err)
 	check("health", health.Status == grpc_health_v1.HealthCheckResponse_SERVING)
@@ -149,7 +151,7 @@ func main() {
 	}
 	check("reflection", served)
 
-	// Token ids from the verifier itself. A seed has 64 bits.
+	// Generate token ids at the verifier. A seed has 64 bits.
 	var drawn [2][]uint32
 	for i := range drawn {
 		stream, err := pb.NewVerifierServiceClient(verifier).GenerateTokens(ctx, &pb.GenerateTokensRequest{

@@ -1,7 +1,8 @@
-// Package drafter writes a drafter for Outrider around a strategy: a function from a text to tokens that may follow it.
+// Package drafter makes an Outrider drafter of a strategy: a function from a text to tokens that
+// may follow it.
 //
-// It keeps the texts, runs ahead of the verifier, skips, measures, dials again and leaves politely; docs/protocol.md of Outrider has
-// the contract.
+// The package keeps the texts, runs ahead of the verifier, sends skips, measures drafting time,
+// reconnects, and says goodbye before it stops. Outrider's docs/protocol.md has the contract.
 package drafter
 
 import (
@@ -24,44 +25,46 @@ import (
 	pb "outrider.dev/go/outrider/v1"
 )
 
-// Guesser is a strategy. Guess returns up to count tokens that may follow the text, which has the guesses so far at its end.
+// Guesser is a strategy. Guess returns at most count tokens that may follow the text. The text ends
+// with the guesses so far.
 type Guesser interface {
 	Guess(text []uint32, count int) []uint32
 }
 
-// GuessFunc makes a strategy of a function.
+// GuessFunc is a function that is a strategy.
 type GuessFunc func(text []uint32, count int) []uint32
 
 // Guess calls the function.
 func (f GuessFunc) Guess(text []uint32, count int) []uint32 { return f(text, count) }
 
-// Sampler is a strategy that draws its guesses, and says from what; it is used where Opened.distribution is SPARSE.
+// Sampler is a strategy that draws its guesses and returns the distributions that it drew from. It
+// is called where Opened.distribution is SPARSE.
 type Sampler interface {
 	Sample(text []uint32, count int) ([]uint32, []*pb.SparseDistribution)
 }
 
-// Branch is a guess that Tokens follow the first At guesses instead of the others.
+// Branch guesses that Tokens follow the first At guesses, instead of the other guesses.
 type Branch struct {
 	At     int
 	Tokens []uint32
 }
 
-// Brancher is a strategy that also guesses beside the chain.
+// Brancher is a strategy that also offers branches beside the chain of guesses.
 type Brancher interface {
 	Branch(committed, guesses []uint32) []Branch
 }
 
-// Config says what drafts, and for whom.
+// Config has the settings of a drafter.
 type Config struct {
 	Verifier       string // host:port
-	ID             string // unique; made of family, host and process unless it is given
+	ID             string // unique; made of family, host and process id unless given
 	Family         string
-	MaxDraftTokens int // most guesses for one step; 16 unless it is given
+	MaxDraftTokens int // most guesses for one step; 16 unless given
 	Distributions  []pb.DraftDistribution
-	Open           func(*pb.Opened) Guesser // a strategy for each sequence
+	Open           func(*pb.Opened) Guesser // makes the strategy of a sequence
 }
 
-// Each is an Open for a strategy that keeps nothing for a sequence.
+// Each returns an Open for a strategy that keeps no state for a sequence.
 func Each(guess GuessFunc) func(*pb.Opened) Guesser {
 	return func(*pb.Opened) Guesser { return guess }
 }
@@ -73,10 +76,11 @@ const (
 	messageSize = 16 << 20
 )
 
-// Reasons that errors.proto calls "Retry: never" and that a drafter can meet.
+// Reasons that errors.proto marks "Retry: never" and that a drafter can get.
 var final = map[string]bool{"TOKENIZER_MISMATCH": true, "INVALID_VALUE": true, "MALFORMED_REQUEST": true, "UNSUPPORTED_PARAMETER": true}
 
-// Serve drafts until SIGTERM or SIGINT, through the verifier's restarts. An error is one that would come again for ever.
+// Serve drafts until SIGTERM or SIGINT, and reconnects when the verifier restarts. It returns an
+// error that a retry cannot cure.
 func (c Config) Serve() error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
@@ -118,7 +122,7 @@ func (c Config) Serve() error {
 	return nil
 }
 
-// once waits for the model, and serves one stream.
+// once waits until the verifier serves its model, and serves one stream.
 func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient, host string) error {
 	var model *pb.GetModelResponse
 	for model.GetStage() != pb.ModelStage_MODEL_STAGE_READY {
@@ -137,7 +141,7 @@ func (c Config) once(ctx context.Context, verifier pb.VerifierServiceClient, hos
 	})
 }
 
-// explain says how long to wait after an error, and whether there is no use in coming back.
+// explain returns the time to wait after an error, and whether a retry cannot cure it.
 func explain(err error, pause time.Duration) (time.Duration, bool) {
 	wait := time.Duration(float64(pause) * (0.5 + rand.Float64()/2))
 	for _, detail := range status.Convert(err).Details() {

@@ -4,30 +4,33 @@ import pb "outrider.dev/go/outrider/v1"
 
 const maxProposalTokens = 1024
 
-// sequence is one text as the drafter follows it: the committed tokens, and a chain of guesses behind them.
+// sequence is the drafter's state of one sequence: the committed tokens, and a chain of guesses
+// behind them.
 type sequence struct {
 	guesser       Guesser
-	sampled       bool // the verifier asked for what guesses are drawn from
+	sampled       bool // the verifier asked for sampled guesses with their distributions
 	id            uint64
 	committed     []uint32
 	guesses       []uint32
-	distributions []*pb.SparseDistribution // of the guesses that were not sent yet, if they were sampled
-	sent          int                      // so many of the guesses were sent
-	wanted        int                      // guesses that the verifier has a use for in its next step
+	distributions []*pb.SparseDistribution // of the unsent guesses, if they were sampled
+	sent          int                      // number of guesses that were sent
+	wanted        int                      // number of guesses that the verifier can use in its next step
 	window        *pb.Window
-	givenUp       bool // nothing more is offered before the next verdict
+	givenUp       bool // the chain is not extended before the next verdict
 	branched      bool
 	skipped       bool
 }
 
 func open(opened *pb.Opened, guesser Guesser) *sequence {
+	sparse := pb.DraftDistribution_DRAFT_DISTRIBUTION_SPARSE
 	return &sequence{
-		guesser: guesser, sampled: opened.Distribution == pb.DraftDistribution_DRAFT_DISTRIBUTION_SPARSE, id: opened.SequenceId, committed: opened.TokenIds,
-		wanted: int(opened.DraftTokens), window: opened.Window,
+		guesser: guesser, sampled: opened.Distribution == sparse, id: opened.SequenceId,
+		committed: opened.TokenIds, wanted: int(opened.DraftTokens), window: opened.Window,
 	}
 }
 
-// follow takes in a verdict. One that says nothing new changes nothing; false for one that leaves a gap.
+// follow applies a verdict. A verdict without new tokens changes nothing. It returns false for a
+// verdict that leaves a gap.
 func (s *sequence) follow(verdict *pb.Verdict) bool {
 	fresh := int(verdict.CommittedLength) - len(s.committed)
 	if fresh > len(verdict.NewTokenIds) {
@@ -56,7 +59,7 @@ func (s *sequence) follow(verdict *pb.Verdict) bool {
 	return true
 }
 
-// room is how many more guesses the chain may have.
+// room returns how many more guesses the chain may have.
 func (s *sequence) room() int {
 	if s.givenUp {
 		return 0
@@ -65,12 +68,13 @@ func (s *sequence) room() int {
 	return max(0, most-len(s.guesses))
 }
 
-// urgent says that the verifier may be waiting.
+// urgent returns whether the verifier may be waiting for guesses.
 func (s *sequence) urgent() bool {
 	return len(s.guesses) < s.wanted && s.room() > 0
 }
 
-// extend asks for what the verifier's next step lacks, or for one such portion further ahead.
+// extend asks the strategy for the guesses that the verifier's next step lacks, or for as many as
+// one step takes further ahead.
 func (s *sequence) extend() {
 	count := s.wanted
 	if s.urgent() {
@@ -93,7 +97,8 @@ func (s *sequence) extend() {
 	s.givenUp = len(run) == 0
 }
 
-// proposal is what was not sent yet, complete in itself; nil if there is nothing.
+// proposal returns the unsent guesses as a proposal that is complete in itself; nil if there are
+// none.
 func (s *sequence) proposal() *pb.Proposal {
 	if s.sent == len(s.guesses) {
 		return nil
@@ -101,7 +106,7 @@ func (s *sequence) proposal() *pb.Proposal {
 	tokens := append([]uint32(nil), s.guesses...)
 	proposal := &pb.Proposal{SequenceId: s.id, BaseLength: int32(len(s.committed)), TokenIds: tokens}
 	if len(s.distributions) > 0 {
-		// One without ids stands for what was said of the same token before.
+		// A distribution without ids stands for the one that was sent with the same token before.
 		proposal.Distributions = make([]*pb.SparseDistribution, len(s.guesses)-len(s.distributions), len(s.guesses))
 		for i := range proposal.Distributions {
 			proposal.Distributions[i] = &pb.SparseDistribution{}
@@ -114,7 +119,7 @@ func (s *sequence) proposal() *pb.Proposal {
 	return proposal
 }
 
-// addBranches hangs what the strategy guesses beside the chain into the proposal, as far as the window has room.
+// addBranches adds the strategy's branches to the proposal, as far as the window has room.
 func (s *sequence) addBranches(proposal *pb.Proposal) {
 	brancher, ok := s.guesser.(Brancher)
 	if !ok || s.branched || len(proposal.Distributions) > 0 {
@@ -139,7 +144,8 @@ func (s *sequence) addBranches(proposal *pb.Proposal) {
 	}
 }
 
-// skip says that no more comes, once for each committed length, if the verifier may be waiting for more.
+// skip returns the message that no more guesses come, once for each committed length, if the
+// verifier may be waiting for more; else nil.
 func (s *sequence) skip() *pb.Skip {
 	if s.skipped || s.room() > 0 || len(s.guesses) >= s.wanted {
 		return nil

@@ -14,19 +14,19 @@ import (
 
 const (
 	goodbye     = time.Second
-	mostEntries = 512 // of a message; the verifier takes 4096
+	mostEntries = 512 // most proposals and skips in a message; the verifier takes 4096
 )
 
-// session is one stream with its sequences.
+// session has the sequences of one stream.
 type session struct {
 	open      func(*pb.Opened) Guesser
 	sequences map[uint64]*sequence
 	order     []uint64
 }
 
-// stream introduces the drafter, and drafts until the stream ends or the context does.
+// stream sends the Hello and drafts until the stream or the context ends.
 func (c Config) stream(ctx context.Context, verifier pb.VerifierServiceClient, hello *pb.Hello) error {
-	// The call outlives the context by the goodbye.
+	// The call outlives ctx, so that the drafter can say goodbye.
 	life, end := context.WithCancel(context.Background())
 	defer end()
 	call, err := verifier.StreamDrafts(life)
@@ -66,14 +66,14 @@ func (c Config) stream(ctx context.Context, verifier pb.VerifierServiceClient, h
 			}
 			continue
 		}
-		// A failed send says nothing; the receiver has the reason.
+		// The error of a failed send has no reason. The receiver gets it.
 		if call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Drafts{Drafts: batch}}) != nil {
 			return <-ended
 		}
 	}
 }
 
-// receive reads until the stream ends, so that neither side waits for the other.
+// receive reads until the stream ends, in a goroutine of its own: so neither side blocks the other.
 func receive(call pb.VerifierService_StreamDraftsClient, steps chan<- *pb.StepBatch, ended chan<- error) {
 	for {
 		response, err := call.Recv()
@@ -92,7 +92,8 @@ func receive(call pb.VerifierService_StreamDraftsClient, steps chan<- *pb.StepBa
 	}
 }
 
-// leave says goodbye and reads to the end; who exits at once loses the message.
+// leave sends Draining and reads to the end. If the process exited at once, the message would be
+// lost.
 func leave(call pb.VerifierService_StreamDraftsClient, ended <-chan error, end func()) error {
 	message := &pb.Draining{Reason: "the drafter is stopping"}
 	if err := call.Send(&pb.StreamDraftsRequest{Message: &pb.StreamDraftsRequest_Draining{Draining: message}}); err != nil {
@@ -134,7 +135,8 @@ func (s *session) apply(step *pb.StepBatch) error {
 	return nil
 }
 
-// round is one message; nil when there is nothing to say before the next step. What the verifier may wait for comes first.
+// round makes one message; nil if there is nothing to send before the next step. Sequences that the
+// verifier may be waiting for come first.
 func (s *session) round() *pb.DraftBatch {
 	for {
 		began := time.Now()
@@ -165,7 +167,8 @@ func (s *session) round() *pb.DraftBatch {
 	}
 }
 
-// asked are the sequences that the verifier may wait for, or else all that may run ahead.
+// asked returns the sequences that the verifier may be waiting for, or if there are none, all that
+// may run ahead.
 func (s *session) asked() (asked []*sequence) {
 	for _, id := range s.order {
 		if s.sequences[id].urgent() {

@@ -1,9 +1,9 @@
-// Package noise is the coupled noise of docs/coupling.md.
+// Package noise computes the coupled noise of docs/coupling.md.
 package noise
 
 import "math"
 
-// Key is Philox4x32-10 of (position, 3, 0) under the seed: where the noise of a position begins.
+// Key is Philox4x32-10 of (position, 3, 0) under the seed: the key of a position's noise.
 func Key(seed, position uint64) uint64 {
 	c := [4]uint32{uint32(position), uint32(position >> 32), 3, 0}
 	k := [2]uint32{uint32(seed), uint32(seed >> 32)}
@@ -15,7 +15,7 @@ func Key(seed, position uint64) uint64 {
 	return uint64(c[0]) | uint64(c[1])<<32
 }
 
-// Output is SplitMix64's output number token.
+// Output is output number token of SplitMix64 with the state key, counted from 0.
 func Output(key uint64, token uint32) uint64 {
 	z := key + (uint64(token)+1)*0x9E3779B97F4A7C15
 	z = (z ^ z>>30) * 0xBF58476D1CE4E5B9
@@ -23,12 +23,13 @@ func Output(key uint64, token uint32) uint64 {
 	return z ^ z>>31
 }
 
-// Exponential is the standard exponential number of an output.
+// Exponential turns an output into a number with the standard exponential distribution.
 func Exponential(z uint64) float64 {
 	return -math.Log((float64(z>>12) + 0.5) * 0x1p-52)
 }
 
-// Draw is the token that the verifier draws from these probabilities; of equal scores the lowest id wins.
+// Draw returns the token that the verifier draws from these probabilities. The lowest id wins a
+// tie.
 func Draw(probs []float32, seed, position uint64) (token uint32) {
 	key, best := Key(seed, position), -1.0
 	for id, p := range probs {

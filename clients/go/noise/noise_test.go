@@ -23,7 +23,7 @@ func number(t *testing.T, text string) uint64 {
 	return value
 }
 
-func TestTheNoiseIsThatOfTheVectors(t *testing.T) {
+func TestNoiseAgreesWithTheVectors(t *testing.T) {
 	text, err := os.ReadFile("../../../protos/coupled_noise.json")
 	if err != nil {
 		t.Fatal(err)
@@ -39,7 +39,7 @@ func TestTheNoiseIsThatOfTheVectors(t *testing.T) {
 	}
 	for _, r := range append(vectors.Noise, vectors.Edges...) {
 		z := Output(number(t, r.Key), r.Token)
-		// Two units in the last place.
+		// Allow two units in the last place.
 		if z != number(t, r.Z) || math.Abs(Exponential(z)-r.Exponential) > r.Exponential*0x1p-51 {
 			t.Error(r)
 		}

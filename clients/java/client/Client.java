@@ -1,4 +1,4 @@
-// Outrider's gRPC services from Java: Client GATEWAY VERIFIER UNAVAILABLE (host:port each)
+// Calls Outrider's gRPC services from Java. Usage: Client GATEWAY VERIFIER UNAVAILABLE (host:port)
 import com.google.protobuf.Any;
 import com.google.protobuf.InvalidProtocolBufferException;
 import com.google.rpc.BadRequest;
@@ -46,7 +46,7 @@ public final class Client {
     System.out.println("ok " + name);
   }
 
-  /** What a call fails with: its status, and the details that every error of Outrider has. */
+  /** The failure of a call: its status, and the details that every Outrider error has. */
   static final class Failure {
     Status.Code code;
     ErrorInfo info = ErrorInfo.getDefaultInstance();
@@ -75,24 +75,24 @@ public final class Client {
     ManagedChannel gateway = dial(addresses[0]);
     var text = GenerationServiceGrpc.newBlockingStub(gateway);
 
-    // Text, as it grows. The last message has the counts, and the reason why it ended.
-    var said = new StringBuilder();
+    // Stream a text. The last message has the token counts and the finish reason.
+    var whole = new StringBuilder();
     GenerateTextResponse last = null;
-    for (var parts = text.generateText(request().build()); parts.hasNext(); said.append(last.getText())) last = parts.next();
-    check("stream", said.length() > 0, last.getUsage().getCompletionTokenCount() == 16);
+    for (var parts = text.generateText(request().build()); parts.hasNext(); whole.append(last.getText())) last = parts.next();
+    check("stream", whole.length() > 0, last.getUsage().getCompletionTokenCount() == 16);
 
-    // Cancelling frees everything that the call holds.
+    // Cancel a call. The server frees everything that the call held.
     var context = Context.current().withCancellation();
     var endless = context.call(() -> text.generateText(request().setMaxTokens(1000).build()));
     endless.next();
     context.cancel(null);
     check("cancel", new Failure(endless).code == Status.Code.CANCELLED);
 
-    // A deadline is part of the call; the server stops as well.
+    // Set a deadline. The server stops at it as well.
     var late = text.withDeadlineAfter(50, TimeUnit.MILLISECONDS).generateText(request().setMaxTokens(1900).build());
     check("deadline", new Failure(late).code == Status.Code.DEADLINE_EXCEEDED);
 
-    // Bad input: the reason, and the field at fault.
+    // Send bad input. The error has the reason and the field at fault.
     var hot = request().setSampling(SamplingParams.newBuilder().setTemperature(9));
     var failure = new Failure(text.generateText(hot.build()));
     check("bad-value", failure.code == Status.Code.INVALID_ARGUMENT,
@@ -101,24 +101,24 @@ public final class Client {
     failure = new Failure(text.generateText(request().setModel("no-such-model").build()));
     check("unknown-model", failure.code == Status.Code.NOT_FOUND, failure.info.getReason().equals("MODEL_NOT_FOUND"));
 
-    // Where waiting helps, RetryInfo says how long.
+    // Call a gateway without a verifier. RetryInfo says when to try again.
     failure = new Failure(GenerationServiceGrpc.newBlockingStub(dial(addresses[2])).generateText(request().build()));
     var delay = failure.retry.getRetryDelay();
     check("unavailable", failure.code == Status.Code.UNAVAILABLE, delay.getSeconds() + delay.getNanos() > 0);
 
-    // The standard services.
+    // Use gRPC's health and reflection services.
     var asked = HealthCheckRequest.newBuilder().setService("outrider.v1.GenerationService").build();
     check("health", HealthGrpc.newBlockingStub(gateway).check(asked).getStatus() == ServingStatus.SERVING);
     check("reflection", services(gateway).contains("outrider.v1.GenerationService"));
 
-    // Token ids from the verifier itself. A seed has 64 bits: those above 2^63 are negative longs.
+    // Generate token ids at the verifier. A seed has 64 bits; from 2^63 on it is a negative long.
     var tokens = VerifierServiceGrpc.newBlockingStub(dial(addresses[1]));
     var ids = GenerateTokensRequest.newBuilder().addAllPromptTokenIds(List.of(1, 2, 3)).setMaxTokens(8).setIgnoreEos(true)
         .setSampling(SamplingParams.newBuilder().setSeed(Long.parseUnsignedLong("18446744073709551615"))).build();
     List<List<Integer>> drawn = List.of(new ArrayList<>(), new ArrayList<>());
     for (var one : drawn) tokens.generateTokens(ids).forEachRemaining(part -> one.addAll(part.getTokenIdsList()));
     check("tokens", drawn.get(0).size() == 8, drawn.get(0).equals(drawn.get(1)));
-    System.exit(0); // without waiting for the channels' threads
+    System.exit(0); // Do not wait for the channels' threads.
   }
 
   static List<String> services(ManagedChannel channel) throws Exception {

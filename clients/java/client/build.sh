@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Generates and compiles with Debian's jars alone; with Maven, grpc-netty-shaded, grpc-protobuf, grpc-services and proto-google-common-protos
-# take their place.
+# Generates and compiles with Debian's jars. With Maven, use grpc-netty-shaded, grpc-protobuf,
+# grpc-services and proto-google-common-protos instead.
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p build/java build/classes
@@ -9,6 +9,6 @@ protoc -I ../../../protos -I "$rpc" -I /usr/share/grpc-proto --java_out=build/ja
   --plugin=protoc-gen-grpc-java="$(command -v grpc_java_plugin)" \
   $(cd ../../../protos && echo outrider/v1/*.proto) google/rpc/status.proto google/rpc/error_details.proto \
   grpc/health/v1/health.proto grpc/reflection/v1/reflection.proto
-# Generated code names an annotation that no package of Debian has, and that nothing reads.
+# Remove an annotation from the generated code that no Debian package has and that nothing reads.
 find build/java -name '*Grpc.java' -exec sed -i '/^@javax.annotation.Generated(/,/^ *comments = /d' {} +
 javac -nowarn -Xlint:none -cp "$(./classpath.sh)" -d build/classes $(find build/java -name '*.java') Client.java

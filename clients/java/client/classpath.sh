@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The jars of Debian's gRPC, and what it needs at run time.
+# Prints the class path: Debian's gRPC and the jars that it needs at run time.
 cd /usr/share/java
 names="grpc-api grpc-context grpc-core grpc-netty grpc-protobuf grpc-protobuf-lite grpc-stub protobuf guava failureaccess gson perfmark-api
   netty-buffer netty-codec netty-codec-http netty-codec-http2 netty-common netty-handler netty-resolver netty-transport"

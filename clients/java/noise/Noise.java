@@ -1,4 +1,4 @@
-// Coupled noise (docs/coupling.md), and a check of it against protos/coupled_noise.json.
+// The coupled noise of docs/coupling.md, and a check against protos/coupled_noise.json.
 import com.google.gson.JsonArray;
 import com.google.gson.JsonElement;
 import com.google.gson.JsonObject;
@@ -7,7 +7,10 @@ import java.nio.file.Files;
 import java.nio.file.Path;
 
 public final class Noise {
-  /** Philox4x32-10 of (position, 3, 0) under the seed: where the noise of a position begins. Longs are unsigned. */
+  /**
+   * Philox4x32-10 of (position, 3, 0) under the seed: the key of a position's noise. Longs are
+   * unsigned.
+   */
   static long key(long seed, long position) {
     int c0 = (int) position, c1 = (int) (position >>> 32), c2 = 3, c3 = 0;
     int k0 = (int) seed, k1 = (int) (seed >>> 32);
@@ -23,7 +26,7 @@ public final class Noise {
     return (c0 & 0xFFFFFFFFL) | (long) c1 << 32;
   }
 
-  /** SplitMix64's output number `token`. */
+  /** Output number `token` of SplitMix64 with the state `key`, counted from 0. */
   static long output(long key, long token) {
     long z = key + (token + 1) * 0x9E3779B97F4A7C15L;
     z = (z ^ z >>> 30) * 0xBF58476D1CE4E5B9L;
@@ -35,7 +38,7 @@ public final class Noise {
     return -Math.log(((z >>> 12) + 0.5) * 0x1p-52);
   }
 
-  /** The token that the verifier draws from these probabilities; of equal scores the lowest id wins. */
+  /** The token that the verifier draws from these probabilities. The lowest id wins a tie. */
   static int draw(float[] probs, long seed, long position) {
     long key = key(seed, position);
     int token = 0;
@@ -67,7 +70,7 @@ public final class Noise {
     for (var row : noise) {
       long z = output(number(row, "key"), number(row, "token"));
       double expected = row.getAsJsonObject().get("exponential").getAsDouble();
-      // Two units in the last place.
+      // Allow two units in the last place.
       check(z == number(row, "z") && Math.abs(exponential(z) - expected) <= expected * 0x1p-51, row);
     }
     for (var row : vectors.getAsJsonArray("draws")) {

@@ -1,4 +1,4 @@
-"""Outrider's gRPC services from Python, with the stubs of `pip install outrider`.
+"""Call Outrider's gRPC services from Python, with the stubs of `pip install outrider`.
 
 python client.py GATEWAY VERIFIER UNAVAILABLE    (host:port each)
 """
@@ -23,17 +23,19 @@ from outrider.v1 import (
 
 
 def stub(address: str) -> generation_pb2_grpc.GenerationServiceStub:
+    """A stub of the gateway at host:port."""
     return generation_pb2_grpc.GenerationServiceStub(grpc.insecure_channel(address))
 
 
 def request(**fields: object) -> generation_pb2.GenerateTextRequest:
+    """A greedy request of 16 tokens, with other fields as given."""
     greedy = common_pb2.SamplingParams(temperature=0)
     given = {"prompt": "def main(", "max_tokens": 16, "sampling": greedy} | fields
     return generation_pb2.GenerateTextRequest(**given)
 
 
 class Failure:
-    """What a call ends with: its status, and the details that every error of Outrider has."""
+    """The end of a call: its status, and the details that every Outrider error has."""
 
     def __init__(self, call: grpc.Call) -> None:
         self.code = call.code()
@@ -47,30 +49,33 @@ class Failure:
 
 
 def check(name: str, *facts: bool) -> None:
+    """Print the name of a check that holds; else exit."""
     if not all(facts):
         raise SystemExit(f"{name} failed: {facts}")
     print("ok", name)
 
 
-def main(gateway: str, verifier: str, unavailable: str) -> None:
-    text = stub(gateway)
-
-    # Text, as it grows. The last message has the counts, and the reason why it ended.
+def check_texts(text: generation_pb2_grpc.GenerationServiceStub) -> None:
+    """Stream a text, cancel one, and let a deadline pass."""
+    # Stream a text. The last message has the token counts and the finish reason.
     parts = list(text.GenerateText(request()))
-    said = "".join(part.text for part in parts)
-    check("stream", said != "", parts[-1].usage.completion_token_count == 16)
+    whole = "".join(part.text for part in parts)
+    check("stream", whole != "", parts[-1].usage.completion_token_count == 16)
 
-    # Cancelling frees everything that the call holds.
+    # Cancel a call. The server frees everything that the call held.
     call = text.GenerateText(request(max_tokens=1000))
     next(call)
     call.cancel()
     check("cancel", call.code() is grpc.StatusCode.CANCELLED)
 
-    # A deadline is part of the call; the server stops as well.
+    # Set a deadline. The server stops at it as well.
     call = text.GenerateText(request(max_tokens=1900), timeout=0.05)
     check("deadline", call.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
 
-    # Bad input: the reason, and the field at fault.
+
+def check_errors(text: generation_pb2_grpc.GenerationServiceStub, unavailable: str) -> None:
+    """Read the details of errors."""
+    # Send bad input. The error has the reason and the field at fault.
     hot = common_pb2.SamplingParams(temperature=9)
     failure = Failure(text.GenerateText(request(sampling=hot)))
     check(
@@ -83,12 +88,14 @@ def main(gateway: str, verifier: str, unavailable: str) -> None:
     missing = failure.code is grpc.StatusCode.NOT_FOUND
     check("unknown-model", missing, failure.info.reason == "MODEL_NOT_FOUND")
 
-    # Where waiting helps, RetryInfo says how long.
+    # Call a gateway without a verifier. RetryInfo says when to try again.
     failure = Failure(stub(unavailable).GenerateText(request()))
     delay = failure.retry.retry_delay.ToTimedelta().total_seconds()
     check("unavailable", failure.code is grpc.StatusCode.UNAVAILABLE, delay > 0)
 
-    # The standard services.
+
+def check_services(gateway: str) -> None:
+    """Use gRPC's health and reflection services."""
     channel = grpc.insecure_channel(gateway)
     asked = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
     health = health_pb2_grpc.HealthStub(channel).Check(asked)
@@ -96,7 +103,9 @@ def main(gateway: str, verifier: str, unavailable: str) -> None:
     services = ProtoReflectionDescriptorDatabase(channel).get_services()
     check("reflection", "outrider.v1.GenerationService" in services)
 
-    # Token ids from the verifier itself. A seed has 64 bits.
+
+def check_tokens(verifier: str) -> None:
+    """Generate token ids at the verifier. A seed has 64 bits."""
     tokens = verifier_pb2_grpc.VerifierServiceStub(grpc.insecure_channel(verifier))
     ids = verifier_pb2.GenerateTokensRequest(
         prompt_token_ids=[1, 2, 3],
@@ -106,6 +115,15 @@ def main(gateway: str, verifier: str, unavailable: str) -> None:
     )
     drawn = [[i for part in tokens.GenerateTokens(ids) for i in part.token_ids] for _ in range(2)]
     check("tokens", len(drawn[0]) == 8, drawn[0] == drawn[1])
+
+
+def main(gateway: str, verifier: str, unavailable: str) -> None:
+    """Run all checks against three addresses, host:port each."""
+    text = stub(gateway)
+    check_texts(text)
+    check_errors(text, unavailable)
+    check_services(gateway)
+    check_tokens(verifier)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates from Outrider's protos, and from those of gRPC's own services that have no package for Ruby.
+# Generates Ruby from Outrider's protos, and from those gRPC services that have no Ruby package.
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p build

@@ -1,4 +1,5 @@
-# Outrider's gRPC services from Ruby: client.rb GATEWAY VERIFIER UNAVAILABLE (host:port each)
+# Calls Outrider's gRPC services from Ruby.
+# Usage: client.rb GATEWAY VERIFIER UNAVAILABLE (host:port each)
 $LOAD_PATH.unshift(File.join(__dir__, "build"))
 require "google/protobuf/well_known_types" # without it, Any has no `unpack`
 require "google/rpc/error_details_pb"
@@ -26,7 +27,7 @@ def check(name, *facts)
   puts "ok #{name}"
 end
 
-# What a call fails with: its status, and the details that every error of Outrider has, by type.
+# A call's status code, and the details that every Outrider error has, by type.
 def failure
   yield
   abort("the call did not fail")
@@ -39,11 +40,11 @@ end
 
 text = stub(GATEWAY)
 
-# Text, as it grows. The last message has the counts, and the reason why it ended.
+# Stream a text. The last message has the token counts and the finish reason.
 parts = text.generate_text(request).to_a
 check("stream", !parts.map(&:text).join.empty?, parts.last.usage.completion_token_count == 16)
 
-# Cancelling frees everything that the call holds.
+# Cancel a call. The server frees everything that the call held.
 call = text.generate_text(request(max_tokens: 1000), return_op: true)
 begin
   call.execute.each { call.cancel }
@@ -51,11 +52,11 @@ rescue GRPC::Cancelled
   check("cancel", call.cancelled?)
 end
 
-# A deadline is part of the call; the server stops as well.
+# Set a deadline. The server stops at it as well.
 code, = failure { text.generate_text(request(max_tokens: 1900), deadline: Time.now + 0.05).to_a }
 check("deadline", code == GRPC::Core::StatusCodes::DEADLINE_EXCEEDED)
 
-# Bad input: the reason, and the field at fault.
+# Send bad input. The error has the reason and the field at fault.
 code, details = failure { text.generate_text(request(sampling: { temperature: 9 })).to_a }
 info, bad = details.values_at(Google::Rpc::ErrorInfo, Google::Rpc::BadRequest)
 check("bad-value", code == GRPC::Core::StatusCodes::INVALID_ARGUMENT,
@@ -65,12 +66,12 @@ code, details = failure { text.generate_text(request(model: "no-such-model")).to
 check("unknown-model", code == GRPC::Core::StatusCodes::NOT_FOUND,
       details[Google::Rpc::ErrorInfo].reason == "MODEL_NOT_FOUND")
 
-# Where waiting helps, RetryInfo says how long.
+# Call a gateway without a verifier. RetryInfo says when to try again.
 code, details = failure { stub(UNAVAILABLE).generate_text(request).to_a }
 delay = details[Google::Rpc::RetryInfo].retry_delay
 check("unavailable", code == GRPC::Core::StatusCodes::UNAVAILABLE, delay.to_f.positive?)
 
-# The standard services.
+# Use gRPC's health and reflection services.
 health = Grpc::Health::V1::Health::Stub.new(GATEWAY, PLAIN)
 asked = Grpc::Health::V1::HealthCheckRequest.new(service: "outrider.v1.GenerationService")
 check("health", health.check(asked).status == :SERVING)
@@ -79,7 +80,7 @@ asked = Grpc::Reflection::V1::ServerReflectionRequest.new(list_services: "")
 listed = reflection.server_reflection_info([asked]).first.list_services_response.service
 check("reflection", listed.map(&:name).include?("outrider.v1.GenerationService"))
 
-# Token ids from the verifier itself. A seed has 64 bits.
+# Generate token ids at the verifier. A seed has 64 bits.
 tokens = VerifierService::Stub.new(VERIFIER, PLAIN)
 ids = GenerateTokensRequest.new(
   prompt_token_ids: [1, 2, 3], max_tokens: 8, ignore_eos: true, sampling: SamplingParams.new(seed: 2**64 - 1)

@@ -1,10 +1,10 @@
-# Coupled noise (docs/coupling.md), and a check of it against protos/coupled_noise.json.
+# The coupled noise of docs/coupling.md, and a check against protos/coupled_noise.json.
 require "json"
 
 MASK32 = 2**32 - 1
 MASK64 = 2**64 - 1
 
-# Philox4x32-10 of (position, 3, 0) under the seed: where the noise of a position begins.
+# Philox4x32-10 of (position, 3, 0) under the seed: the key of a position's noise.
 def noise_key(seed, position)
   c = [position & MASK32, position >> 32, 3, 0]
   k = [seed & MASK32, seed >> 32]
@@ -17,7 +17,7 @@ def noise_key(seed, position)
   c[0] | c[1] << 32
 end
 
-# SplitMix64's output number `token`.
+# Output number `token` of SplitMix64 with the state `key`, counted from 0.
 def output(key, token)
   z = (key + (token + 1) * 0x9E3779B97F4A7C15) & MASK64
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64
@@ -27,7 +27,7 @@ end
 
 def exponential(z) = -Math.log(((z >> 12) + 0.5) * 2.0**-52)
 
-# The token that the verifier draws; of equal scores the lowest id wins.
+# The token that the verifier draws from these probabilities. The lowest id wins a tie.
 def draw(probs, seed, position)
   key = noise_key(seed, position)
   scores = probs.each_with_index.map { |p, token| p / exponential(output(key, token)) }
@@ -42,7 +42,7 @@ if $PROGRAM_NAME == __FILE__
   (vectors["noise"] + vectors["edges"]).each do |row|
     z = output(Integer(row["key"]), row["token"])
     expected = row["exponential"]
-    # Two units in the last place.
+    # Allow two units in the last place.
     raise row.to_s unless z == Integer(row["z"]) && (exponential(z) - expected).abs <= expected * 2.0**-51
   end
   vectors["draws"].each do |row|

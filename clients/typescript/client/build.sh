@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Generates TypeScript from Outrider's protos, and from those of error details and of gRPC's own services.
+# Generates TypeScript from the protos of Outrider, of error details and of gRPC's own services.
 set -euo pipefail
 cd "$(dirname "$0")"
 npm install --silent --no-audit --no-fund
-# google.rpc comes with the Python package googleapis-common-protos, which Outrider itself needs.
+# The Python package googleapis-common-protos, which Outrider needs, has google.rpc's protos.
 rpc=$("${PYTHON:-../../../.venv/bin/python}" -c 'import google.rpc; print(google.rpc.__path__[0])')
 mkdir -p build/protos/google/rpc
 cp "$rpc/error_details.proto" build/protos/google/rpc

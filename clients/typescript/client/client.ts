@@ -1,4 +1,5 @@
-// Outrider's gRPC services from TypeScript: client.ts GATEWAY VERIFIER UNAVAILABLE (host:port each)
+// Calls Outrider's gRPC services from TypeScript.
+// Usage: client.ts GATEWAY VERIFIER UNAVAILABLE (host:port each)
 import { durationMs } from "@bufbuild/protobuf/wkt";
 import { Code, ConnectError, createClient } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
@@ -24,14 +25,14 @@ function check(name: string, ...facts: boolean[]): void {
   console.log("ok", name);
 }
 
-/** Everything that a stream says. */
+/** All messages of a stream. */
 async function all<T>(stream: AsyncIterable<T>): Promise<T[]> {
   const parts: T[] = [];
   for await (const part of stream) parts.push(part);
   return parts;
 }
 
-/** What a call fails with: its status, and the details that every error of Outrider has. */
+/** The failure of a call: its status, and the details that every Outrider error has. */
 async function failure(call: Promise<unknown>) {
   const error = await call.then(() => undefined, ConnectError.from);
   if (error === undefined) throw new Error("the call did not fail");
@@ -41,22 +42,22 @@ async function failure(call: Promise<unknown>) {
   return { code: error.code, info, field: bad?.fieldViolations[0]?.field, retryDelay: retry?.retryDelay };
 }
 
-// Text, as it grows. The last message has the counts, and the reason why it ended.
+// Stream a text. The last message has the token counts and the finish reason.
 const parts = await all(text.generateText(request()));
 check("stream", parts.some((part) => part.text !== ""), parts.at(-1)?.usage?.completionTokenCount === 16);
 
-// Cancelling frees everything that the call holds.
+// Cancel a call. The server frees everything that the call held.
 const abort = new AbortController();
 const cancelled = (async () => {
   for await (const _ of text.generateText(request({ maxTokens: 1000 }), { signal: abort.signal })) abort.abort();
 })();
 check("cancel", (await failure(cancelled)).code === Code.Canceled);
 
-// A deadline is part of the call; the server stops as well.
+// Set a deadline. The server stops at it as well.
 const late = await failure(all(text.generateText(request({ maxTokens: 1900 }), { timeoutMs: 50 })));
 check("deadline", late.code === Code.DeadlineExceeded);
 
-// Bad input: the reason, and the field at fault.
+// Send bad input. The error has the reason and the field at fault.
 const hot = await failure(all(text.generateText(request({ sampling: { temperature: 9 } }))));
 check(
   "bad-value",
@@ -67,11 +68,11 @@ check(
 const unknown = await failure(all(text.generateText(request({ model: "no-such-model" }))));
 check("unknown-model", unknown.code === Code.NotFound, unknown.info.reason === "MODEL_NOT_FOUND");
 
-// Where waiting helps, RetryInfo says how long.
+// Call a gateway without a verifier. RetryInfo says when to try again.
 const gone = await failure(all(createClient(GenerationService, unavailable).generateText(request())));
 check("unavailable", gone.code === Code.Unavailable, gone.retryDelay !== undefined && durationMs(gone.retryDelay) > 0);
 
-// The standard services.
+// Use gRPC's health and reflection services.
 const health = await createClient(Health, gateway).check({ service: "outrider.v1.GenerationService" });
 check("health", health.status === HealthCheckResponse_ServingStatus.SERVING);
 const asked = async function* () {
@@ -81,9 +82,9 @@ const [listed] = await all(createClient(ServerReflection, gateway).serverReflect
 const services = listed.messageResponse.case === "listServicesResponse" ? listed.messageResponse.value.service : [];
 check("reflection", services.some((service) => service.name === "outrider.v1.GenerationService"));
 
-// Token ids from the verifier itself. A seed has 64 bits, so it is a bigint.
+// Generate token ids at the verifier. A seed has 64 bits, so it is a bigint.
 const ids = { promptTokenIds: [1, 2, 3], maxTokens: 8, ignoreEos: true, sampling: { seed: 2n ** 64n - 1n } };
 const draw = async () => (await all(createClient(VerifierService, verifier).generateTokens(ids))).flatMap((part) => part.tokenIds);
 const drawn = [await draw(), await draw()];
 check("tokens", drawn[0].length === 8, drawn[0].join() === drawn[1].join());
-process.exit(0); // without waiting for idle connections
+process.exit(0); // Do not wait for idle connections.

@@ -10,7 +10,7 @@ const vectors = JSON.parse(readFileSync(new URL("../../../protos/coupled_noise.j
 for (const row of vectors.noise) check(noiseKey(BigInt(row.seed), BigInt(row.position)) === BigInt(row.key), row);
 for (const row of [...vectors.noise, ...vectors.edges]) {
   const z = output(BigInt(row.key), row.token);
-  // Two units in the last place.
+  // Allow two units in the last place.
   check(z === BigInt(row.z) && Math.abs(exponential(z) - row.exponential) <= row.exponential * 2 ** -51, row);
 }
 for (const row of vectors.draws) check(draw(row.probs, BigInt(row.seed), BigInt(row.position)) === row.token, row);

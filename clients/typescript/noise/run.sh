@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# With the tools of the client beside it.
+# Uses the tools of ../client, and installs them if they are missing.
 here=$(cd "$(dirname "$0")" && pwd)
 [ -x "$here/../client/node_modules/.bin/tsx" ] || (cd "$here/../client" && npm install --silent --no-audit --no-fund)
 exec "$here/../client/node_modules/.bin/tsx" "$here/noise.ts"

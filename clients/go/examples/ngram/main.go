@@ -1,4 +1,6 @@
-// A whole drafter: it guesses what followed the last occurrence of the text's last tokens. Usage: ngram HOST:PORT
+// Command ngram is a whole drafter. It guesses the tokens that followed the text's last tokens
+// before.
+// Usage: ngram HOST:PORT
 package main
 
 import (

@@ -1,7 +1,7 @@
-//! Coupled noise (docs/coupling.md), and a check of it against protos/coupled_noise.json.
+//! The coupled noise of docs/coupling.md, and a check against protos/coupled_noise.json.
 use serde_json::Value;
 
-/// Philox4x32-10 of (position, 3, 0) under the seed: where the noise of a position begins.
+/// Philox4x32-10 of (position, 3, 0) under the seed: the key of a position's noise.
 fn key(seed: u64, position: u64) -> u64 {
     let mut c = [position as u32, (position >> 32) as u32, 3, 0];
     let (mut k0, mut k1) = (seed as u32, (seed >> 32) as u32);
@@ -14,7 +14,7 @@ fn key(seed: u64, position: u64) -> u64 {
     c[0] as u64 | (c[1] as u64) << 32
 }
 
-/// SplitMix64's output number `token`.
+/// Output number `token` of SplitMix64 with the state `key`, counted from 0.
 fn output(key: u64, token: u64) -> u64 {
     let mut z = key.wrapping_add((token + 1).wrapping_mul(0x9E3779B97F4A7C15));
     z = (z ^ z >> 30).wrapping_mul(0xBF58476D1CE4E5B9);
@@ -26,7 +26,7 @@ fn exponential(z: u64) -> f64 {
     -(((z >> 12) as f64 + 0.5) * f64::EPSILON).ln() // 2^-52
 }
 
-/// The token that the verifier draws from these probabilities; of equal scores the lowest id wins.
+/// The token that the verifier draws from these probabilities. The lowest id wins a tie.
 fn draw(probs: &[f32], seed: u64, position: u64) -> u64 {
     let key = key(seed, position);
     let (mut best, mut token) = (-1.0, 0);
@@ -58,7 +58,7 @@ fn main() {
         let z = output(number(&row["key"]), row["token"].as_u64().unwrap());
         assert_eq!(z, number(&row["z"]), "{row}");
         let expected = row["exponential"].as_f64().unwrap();
-        // Two units in the last place.
+        // Allow two units in the last place.
         assert!((exponential(z) - expected).abs() <= expected * 2.0 * f64::EPSILON, "{row}");
     }
     for row in rows("draws") {

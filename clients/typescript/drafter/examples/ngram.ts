@@ -1,4 +1,5 @@
-// A whole drafter: it guesses what followed the last occurrence of the text's last tokens. Usage: ngram HOST:PORT
+// A whole drafter. It guesses the tokens that followed the text's last tokens before.
+// Usage: ngram HOST:PORT
 import { serve } from "../src/index.js";
 
 const LONGEST_MATCH = 3;
@@ -11,7 +12,10 @@ function guess(text: readonly number[], count: number): number[] {
   return [];
 }
 
-/** What followed the last `size` tokens before: the newest `count` tokens, else the most. */
+/**
+ * The tokens that followed an earlier occurrence of the last `size` tokens: of the newest that
+ * `count` tokens follow, else of the one that the most follow.
+ */
 function followers(text: readonly number[], size: number, count: number): number[] {
   let best: number[] = [];
   const end = text.length - size;

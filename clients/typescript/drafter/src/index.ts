@@ -1,4 +1,5 @@
-// Write a drafter for Outrider: `await serve({ verifier, family, guess })`. docs/protocol.md of Outrider has the contract.
+// Make an Outrider drafter: `await serve({ verifier, family, guess })`. Outrider's docs/protocol.md
+// has the contract.
 export { type Options, serve } from "./serve.js";
 export { type Branch, type Guesses, type Strategy } from "./sequence.js";
 export { draw } from "./noise.js";

@@ -2,7 +2,7 @@
 
 const MASK32 = 2n ** 32n - 1n;
 
-/** Philox4x32-10 of (position, 3, 0) under the seed: where the noise of a position begins. */
+/** Philox4x32-10 of (position, 3, 0) under the seed: the key of a position's noise. */
 export function noiseKey(seed: bigint, position: bigint): bigint {
   let c = [position & MASK32, position >> 32n, 3n, 0n];
   let k = [seed & MASK32, seed >> 32n];
@@ -14,7 +14,7 @@ export function noiseKey(seed: bigint, position: bigint): bigint {
   return c[0] | (c[1] << 32n);
 }
 
-/** SplitMix64's output number `token`. */
+/** Output number `token` of SplitMix64 with the state `key`, counted from 0. */
 export function output(key: bigint, token: number): bigint {
   let z = BigInt.asUintN(64, key + BigInt(token + 1) * 0x9e3779b97f4a7c15n);
   z = BigInt.asUintN(64, (z ^ (z >> 30n)) * 0xbf58476d1ce4e5b9n);
@@ -26,7 +26,7 @@ export function exponential(z: bigint): number {
   return -Math.log((Number(z >> 12n) + 0.5) * 2 ** -52);
 }
 
-/** The token that the verifier draws from these probabilities; of equal scores the lowest id wins. */
+/** The token that the verifier draws from these probabilities. The lowest id wins a tie. */
 export function draw(probs: readonly number[], seed: bigint, position: bigint): number {
   const key = noiseKey(seed, position);
   let [best, token] = [-1, 0];

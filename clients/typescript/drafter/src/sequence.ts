@@ -1,4 +1,5 @@
-// One text as the drafter follows it: the committed tokens, and a chain of guesses behind them. Knows no network.
+// The state of one sequence: the committed tokens, and a chain of guesses behind them. No network
+// here.
 import { create } from "@bufbuild/protobuf";
 import {
   type Opened,
@@ -14,15 +15,15 @@ import {
 
 const MAX_PROPOSAL_TOKENS = 1024;
 
-/** Tokens, and for those that were sampled what each was drawn from. */
+/** Guessed tokens; if they were sampled, with the distribution that each was drawn from. */
 export type Guesses = number[] | { tokens: number[]; distributions: SparseDistribution[] };
-/** `tokens` follow the first `at` guesses, instead of the others. */
+/** Guesses that `tokens` follow the first `at` guesses, instead of the other guesses. */
 export type Branch = { at: number; tokens: number[] };
 
 export interface Strategy {
-  /** Up to `count` tokens that may follow the text, which has the guesses so far at its end. */
+  /** At most `count` tokens that may follow the text. The text ends with the guesses so far. */
   guess(text: readonly number[], count: number): Guesses;
-  /** What may be committed beside the chain. */
+  /** Branches beside the chain of guesses. */
   branch?(committed: readonly number[], guesses: readonly number[]): Branch[];
 }
 
@@ -32,8 +33,8 @@ export class Sequence {
   private wanted: number;
   private window: Window | undefined;
   private sent = 0;
-  private distributions: SparseDistribution[] = []; // of the guesses that were not sent yet
-  private givenUp = false; // nothing more is offered before the next verdict
+  private distributions: SparseDistribution[] = []; // of the unsent guesses
+  private givenUp = false; // the chain is not extended before the next verdict
   private branched = false;
   private skipped = false;
 
@@ -43,7 +44,9 @@ export class Sequence {
     this.window = opened.window;
   }
 
-  /** Takes in a verdict. One that says nothing new changes nothing; one that leaves a gap is an error. */
+  /**
+   * Applies a verdict. One without new tokens changes nothing. Throws if the verdict leaves a gap.
+   */
   follow(verdict: Verdict): void {
     const fresh = verdict.committedLength - this.committed.length;
     if (fresh > verdict.newTokenIds.length) throw new Error(`a verdict of sequence ${verdict.sequenceId} leaves a gap`);
@@ -65,12 +68,15 @@ export class Sequence {
     return Math.max(0, Math.min(this.window.depth, this.window.tokenCount, MAX_PROPOSAL_TOKENS) - this.guesses.length);
   }
 
-  /** Whether the verifier may be waiting. */
+  /** Whether the verifier may be waiting for guesses. */
   get urgent(): boolean {
     return this.guesses.length < this.wanted && this.room > 0;
   }
 
-  /** Asks for what the verifier's next step lacks, or for one such portion further ahead. */
+  /**
+   * Asks the strategy for the guesses that the verifier's next step lacks, or for as many as one
+   * step takes further ahead.
+   */
   extend(): void {
     const count = Math.min(this.urgent ? this.wanted - this.guesses.length : this.wanted, this.room);
     const found = count > 0 ? this.strategy.guess([...this.committed, ...this.guesses], count) : [];
@@ -80,13 +86,13 @@ export class Sequence {
     this.givenUp = tokens.length === 0;
   }
 
-  /** What was not sent yet, complete in itself. */
+  /** The unsent guesses as a proposal that is complete in itself; undefined if there are none. */
   proposal(): Proposal | undefined {
     if (this.sent === this.guesses.length) return undefined;
     const place = { sequenceId: this.opened.sequenceId, baseLength: this.committed.length };
     const proposal = create(ProposalSchema, { ...place, tokenIds: [...this.guesses] });
     if (this.distributions.length > 0) {
-      // One without ids stands for what was said of the same token before.
+      // A distribution without ids stands for the one that was sent with the same token before.
       const before = this.guesses.length - this.distributions.length;
       proposal.distributions = [...Array.from({ length: before }, () => create(SparseDistributionSchema)), ...this.distributions];
       this.distributions = [];
@@ -97,7 +103,7 @@ export class Sequence {
     return proposal;
   }
 
-  /** Hangs what the strategy guesses beside the chain into the proposal, as far as the window has room. */
+  /** Adds the strategy's branches to the proposal, as far as the window has room. */
   private addBranches(proposal: Proposal): void {
     if (this.strategy.branch === undefined || this.branched) return;
     this.branched = true;
@@ -113,7 +119,10 @@ export class Sequence {
     }
   }
 
-  /** That no more comes, once for each committed length, if the verifier may be waiting for more. */
+  /**
+   * The message that no more guesses come, once for each committed length, if the verifier may be
+   * waiting for more.
+   */
   skip(): Skip | undefined {
     if (this.skipped || this.room > 0 || this.guesses.length >= this.wanted) return undefined;
     this.skipped = true;

@@ -1,4 +1,4 @@
-// A whole drafter process: dials, waits for the model, drafts, comes back, leaves on SIGTERM.
+// A drafter process: it connects, waits for the model, drafts, reconnects, and leaves on SIGTERM.
 import { arch, hostname } from "node:os";
 import { setTimeout as sleep } from "node:timers/promises";
 import { durationMs } from "@bufbuild/protobuf/wkt";
@@ -11,25 +11,28 @@ import type { Guesses, Strategy } from "./sequence.js";
 import { draft } from "./stream.js";
 
 const [FIRST_MS, LONGEST_MS, GOOD_MS] = [100, 2000, 60_000];
-// Reasons that errors.proto calls "Retry: never" and that a drafter can meet.
+// Reasons that errors.proto marks "Retry: never" and that a drafter can get.
 const FINAL = ["TOKENIZER_MISMATCH", "INVALID_VALUE", "MALFORMED_REQUEST", "UNSUPPORTED_PARAMETER"];
 
 export interface Options {
   /** host:port */
   verifier: string;
   family: string;
-  /** Made of family, host and process unless it is given. */
+  /** Made of family, host and process id unless given. */
   id?: string;
-  /** Most guesses for one step. */
+  /** Most guesses for one step; 16 unless given. */
   maxDraftTokens?: number;
   distributions?: DraftDistribution[];
-  /** A strategy that keeps nothing for a sequence. */
+  /** A strategy that keeps no state for a sequence. */
   guess?: (text: readonly number[], count: number) => Guesses;
-  /** Or one for each sequence. */
+  /** Instead of `guess`: makes the strategy of each sequence. */
   open?: (opened: Opened) => Strategy;
 }
 
-/** Drafts until SIGTERM or SIGINT, through the verifier's restarts. Throws what would come again for ever. */
+/**
+ * Drafts until SIGTERM or SIGINT, and reconnects when the verifier restarts. Throws an error that a
+ * retry cannot cure.
+ */
 export async function serve(options: Options): Promise<void> {
   const { family, guess, open = () => ({ guess: guess! }) } = options;
   if (guess === undefined && options.open === undefined) throw new TypeError("options need guess or open");
@@ -76,7 +79,7 @@ async function ready(verifier: Verifier, signal: AbortSignal) {
   }
 }
 
-/** Milliseconds to wait after an error; throws one that is final. */
+/** Milliseconds to wait after an error. Throws the error if a retry cannot cure it. */
 function wait(error: ConnectError, pause: number): number {
   const [info] = error.findDetails(ErrorInfoSchema);
   if (info?.domain === "outrider.dev" && FINAL.includes(info.reason)) throw error;

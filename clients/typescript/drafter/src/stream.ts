@@ -1,4 +1,5 @@
-// One stream, from Hello to its end: what to say goes into an outbox, and what the verifier says is applied between two drafts.
+// One stream, from Hello to its end. Messages to send go into an outbox. Messages of the verifier
+// are applied between two rounds of drafting.
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
 import { DurationSchema } from "@bufbuild/protobuf/wkt";
 import type { Client } from "@connectrpc/connect";
@@ -7,10 +8,10 @@ import { StreamDraftsRequestSchema, type VerifierService } from "../gen/outrider
 import { Sequence, type Strategy } from "./sequence.js";
 
 type Message = MessageInitShape<typeof StreamDraftsRequestSchema>["message"];
-const MOST_ENTRIES = 512; // of a message; the verifier takes 4096
+const MOST_ENTRIES = 512; // most proposals and skips in a message; the verifier takes 4096
 const GOODBYE_MS = 1000;
 
-/** A queue of messages that ends. */
+/** A queue of messages, which ends after `end`. */
 class Outbox {
   private waiting: Message[] = [];
   private ended = false;
@@ -36,7 +37,9 @@ class Outbox {
   }
 }
 
-/** A Duration. Its nanoseconds are whole: a fraction would end the stream without a word. */
+/**
+ * The Duration since `began`. Its nanoseconds are whole: a fraction would silently end the stream.
+ */
 function since(began: number) {
   const nanoseconds = Math.round((performance.now() - began) * 1e6);
   return create(DurationSchema, { seconds: BigInt(Math.floor(nanoseconds / 1e9)), nanos: nanoseconds % 1e9 });
@@ -54,7 +57,10 @@ export class Session {
     for (const closed of step.closed) this.sequences.delete(closed.sequenceId);
   }
 
-  /** One message, or undefined when there is nothing to say before the next step. What the verifier may wait for comes first. */
+  /**
+   * Makes one message; undefined if there is nothing to send before the next step. Sequences that
+   * the verifier may be waiting for come first.
+   */
   round() {
     for (;;) {
       const began = performance.now();
@@ -76,7 +82,7 @@ export class Session {
   }
 }
 
-/** Drafts until the verifier ends the stream, or `stop` is aborted and the goodbye is said. */
+/** Drafts until the verifier ends the stream, or until `stop` is aborted and Draining is sent. */
 export async function draft(
   verifier: Client<typeof VerifierService>,
   hello: NonNullable<Extract<Message, { case: "hello" }>>["value"],
@@ -88,7 +94,7 @@ export async function draft(
   const leave = () => {
     outbox.put({ case: "draining", value: { reason: "the drafter is stopping" } });
     outbox.end();
-    // Reading goes on to the end; who exits at once loses the message.
+    // Read to the end. If the process exited at once, the message would be lost.
     setTimeout(() => life.abort(), GOODBYE_MS).unref();
   };
   outbox.put({ case: "hello", value: hello });
@@ -103,7 +109,7 @@ export async function draft(
     outbox.put({ case: "drafts", value: batch });
     schedule();
   };
-  // After what has arrived meanwhile was applied.
+  // Draft after the messages that have arrived are applied.
   const schedule = () => {
     if (!scheduled) setImmediate(speak);
     scheduled = true;

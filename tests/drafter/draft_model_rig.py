@@ -1,0 +1,35 @@
+"""Sequences for the tests of the draft model, and the guesses that it makes for them."""
+
+from __future__ import annotations
+
+from family_rig import Rig
+
+from outrider.messages import DraftDistribution, Opened, SamplingParams, Window
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def opened(
+    tokens: list[int],
+    sequence_id: int = 1,
+    *,
+    depth: int = 4,
+    window: int = 9,
+    sampling: SamplingParams = GREEDY,
+    distribution: DraftDistribution = DraftDistribution.ONE_HOT,
+) -> Opened:
+    """A sequence of which the verifier takes `depth` tokens a step, with `window` tokens ahead."""
+    room = Window(4 * window, window)
+    return Opened(sequence_id, list(tokens), sampling, distribution, room, depth)
+
+
+async def guesses_of(rig: Rig) -> dict[int, list[int]]:
+    """Each sequence's guesses when nothing more is proposed; every proposal agrees with them."""
+    for proposal in (await rig.drafts()).proposals:
+        count = len(proposal.token_ids)
+        for i, parent in enumerate(proposal.parents):
+            if parent != i:
+                count = i
+                break
+        assert proposal.token_ids[:count] == rig.guesses(proposal.sequence_id)[:count]
+    return {sequence_id: rig.guesses(sequence_id) for sequence_id in rig.session.sequences}

@@ -1,0 +1,164 @@
+"""The draft model samples exactly as it says, and never uses a random number twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from draft_model_rig import GREEDY, guesses_of, opened
+from family_rig import Rig
+from scipy import stats
+
+from outrider.lm.runner import ModelRunner
+from outrider.messages import DraftDistribution, Opened, SamplingParams, SparseDistribution
+from outrider.sampling.noise import Purpose, uniforms
+from outrider.wire.drafts import drafts_from_proto, drafts_to_proto
+
+
+def sampled(
+    tokens: list[int], sequence_id: int, seed: int | None = None, **settings: float
+) -> Opened:
+    """A sequence whose guesses are sampled from a sparse distribution, one guess a step."""
+    sampling = SamplingParams(
+        temperature=settings.get("temperature", 1.0), top_p=settings.get("top_p", 1.0), seed=seed
+    )
+    sparse = DraftDistribution.SPARSE
+    return opened(tokens, sequence_id, depth=1, window=2, sampling=sampling, distribution=sparse)
+
+
+async def first_guesses(
+    rig: Rig, prompt: list[int], count: int
+) -> list[tuple[int, SparseDistribution]]:
+    """The first sampled token of `count` sequences with one prompt and different seeds."""
+    for i in range(count):
+        rig.open(sampled(prompt, i, seed=i))
+    batch = await rig.draft()
+    return [
+        (p.token_ids[0], p.distributions[0])
+        for p in batch.proposals
+        if p.distributions[0] is not None
+    ]
+
+
+async def test_tokens_are_sampled_from_the_distribution_sent(
+    make: Callable[..., Rig], prompts: list[list[int]]
+) -> None:
+    count = 400
+    rig = make(max_entries=6, max_batch_tokens=8192)
+    drawn = await first_guesses(rig, prompts[1][:6], count)
+    sent = drawn[0][1]
+    assert len(drawn) == count
+    assert all(np.array_equal(distribution.token_ids, sent.token_ids) for _, distribution in drawn)
+    expected = count * sent.probabilities / sent.probabilities.sum()
+    observed = [sum(token == entry for token, _ in drawn) for entry in sent.token_ids]
+    assert sum(observed) == count
+    assert stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+async def test_the_distribution_has_the_models_top_entries_in_float32(
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    reference: Callable[[list[int]], torch.Tensor],
+) -> None:
+    rig = make(max_entries=8)
+    rig.open(sampled(prompts[0], 1, temperature=0.7))
+    (distribution,) = (await rig.draft()).proposals[0].distributions
+    assert distribution is not None
+    top = torch.softmax(reference(prompts[0]).double() / 0.7, -1).topk(8)
+    assert distribution.token_ids.tolist() == top.indices.tolist()
+    np.testing.assert_allclose(
+        distribution.probabilities, (top.values / top.values.sum()).numpy(), rtol=1e-4
+    )
+    assert np.array_equal(
+        distribution.probabilities.astype(np.float32).astype(np.float64), distribution.probabilities
+    )
+
+
+async def test_top_p_of_the_request_is_applied_to_the_draft(
+    make: Callable[..., Rig], prompts: list[list[int]]
+) -> None:
+    rig = make(max_entries=32)
+    rig.open(sampled(prompts[0], 1, top_p=1.0))
+    rig.open(sampled(prompts[0], 2, top_p=0.3))
+    wide, narrow = (p.distributions[0] for p in (await rig.draft()).proposals)
+    assert narrow is not None
+    assert wide is not None
+    assert 1 <= len(narrow.token_ids) < len(wide.token_ids) == 32
+
+
+async def test_sampled_drafts_pass_the_wire_checks_and_repeat_by_seed(
+    make: Callable[..., Rig], runner: ModelRunner, prompts: list[list[int]]
+) -> None:
+    batches = []
+    for _ in range(2):
+        rig = make()
+        for i, prompt in enumerate(prompts):
+            rig.open(sampled(prompt, i, seed=77))
+        batches.append(await rig.draft())
+    received = drafts_from_proto(drafts_to_proto(batches[0]), runner.vocab_size)
+    assert len(received.proposals) == len(prompts)
+    assert all(
+        len(p.distributions) == len(p.token_ids) and all(p.distributions)
+        for p in received.proposals
+    )
+    assert [p.token_ids for p in batches[0].proposals] == [
+        p.token_ids for p in batches[1].proposals
+    ]
+
+
+async def test_no_random_number_is_used_twice(
+    make: Callable[..., Rig], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rejected guess has influenced what was committed, so its random number must not return."""
+    asked: list[tuple[int, int, int]] = []
+
+    def counted(
+        seeds: list[int], positions: list[int], purpose: Purpose, steps: list[int]
+    ) -> np.ndarray:
+        asked.extend(zip(seeds, positions, steps, strict=True))
+        return uniforms(seeds, positions, purpose, steps)
+
+    monkeypatch.setattr("drafter_svc.families.forwards.uniforms", counted)
+    rig = make(branch_count=4)
+    for i, text in enumerate(prompts):
+        rig.open(opened(text, i, sampling=SamplingParams(), distribution=DraftDistribution.SPARSE))
+    for turn in range(1, 6):
+        guesses = await guesses_of(rig)
+        for i in range(len(prompts)):
+            new = [*guesses[i][: turn % 3], (guesses[i][turn % 3] + 1) % 4096]
+            rig.commit(i, *new)
+    assert len(asked) > 100
+    assert len(asked) == len(set(asked))
+
+
+async def test_drafters_and_sequences_without_a_seed_draw_differently(
+    make: Callable[..., Rig], prompts: list[list[int]]
+) -> None:
+    """Otherwise one draw would predict another, and a restarted drafter would repeat its draws."""
+    drawn = []
+    for _ in range(2):
+        rig = make()
+        for i in range(8):
+            rig.open(
+                opened(
+                    prompts[1],
+                    i,
+                    sampling=SamplingParams(2.0),
+                    distribution=DraftDistribution.SPARSE,
+                )
+            )
+        drawn += [tuple(tokens) for tokens in (await guesses_of(rig)).values()]
+    assert len(drawn) == len(set(drawn)) == 16
+
+
+async def test_a_greedy_request_is_drafted_greedily_even_if_sparse(
+    make: Callable[..., Rig],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int], int], list[int]],
+) -> None:
+    rig = make()
+    rig.open(opened(prompts[0], sampling=GREEDY, distribution=DraftDistribution.SPARSE, window=3))
+    proposal = (await rig.draft()).proposals[0]
+    assert (proposal.token_ids, proposal.distributions) == (greedy(prompts[0], 3), [])
