@@ -34,7 +34,10 @@ class Drafter:
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     busy_until: float = 0.0
-    """When it should be done with all that its windows allow (seconds); infinity until it answers."""
+    """When it should have drafted all that its windows allow (seconds).
+
+    Infinity until its first answer.
+    """
     draining: bool = False
     taken_bytes: int = 0
     """Bytes of its messages that the engine has processed, `MESSAGE_BYTES` added for each."""

@@ -166,7 +166,7 @@ class Sequence:
 
     @property
     def most_draft_tokens(self) -> int:
-        """Most draft tokens that the next step could commit. One token of each step is the target's own."""
+        """Draft tokens that one step could commit, besides the token of the target's own."""
         left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
         return left - 1 if left > 1 else 0
 

@@ -28,7 +28,7 @@ from outrider.messages import Acceptance, AcceptanceRule, DraftDistribution, Tok
 _LOSSY = {Acceptance.TYPICAL: AcceptanceRule.TYPICAL, Acceptance.RELAXED: AcceptanceRule.RELAXED}
 
 
-def how_to_propose(
+def choose_distribution(
     request: TokenRequest, offered: frozenset[DraftDistribution], trusted: bool
 ) -> DraftDistribution:
     """What a drafter that offers these ways is asked to do for a request; `trusted` is the verifier's flag."""
