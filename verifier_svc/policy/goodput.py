@@ -81,7 +81,7 @@ def max_wait_s(
     """How many seconds of waiting one sequence's pending draft is worth.
 
     The draft is due in `due_s`. The batch of `batch` sequences commits `batch_rate` tokens a
-    second. `gain` has the tokens of the sequence that a step commits without the draft, and with it.
+    second. `gain` is the tokens of the sequence that a step commits without the draft, and with it.
 
     Going on without the draft costs plain steps, which commit less than the batch's usual rate, and
     then the rest of the wait. It costs this again each time that the draft turns out wrong after
