@@ -124,7 +124,7 @@ def test_sampled_output_follows_the_target(drafter: Table, sparse: bool, depth: 
 
 @pytest.mark.parametrize("rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_coins_that_were_looked_at_once_decide_nothing_again(
+def test_a_used_coin_decides_nothing_again(
     rule: AcceptanceRule, depth: int
 ) -> None:
     against_enumeration(generate(EVEN, HEADS, depth, sparse=True, rule=rule), EVEN).must_agree(SEES)
@@ -166,7 +166,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole() -> None:
     assert np.mean([outcome.accepted_count for outcome in outcomes]) > 3.99
 
 
-def test_the_rejection_rule_accepts_with_one_minus_the_total_variation_distance() -> None:
+def test_rejection_sampling_accepts_at_one_minus_total_variation() -> None:
     tokens = draw(CLOSE, np.zeros(DRAWS, np.int64), np.random.default_rng(2).random(DRAWS))
     law = SparseDistribution(np.arange(VOCAB), CLOSE[0])
     drafts = [make_draft(SAMPLED, i, 0, [int(token)], [law]) for i, token in enumerate(tokens)]
@@ -203,7 +203,7 @@ def batches(make: Callable[..., object]) -> tuple[list[Draft], torch.Tensor]:
 
 @given(batches())
 @settings(max_examples=60)
-def test_a_sequence_is_judged_alike_alone_and_in_any_batch(
+def test_a_sequence_is_verified_alike_alone_and_in_any_batch(
     batch: tuple[list[Draft], torch.Tensor],
 ) -> None:
     drafts, logits = batch
@@ -225,7 +225,7 @@ def test_greedy_commits_the_argmax_chain(tokens: list[int], seed: int) -> None:
     assert (outcome.accepted_count, outcome.next_token) == (matched, best[matched])
 
 
-def test_a_seed_gives_the_same_tokens_whatever_a_one_hot_drafter_says() -> None:
+def test_a_seed_gives_the_same_tokens_with_any_one_hot_drafter() -> None:
     plain = generate(TARGET, CLOSE, 0, sparse=False, length=4, draws=2_000)
     assert (generate(TARGET, CLOSE, 3, sparse=False, length=4, draws=2_000) == plain).all()
     assert (generate(TARGET, REVERSED, 2, sparse=False, length=4, draws=2_000) == plain).all()

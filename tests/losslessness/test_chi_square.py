@@ -17,7 +17,7 @@ def test_a_bias_of_the_visible_distance_is_seen_nine_times_in_ten(cells: int, dr
     assert {comparison.visible for comparison in found} == {visible_distance(cells, draws)}
 
 
-def test_too_few_draws_for_what_a_test_promises_fail_it() -> None:
+def test_a_test_fails_with_too_few_draws_for_its_claim() -> None:
     law = np.array([0.5, 0.3, 0.2])
     few, many = (compare((law * draws).astype(np.int64), law * draws) for draws in (100, 10_000))
     many.must_agree(sees=0.03)
@@ -25,5 +25,5 @@ def test_too_few_draws_for_what_a_test_promises_fail_it() -> None:
         few.must_agree(sees=0.03)
 
 
-def test_what_can_never_happen_is_a_bias_however_rare() -> None:
+def test_an_impossible_cell_is_a_bias_however_rare() -> None:
     assert compare(np.array([50, 50, 1]), np.array([50.0, 51.0, 0.0])).p == 0.0

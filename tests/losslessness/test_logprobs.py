@@ -18,7 +18,7 @@ from outrider.messages import (
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_logprobs_of_accepted_recovered_and_bonus_tokens_equal_a_rescoring_forward(
+def test_logprobs_of_all_token_sources_equal_a_rescoring_forward(
     temperature: float,
 ) -> None:
     plain = SamplingParams()

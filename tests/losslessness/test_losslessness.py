@@ -85,7 +85,7 @@ def compared(rule: str, setting: str, drafter: str, draws: int, **more: Any) -> 
 
 @pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
 @pytest.mark.parametrize("rule", RULES)
-def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_trace(
+def test_late_drafts_leave_no_trace(
     rule: str, drafter: str
 ) -> None:
     compared(rule, "plain", drafter, 5_000, late=2).must_agree(sees=0.065)
@@ -93,7 +93,7 @@ def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_tra
 
 @pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
 @pytest.mark.parametrize("rule", ["token-wise", "block"])
-def test_sampled_branches_that_come_late_leave_no_trace(rule: str, drafter: str) -> None:
+def test_late_sampled_branches_leave_no_trace(rule: str, drafter: str) -> None:
     compared(rule, "plain", drafter, 5_000, late=3, branches=True).must_agree(sees=0.065)
 
 
@@ -152,7 +152,7 @@ def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_noise_that_serves_two_purposes_is_caught(
+def test_noise_used_for_two_purposes_is_caught(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptance, "uniforms", reused_uniform)
@@ -160,7 +160,7 @@ def test_noise_that_serves_two_purposes_is_caught(
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_a_residual_that_is_not_normalised_is_caught(
+def test_an_unnormalised_residual_is_caught(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptance, "inverse_cdf", unnormalised)
@@ -168,7 +168,7 @@ def test_a_residual_that_is_not_normalised_is_caught(
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_a_drafter_that_drops_tokens_it_is_unsure_of_is_caught(rule: str) -> None:
+def test_a_drafter_that_drops_unlikely_tokens_is_caught(rule: str) -> None:
     assert (
         compared(rule, "plain", "equal", 5_000, drops=lambda probability: probability < 0.5).p
         < LEAST_P
@@ -201,7 +201,7 @@ def claims_the_target(sampling: SamplingParams) -> Drafting:
 
 @pytest.mark.parametrize("claim", ["unlikely", "target"])
 @pytest.mark.parametrize("sampled_rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
-def test_a_liar_forces_its_token_where_it_is_trusted(
+def test_a_trusted_liar_forces_its_token(
     sampled_rule: AcceptanceRule, claim: str
 ) -> None:
     sampling = SETTINGS["plain"]
@@ -213,7 +213,7 @@ def test_a_liar_forces_its_token_where_it_is_trusted(
 
 
 @pytest.mark.parametrize("claim", ["unlikely", "target"])
-def test_a_liar_that_is_not_trusted_leaves_no_trace(claim: str) -> None:
+def test_an_untrusted_liar_leaves_no_trace(claim: str) -> None:
     sampling = SETTINGS["plain"]
     claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
     samples = generate(
@@ -228,7 +228,7 @@ def test_a_liar_that_is_not_trusted_leaves_no_trace(claim: str) -> None:
     against_enumeration(samples, sampling).must_agree(sees=0.056)
 
 
-def test_a_seed_gives_each_request_the_same_tokens_with_every_drafter_trusted_or_not() -> None:
+def test_a_seed_gives_the_same_tokens_with_every_drafter_and_rule() -> None:
     sampling = SETTINGS["everything"]
     plain = generate(sampling, None, 300, seeded=True)
     assert len({tuple(text) for text in plain.tolist()}) > 50

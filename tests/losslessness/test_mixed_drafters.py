@@ -65,7 +65,7 @@ RULES = [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pyt
         for i, (name, stops) in enumerate(STOPS.items())
     ],
 )
-def test_a_drafter_that_knows_the_noise_decides_nothing_beside_one_that_samples(
+def test_a_coupled_drafter_decides_nothing_beside_a_sampling_one(
     rule: AcceptanceRule, stops: Callable[[int, float], bool]
 ) -> None:
     check(make_traffic(rule), *drafters(stops))
@@ -73,7 +73,7 @@ def test_a_drafter_that_knows_the_noise_decides_nothing_beside_one_that_samples(
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("late", ["sparse", "coupled"])
-def test_nor_does_it_where_one_of_the_two_joins_when_texts_are_under_way(
+def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(
     rule: AcceptanceRule, late: str
 ) -> None:
     traffic, present = make_traffic(rule), drafters(STOPS["stops where it is unsure"], longest=2)

@@ -127,7 +127,7 @@ def test_texts_follow_the_target_behind_the_real_draft_model(
     against_enumeration(generate(family, sampling, rule, draws), sampling).must_agree(sees)
 
 
-def test_a_draft_model_that_draws_from_another_law_than_it_claims_is_caught(
+def test_a_draft_model_that_claims_a_false_distribution_is_caught(
     family: ModelFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = forwards.inverse_cdf

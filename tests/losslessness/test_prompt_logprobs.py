@@ -74,7 +74,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are_verified(
+def test_prompt_scores_equal_transformers_while_drafts_are_verified(
     limits: Limits,
 ) -> None:
     engine = make_engine(AcceptanceRule.BLOCK, True, limits)
@@ -94,7 +94,7 @@ def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are
         check(chunks, request)
 
 
-def test_a_prompt_is_scored_though_the_cache_has_it_and_its_pages_serve_others() -> None:
+def test_a_cached_prompt_is_scored_again_when_asked() -> None:
     engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(8))
     plain = replace(SCORED, prompt_logprobs=None)
     cached = []
@@ -107,7 +107,7 @@ def test_a_prompt_is_scored_though_the_cache_has_it_and_its_pages_serve_others()
     assert cached == [0, 36, 0, 36]
 
 
-def test_a_prompt_that_is_preempted_half_way_goes_on_where_it_was() -> None:
+def test_a_preempted_prompt_goes_on_where_its_scores_ended() -> None:
     engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(1), page_count=14)
     older = submit(engine, replace(SCORED, prompt=TEXT[:4], max_tokens=40))
     engine.step()
@@ -124,7 +124,7 @@ def test_a_prompt_that_is_preempted_half_way_goes_on_where_it_was() -> None:
     check(older, replace(SCORED, prompt=TEXT[:4], max_tokens=40))
 
 
-def test_without_tokens_to_generate_a_prompt_as_long_as_the_context_is_only_scored() -> None:
+def test_without_tokens_to_generate_a_prompt_is_only_scored() -> None:
     engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(16))
     for length in (1, 2, 64):
         request = replace(SCORED, prompt=TEXT[:length], max_tokens=0)

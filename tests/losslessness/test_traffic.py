@@ -120,7 +120,7 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_texts_follow_the_target_whatever_goes_on(name: str) -> None:
+def test_texts_follow_the_target_in_all_traffic(name: str) -> None:
     check(CASES[name], "block", 4_000, 0.081)
 
 
@@ -133,7 +133,7 @@ def test_texts_follow_the_target_over_many_draws(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["block", "coupled"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_seed_gives_each_request_its_text_whatever_goes_on(name: str, way: str) -> None:
+def test_a_seed_gives_each_request_its_text_in_all_traffic(name: str, way: str) -> None:
     offers, rule = WAYS[way]
     seeds: dict[str, Any] = {
         "seed": lambda number: (number + 1) * 0x9E3779B97F4A7C15 % 2**64,
@@ -152,7 +152,7 @@ HEADS = fixed_law(*[0.9, 0.1, *[0.0] * (VOCAB - 2)])
 @pytest.mark.parametrize(
     "rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
 )
-def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(
+def test_the_engine_uses_no_coin_twice(
     rule: AcceptanceRule,
 ) -> None:
     """Whether a block ends early tells most about the coins behind its end where a drafter takes a fair coin for a loaded one."""
@@ -163,7 +163,7 @@ def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(
     compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.041)
 
 
-def test_a_thousand_requests_without_a_seed_have_texts_of_their_own() -> None:
+def test_a_thousand_requests_without_a_seed_have_different_texts() -> None:
     """With 2^64 seeds none occurs twice; with a few hundred, most texts of 24 tokens would."""
     texts = Traffic(
         fixed_law(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24

@@ -30,10 +30,10 @@ SAMPLING, NOISE, LOGITS, PAGES = (
 
 EXACT = ("tests/losslessness/test_exact_step.py",)
 COINS = (
-    "tests/losslessness/test_acceptance.py::test_coins_that_were_looked_at_once_decide_nothing_again",
+    "tests/losslessness/test_acceptance.py::test_a_used_coin_decides_nothing_again",
 )
 IN_ANY_BATCH = (
-    "tests/losslessness/test_acceptance.py::test_a_sequence_is_judged_alike_alone_and_in_any_batch",
+    "tests/losslessness/test_acceptance.py::test_a_sequence_is_verified_alike_alone_and_in_any_batch",
 )
 RULES = ("tests/verifier/test_rules.py",)
 COUPLING = ("tests/shared/test_coupling.py",)
@@ -190,7 +190,7 @@ MUTANTS = (
         VERIFICATION,
         "asked = scheduled.assignment is not None and scheduled.assignment.distribution is DraftDistribution.SPARSE",
         "asked = True",
-        (f"{LAWS}::test_a_liar_that_is_not_trusted_leaves_no_trace",),
+        (f"{LAWS}::test_an_untrusted_liar_leaves_no_trace",),
     ),
     Mutant(
         "J2",
@@ -198,7 +198,7 @@ MUTANTS = (
         VERIFICATION,
         "sequence.stats.forward_count,",
         "0,",
-        (f"{TRAFFIC}::test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine",),
+        (f"{TRAFFIC}::test_the_engine_uses_no_coin_twice",),
     ),
     Mutant(
         "J3",
@@ -362,7 +362,7 @@ MUTANTS = (
         ADMISSION,
         "secrets.randbits(64)",
         "secrets.randbits(8)",
-        (f"{TRAFFIC}::test_a_thousand_requests_without_a_seed_have_texts_of_their_own",),
+        (f"{TRAFFIC}::test_a_thousand_requests_without_a_seed_have_different_texts",),
     ),
     Mutant(
         "E5",
@@ -419,7 +419,7 @@ MUTANTS = (
         TRIE,
         "node.count() if forked else before - matched",
         "before - matched",
-        (f"{TRIES[0]}::test_what_is_beside_a_token_that_was_passed_falls",),
+        (f"{TRIES[0]}::test_branches_beside_a_committed_token_are_dropped",),
     ),
     Mutant(
         "T2",
@@ -435,7 +435,7 @@ MUTANTS = (
         TRIE,
         "self._hang(node, token, depth,",
         "self._hang(node, token, i + 1,",
-        (f"{TRIES[0]}::test_what_the_window_has_no_room_for_is_cut",),
+        (f"{TRIES[0]}::test_tokens_beyond_the_window_are_cut",),
     ),
     Mutant(
         "T4",

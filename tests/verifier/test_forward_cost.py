@@ -11,7 +11,7 @@ from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import price_of_tokens
 
 
-def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:
+def test_costs_are_interpolated_and_extrapolated() -> None:
     cost = ForwardCost()
     assert cost.estimate(1, 5) == 0.0
     for batch in (1, 8):
@@ -24,7 +24,7 @@ def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:
     assert cost.estimate(16, 16) == pytest.approx(0.066)
 
 
-def test_tokens_are_priced_by_how_many_there_are_and_a_step_in_the_price_by_all_that_it_has_room_for() -> (
+def test_marginal_costs_rise_and_spread_a_jump_over_its_tokens() -> (
     None
 ):
     cost = ForwardCost()
@@ -48,7 +48,7 @@ def test_tokens_are_priced_by_how_many_there_are_and_a_step_in_the_price_by_all_
     st.lists(st.floats(0.0, 1.0), max_size=40).map(sorted),
     st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 1.0)), min_size=1, max_size=4),
 )
-def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_price_of_the_last(
+def test_no_other_choice_of_tokens_is_worth_more(
     chances: list[float], segments: list[tuple[int, float]]
 ) -> None:
     ends = list(accumulate(count for count, _ in segments))
@@ -72,7 +72,7 @@ def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_pri
     assert max(worth(count) for count in range(surely, at_most + 1)) == pytest.approx(most)
 
 
-def test_steps_correct_the_price_of_their_own_size_most() -> None:
+def test_steps_correct_the_cost_of_their_own_size_most() -> None:
     cost = ForwardCost()
     for batch in (1, 32):
         cost.calibrate(batch, batch, 0.1)
@@ -83,7 +83,7 @@ def test_steps_correct_the_price_of_their_own_size_most() -> None:
     assert 0.1 < far < near
 
 
-def test_drafted_steps_teach_what_further_tokens_cost_and_do_not_make_plain_steps_dear() -> None:
+def test_steps_with_drafts_do_not_raise_the_cost_of_plain_steps() -> None:
     cost = ForwardCost()
     for batch in (1, 8, 64):
         for depth in (0, 4, 8):
@@ -95,7 +95,7 @@ def test_drafted_steps_teach_what_further_tokens_cost_and_do_not_make_plain_step
     assert cost.estimate(32, 96) == pytest.approx(0.045 + 0.0009 * 96, rel=0.03)
 
 
-def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> None:
+def test_mixed_steps_alone_give_both_costs() -> None:
     cost = ForwardCost()
     for depth in (0, 4, 8):
         cost.calibrate(32, 32 * (1 + depth), 0.045 + 0.0003 * 32 * (1 + depth))
@@ -111,7 +111,7 @@ def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> 
 @pytest.mark.parametrize(
     "token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"]
 )
-def test_a_wrong_price_of_prompts_is_mended_though_no_step_is_without_one(token_s: float) -> None:
+def test_a_wrong_prompt_cost_is_corrected_by_mixed_steps_alone(token_s: float) -> None:
     cost = ForwardCost()
     for depth in (0, 8):
         cost.calibrate(8, 8 * (1 + depth), 0.012 + 0.0002 * 8 * (1 + depth))
@@ -123,7 +123,7 @@ def test_a_wrong_price_of_prompts_is_mended_though_no_step_is_without_one(token_
     assert cost.estimate(8, 24) == pytest.approx(0.012 + 0.0002 * 24, rel=0.4)
 
 
-def test_what_a_step_with_a_prompt_takes_besides_is_no_price_of_its_tokens() -> None:
+def test_a_prompts_fixed_cost_does_not_enter_its_token_cost() -> None:
     cost = ForwardCost()
     cost.calibrate(1, 1, 0.010)
     cost.calibrate_prompts((64, 0.030 + 64 * 1e-5), (256, 0.030 + 256 * 1e-5))
@@ -133,7 +133,7 @@ def test_what_a_step_with_a_prompt_takes_besides_is_no_price_of_its_tokens() -> 
     assert cost.prompt_token_s == pytest.approx(1e-5, rel=0.3)
 
 
-def test_one_step_that_was_held_up_does_not_change_the_price_much() -> None:
+def test_one_step_that_was_held_up_changes_the_cost_little() -> None:
     cost = ForwardCost()
     cost.calibrate(1, 1, 0.01)
     cost.observe(1, 1, 10.0)

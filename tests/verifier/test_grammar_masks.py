@@ -67,7 +67,7 @@ def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -
     assert np.mean(firsts) == pytest.approx(0.5, abs=0.05)
 
 
-def test_the_token_behind_a_draft_that_stands_whole_is_one_that_the_grammar_allows() -> None:
+def test_the_bonus_token_obeys_the_grammar() -> None:
     engine, model = make_engine()
     sequence = engine.submit(TokenRequest([3], 9, SamplingParams(0.0)), Client())
     sequence.matcher, sequence.mask_width = Heads(), 1

@@ -26,7 +26,7 @@ def request(prompt: list[int], max_tokens: int) -> TokenRequest:
 
 
 @pytest.mark.parametrize("handed", [0, 1])
-def test_a_proposal_or_skip_for_a_sequence_that_never_was_is_a_violation(handed: int) -> None:
+def test_a_message_for_a_sequence_never_announced_is_a_violation(handed: int) -> None:
     """No delay explains an id above the last one that the drafter was handed."""
     for batch in (
         DraftBatch([Proposal(handed + 1, 2, [1])]),
@@ -61,7 +61,7 @@ def test_a_bad_skip_is_reported_as_a_skip() -> None:
         assert drafter.error.field == field
 
 
-def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alone(
+def test_a_fault_in_processing_a_message_costs_its_sender_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, model = make_engine(eos_bias=-99)
@@ -85,7 +85,7 @@ def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alon
     assert other.error is None
 
 
-def test_a_clock_that_steps_back_and_forth_ends_nothing() -> None:
+def test_a_clock_that_jumps_ends_no_request() -> None:
     """No real clock does; an engine that a wrong time can end is one that a metric can end."""
     rng, real, shift = random.Random(1), VirtualClock(), 0.0
 
@@ -134,7 +134,7 @@ def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
     assert len(caught.value.message) < 4096
 
 
-def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
+def test_a_drafter_that_repeats_committed_tokens_gains_no_credit() -> None:
     """It answers each verdict late, with tokens that later verdicts told it."""
     clock = VirtualClock()
     engine, model = make_engine(

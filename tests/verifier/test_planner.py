@@ -36,14 +36,14 @@ GREEDY = SamplingParams(temperature=0.0)
         ("6", DraftTokensPolicy("fixed", 6)),
     ],
 )
-def test_a_policy_is_named_with_its_bound(text: str, policy: DraftTokensPolicy) -> None:
+def test_a_policy_is_named_with_its_limit(text: str, policy: DraftTokensPolicy) -> None:
     assert DraftTokensPolicy.parse(text) == policy
 
 
 @pytest.mark.parametrize(
     "text", ["", "fast", "auto:3", "fixed", "fixed:x", "fixed:65", "goodput:-1"]
 )
-def test_anything_else_is_refused_by_name(text: str) -> None:
+def test_an_unknown_policy_is_refused_by_name(text: str) -> None:
     with pytest.raises(
         OutriderError,
         match="draft_tokens must be goodput, goodput:MAX, auto or fixed:K, with at most 64",
@@ -61,13 +61,13 @@ def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
     ]
 
 
-def test_expected_tokens_is_the_geometric_sum() -> None:
+def test_expected_tokens_are_the_geometric_sum() -> None:
     assert AcceptanceRate(0.5).expected_tokens(2) == pytest.approx(1 + 0.5 + 0.25)
     assert AcceptanceRate(1.0).expected_tokens(3) == 4
     assert AcceptanceRate(0.0).expected_tokens(5) == 1
 
 
-def test_acceptance_is_learned_by_position_from_what_was_judged() -> None:
+def test_acceptance_is_measured_by_position() -> None:
     rate = AcceptanceRate(0.6, 4)
     assert rate.by_position == pytest.approx([0.6] * 4)
     for _ in range(100):
@@ -80,14 +80,14 @@ def test_acceptance_is_learned_by_position_from_what_was_judged() -> None:
     )
 
 
-def test_a_new_sequence_begins_with_what_is_known_of_the_drafter() -> None:
+def test_a_new_sequence_begins_with_the_drafters_rate() -> None:
     learned = AcceptanceRate(0.8)
     for _ in range(50):
         learned.observe(4, 0)
     assert AcceptanceRate(learned, 4).by_position[0] < 0.25
 
 
-def test_a_sequence_that_turns_out_well_is_drafted_deeply_though_its_drafter_was_always_wrong_elsewhere() -> (
+def test_a_good_sequence_gets_long_drafts_from_a_bad_drafter() -> (
     None
 ):
     drafter = AcceptanceRate(0.8, decay=0.99)
@@ -101,7 +101,7 @@ def test_a_sequence_that_turns_out_well_is_drafted_deeply_though_its_drafter_was
     assert good.tokens_worth(0.15, 8) == 8
 
 
-def test_a_drafters_first_sequence_gives_up_hopes_with_the_drafter() -> None:
+def test_a_drafters_first_sequence_loses_the_optimistic_prior_with_it() -> None:
     drafter = AcceptanceRate(0.8)
     first = AcceptanceRate(drafter, 8)
     for _ in range(40):
@@ -112,7 +112,7 @@ def test_a_drafters_first_sequence_gives_up_hopes_with_the_drafter() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
-def test_the_deeper_a_token_the_less_it_is_worth(
+def test_survival_falls_with_position(
     outcomes: list[tuple[int, int]], price: float
 ) -> None:
     rate = AcceptanceRate(0.8, 8)
@@ -175,7 +175,7 @@ def depths(engine: Engine) -> list[int]:
     ]
 
 
-def test_a_free_draft_token_is_taken_and_a_dear_one_is_not() -> None:
+def test_a_free_draft_token_is_taken_and_an_expensive_one_is_not() -> None:
     assert depths(planned(0.0001, accepted=8)) == [8]
     assert depths(planned(0.0040, accepted=3)) == [3]
     assert depths(planned(0.0500, accepted=0)) == [0]
@@ -219,7 +219,7 @@ def is_asked(engine: Engine, sequence_id: int, drafter_id: str = "scripted") -> 
 
 
 @pytest.mark.parametrize("chance", [0.4, 0.5, 0.7])
-def test_sequences_that_are_all_alike_share_what_is_cheap_however_they_begin(chance: float) -> None:
+def test_like_sequences_share_the_cheap_tokens_from_any_start(chance: float) -> None:
     engine = kneed({"one": [chance] * 8})
     assert settle(engine) == [1] * 8
     for sequence in engine.sequences.values():
@@ -233,11 +233,11 @@ def test_places_go_to_the_likeliest_tokens_of_all_sequences() -> None:
     assert last == 0
 
 
-def test_what_a_drafter_cannot_draft_leaves_its_place_to_others() -> None:
+def test_places_that_one_drafter_cannot_fill_go_to_others() -> None:
     assert settle(kneed({"one": [0.9] * 4 + [0.4] * 4}, max_draft_tokens=1)) == [1] * 8
 
 
-def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> None:
+def test_the_better_of_two_drafters_is_kept_for_a_longer_draft() -> None:
     engine = kneed({"good": [0.6] * 8, "poor": [0.3] * 8})
     first, *others = engine.sequences.values()
     for sequence in others:
@@ -246,7 +246,7 @@ def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> Non
     assert [assignment.asked for assignment in first.assignments.values()] == [True, False]
 
 
-def test_with_only_plain_steps_known_hopeless_drafts_are_not_deep() -> None:
+def test_hopeless_drafts_stay_short_before_draft_costs_are_measured() -> None:
     engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     ScriptedDrafter(engine)
     engine.cost.observe(1, 1, 0.03)
@@ -266,7 +266,7 @@ def test_prompts_do_not_count_towards_the_batch() -> None:
     assert depths(engine)[:1] == before
 
 
-def test_a_request_that_names_its_depth_gets_it() -> None:
+def test_a_request_gets_the_draft_tokens_that_it_asks_for() -> None:
     engine = planned(0.0001, accepted=8)
     request = TokenRequest([1, 2], 100, GREEDY, speculation=SpeculationOptions(draft_tokens=5))
     sequence = engine.submit(request, Client())
@@ -275,7 +275,7 @@ def test_a_request_that_names_its_depth_gets_it() -> None:
     assert assignment.draft_tokens == 5
 
 
-def test_the_drafter_is_told_when_the_depth_changes() -> None:
+def test_a_drafter_gets_the_new_number_of_draft_tokens() -> None:
     engine, model = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     drafter, client = ScriptedDrafter(engine), Client()
     for depth in (0, 8):
@@ -307,7 +307,7 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
     assert there.told[0].opened[0].window.depth == 9
 
 
-def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -> None:
+def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
     engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 8)))
     drafter = ScriptedDrafter(engine)
     engine.cost.calibrate(1, 1, 0.05)
@@ -347,7 +347,7 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     return engine, drafter
 
 
-def test_one_good_sequence_is_not_drafted_where_all_the_others_would_wait_for_it() -> None:
+def test_one_good_sequence_is_not_drafted_if_all_others_must_wait() -> None:
     def first_pays(good: int, poor: int) -> bool:
         engine, _ = mixed(good, poor)
         return is_asked(engine, 1)
@@ -357,7 +357,7 @@ def test_one_good_sequence_is_not_drafted_where_all_the_others_would_wait_for_it
     assert first_pays(good=4, poor=4)
 
 
-def test_a_silent_drafter_is_asked_as_soon_as_drafting_pays_for_the_batch() -> None:
+def test_a_paused_drafter_is_asked_once_drafting_pays_for_the_batch() -> None:
     engine, drafter = mixed(good=1, poor=7)
     good, *poor = engine.sequences.values()
     assignment = good.assignments["scripted"]
@@ -375,7 +375,7 @@ def test_a_silent_drafter_is_asked_as_soon_as_drafting_pays_for_the_batch() -> N
     assert told.committed_length == len(good.tokens)
 
 
-def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() -> None:
+def test_a_slow_drafter_does_not_keep_a_quick_one_from_drafting() -> None:
     engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     engine.cost.calibrate(1, 1, 0.05)
     engine.cost.calibrate(1, 9, 0.054)
@@ -409,7 +409,7 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
     assert pays(on_target_cores=False)
 
 
-def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> None:
+def test_one_slow_message_for_many_sequences_counts_once() -> None:
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     sequences = [engine.submit(TokenRequest([1, 2], 100, GREEDY), Client()) for _ in range(16)]

@@ -54,7 +54,7 @@ def told_in_steps(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_drafter_that_was_always_wrong_begins_with_a_probe_on_a_new_sequence(
+def test_a_bad_drafter_begins_a_new_sequence_with_a_probe(
     policy: DraftTokensPolicy,
 ) -> None:
     _, drafter, sequence, _ = doubted(policy)
@@ -74,7 +74,7 @@ def test_a_probe_is_neither_verified_nor_waited_for(policy: DraftTokensPolicy) -
     assert clock() - began == pytest.approx(40 * 0.052)
 
 
-def test_probes_become_rarer_as_long_as_the_drafter_stays_silent() -> None:
+def test_probes_without_an_answer_become_rarer() -> None:
     engine, drafter, _, clock = doubted(DraftTokensPolicy())
     told = told_in_steps(engine, drafter, clock, 300)
     gaps = [after - before for before, after in pairwise(told)]
@@ -82,7 +82,7 @@ def test_probes_become_rarer_as_long_as_the_drafter_stays_silent() -> None:
     assert len(told) <= 7
 
 
-def test_a_probe_asks_for_one_token_and_tells_all_that_was_missed() -> None:
+def test_a_probe_asks_for_one_token_and_brings_all_missed_tokens() -> None:
     engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
     told_in_steps(engine, drafter, clock, 40)
     verdicts = [
@@ -97,7 +97,7 @@ def test_a_probe_asks_for_one_token_and_tells_all_that_was_missed() -> None:
     assert told == sequence.tokens[6 : 6 + len(told)]
 
 
-def test_probes_of_many_sequences_go_out_in_the_same_step() -> None:
+def test_probes_of_many_sequences_share_a_step() -> None:
     engine, drafter, _, clock = doubted(DraftTokensPolicy(), max_sequences=32)
     for size in (8, 32):
         engine.cost.calibrate(size, size, 0.06)
@@ -127,7 +127,7 @@ def test_a_drafter_whose_probes_are_right_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_probe_that_is_answered_too_late_still_tells(right: bool) -> None:
+def test_a_late_answer_to_a_probe_counts(right: bool) -> None:
     engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
     clock.step(engine)
     assignment = sequence.assignments["scripted"]

@@ -45,7 +45,7 @@ def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
     return drafts, DRAFTER[tokens].prod(1) / numbers**2
 
 
-def test_block_verification_accepts_eleven_ninths_of_a_token_where_token_wise_accepts_ten_ninths() -> (
+def test_block_accepts_eleven_ninths_where_token_wise_accepts_ten() -> (
     None
 ):
     drafts, weights = toy()
@@ -62,7 +62,7 @@ def test_the_last_accepted_position_decides_not_the_first_rejected() -> None:
     assert (token_wise.accept(drafts).accepted_B[pair] == 0).any()
 
 
-def test_with_one_hot_drafts_both_rules_accept_with_the_products_of_the_targets_probabilities() -> (
+def test_with_one_hot_drafts_block_equals_token_wise() -> (
     None
 ):
     """A one-hot distribution leaves nothing to pay with, so block verification is the token-wise rule."""
@@ -107,7 +107,7 @@ def test_block_verification_never_accepts_less(seed: int) -> None:
     assert (kept[1] <= drafts.lengths_B).all()
 
 
-def test_typical_acceptance_takes_what_is_likely_enough_for_how_unsure_the_target_is() -> None:
+def test_typical_acceptance_depends_on_the_targets_entropy() -> None:
     sure, unsure = [0.97, 0.01, 0.01, 0.01], [0.25] * 4
     probs = torch.tensor([sure, sure, unsure])
     assert lossy.typical(probs, torch.tensor([0, 1, 3]), torch.full((3,), 0.09)).tolist() == [
@@ -180,7 +180,7 @@ def test_the_thinking_phase_ends_before_its_end_token() -> None:
     assert DraftVerifier()._thinking([1, 5, 2], [3]) == [False]
 
 
-def test_a_synthetic_rate_is_met_whatever_the_target_says() -> None:
+def test_a_synthetic_rate_is_met_with_any_target() -> None:
     drafts = [
         Draft(Context(SamplingParams(), [0] * 3, 3, [1, 2, 3, 4]), seed, AcceptanceRule.SYNTHETIC)
         for seed in range(4_000)
@@ -193,7 +193,7 @@ def test_a_synthetic_rate_is_met_whatever_the_target_says() -> None:
     )
 
 
-def test_where_nothing_is_allowed_there_is_no_token() -> None:
+def test_if_nothing_is_allowed_there_is_no_token() -> None:
     mask = np.array([[0b0110], [0]], np.int32)
     context = Context(SamplingParams(0.0), [0], 1, [2], mask=mask)
     [outcome] = accept(
@@ -231,7 +231,7 @@ SETTINGS = {
 )
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("broken", BROKEN)
-def test_logits_that_are_not_finite_give_no_token_and_spare_the_other_rows(
+def test_non_finite_logits_give_no_token_and_spare_other_rows(
     broken: str, setting: str, rule: AcceptanceRule
 ) -> None:
     sampled = rule in (AcceptanceRule.BLOCK, AcceptanceRule.TOKEN_WISE)
@@ -248,13 +248,13 @@ def test_logits_that_are_not_finite_give_no_token_and_spare_the_other_rows(
     assert (third.accepted_count, third.next_token) == (0, 2)
 
 
-def test_single_tokens_that_the_model_rules_out_are_no_error() -> None:
+def test_a_logit_of_minus_infinity_is_no_error() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, -torch.inf]])
     for sampling in (SamplingParams(0.0), SamplingParams()):
         assert accept(logits, [Draft(Context(sampling, [0], 1), 0)])[0].next_token == 1
 
 
-def test_where_nothing_is_allowed_no_draft_token_stands_whatever_is_beside_it() -> None:
+def test_if_nothing_is_allowed_no_draft_token_is_accepted() -> None:
     """Of a row without any chance the argmax is token 0, which was drafted."""
     nothing = Context(SamplingParams(banned_token_ids=(0, 1, 2, 3)), [0], 1, [0])
     beside = Draft(Context(SamplingParams(), [0], 1, [2]), 5)
@@ -311,7 +311,7 @@ ALL = frozenset(DraftDistribution)
         ),
     ],
 )
-def test_the_trust_table(
+def test_the_table_of_rules(
     request_: SamplingParams,
     offered: frozenset[DraftDistribution],
     trusted: bool,
@@ -324,7 +324,7 @@ def test_the_trust_table(
 @pytest.mark.parametrize("acceptance", Acceptance)
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_request_has_both_sampled_drafts_and_drafters_that_know_its_noise(
+def test_no_request_has_both_sampled_and_coupled_drafters(
     seed: int | None, acceptance: Acceptance, trusted: bool, temperature: float
 ) -> None:
     request = TokenRequest(
@@ -346,7 +346,7 @@ def test_no_request_has_both_sampled_drafts_and_drafters_that_know_its_noise(
     assert not {DraftDistribution.SPARSE, DraftDistribution.COUPLED} <= asked
 
 
-def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
+def test_lossy_acceptance_is_never_sampled_and_says_so() -> None:
     for acceptance, rule in (
         (Acceptance.TYPICAL, AcceptanceRule.TYPICAL),
         (Acceptance.RELAXED, AcceptanceRule.RELAXED),
@@ -361,7 +361,7 @@ def test_what_is_lossy_is_never_sampled_and_says_so() -> None:
     assert acceptance_rule(exact, None, True).lossy
 
 
-def test_a_draft_of_one_token_and_one_of_none_share_a_batch_with_sampled_ones() -> None:
+def test_short_and_empty_drafts_share_a_batch_with_sampled_ones() -> None:
     law = SparseDistribution(np.array([1, 2]), np.array([0.5, 0.5]))
     sampled = draft([1, 2], AcceptanceRule.BLOCK, distributions=[law, law])
     logits = torch.randn(3 + 1 + 2, 4, generator=torch.Generator().manual_seed(0))

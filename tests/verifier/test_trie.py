@@ -48,7 +48,7 @@ def test_a_chain_is_the_path_and_the_root_moves_along_it() -> None:
     assert text.path == [7, 8]
 
 
-def test_a_chain_that_is_repeated_with_more_behind_it_grows() -> None:
+def test_a_repeated_longer_chain_grows() -> None:
     text = Text()
     text.propose([5, 6])
     assert text.propose([5, 6, 7]) == (1, 2, 0, 0, 0)
@@ -64,7 +64,7 @@ def test_a_miss_drops_the_trie() -> None:
     assert (text.path, text.trie.node_count) == ([], 0)
 
 
-def test_a_proposal_that_comes_after_its_tokens_were_committed_goes_on_behind_them() -> None:
+def test_a_late_proposal_goes_on_behind_its_committed_tokens() -> None:
     text = Text()
     text.commit(5)
     text.commit(6, 7)
@@ -81,7 +81,7 @@ def test_a_proposal_that_the_commit_contradicts_is_stale() -> None:
     assert (text.path, text.trie.node_count) == ([], 0)
 
 
-def test_a_proposal_that_comes_twice_changes_nothing() -> None:
+def test_a_repeated_proposal_changes_nothing() -> None:
     text = Text()
     text.propose([5, 6])
     assert text.propose([5, 6]) == (0, 2, 0, 0, 0)
@@ -107,14 +107,14 @@ def test_parents_make_a_tree() -> None:
     assert text.path == [4]
 
 
-def test_a_tree_of_which_one_branch_was_committed_keeps_what_is_behind_it() -> None:
+def test_a_late_tree_keeps_the_tokens_behind_its_committed_branch() -> None:
     text = Text()
     text.commit(8)
     assert text.propose([5, 6, 8, 9], parents=[0, 1, 0, 3]) == (1, 0, 1, 2, 0)
     assert text.path == [9]
 
 
-def test_of_siblings_the_one_that_came_first_is_the_favourite() -> None:
+def test_the_first_of_siblings_is_the_favourite() -> None:
     text = Text()
     text.propose([5])
     text.propose([6, 7])
@@ -123,7 +123,7 @@ def test_of_siblings_the_one_that_came_first_is_the_favourite() -> None:
     assert text.path == [7]
 
 
-def test_what_is_beside_a_token_that_was_passed_falls() -> None:
+def test_branches_beside_a_committed_token_are_dropped() -> None:
     text = Text()
     text.propose([5, 6, 7])
     text.propose([9, 3])
@@ -131,7 +131,7 @@ def test_what_is_beside_a_token_that_was_passed_falls() -> None:
     assert (text.trie.node_count, text.path) == (2, [6, 7])
 
 
-def test_what_the_window_has_no_room_for_is_cut() -> None:
+def test_tokens_beyond_the_window_are_cut() -> None:
     text = Text(Window(token_count=8, depth=4))
     assert text.propose([1, 2, 3, 4, 5, 6]) == (4, 0, 0, 0, 2)
     assert text.propose([9, 9, 9, 9]) == (4, 0, 0, 0, 0)
@@ -141,7 +141,7 @@ def test_what_the_window_has_no_room_for_is_cut() -> None:
     assert text.propose([1, 2, 3, 4, 5, 6], base=3) == (1, 3, 1, 0, 1)
 
 
-def test_a_skip_says_that_waiting_is_no_use_until_the_next_commit() -> None:
+def test_a_skip_ends_the_wait_until_the_next_commit() -> None:
     text = Text()
     assert not text.trie.ready(3)
     text.propose([5])
@@ -155,7 +155,7 @@ def test_a_skip_says_that_waiting_is_no_use_until_the_next_commit() -> None:
     assert text.trie.ready(3)
 
 
-def test_a_commit_that_finds_nothing_is_late_and_no_miss() -> None:
+def test_a_commit_in_an_empty_trie_is_late_and_no_miss() -> None:
     text = Text()
     assert text.commit(5) == (0, "late", 0)
     text.propose([6], base=4)
@@ -169,7 +169,7 @@ def test_distributions_stay_with_their_tokens() -> None:
     assert [d.token_ids[0] for d in text.trie.path(4).distributions] == [6]
 
 
-def test_a_repeated_token_keeps_the_distribution_that_was_given_first() -> None:
+def test_a_repeated_token_keeps_its_first_distribution() -> None:
     text = Text()
     first = [distribution(5), distribution(6)]
     text.propose([5, 6], distributions=list(first))
@@ -180,14 +180,14 @@ def test_a_repeated_token_keeps_the_distribution_that_was_given_first() -> None:
     assert len(path.distributions) == 3
 
 
-def test_a_token_that_stood_there_without_a_distribution_stays_one_hot() -> None:
+def test_a_one_hot_token_stays_one_hot_when_repeated() -> None:
     text = Text()
     text.propose([5])
     text.propose([5, 6], distributions=[distribution(5), distribution(6)])
     assert text.trie.path(9).distributions == []
 
 
-def test_a_path_that_is_sampled_only_in_part_counts_as_one_hot() -> None:
+def test_a_partly_sampled_path_counts_as_one_hot() -> None:
     text = Text()
     text.propose([5, 6], distributions=[distribution(5), None])
     assert text.trie.path(9).distributions == []
@@ -195,7 +195,7 @@ def test_a_path_that_is_sampled_only_in_part_counts_as_one_hot() -> None:
 
 
 @pytest.mark.parametrize("base", [2, 0, -1, 6, 2**31 - 1])
-def test_a_base_that_no_delay_explains_is_a_violation_that_names_the_field_and_the_bounds(
+def test_an_impossible_base_is_a_violation_that_names_its_bounds(
     base: int,
 ) -> None:
     text = Text()
@@ -214,7 +214,7 @@ def test_a_base_that_no_delay_explains_is_a_violation_that_names_the_field_and_t
         )
 
 
-def test_a_trie_that_was_cut_at_random_counts_its_guesses_right() -> None:
+def test_a_trie_counts_its_guesses_after_many_commits() -> None:
     text = Text(Window(token_count=40, depth=10))
     for step in range(200):
         text.propose([step % 3, 1, step % 2], base=len(text.tokens))
@@ -237,7 +237,7 @@ def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], lis
 
 
 @given(st.data())
-def test_any_order_delay_loss_and_repetition_leaves_what_a_naive_set_of_texts_would(
+def test_a_trie_equals_a_naive_set_of_texts_in_any_order_of_events(
     data: st.DataObject,
 ) -> None:
     tokens = st.integers(0, 2)
