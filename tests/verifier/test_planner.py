@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
@@ -22,7 +20,7 @@ from outrider.messages import (
 from verifier_svc.drafts.assignments import run_ahead_window
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
-from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
+from verifier_svc.state.acceptance_rate import AcceptanceRate
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -57,63 +55,6 @@ def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
     assert limits == [5, 5, 3, 3, 0]
 
 
-def test_expected_tokens_are_the_geometric_sum() -> None:
-    assert AcceptanceRate(0.5).expected_tokens(2) == pytest.approx(1 + 0.5 + 0.25)
-    assert AcceptanceRate(1.0).expected_tokens(3) == 4
-    assert AcceptanceRate(0.0).expected_tokens(5) == 1
-
-
-def test_acceptance_is_measured_by_position() -> None:
-    rate = AcceptanceRate(0.6, 4)
-    assert rate.by_position == pytest.approx([0.6] * 4)
-    for _ in range(100):
-        rate.observe(drafted=4, accepted=1)
-    first, second, *unjudged = rate.by_position
-    assert first > 0.85
-    assert second < 0.3
-    assert unjudged == pytest.approx([second] * 2), "positions without data inherit the one before"
-
-
-def test_a_new_sequence_begins_with_the_drafters_rate() -> None:
-    drafter = AcceptanceRate(0.8)
-    for _ in range(50):
-        drafter.observe(4, 0)
-    assert AcceptanceRate(drafter, 4).by_position[0] < 0.25
-
-
-def test_a_good_sequence_gets_long_drafts_from_a_bad_drafter() -> None:
-    drafter = AcceptanceRate(0.8, decay=0.99)
-    for _ in range(200):
-        drafter.observe(drafted=4, accepted=0)
-    good = AcceptanceRate(drafter, 8)
-    for _ in range(60):
-        count = max(1, good.tokens_worth(0.15, 8))
-        good.observe(drafted=count, accepted=count)
-        drafter.observe(drafted=count, accepted=count)
-    assert good.tokens_worth(0.15, 8) == 8
-
-
-def test_a_drafters_first_sequence_loses_the_optimistic_prior_with_it() -> None:
-    drafter = AcceptanceRate(0.8)
-    first = AcceptanceRate(drafter, 8)
-    for _ in range(40):
-        first.observe(drafted=8, accepted=0)
-        drafter.observe(drafted=8, accepted=0)
-    assert first.by_position[0] < 0.1
-    assert first.expected_tokens(8) < 1.1
-
-
-@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
-def test_survival_falls_with_position(drafts: list[tuple[int, int]], price: float) -> None:
-    rate = AcceptanceRate(0.8, 8)
-    for drafted, accepted in drafts:
-        rate.observe(drafted, min(drafted, accepted))
-    assert rate.survival == sorted(rate.survival, reverse=True)
-    count = rate.tokens_worth(price, 8)
-    assert all(survives >= price for survives in rate.survival[:count])
-    assert all(survives < price for survives in rate.survival[count:])
-
-
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     # Draft tokens are free by themselves.
@@ -127,16 +68,6 @@ def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> Non
     engine.submit(TokenRequest([1] * 40, 50, GREEDY), Client())
     engine.scheduler.admit()
     assert alone > 2 * make_plan(engine).draft_tokens.get(decoding.id, 0)
-
-
-def test_one_late_answer_does_not_change_a_drafters_latency() -> None:
-    latency = Latency()
-    for seconds in (0.001, 5.0, 0.002):
-        latency.observe(seconds)
-    assert latency.value == 0.002
-
-
-# --- plans ---
 
 
 def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
@@ -305,7 +236,6 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
 def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
     engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 8)))
     drafter = ScriptedDrafter(engine)
-    engine.cost.calibrate(1, 1, 0.05)
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     [assignment] = sequence.assignments.values()
     assert run_ahead_window(assignment, 1, step_s=0.05).depth == 3
