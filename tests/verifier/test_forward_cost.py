@@ -1,6 +1,5 @@
-"""What forwards cost is learned from trials and steps, and priced by how many tokens there are."""
+"""Costs of forwards come from trials and steps; prices of tokens follow from them."""
 
-import operator
 from itertools import accumulate
 
 import pytest
@@ -15,33 +14,28 @@ def test_costs_are_interpolated_and_extrapolated() -> None:
     cost = ForwardCost()
     assert cost.estimate(1, 5) == 0.0
     for batch in (1, 8):
-        for depth in (0, 4):
-            cost.calibrate(
-                batch, batch * (1 + depth), 0.050 + 0.001 * batch + 0.002 * batch * depth
-            )
+        for drafted in (0, 4):
+            seconds = 0.050 + 0.001 * batch + 0.002 * batch * drafted
+            cost.calibrate(batch, batch * (1 + drafted), seconds)
     assert cost.estimate(4, 12) == pytest.approx(0.050 + 0.004 + 0.002 * 8, rel=0.05)
     assert cost.estimate(1, 9) == pytest.approx(0.051 + 0.016)
     assert cost.estimate(16, 16) == pytest.approx(0.066)
 
 
-def test_marginal_costs_rise_and_spread_a_jump_over_its_tokens() -> (
-    None
-):
+def test_marginal_costs_rise_and_spread_a_jump_over_its_tokens() -> None:
     cost = ForwardCost()
-    for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
-        cost.calibrate(8, 8 * (1 + depth), seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in cost.further_tokens_s(8)] == [
-        (8, 0.00075),
-        (48, 0.002),
-    ]
-    stepped = ForwardCost()
-    for depth, seconds in ((0, 0.030), (1, 0.038), (3, 0.038), (6, 0.053)):
-        stepped.calibrate(1, 1 + depth, seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in stepped.further_tokens_s(1)] == [
-        (3, 0.00267),
-        (6, 0.005),
-    ]
+    for drafted, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
+        cost.calibrate(8, 8 * (1 + drafted), seconds)
+    assert rounded(cost.further_tokens_s(8)) == [(8, 0.00075), (48, 0.002)]
+    jumping = ForwardCost()
+    for drafted, seconds in ((0, 0.030), (1, 0.038), (3, 0.038), (6, 0.053)):
+        jumping.calibrate(1, 1 + drafted, seconds)
+    assert rounded(jumping.further_tokens_s(1)) == [(3, 0.00267), (6, 0.005)]
     assert ForwardCost().further_tokens_s(1) == []
+
+
+def rounded(token_costs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [(count, round(seconds, 5)) for count, seconds in token_costs]
 
 
 @given(
@@ -49,7 +43,7 @@ def test_marginal_costs_rise_and_spread_a_jump_over_its_tokens() -> (
     st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 1.0)), min_size=1, max_size=4),
 )
 def test_no_other_choice_of_tokens_is_worth_more(
-    chances: list[float], segments: list[tuple[int, float]]
+    probs: list[float], segments: list[tuple[int, float]]
 ) -> None:
     ends = list(accumulate(count for count, _ in segments))
     rising = list(zip(ends, sorted(price for _, price in segments), strict=True))
@@ -61,15 +55,14 @@ def test_no_other_choice_of_tokens_is_worth_more(
 
     def worth(count: int) -> float:
         costs = each[:count] + [each[-1]] * (count - len(each))
-        return sum(sorted(chances, reverse=True)[:count]) - sum(costs)
+        return sum(sorted(probs, reverse=True)[:count]) - sum(costs)
 
-    price = price_of_tokens(chances, rising)
-    # Of several with the very chance that is the price it does not matter which are taken.
-    surely, at_most = (
-        sum(bound(chance, price) for chance in chances) for bound in (operator.gt, operator.ge)
-    )
-    most = max(worth(count) for count in range(len(chances) + 1))
-    assert max(worth(count) for count in range(surely, at_most + 1)) == pytest.approx(most)
+    price = price_of_tokens(probs, rising)
+    # Tokens whose probability equals the price may be taken or not.
+    fewest = sum(prob > price for prob in probs)
+    most = sum(prob >= price for prob in probs)
+    best = max(worth(count) for count in range(len(probs) + 1))
+    assert max(worth(count) for count in range(fewest, most + 1)) == pytest.approx(best)
 
 
 def test_steps_correct_the_cost_of_their_own_size_most() -> None:
@@ -78,16 +71,16 @@ def test_steps_correct_the_cost_of_their_own_size_most() -> None:
         cost.calibrate(batch, batch, 0.1)
     for _ in range(10):
         cost.observe(1, 1, 0.15)
-    near, far = cost.estimate(1, 1), cost.estimate(32, 32)
-    assert near == pytest.approx(0.15, rel=0.15)
-    assert 0.1 < far < near
+    own = cost.estimate(1, 1)
+    assert own == pytest.approx(0.15, rel=0.15)
+    assert 0.1 < cost.estimate(32, 32) < own
 
 
 def test_steps_with_drafts_do_not_raise_the_cost_of_plain_steps() -> None:
     cost = ForwardCost()
     for batch in (1, 8, 64):
-        for depth in (0, 4, 8):
-            cost.calibrate(batch, batch * (1 + depth), 0.045 + 0.0006 * batch * (1 + depth))
+        for tokens in (batch, 5 * batch, 9 * batch):
+            cost.calibrate(batch, tokens, 0.045 + 0.0006 * tokens)
     for i in range(300):
         tokens = 60 + 7 * i % 50
         cost.observe(32, tokens, 0.045 + 0.0009 * tokens)
@@ -97,11 +90,12 @@ def test_steps_with_drafts_do_not_raise_the_cost_of_plain_steps() -> None:
 
 def test_mixed_steps_alone_give_both_costs() -> None:
     cost = ForwardCost()
-    for depth in (0, 4, 8):
-        cost.calibrate(32, 32 * (1 + depth), 0.045 + 0.0003 * 32 * (1 + depth))
+    for tokens in (32, 160, 288):
+        cost.calibrate(32, tokens, 0.045 + 0.0003 * tokens)
     cost.prompt_token_s = 0.0005
     for i in range(300):
-        tokens, prompt = 60 + 7 * i % 50, 20 + 31 * i % 300
+        tokens = 60 + 7 * i % 50
+        prompt = 20 + 31 * i % 300
         cost.observe(32, tokens, 0.07 + 0.0009 * tokens + 0.001 * prompt, prompt)
     assert cost.prompt_token_s == pytest.approx(0.001, rel=0.15)
     for tokens in (60, 100):
@@ -113,11 +107,12 @@ def test_mixed_steps_alone_give_both_costs() -> None:
 )
 def test_a_wrong_prompt_cost_is_corrected_by_mixed_steps_alone(token_s: float) -> None:
     cost = ForwardCost()
-    for depth in (0, 8):
-        cost.calibrate(8, 8 * (1 + depth), 0.012 + 0.0002 * 8 * (1 + depth))
+    for tokens in (8, 72):
+        cost.calibrate(8, tokens, 0.012 + 0.0002 * tokens)
     cost.prompt_token_s = token_s
     for i in range(600):
-        tokens, prompt = 8 + 5 * i % 40, 10 + 37 * i % 300
+        tokens = 8 + 5 * i % 40
+        prompt = 10 + 37 * i % 300
         cost.observe(8, tokens, 0.012 + 0.0002 * tokens + 0.0004 * prompt, prompt)
     assert cost.prompt_token_s == pytest.approx(0.0004, rel=0.3)
     assert cost.estimate(8, 24) == pytest.approx(0.012 + 0.0002 * 24, rel=0.4)
