@@ -124,9 +124,7 @@ def test_sampled_output_follows_the_target(drafter: Table, sparse: bool, depth: 
 
 @pytest.mark.parametrize("rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_used_coin_decides_nothing_again(
-    rule: AcceptanceRule, depth: int
-) -> None:
+def test_a_used_coin_decides_nothing_again(rule: AcceptanceRule, depth: int) -> None:
     against_enumeration(generate(EVEN, HEADS, depth, sparse=True, rule=rule), EVEN).must_agree(SEES)
 
 

@@ -85,9 +85,7 @@ def compared(rule: str, setting: str, drafter: str, draws: int, **more: Any) -> 
 
 @pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
 @pytest.mark.parametrize("rule", RULES)
-def test_late_drafts_leave_no_trace(
-    rule: str, drafter: str
-) -> None:
+def test_late_drafts_leave_no_trace(rule: str, drafter: str) -> None:
     compared(rule, "plain", drafter, 5_000, late=2).must_agree(sees=0.065)
 
 
@@ -152,17 +150,13 @@ def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_noise_used_for_two_purposes_is_caught(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_used_for_two_purposes_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "uniforms", reused_uniform)
     assert compared(rule, "plain", "flat", 5_000).p < LEAST_P
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_an_unnormalised_residual_is_caught(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unnormalised_residual_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "inverse_cdf", unnormalised)
     assert compared(rule, "plain", "reversed", 5_000).p < LEAST_P
 
@@ -201,9 +195,7 @@ def claims_the_target(sampling: SamplingParams) -> Drafting:
 
 @pytest.mark.parametrize("claim", ["unlikely", "target"])
 @pytest.mark.parametrize("sampled_rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
-def test_a_trusted_liar_forces_its_token(
-    sampled_rule: AcceptanceRule, claim: str
-) -> None:
+def test_a_trusted_liar_forces_its_token(sampled_rule: AcceptanceRule, claim: str) -> None:
     sampling = SETTINGS["plain"]
     claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
     trusted: dict[str, Any] = {"offers": SAMPLES, "trust": True, "sampled_rule": sampled_rule}
