@@ -308,7 +308,7 @@ class Traffic:
         )
 
     def run(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
-        """The tokens that `draws` requests generate, [draws, length], in the order of the requests."""
+        """The tokens that `draws` requests generate, [draws, length], by request."""
         # The engine would draw seeds from the system; a test must come out the same each time.
         own = np.random.default_rng(7)
         with mock.patch(
@@ -357,7 +357,7 @@ class Traffic:
         self.engine.submit(TokenRequest(prompt, self.length, sampling), collect)
 
     def expected(self, draws: int) -> Probs:
-        """Expected counts of each prompt and text of `LENGTH` tokens, [prompts * VOCAB ** LENGTH]."""
+        """Expected counts by prompt and text of `LENGTH` tokens, [prompts * VOCAB ** LENGTH]."""
         counts = np.bincount(np.arange(draws) % len(self.prompts), minlength=len(self.prompts))
         pairs = zip(self.prompts, counts, strict=True)
         return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in pairs])

@@ -1,11 +1,12 @@
-"""Log probabilities of a prompt are those of one forward of transformers over it, however the engine came to compute them."""
+"""Log probabilities of a prompt equal those of one forward of transformers over it."""
 
 from dataclasses import replace
+from itertools import dropwhile
 
 import numpy as np
 import pytest
 import torch
-from drafted import LawDrafter, make_engine
+from drafted import RandomDrafter, make_engine
 from exact import VOCAB, equal_to_target, tiny_model
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
@@ -27,18 +28,18 @@ SCORED = TokenRequest(TEXT[:40], 3, SamplingParams(0.0), prompt_logprobs=TOP)
 
 
 def few_rows(count: int) -> Limits:
-    """So many rows of logits for prompts in a step."""
+    """Limits that allow so many rows of prompt logits a step."""
     return Limits(POLICY, scored_logits_bytes=count * 4 * VOCAB)
 
 
 def submit(engine: Engine, request: TokenRequest) -> list[TokenChunk]:
-    """Where the request's chunks will be."""
+    """Submit a request; returns the list that collects its chunks."""
     found: list[TokenChunk] = []
     engine.submit(request, found.append)  # type: ignore[arg-type]  # an error would fail the test in `check`
     return found
 
 
-def run(engine: Engine, drafter: LawDrafter | None = None) -> None:
+def run(engine: Engine, drafter: RandomDrafter | None = None) -> None:
     while engine.sequences:
         engine.drain_inbox()
         if drafter is not None:
@@ -48,21 +49,19 @@ def run(engine: Engine, drafter: LawDrafter | None = None) -> None:
 
 
 def check(chunks: list[TokenChunk], request: TokenRequest) -> None:
-    """Every token of the prompt but the first is told once, in order, before the first generated one, as transformers has it."""
-    told = [logprob for chunk in chunks for logprob in chunk.prompt_logprobs]
+    """The prompt's tokens but the first are scored once, in order, before the first new token."""
+    scores = [logprob for chunk in chunks for logprob in chunk.prompt_logprobs]
     with torch.inference_mode():
         expected = tiny_model()(torch.tensor([request.prompt])).logits[0].log_softmax(-1)
-    assert len(told) == len(request.prompt) - 1
-    for token, row, got in zip(request.prompt[1:], expected, told, strict=False):
+    assert len(scores) == len(request.prompt) - 1
+    for token, row, got in zip(request.prompt[1:], expected, scores, strict=False):
         assert got.logprob == pytest.approx(row[token].item(), abs=1e-4)
         assert got.rank == 1 + (row > row[token]).sum().item()
         top = row.topk(TOP)
         assert list(got.top_token_ids) == top.indices.tolist()
         assert got.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
-    first = next(
-        i for i, chunk in enumerate(chunks) if chunk.token_ids or chunk.finish_reason is not None
-    )
-    assert not any(chunk.prompt_logprobs for chunk in chunks[first + 1 :])
+    _, *later = dropwhile(lambda each: not each.token_ids and each.finish_reason is None, chunks)
+    assert not any(chunk.prompt_logprobs for chunk in later)
     assert sum(len(chunk.token_ids) for chunk in chunks) == request.max_tokens
 
 
@@ -78,12 +77,9 @@ def test_prompt_scores_equal_transformers_while_drafts_are_verified(
     limits: Limits,
 ) -> None:
     engine = make_engine(AcceptanceRule.BLOCK, True, limits)
-    drafter = LawDrafter(
-        engine,
-        equal_to_target(SamplingParams()),
-        frozenset({DraftDistribution.SPARSE}),
-        np.random.default_rng(0),
-    )
+    offers = frozenset({DraftDistribution.SPARSE})
+    draft_probs = equal_to_target(SamplingParams())
+    drafter = RandomDrafter(engine, draft_probs, offers, np.random.default_rng(0))
     requests = [
         replace(SCORED, prompt=TEXT[at : at + length])
         for at, length in enumerate((1, 2, 3, 8, 9, 21, 40))
