@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -92,30 +92,33 @@ class _OutputPenalties:
 
 def processors(s: SamplingParams) -> LogitsProcessorList:
     """transformers' processors for the settings, in its own order."""
-    found = LogitsProcessorList()
+    return LogitsProcessorList([*_penalties(s), *_warpers(s)])
+
+
+def _penalties(s: SamplingParams) -> Iterator[Callable[..., torch.Tensor]]:
     if s.logit_bias:
-        found.append(
-            SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias])
-        )
+        yield SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias])
     if s.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+        yield RepetitionPenaltyLogitsProcessor(s.repetition_penalty)
     if s.presence_penalty or s.frequency_penalty:
-        found.append(_OutputPenalties(s.presence_penalty, s.frequency_penalty))
+        yield _OutputPenalties(s.presence_penalty, s.frequency_penalty)
     if s.banned_token_ids:
-        found.append(SuppressTokensLogitsProcessor(list(s.banned_token_ids)))
+        yield SuppressTokensLogitsProcessor(list(s.banned_token_ids))
     if s.min_tokens:
-        found.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_tokens, [END]))
+        yield MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_tokens, [END])
+
+
+def _warpers(s: SamplingParams) -> Iterator[Callable[..., torch.Tensor]]:
     if s.temperature != 1:
-        found.append(TemperatureLogitsWarper(s.temperature))
+        yield TemperatureLogitsWarper(s.temperature)
     if s.top_k:
-        found.append(TopKLogitsWarper(s.top_k))
+        yield TopKLogitsWarper(s.top_k)
     if s.top_p < 1:
-        found.append(TopPLogitsWarper(s.top_p))
+        yield TopPLogitsWarper(s.top_p)
     if s.min_p:
-        found.append(MinPLogitsWarper(s.min_p))
+        yield MinPLogitsWarper(s.min_p)
     if s.typical_p < 1:
-        found.append(TypicalLogitsWarper(s.typical_p))
-    return found
+        yield TypicalLogitsWarper(s.typical_p)
 
 
 UNIFORM = np.full(VOCAB, 1 / VOCAB)
