@@ -1,4 +1,4 @@
-"""The speculation trie uses guesses that agree with the commit, in whatever order they arrive."""
+"""The speculation trie uses guesses that agree with the commit, in any order of arrival."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Takes the proposals and skips of one message from a drafter, and sums up what they say."""
+"""Takes the proposals and skips of one message from a drafter, and measures the drafter by them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifier_svc.state.trie import AddResult
 
 @dataclass(slots=True)
 class DraftMessage:
-    """One message of a drafter and what was found in it.
+    """One message of a drafter, with its counts and latencies.
 
     A message is one measurement of the drafter's latency. If each of its proposals counted, one
     slow round of a large batch would displace all earlier measurements.

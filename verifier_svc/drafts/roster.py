@@ -132,7 +132,7 @@ class Roster:
             raise OutriderError(Reason.DRAFTER_NOT_FOUND, message, "speculation.drafter")
 
     def infos(self) -> tuple[DrafterInfo, ...]:
-        """What the API reports of each drafter, connected or lost a short while ago."""
+        """The API's record of each drafter, connected or lost a short while ago."""
         connected = [drafter.info(True) for drafter in self.connected.values()]
         return (*connected, *(drafter.info(False) for drafter in self._missed()))
 

@@ -1,4 +1,4 @@
-"""What one step does about drafts. `Planner.plan` makes a plan; everything else only reads it."""
+"""The plan of one step's drafts. `Planner.plan` makes it; everything else only reads it."""
 
 from __future__ import annotations
 

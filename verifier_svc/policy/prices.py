@@ -1,4 +1,4 @@
-"""What draft tokens cost in a forward of the present batch, in tokens."""
+"""Prices of draft tokens in a forward of the present batch, in tokens."""
 
 from __future__ import annotations
 

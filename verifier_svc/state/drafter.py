@@ -1,4 +1,4 @@
-"""A connected drafter, and what was measured of it. Knows no stream and no policy."""
+"""A connected drafter and its measurements. Knows no stream and no policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.errors import OutriderError
 from outrider.messages import DrafterInfo, Hello, StepBatch
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 
-# Memory that a message takes at least, whatever its size on the wire.
+# Memory that a message takes besides its size on the wire.
 MESSAGE_BYTES = 1024
 
 
@@ -70,7 +70,7 @@ class Drafter:
         return here and (not place.cores or not cores.isdisjoint(place.cores))
 
     def info(self, connected: bool) -> DrafterInfo:
-        """What the API reports of it; None for what was not measured yet."""
+        """The API's record of it; None for fields that were not measured yet."""
         hello = self.hello
         rate = self.accepted_count / self.verified_count if self.verified_count else None
         return DrafterInfo(

@@ -14,7 +14,7 @@ from outrider.messages import Proposal, Skip, SparseDistribution, Window
 
 
 class LookupResult(StrEnum):
-    """What a commit found in the trie."""
+    """Whether the trie had a draft behind a commit."""
 
     CHAIN = "chain"
     """The favourite path goes on behind the committed tokens: the next draft is there already."""
@@ -28,7 +28,7 @@ class LookupResult(StrEnum):
 
 @dataclass(slots=True)
 class CommitWalk:
-    """What `Trie.advance` found."""
+    """The result of `Trie.advance`."""
 
     matched: int
     """Committed tokens that the trie had."""
