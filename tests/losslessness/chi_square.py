@@ -1,4 +1,4 @@
-"""Counts against exact enumeration by chi-square, and how small a bias such a test can see."""
+"""Compares counts with exact enumeration by chi-square, and says how small a bias that can see."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import numpy.typing as npt
 from scipy import optimize, stats
 
 LEAST_P = 1e-4
-"""A p-value below it is a bias. Seeds are fixed, so what passes once passes always."""
+"""A lower p-value is a bias. Seeds are fixed, so a test that passes once passes always."""
 POWER = 0.9
 _FEWEST = 5
-"""Cells that expect fewer are merged into one."""
+"""Cells that expect fewer counts are merged into one."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The p-value, and the total variation distance that would not have escaped.
-
-    A law at a distance of `visible` or more over the cells (those that expect few count as one) gives a p-value below `LEAST_P`
-    with a probability of `POWER` or more, however the deviation is spread.
-    """
+    """The result of a chi-square test, and its power."""
 
     p: float
+    """The p-value."""
     visible: float
+    """The least total variation distance that the test sees, over the merged cells.
+
+    Any distribution at this distance gives a p-value below `LEAST_P` with probability `POWER`.
+    """
 
     def must_agree(self, sees: float) -> None:
-        """Fail if there is a bias, or if the test is too weak to see one of `sees`, for want of draws."""
+        """Fail if there is a bias, or if too few draws were made to see a bias of `sees`."""
         assert self.visible <= sees, (
-            f"sees no bias below {self.visible:.3f}, and not {sees}: more draws are needed"
+            f"sees no bias below {self.visible:.3f}, but should see {sees}: more draws are needed"
         )
         assert self.p > LEAST_P
 
 
 def compare(observed: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) -> Comparison:
-    """Counts of cells against expected counts, [cells] each."""
+    """Compare the counts of cells with the expected counts, [cells] each."""
     expected = expected * (observed.sum() / expected.sum())
     large = expected >= _FEWEST
     merged = [np.append(x[large], x[~large].sum()) for x in (observed, expected)]
@@ -49,10 +50,11 @@ def compare(observed: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) 
 
 @cache
 def visible_distance(cells: int, draws: int) -> float:
-    """The total variation distance from which on a bias is seen with a probability of `POWER`.
+    """The least total variation distance that is seen with probability `POWER`.
 
-    Under another law the statistic is noncentral chi-square, by `draws` times the chi-square divergence D. Of all laws at a total
-    variation TV the one whose cells are all off by the same share has the least divergence, 4 TV^2.
+    Under another distribution the statistic is noncentral chi-square. Its noncentrality is `draws`
+    times the chi-square divergence. Of all distributions at a total variation TV, the one whose
+    cells are all off by the same share has the least divergence, 4 TV^2.
     """
     freedom = cells - 1
     threshold = stats.chi2.isf(LEAST_P, freedom)

@@ -1,4 +1,4 @@
-"""Makes the fakes beside the tests importable, and gives each of the processes that these tests run in one core."""
+"""Makes the fakes beside the tests importable, and gives each test process one core."""
 
 import sys
 from pathlib import Path

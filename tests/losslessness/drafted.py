@@ -1,11 +1,11 @@
-"""The tiny model behind a real engine, and a drafter that draws from any law in any way the verifier asks for."""
+"""The tiny model behind a real engine, and a drafter that draws from any distribution."""
 
 from __future__ import annotations
 
 import copy
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
-from exact import END, LENGTH, PROMPT, VOCAB, Drafting, Law, tiny_model
+from exact import END, LENGTH, PROMPT, VOCAB, NextProbs, Probs, tiny_model
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.lm.pages import PagePool
@@ -47,57 +47,62 @@ MOST = 5
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is drawn from behind some text, summed up to 1, and what is said of it."""
+    """The distribution that a token is drawn from behind some text."""
 
-    law: Law
-    cumulative: Law
+    probs: Probs
+    cumulative: Probs
+    """Its running sums, the last of which is 1."""
     claimed: SparseDistribution
+    """The distribution that the drafter claims."""
 
     @classmethod
-    def of(cls, law: Law, claimed: Law) -> _Known:
+    def of(cls, probs: Probs, claimed: Probs) -> _Known:
         ids = np.flatnonzero(claimed > 0)
-        cumulative = law.cumsum()
-        return cls(law, cumulative / cumulative[-1], SparseDistribution(ids, claimed[ids]))
+        cumulative = probs.cumsum()
+        return cls(probs, cumulative / cumulative[-1], SparseDistribution(ids, claimed[ids]))
 
 
-class LawDrafter:
-    """Drafts 0 to 5 tokens a step, however many chance says; each drawn from its law as the verifier asked.
+class RandomDrafter:
+    """Drafts 0 to 5 tokens a step, each drawn from `draft_probs` as the verifier asked.
 
-    `claims` is the distribution it says it drew from, if that is another one; `drops` ends a draft before a token. What it says
-    arrives up to `late` steps later, in order. With `branches` another run, drawn likewise, is beside each token.
+    `claims` is the distribution that it claims, if not `draft_probs`. `drops` ends a draft before a
+    token of such a probability. Messages arrive up to `late` steps later, in order. With `branches`
+    it drafts another run, drawn likewise, beside each token.
     """
 
     def __init__(
         self,
         engine: Engine,
-        law: Drafting,
+        draft_probs: NextProbs,
         offers: frozenset[DraftDistribution],
         rng: np.random.Generator,
         *,
-        claims: Drafting | None = None,
+        claims: NextProbs | None = None,
         sends_distributions: bool = False,
         drops: Callable[[float], bool] = lambda probability: False,
         late: int = 0,
         branches: bool = False,
     ) -> None:
-        self.make_engine, self._rng, self._drops = engine, rng, drops
+        self._engine = engine
+        self._rng = rng
+        self._drops = drops
         self._sends_distributions = sends_distributions
-        self._known = cache(lambda text: _Known.of(law(text), (claims or law)(text)))
+        claims = claims or draft_probs
+        self._known = cache(lambda text: _Known.of(draft_probs(text), claims(text)))
         self._texts: dict[int, tuple[DraftDistribution, int, list[int]]] = {}
-        # Committed tokens of each sequence when it was opened, behind which its text begins.
+        # Committed tokens of each sequence when it was announced; its text begins behind them.
         self._opened: dict[int, int] = {}
-        # What was guessed behind each text and still stands.
+        # The guesses behind each text that no verdict contradicted.
         self._guesses: dict[int, list[int]] = {}
-        self._handle = engine.drafting.join(
-            Hello("laws", "laws", "f", 8, distributions=offers), self._told
-        )
+        hello = Hello("random", "random", "f", 8, distributions=offers)
+        self._handle = engine.drafting.join(hello, self._on_message)
         self._batch = DraftBatch()
         self._late = late
         self._branches = branches
-        self._under_way: deque[tuple[int, DraftBatch]] = deque()
+        self._in_flight: deque[tuple[int, DraftBatch]] = deque()
         self._step = 0
 
-    def _told(self, step: object) -> None:
+    def _on_message(self, step: object) -> None:
         assert isinstance(step, StepBatch), step
         asked = []
         for opened in step.opened:
@@ -105,9 +110,9 @@ class LawDrafter:
             self._opened[opened.sequence_id] = len(opened.token_ids)
             asked.append(opened.sequence_id)
         for verdict in step.verdicts:
-            new, number = verdict.new_token_ids, verdict.sequence_id
+            new = verdict.new_token_ids
+            number = verdict.sequence_id
             self._texts[number][2].extend(new)
-            # Guesses that still stand are left as they are.
             guesses = self._guesses[number]
             self._guesses[number] = guesses[len(new) :] if guesses[: len(new)] == new else []
             if not self._guesses[number]:
@@ -119,12 +124,13 @@ class LawDrafter:
             for known in (self._texts, self._guesses, self._opened):
                 del known[closed.sequence_id]
 
-    def _noise(self, sequence_ids: list[int]) -> dict[int, Law]:
-        """The coupled noise of the next `MOST` positions of those that draw with it, [MOST, VOCAB] each."""
+    def _noise(self, sequence_ids: list[int]) -> dict[int, Probs]:
+        """The noise of the next `MOST` positions of coupled sequences, [MOST, VOCAB] by id."""
         coupled = [
             number for number in sequence_ids if self._texts[number][0] is DraftDistribution.COUPLED
         ]
-        seeds, positions = [], []
+        seeds: list[int] = []
+        positions: list[int] = []
         for number in coupled:
             _, seed, text = self._texts[number]
             seeds += [seed] * MOST
@@ -132,21 +138,21 @@ class LawDrafter:
             positions += range(length, length + MOST)
         if not coupled:
             return {}
-        noise = coupled_exponentials(
-            torch.from_numpy(coupled_keys(seeds, positions)), VOCAB
-        ).numpy()
+        keys = torch.from_numpy(coupled_keys(seeds, positions))
+        noise = coupled_exponentials(keys, VOCAB).numpy()
         return dict(zip(coupled, noise.reshape(-1, MOST, VOCAB), strict=True))
 
-    def _propose(self, sequence_id: int, noise: Law | None) -> None:
+    def _propose(self, sequence_id: int, noise: Probs | None) -> None:
         rule, _, text = self._texts[sequence_id]
         tokens: list[int] = []
         distributions: list[SparseDistribution | None] = []
         for i in range(int(self._rng.integers(0, MOST + 1))):
             known = self._known((*text, *tokens))
-            token = (
-                self._draw(rule, known) if noise is None else int((known.law / noise[i]).argmax())
-            )
-            if self._drops(float(known.law[token])):
+            if noise is None:
+                token = self._draw(rule, known)
+            else:
+                token = int((known.probs / noise[i]).argmax())
+            if self._drops(float(known.probs[token])):
                 break
             tokens.append(token)
             distributions.append(known.claimed)
@@ -161,7 +167,7 @@ class LawDrafter:
                 self._propose_branches(sequence_id, length, tokens)
 
     def _propose_branches(self, sequence_id: int, length: int, main: list[int]) -> None:
-        """Sampled, as deep as the main run."""
+        """Propose sampled branches beside each token of the main run, as long as it."""
         _, _, text = self._texts[sequence_id]
         for at, avoided in enumerate(main):
             tokens: list[int] = []
@@ -169,9 +175,10 @@ class LawDrafter:
             while at + len(tokens) < len(main):
                 known = self._known((*text, *main[:at], *tokens))
                 if not tokens:
-                    law = known.law.copy()
-                    law[avoided] = 0.0
-                    known = _Known.of(law / law.sum(), law / law.sum())
+                    others = known.probs.copy()
+                    others[avoided] = 0.0
+                    others /= others.sum()
+                    known = _Known.of(others, others)
                 tokens.append(int(known.cumulative.searchsorted(self._rng.random(), "right")))
                 distributions.append(known.claimed)
             self._batch.proposals.append(
@@ -181,23 +188,22 @@ class LawDrafter:
     def _draw(self, rule: DraftDistribution, known: _Known) -> int:
         if rule is DraftDistribution.SPARSE or self._sends_distributions:
             return int(known.cumulative.searchsorted(self._rng.random(), "right"))
-        return int(known.law.argmax())
+        return int(known.probs.argmax())
 
     def send(self) -> None:
-        """Say what has gathered, and deliver what is due."""
+        """Send the gathered proposals, and deliver messages that are due."""
         self._step += 1
         if self._batch.proposals:
-            self._under_way.append(
-                (self._step + int(self._rng.integers(0, self._late + 1)), self._batch)
-            )
+            due = self._step + int(self._rng.integers(0, self._late + 1))
+            self._in_flight.append((due, self._batch))
             self._batch = DraftBatch()
-        while self._under_way and self._under_way[0][0] <= self._step:
-            self.make_engine.drafting.on_drafts(self._handle, self._under_way.popleft()[1])
+        while self._in_flight and self._in_flight[0][0] <= self._step:
+            self._engine.drafting.on_drafts(self._handle, self._in_flight.popleft()[1])
 
 
 def generate(
     sampling: SamplingParams,
-    law: Drafting | None,
+    draft_probs: NextProbs | None,
     draws: int,
     *,
     offers: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT}),
@@ -206,91 +212,98 @@ def generate(
     seed: int = 0,
     seeded: bool = False,
     speculation: SpeculationOptions | None = None,
-    **drafter: Any,
+    **behaviour: Any,
 ) -> npt.NDArray[np.int64]:
-    """The first three tokens of `draws` requests, [draws, 3] in their order, many at a time through one engine.
+    """The first three tokens of `draws` requests, [draws, 3], many at a time through one engine.
 
-    Those that are `seeded` have seeds from all of 64 bits.
+    `behaviour` are further arguments of `RandomDrafter`. `seeded` requests have 64-bit seeds.
     """
-    rng = np.random.default_rng(seed)
     engine = make_engine(sampled_rule, trust)
-    laws = LawDrafter(engine, law, offers, rng, **drafter) if law is not None else None
-    texts: list[list[int]] = [[] for _ in range(draws)]
-    # The engine would draw a seed from the system; here the test has to come out the same each time.
+    drafter: RandomDrafter | None = None
+    if draft_probs is not None:
+        rng = np.random.default_rng(seed)
+        drafter = RandomDrafter(engine, draft_probs, offers, rng, **behaviour)
+    requests = _Requests(
+        engine, sampling, seeded, speculation or SpeculationOptions(draft_tokens=5), draws
+    )
+    # The engine would draw seeds from the system; a test must come out the same each time.
     own = np.random.default_rng(seed + 1)
     with mock.patch(
         "secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))
     ):
-        # A third of the time would go into looking for cycles among what all these requests hold.
+        # The default thresholds spend a third of the time on looking for cycles.
         thresholds = gc.get_threshold()
         gc.set_threshold(200_000, 50, 100)
         try:
-            _run(
-                engine,
-                laws,
-                sampling,
-                draws,
-                seeded,
-                speculation or SpeculationOptions(draft_tokens=5),
-                texts,
-            )
+            requests.run(drafter)
         finally:
             gc.set_threshold(*thresholds)
-    return np.array([[*tokens[:LENGTH], *[END] * (LENGTH - len(tokens))] for tokens in texts])
+    padded = [[*tokens[:LENGTH], *[END] * (LENGTH - len(tokens))] for tokens in requests.texts]
+    return np.array(padded)
 
 
 def seed_of(number: int) -> int:
-    """Neighbours differ in all of their 64 bits."""
+    """Seeds of neighbours differ in all of their 64 bits."""
     return (number + 1) * 0x9E3779B97F4A7C15 % 2**64
 
 
-def _run(
-    engine: Engine,
-    laws: LawDrafter | None,
-    sampling: SamplingParams,
-    draws: int,
-    seeded: bool,
-    speculation: SpeculationOptions,
-    texts: list[list[int]],
-) -> None:
-    numbers: Iterator[int] = iter(range(draws))
-    done: list[int] = []
+class _Requests:
+    """`draws` requests, `CONCURRENT` at a time."""
 
-    def start() -> None:
-        number = next(numbers, None)
-        if number is None:
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingParams,
+        seeded: bool,
+        speculation: SpeculationOptions,
+        draws: int,
+    ) -> None:
+        self.texts: list[list[int]] = [[] for _ in range(draws)]
+        self._engine = engine
+        self._sampling = sampling
+        self._seeded = seeded
+        self._speculation = speculation
+        self._started = 0
+        self._done = 0
+
+    def run(self, drafter: RandomDrafter | None) -> None:
+        for _ in range(CONCURRENT):
+            self._start()
+        while self._done < len(self.texts):
+            self._engine.drain_inbox()
+            if drafter is not None:
+                drafter.send()
+            self._engine.step()
+            self._engine.outgoing.tell_clients()
+
+    def _start(self) -> None:
+        """Submit the next request, if one is left."""
+        if self._started == len(self.texts):
             return
-        tokens = texts[number]
+        sampling = self._sampling
+        if self._seeded:
+            sampling = replace(sampling, seed=seed_of(self._started))
         request = TokenRequest(
             PROMPT,
             9,
-            sampling=replace(sampling, seed=seed_of(number)) if seeded else sampling,
+            sampling=sampling,
             stop_token_ids=frozenset({END}) if sampling.min_tokens else frozenset(),
-            speculation=speculation,
+            speculation=self._speculation,
         )
-        sequence = engine.submit(request, lambda chunk: _collect(chunk, tokens, finish))
+        tokens = self.texts[self._started]
+        self._started += 1
 
-        def finish() -> None:
-            done.append(number)
-            engine.cancel(sequence)
-            start()
+        def collect(chunk: object) -> None:
+            assert isinstance(chunk, TokenChunk), chunk
+            before = len(tokens)
+            tokens.extend(chunk.token_ids)
+            finished = len(tokens) >= LENGTH or chunk.finish_reason is not None
+            if before < LENGTH and finished:
+                self._done += 1
+                self._engine.cancel(sequence)
+                self._start()
 
-    for _ in range(min(CONCURRENT, draws)):
-        start()
-    while len(done) < draws:
-        engine.drain_inbox()
-        if laws is not None:
-            laws.send()
-        engine.step()
-        engine.outgoing.tell_clients()
-
-
-def _collect(chunk: object, tokens: list[int], finish: Callable[[], None]) -> None:
-    assert isinstance(chunk, TokenChunk), chunk
-    before = len(tokens)
-    tokens += chunk.token_ids
-    if before < LENGTH and (len(tokens) >= LENGTH or chunk.finish_reason is not None):
-        finish()
+        sequence = self._engine.submit(request, collect)
 
 
 _MANY = Limits(DraftTokensPolicy("fixed", 5), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
@@ -302,15 +315,16 @@ def make_engine(
     limits: Limits = _MANY,
     page_count: int = 8 * CONCURRENT,
 ) -> Engine:
+    """An engine over the tiny model that verifies every draft, whether it pays or not."""
+
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
             sink(argument)
 
-    # A copy, since a runner takes its model over.
+    # A copy, since a runner changes its model.
     runner = ModelRunner(copy.deepcopy(tiny_model()), page_size=4, page_count=page_count)
     pool = PagePool(runner.page_count, runner.page_size)
     draft_verifier = DraftVerifier(sampled_rule)
-    # No draft is left out because it would not pay.
     return Engine(
         runner,
         pool,

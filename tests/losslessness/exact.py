@@ -1,9 +1,9 @@
-"""A tiny random model and the exact law of its next three tokens, by transformers' own processors."""
+"""A tiny random model, and the exact distribution of its next three tokens by transformers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -32,14 +32,14 @@ LENGTH = 3
 PROMPT = [3, 5, 7, 5]
 END = 9
 
-Law = npt.NDArray[np.float64]
-Drafting = Callable[[tuple[int, ...]], Law]
+Probs = npt.NDArray[np.float64]
+NextProbs = Callable[[tuple[int, ...]], Probs]
 """The distribution that a drafter draws from behind some generated tokens."""
 
 
 @cache
 def tiny_model() -> LlamaForCausalLM:
-    """Random weights, large enough that its opinions are strong."""
+    """Random weights, large enough for peaked distributions."""
     torch.manual_seed(4)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -56,15 +56,16 @@ def tiny_model() -> LlamaForCausalLM:
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(12.0) if parameter.dim() > 1 else None
+            if parameter.dim() > 1:
+                parameter.mul_(12.0)
         model.lm_head.weight.mul_(2.0)
     return model
 
 
 @cache
-def exact_laws(sampling: SamplingParams) -> dict[tuple[int, ...], Law]:
-    """Behind every text of up to two tokens, the law of the next one, by transformers' own processors."""
-    laws: dict[tuple[int, ...], Law] = {}
+def exact_probs(sampling: SamplingParams) -> dict[tuple[int, ...], Probs]:
+    """The distribution of the next token by each text of up to two tokens, by transformers."""
+    probs: dict[tuple[int, ...], Probs] = {}
     for length in range(LENGTH):
         texts = list(itertools.product(range(VOCAB), repeat=length))
         ids = torch.tensor([[*PROMPT, *text] for text in texts])
@@ -72,90 +73,98 @@ def exact_laws(sampling: SamplingParams) -> dict[tuple[int, ...], Law]:
             logits = tiny_model()(ids).logits[:, -1].float()
         scores = processors(sampling)(ids, logits)
         for text, row in zip(texts, scores, strict=True):
-            laws[text] = row.double().softmax(-1).numpy()
-    return laws
+            probs[text] = row.double().softmax(-1).numpy()
+    return probs
 
 
 class _OutputPenalties:
     """OpenAI's presence and frequency penalties, which transformers lacks."""
 
     def __init__(self, presence: float, frequency: float) -> None:
-        self._presence, self._frequency = presence, frequency
+        self._presence = presence
+        self._frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = torch.stack(
-            [torch.bincount(row[len(PROMPT) :], minlength=VOCAB) for row in input_ids]
-        )
+        generated = [row[len(PROMPT) :] for row in input_ids]
+        counts = torch.stack([torch.bincount(row, minlength=VOCAB) for row in generated])
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
 def processors(s: SamplingParams) -> LogitsProcessorList:
-    """transformers' processors for the settings, in the order in which it puts them."""
-    found = LogitsProcessorList()
+    """transformers' processors for the settings, in its own order."""
+    return LogitsProcessorList([*_penalties(s), *_warpers(s)])
+
+
+def _penalties(s: SamplingParams) -> Iterator[Callable[..., torch.Tensor]]:
     if s.logit_bias:
-        found.append(
-            SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias])
-        )
+        yield SequenceBiasLogitsProcessor([[[token], value] for token, value in s.logit_bias])
     if s.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+        yield RepetitionPenaltyLogitsProcessor(s.repetition_penalty)
     if s.presence_penalty or s.frequency_penalty:
-        found.append(_OutputPenalties(s.presence_penalty, s.frequency_penalty))
+        yield _OutputPenalties(s.presence_penalty, s.frequency_penalty)
     if s.banned_token_ids:
-        found.append(SuppressTokensLogitsProcessor(list(s.banned_token_ids)))
+        yield SuppressTokensLogitsProcessor(list(s.banned_token_ids))
     if s.min_tokens:
-        found.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_tokens, [END]))
+        yield MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_tokens, [END])
+
+
+def _warpers(s: SamplingParams) -> Iterator[Callable[..., torch.Tensor]]:
     if s.temperature != 1:
-        found.append(TemperatureLogitsWarper(s.temperature))
+        yield TemperatureLogitsWarper(s.temperature)
     if s.top_k:
-        found.append(TopKLogitsWarper(s.top_k))
+        yield TopKLogitsWarper(s.top_k)
     if s.top_p < 1:
-        found.append(TopPLogitsWarper(s.top_p))
+        yield TopPLogitsWarper(s.top_p)
     if s.min_p:
-        found.append(MinPLogitsWarper(s.min_p))
+        yield MinPLogitsWarper(s.min_p)
     if s.typical_p < 1:
-        found.append(TypicalLogitsWarper(s.typical_p))
-    return found
+        yield TypicalLogitsWarper(s.typical_p)
 
 
-def equal_to_target(sampling: SamplingParams) -> Drafting:
-    laws = exact_laws(sampling)
-    return lambda text: laws.get(text, np.full(VOCAB, 1 / VOCAB))
+UNIFORM = np.full(VOCAB, 1 / VOCAB)
+"""Behind longer texts, where the target's distribution is not enumerated."""
 
 
-def reversed_target(sampling: SamplingParams) -> Drafting:
-    laws = exact_laws(sampling)
-    return lambda text: laws[text][::-1] if text in laws else np.full(VOCAB, 1 / VOCAB)
+def equal_to_target(sampling: SamplingParams) -> NextProbs:
+    probs = exact_probs(sampling)
+    return lambda text: probs.get(text, UNIFORM)
 
 
-def on_an_unlikely_token(sampling: SamplingParams) -> Drafting:
-    """Nearly all mass where the target has the least, none at all if it has a token like that."""
-    laws = exact_laws(sampling)
+def reversed_target(sampling: SamplingParams) -> NextProbs:
+    probs = exact_probs(sampling)
+    return lambda text: probs.get(text, UNIFORM)[::-1]
 
-    def law(text: tuple[int, ...]) -> Law:
+
+def on_an_unlikely_token(sampling: SamplingParams) -> NextProbs:
+    """Nearly all mass on the target's least likely token, which may have probability 0."""
+    probs = exact_probs(sampling)
+
+    def draft_probs(text: tuple[int, ...]) -> Probs:
         drafted = np.full(VOCAB, 0.01 / (VOCAB - 1))
-        drafted[laws[text].argmin() if text in laws else 0] = 0.99
+        drafted[probs.get(text, UNIFORM).argmin()] = 0.99
         return drafted
 
-    return law
+    return draft_probs
 
 
-def flat(sampling: SamplingParams) -> Drafting:
-    """All tokens alike, so that what the target likes is often accepted and often not."""
-    return lambda text: np.full(VOCAB, 1 / VOCAB)
+def flat(sampling: SamplingParams) -> NextProbs:
+    """The uniform distribution, of which the target accepts many tokens and rejects many."""
+    return lambda text: UNIFORM
 
 
 def against_enumeration(samples: npt.NDArray[np.int64], sampling: SamplingParams) -> Comparison:
-    """The joint distribution of three tokens, [draws, 3], against exact enumeration."""
-    laws = exact_laws(sampling)
+    """Compare the joint distribution of three tokens, [draws, 3], with exact enumeration."""
+    probs = exact_probs(sampling)
     ends = sampling.min_tokens > 0
     expected = np.zeros(VOCAB**LENGTH)
     for i, text in enumerate(itertools.product(range(VOCAB), repeat=LENGTH)):
         if not ends or END not in text[:-1]:
-            expected[i] = laws[()][text[0]] * laws[text[:1]][text[1]] * laws[text[:2]][text[2]]
-    if ends:  # a text that ended is padded with the token that ended it
+            expected[i] = probs[()][text[0]] * probs[text[:1]][text[1]] * probs[text[:2]][text[2]]
+    if ends:
+        # A text that ended is padded with the end token.
         for a in range(VOCAB):
             if a != END:
-                expected[(a * VOCAB + END) * VOCAB + END] = laws[()][a] * laws[(a,)][END]
-        expected[(END * VOCAB + END) * VOCAB + END] = laws[()][END]
+                expected[(a * VOCAB + END) * VOCAB + END] = probs[()][a] * probs[(a,)][END]
+        expected[(END * VOCAB + END) * VOCAB + END] = probs[()][END]
     observed = np.bincount(samples @ [VOCAB**2, VOCAB, 1], minlength=VOCAB**LENGTH)
     return compare(observed, expected * len(samples))

@@ -1,7 +1,7 @@
-"""Traffic over one engine, with a target small enough to enumerate and drafters that run ahead, are late, come and go.
+"""Traffic over one engine with a small target, and drafters that run ahead, are late, come and go.
 
-The target's logits depend on the whole text, which it reads back from the pages it is given, so that a page of another text, or
-one that was overwritten, changes what it says.
+The target's distribution can be enumerated. It depends on the whole text, which the target reads
+from its pages. So a page of another text, or one that was overwritten, changes the output.
 """
 
 from __future__ import annotations
@@ -45,74 +45,78 @@ from verifier_svc.verification.batch import DraftVerifier
 
 VOCAB = 5
 LENGTH = 3
-"""Tokens of a text whose joint law is looked at."""
-Law = npt.NDArray[np.float64]
+"""Tokens of a text whose joint distribution is compared."""
+Probs = npt.NDArray[np.float64]
 Text = tuple[int, ...]
-Laws = Callable[[Text], Law]
+NextProbs = Callable[[Text], Probs]
+"""The distribution of the token behind a text, prompt included."""
 PROMPTS: tuple[Text, ...] = ((2,), (1, 2, 3, 4, 0, 1), (1, 2, 3, 4, 0, 1, 2, 3, 4, 1, 0))
 """Those of more than a page begin alike."""
 
 
 @cache
-def target_law(text: Text) -> Law:
-    """Of the token behind a text, prompt included."""
+def target_probs(text: Text) -> Probs:
+    """A random distribution of its own behind each text."""
     logits = np.random.default_rng(zlib.crc32(bytes(text))).normal(size=VOCAB) * 1.3
-    law: Law = torch.from_numpy(logits).softmax(-1).numpy()
-    return law
+    probs: Probs = torch.from_numpy(logits).softmax(-1).numpy()
+    return probs
 
 
-def fixed_law(*law: float) -> Laws:
-    """The same behind every text."""
-    return lambda text: np.array(law)
+def fixed(*probs: float) -> NextProbs:
+    """The same distribution behind every text."""
+    return lambda text: np.array(probs)
 
 
-def near(law: Laws, share: float = 0.6, seed: int = 1) -> Laws:
-    """A drafter's law: partly another one, and another behind every text."""
+def near(target: NextProbs, share: float = 0.6, seed: int = 1) -> NextProbs:
+    """A mixture of the target's distribution, with weight `share`, and a random one."""
 
     @cache
-    def mixed(text: Text) -> Law:
+    def mixed(text: Text) -> Probs:
         other = np.random.default_rng([seed, zlib.crc32(bytes(text))]).dirichlet(np.ones(VOCAB))
-        found: Law = share * law(text) + (1 - share) * other
+        found: Probs = share * target(text) + (1 - share) * other
         return found
 
     return mixed
 
 
 class SmallTarget:
-    """A model for the engine; a forward takes as long as `seconds` says of its number of tokens, on a clock of the test's."""
+    """A model for the engine. `takes` gets the number of tokens of each forward."""
 
     vocab_size = VOCAB
     eos_token_ids = ()
 
-    def __init__(self, law: Laws, page_count: int, page_size: int) -> None:
-        self._law = cache(lambda text: torch.from_numpy(np.log(law(text) + 1e-300)).float())
+    def __init__(self, probs: NextProbs, page_count: int, page_size: int) -> None:
+        self._logits = cache(lambda text: torch.from_numpy(np.log(probs(text) + 1e-300)).float())
         self._pages = np.full((page_count, page_size), -1, np.int16)
         self.takes: Callable[[int], None] = lambda token_count: None
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        size, rows = self._pages.shape[1], []
+        size = self._pages.shape[1]
+        rows: list[torch.Tensor] = []
         self.takes(sum(len(part.token_ids) for part in slices))
         for part in slices:
             end = part.start + len(part.token_ids)
-            at, pages = np.arange(part.start, end), np.array(part.pages)
+            at = np.arange(part.start, end)
+            pages = np.array(part.pages)
             self._pages[pages[at // size], at % size] = part.token_ids
             text = tuple(self._pages[pages].flatten()[:end].tolist())
-            assert min(text) >= 0, "a past that is not in its pages"
-            rows += [self._law(text[: end - n]) for n in reversed(range(part.logit_count))]
+            assert min(text) >= 0, "a token of the past is not in its page"
+            rows += [self._logits(text[: end - n]) for n in reversed(range(part.logit_count))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
 
 class Guesser:
-    """A drafter that goes on below its own guesses, with runs of a random length drawn as it was asked to.
+    """A drafter that runs ahead in runs of a random length, drawn as the verifier asked.
 
-    It hears and speaks up to `late` ticks later, in order, and stays silent in a share of `silent` ticks. `stops` ends a run before
-    a token of such a probability. With `branches` it guesses beside its chain as well, one-hot.
+    Messages from and to it arrive up to `late` ticks later, in order. It drafts nothing in a share
+    `silent` of the ticks. `stops` ends a run before a token of such a probability. With `branches`
+    it also drafts one-hot branches beside its chain.
     """
 
     def __init__(
         self,
         name: str,
-        law: Laws,
+        draft_probs: NextProbs,
         offers: Iterable[DraftDistribution],
         *,
         late: int = 0,
@@ -122,53 +126,59 @@ class Guesser:
         shortest: int = 0,
         longest: int = 5,
     ) -> None:
-        self.name, self._law, self._offers = name, cache(law), frozenset(offers)
-        self._late, self._silent, self._stops, self._branches = late, silent, stops, branches
+        self.name = name
+        self._draft_probs = cache(draft_probs)
+        self._offers = frozenset(offers)
+        self._late = late
+        self._silent = silent
+        self._stops = stops
+        self._branches = branches
         self._lengths = (shortest, longest + 1)
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
         self._sequences: dict[int, DraftSequence] = {}
-        self._heard: deque[tuple[int, StepBatch]] = deque()
-        self._said: deque[tuple[int, DraftBatch]] = deque()
+        # Messages in flight, each with the tick at which it arrives.
+        self._incoming: deque[tuple[int, StepBatch]] = deque()
+        self._outgoing: deque[tuple[int, DraftBatch]] = deque()
         self._tick = 0
         self.connected = False
         self.proposed: dict[DraftDistribution, int] = dict.fromkeys(DraftDistribution, 0)
-        """Tokens, by how they were drawn."""
+        """Proposed tokens, by how they were drawn."""
 
     def join(self, engine: Engine) -> None:
         self._engine = engine
         self._sequences.clear()
-        self._heard.clear()
-        self._said.clear()
+        self._incoming.clear()
+        self._outgoing.clear()
         self.connected = True
-        self._handle = engine.drafting.join(
-            Hello(self.name, self.name, "f", 12, distributions=self._offers), self._hear
-        )
+        hello = Hello(self.name, self.name, "f", 12, distributions=self._offers)
+        self._handle = engine.drafting.join(hello, self._on_message)
 
     def leave(self) -> None:
         self._engine.drafting.leave(self._handle)
         self.connected = False
 
     def tick(self) -> None:
-        """Read what has arrived, guess, and let arrive what was said."""
+        """Read the messages that have arrived, draft, and deliver drafts that are due."""
         self._tick += 1
-        while self._heard and self._heard[0][0] <= self._tick:
-            self._read(self._heard.popleft()[1])
+        while self._incoming and self._incoming[0][0] <= self._tick:
+            self._read(self._incoming.popleft()[1])
         batch = DraftBatch()
         if self._rng.random() >= self._silent:
             self._grow()
             taken = [sequence.take_proposal() for sequence in self._sequences.values()]
             batch.proposals += [proposal for proposal in taken if proposal is not None]
-        self._said.append((self._due(), batch))
-        while self._said and self._said[0][0] <= self._tick:
-            if (said := self._said.popleft()[1]).proposals:
-                self._engine.drafting.on_drafts(self._handle, said)
+        self._outgoing.append((self._due(), batch))
+        while self._outgoing and self._outgoing[0][0] <= self._tick:
+            due = self._outgoing.popleft()[1]
+            if due.proposals:
+                self._engine.drafting.on_drafts(self._handle, due)
 
     def _due(self) -> int:
         return self._tick + int(self._rng.integers(0, self._late + 1))
 
-    def _hear(self, message: StepBatch | OutriderError) -> None:
+    def _on_message(self, message: StepBatch | OutriderError) -> None:
         assert isinstance(message, StepBatch), message
-        self._heard.append((self._due(), message))
+        self._incoming.append((self._due(), message))
 
     def _read(self, step: StepBatch) -> None:
         for opened in step.opened:
@@ -187,8 +197,8 @@ class Guesser:
         for (sequence, count), noise in zip(growing, self._noise(growing), strict=True):
             self._grow_chain(sequence, count, noise)
 
-    def _noise(self, growing: list[tuple[DraftSequence, int]]) -> Iterator[Law]:
-        """The coupled noise of the positions of each run, [count, VOCAB]; of those alone that know the seed."""
+    def _noise(self, growing: list[tuple[DraftSequence, int]]) -> Iterator[Probs]:
+        """The coupled noise of each run's positions, [count, VOCAB]; ones for other runs."""
         places = [
             (sequence.opened.sampling.seed, len(sequence.tokens) + len(sequence.guesses) + i)
             for sequence, count in growing
@@ -196,9 +206,8 @@ class Guesser:
             for i in range(count)
         ]
         if places:
-            keys = torch.from_numpy(
-                coupled_keys(*(np.array(column, np.uint64) for column in zip(*places, strict=True)))
-            )
+            seeds, positions = (np.array(column, np.uint64) for column in zip(*places, strict=True))
+            keys = torch.from_numpy(coupled_keys(seeds, positions))
             numbers = coupled_exponentials(keys, VOCAB).numpy()
         first = 0
         for sequence, count in growing:
@@ -208,50 +217,55 @@ class Guesser:
             else:
                 yield np.ones((count, VOCAB))
 
-    def _grow_chain(self, sequence: DraftSequence, count: int, noise: Law) -> None:
-        text, tokens, laws = (*sequence.tokens, *sequence.guesses), [], []
-        rule = sequence.opened.distribution
+    def _grow_chain(self, sequence: DraftSequence, count: int, noise: Probs) -> None:
+        text = (*sequence.tokens, *sequence.guesses)
+        asked = sequence.opened.distribution
+        tokens: list[int] = []
+        distributions: list[SparseDistribution] = []
         for i in range(count):
-            law = self._law((*text, *tokens))
-            token = (
-                self._draw(law)
-                if rule is DraftDistribution.SPARSE
-                else int((law / noise[i]).argmax())
-            )
-            if self._stops(token, float(law[token])):
+            probs = self._draft_probs((*text, *tokens))
+            if asked is DraftDistribution.SPARSE:
+                token = self._draw(probs)
+            else:
+                token = int((probs / noise[i]).argmax())
+            if self._stops(token, float(probs[token])):
                 break
             tokens.append(token)
-            laws.append(_sparse(law))
+            distributions.append(_sparse(probs))
         if not tokens:
             return
-        self.proposed[rule] += len(tokens)
-        sequence.extend(tokens, laws if rule is DraftDistribution.SPARSE else [])
+        self.proposed[asked] += len(tokens)
+        sequence.extend(tokens, distributions if asked is DraftDistribution.SPARSE else [])
         if self._branches:
             self._branch(sequence)
 
     def _branch(self, sequence: DraftSequence) -> None:
-        """What seems likeliest beside one of the tokens ahead, and behind that."""
+        """Branch beside a random guess: the likeliest other token, and the likeliest behind it."""
         at = int(self._rng.integers(0, len(sequence.guesses)))
-        text, taken = (*sequence.tokens, *sequence.guesses[:at]), sequence.guessed_at(at)
-        free = [token for token in self._law(text).argsort()[::-1].tolist() if token not in taken]
+        text = (*sequence.tokens, *sequence.guesses[:at])
+        taken = sequence.guessed_at(at)
+        by_prob = self._draft_probs(text).argsort()[::-1].tolist()
+        free = [token for token in by_prob if token not in taken]
         if free and sequence.window.depth >= at + 2:
-            sequence.branch(at, [free[0], int(self._law((*text, free[0])).argmax())])
+            second = int(self._draft_probs((*text, free[0])).argmax())
+            sequence.branch(at, [free[0], second])
 
-    def _draw(self, law: Law) -> int:
-        sums = law.cumsum()
+    def _draw(self, probs: Probs) -> int:
+        sums = probs.cumsum()
         return int(sums.searchsorted(self._rng.random() * sums[-1], "right"))
 
 
-def _sparse(law: Law) -> SparseDistribution:
-    ids = np.flatnonzero(law)
-    return SparseDistribution(ids, law[ids] / law[ids].sum())
+def _sparse(probs: Probs) -> SparseDistribution:
+    ids = np.flatnonzero(probs)
+    return SparseDistribution(ids, probs[ids] / probs[ids].sum())
 
 
 @dataclass
 class Traffic:
-    """Requests through one engine, `concurrent` at a time, each with a prompt of its own by turns."""
+    """Requests through one engine, `concurrent` at a time, which take turns with the prompts."""
 
-    law: Laws = target_law
+    probs: NextProbs = target_probs
+    """The target's."""
     prompts: tuple[Text, ...] = PROMPTS
     rule: AcceptanceRule = AcceptanceRule.BLOCK
     trust: bool = True
@@ -259,7 +273,7 @@ class Traffic:
     length: int = LENGTH + 2
     """Tokens that each request generates."""
     first: int = 0
-    """The first of those whose joint law is looked at."""
+    """The first of the tokens whose joint distribution is compared."""
     concurrent: int = 96
     page_count: int = 2048
     page_size: int = 4
@@ -267,36 +281,35 @@ class Traffic:
     seed: Callable[[int], int | None] = lambda number: None
     always: bool = True
     in_waves: bool = False
-    """Whether the next requests begin once all are done, so that all are equally far."""
+    """Whether the next requests begin only when all are done, so that all are equally far."""
     events: Callable[[int], object] = lambda tick: None
-    """What else happens at a tick."""
+    """Called at each tick."""
     clock: Clock = monotonic
     paused_ticks: int = field(default=0, init=False)
-    """Those at which some sequence's drafter was paused."""
+    """Ticks at which some sequence's drafter was paused."""
 
     def __post_init__(self) -> None:
         def deliver(deliveries: list[Delivery]) -> None:
             for sink, argument in deliveries:
                 sink(argument)
 
-        self.model = SmallTarget(self.law, self.page_count, self.page_size)
+        self.model = SmallTarget(self.probs, self.page_count, self.page_size)
         limits = Limits(self.policy, self.max_batch_tokens, self.concurrent, 2 * self.concurrent)
-        pool, draft_verifier = PagePool(self.page_count, self.page_size), DraftVerifier(self.rule)
         self.engine = Engine(
             self.model,
-            pool,
+            PagePool(self.page_count, self.page_size),
             deliver,
             Metrics("small"),
             limits,
-            draft_verifier,
+            DraftVerifier(self.rule),
             trust_draft_distributions=self.trust,
             always_draft=self.always,
             clock=self.clock,
         )
 
     def run(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
-        """What `draws` requests generate, [draws, length], in the order of the requests."""
-        # The engine would draw seeds from the system; here a test has to come out the same each time.
+        """The tokens that `draws` requests generate, [draws, length], by request."""
+        # The engine would draw seeds from the system; a test must come out the same each time.
         own = np.random.default_rng(7)
         with mock.patch(
             "secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))
@@ -304,16 +317,17 @@ class Traffic:
             return self.run_with_the_systems_seeds(draws, *drafters)
 
     def run_with_the_systems_seeds(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
-        """As `run`, each time with other seeds."""
-        engine, texts = self.engine, [list[int]() for _ in range(draws)]
+        """As `run`, but with other seeds each time."""
+        engine = self.engine
+        texts = [list[int]() for _ in range(draws)]
         for drafter in drafters:
             drafter.join(engine)
         started = 0
         for tick in itertools.count():
             self.events(tick)
-            room = (
-                0 if self.in_waves and engine.sequences else self.concurrent - len(engine.sequences)
-            )
+            room = self.concurrent - len(engine.sequences)
+            if self.in_waves and engine.sequences:
+                room = 0
             for _ in range(min(room, draws - started)):
                 self._submit(started, texts[started])
                 started += 1
@@ -342,28 +356,24 @@ class Traffic:
         sampling = replace(SamplingParams(), seed=self.seed(number))
         self.engine.submit(TokenRequest(prompt, self.length, sampling), collect)
 
-    def expected(self, draws: int) -> Law:
-        """How often each prompt and each text of `LENGTH` tokens should come, [prompts * VOCAB ** LENGTH]."""
+    def expected(self, draws: int) -> Probs:
+        """Expected counts by prompt and text of `LENGTH` tokens, [prompts * VOCAB ** LENGTH]."""
         counts = np.bincount(np.arange(draws) % len(self.prompts), minlength=len(self.prompts))
-        return np.concatenate(
-            [
-                count * self._joint(prompt).flatten()
-                for prompt, count in zip(self.prompts, counts, strict=True)
-            ]
-        )
+        pairs = zip(self.prompts, counts, strict=True)
+        return np.concatenate([count * self._joint(prompt).flatten() for prompt, count in pairs])
 
-    def _joint(self, prompt: Text) -> Law:
-        """Of the tokens that are looked at, whatever is before them; [VOCAB] * LENGTH."""
+    def _joint(self, prompt: Text) -> Probs:
+        """Joint distribution of the compared tokens, summed over those before; [VOCAB] * LENGTH."""
         found = np.zeros([VOCAB] * LENGTH)
         for text in itertools.product(range(VOCAB), repeat=self.first + LENGTH):
             found[text[self.first :]] += np.prod(
-                [self.law((*prompt, *text[:i]))[token] for i, token in enumerate(text)]
+                [self.probs((*prompt, *text[:i]))[token] for i, token in enumerate(text)]
             )
         return found
 
     def observed(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How often they came."""
+        """Counts of the same cells in the texts, [draws, length]."""
         prompts = np.arange(len(texts)) % len(self.prompts)
-        looked_at = texts[:, self.first : self.first + LENGTH]
-        cells = looked_at @ VOCAB ** np.arange(LENGTH)[::-1] + prompts * VOCAB**LENGTH
+        compared = texts[:, self.first : self.first + LENGTH]
+        cells = compared @ VOCAB ** np.arange(LENGTH)[::-1] + prompts * VOCAB**LENGTH
         return np.bincount(cells, minlength=len(self.prompts) * VOCAB**LENGTH)

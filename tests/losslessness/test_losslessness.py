@@ -1,8 +1,8 @@
-"""What the engine commits is distributed as the target alone would have it, for every rule, every setting and every drafter.
+"""The engine's output follows the target's distribution for every rule, setting and drafter.
 
-The next three tokens of a tiny random model are drawn many times through the real engine, with 0 to 5 draft tokens a step, and
-compared with exact enumeration by chi-square. Seeds are fixed: a failure is a bias, not chance. `sees` beside a test is the
-smallest bias that it would not miss, as a total variation distance.
+The engine generates three tokens with a tiny random model many times, with 0 to 5 draft tokens a
+step. The tests compare them with exact enumeration by chi-square. Seeds are fixed: a failure is a
+bias, not chance. `sees` is the smallest bias that a test sees, as a total variation distance.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from drafted import generate
 from exact import (
     END,
     VOCAB,
-    Drafting,
+    NextProbs,
+    Probs,
     against_enumeration,
     equal_to_target,
-    exact_laws,
+    exact_probs,
     flat,
     on_an_unlikely_token,
     reversed_target,
@@ -64,7 +65,7 @@ RULES: dict[str, dict[str, Any]] = {
     "coupled": {"offers": frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})},
     "one-hot": {"offers": frozenset({DraftDistribution.ONE_HOT})},
 }
-# The quick suite has the ends of each range, with the drafter that is rejected most.
+# The quick suite has the simplest and the richest setting, with the drafter that is rejected most.
 EXTREMES = ("plain", "everything")
 QUICK = [(setting, "reversed") for setting in EXTREMES]
 BOTH_RULES = ["token-wise", pytest.param("block", marks=pytest.mark.slow)]
@@ -78,22 +79,20 @@ DRAFTERS = {
 
 def compared(rule: str, setting: str, drafter: str, draws: int, **more: Any) -> Comparison:
     sampling = SETTINGS[setting]
-    return against_enumeration(
-        generate(sampling, DRAFTERS[drafter](sampling), draws, **RULES[rule], **more), sampling
-    )
+    draft_probs = DRAFTERS[drafter](sampling)
+    samples = generate(sampling, draft_probs, draws, **RULES[rule], **more)
+    return against_enumeration(samples, sampling)
 
 
 @pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
 @pytest.mark.parametrize("rule", RULES)
-def test_drafts_that_come_after_some_of_their_tokens_were_committed_leave_no_trace(
-    rule: str, drafter: str
-) -> None:
+def test_late_drafts_leave_no_trace(rule: str, drafter: str) -> None:
     compared(rule, "plain", drafter, 5_000, late=2).must_agree(sees=0.065)
 
 
 @pytest.mark.parametrize("drafter", [pytest.param("equal", marks=pytest.mark.slow), "flat"])
 @pytest.mark.parametrize("rule", ["token-wise", "block"])
-def test_sampled_branches_that_come_late_leave_no_trace(rule: str, drafter: str) -> None:
+def test_late_sampled_branches_leave_no_trace(rule: str, drafter: str) -> None:
     compared(rule, "plain", drafter, 5_000, late=3, branches=True).must_agree(sees=0.065)
 
 
@@ -111,10 +110,8 @@ def test_sampled_branches_that_come_late_leave_no_trace(rule: str, drafter: str)
 def test_output_follows_the_target_for_every_rule_setting_and_drafter(
     rule: str, setting: str, drafter: str
 ) -> None:
-    quick = (setting, drafter) in QUICK
-    compared(rule, setting, drafter, 5_000 if quick else 8_000, seed=1).must_agree(
-        sees=0.066 if quick else 0.061
-    )
+    draws, sees = (5_000, 0.066) if (setting, drafter) in QUICK else (8_000, 0.061)
+    compared(rule, setting, drafter, draws, seed=1).must_agree(sees)
 
 
 @pytest.mark.slow
@@ -132,47 +129,39 @@ def test_without_a_drafter_output_follows_the_target(setting: str) -> None:
     against_enumeration(generate(sampling, None, 8_000), sampling).must_agree(sees=0.061)
 
 
-# --- the same tests catch what has gone wrong elsewhere ---
+# --- the same tests catch mistakes that other servers made ---
 
 
 def reused_uniform(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose, steps: npt.ArrayLike
 ) -> npt.NDArray[np.float64]:
-    """One number of a sequence for everything."""
+    """The same number for all positions and purposes of a sequence."""
     return uniforms(seeds, np.zeros_like(positions), Purpose.ACCEPT)
 
 
 def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
+    """As `inverse_cdf`, without scaling to the sum of the weights."""
     points = uniform_R.double().unsqueeze(-1)
-    return (
-        torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points)
-        .squeeze(-1)
-        .clamp(max=VOCAB - 1)
-    )
+    found = torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points)
+    return found.squeeze(-1).clamp(max=VOCAB - 1)
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_noise_that_serves_two_purposes_is_caught(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_used_for_two_purposes_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "uniforms", reused_uniform)
     assert compared(rule, "plain", "flat", 5_000).p < LEAST_P
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_a_residual_that_is_not_normalised_is_caught(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unnormalised_residual_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "inverse_cdf", unnormalised)
     assert compared(rule, "plain", "reversed", 5_000).p < LEAST_P
 
 
 @pytest.mark.parametrize("rule", BOTH_RULES)
-def test_a_drafter_that_drops_tokens_it_is_unsure_of_is_caught(rule: str) -> None:
-    assert (
-        compared(rule, "plain", "equal", 5_000, drops=lambda probability: probability < 0.5).p
-        < LEAST_P
-    )
+def test_a_drafter_that_drops_unlikely_tokens_is_caught(rule: str) -> None:
+    comparison = compared(rule, "plain", "equal", 5_000, drops=lambda prob: prob < 0.5)
+    assert comparison.p < LEAST_P
 
 
 # --- trust ---
@@ -180,47 +169,44 @@ def test_a_drafter_that_drops_tokens_it_is_unsure_of_is_caught(rule: str) -> Non
 RARE = 10
 
 
-def always_rare(text: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    law = np.zeros(VOCAB)
-    law[RARE] = 1.0
-    return law
+def always_rare(text: tuple[int, ...]) -> Probs:
+    """Draw the rare token always."""
+    probs = np.zeros(VOCAB)
+    probs[RARE] = 1.0
+    return probs
 
 
-def claims_to_be_unlikely(text: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Under the target's own probability for the token that is always proposed."""
-    law = np.full(VOCAB, 1.0)
-    law[RARE] = 1e-6
-    return law / law.sum()
+def claims_to_be_unlikely(text: tuple[int, ...]) -> Probs:
+    """Claim a lower probability of the rare token than the target's own."""
+    probs = np.full(VOCAB, 1.0)
+    probs[RARE] = 1e-6
+    return probs / probs.sum()
 
 
-def claims_the_target(sampling: SamplingParams) -> Drafting:
-    """The target's own law; what is proposed is another matter."""
-    laws = exact_laws(sampling)
-    return lambda text: laws.get(text, np.full(VOCAB, 1 / VOCAB))
+def claims_of_liar(claim: str, sampling: SamplingParams) -> NextProbs:
+    """The distribution that a drafter claims which always proposes the rare token."""
+    return claims_to_be_unlikely if claim == "unlikely" else equal_to_target(sampling)
 
 
 @pytest.mark.parametrize("claim", ["unlikely", "target"])
 @pytest.mark.parametrize("sampled_rule", [AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK])
-def test_a_liar_forces_its_token_where_it_is_trusted(
-    sampled_rule: AcceptanceRule, claim: str
-) -> None:
+def test_a_trusted_liar_forces_its_token(sampled_rule: AcceptanceRule, claim: str) -> None:
     sampling = SETTINGS["plain"]
-    claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
+    claims = claims_of_liar(claim, sampling)
     trusted: dict[str, Any] = {"offers": SAMPLES, "trust": True, "sampled_rule": sampled_rule}
     samples = generate(sampling, always_rare, 4_000, claims=claims, **trusted)
-    assert (samples[:, 0] == RARE).mean() > 20 * exact_laws(sampling)[()][RARE]
+    assert (samples[:, 0] == RARE).mean() > 20 * exact_probs(sampling)[()][RARE]
     assert against_enumeration(samples, sampling).p < LEAST_P
 
 
 @pytest.mark.parametrize("claim", ["unlikely", "target"])
-def test_a_liar_that_is_not_trusted_leaves_no_trace(claim: str) -> None:
+def test_an_untrusted_liar_leaves_no_trace(claim: str) -> None:
     sampling = SETTINGS["plain"]
-    claims = claims_to_be_unlikely if claim == "unlikely" else claims_the_target(sampling)
     samples = generate(
         sampling,
         always_rare,
         8_000,
-        claims=claims,
+        claims=claims_of_liar(claim, sampling),
         offers=SAMPLES,
         trust=False,
         sends_distributions=True,
@@ -228,7 +214,7 @@ def test_a_liar_that_is_not_trusted_leaves_no_trace(claim: str) -> None:
     against_enumeration(samples, sampling).must_agree(sees=0.056)
 
 
-def test_a_seed_gives_each_request_the_same_tokens_with_every_drafter_trusted_or_not() -> None:
+def test_a_seed_gives_the_same_tokens_with_every_drafter_and_rule() -> None:
     sampling = SETTINGS["everything"]
     plain = generate(sampling, None, 300, seeded=True)
     assert len({tuple(text) for text in plain.tolist()}) > 50

@@ -1,7 +1,8 @@
-"""A drafter that knows a sequence's noise beside one whose sampled drafts count: together they leave no trace either.
+"""A coupled drafter beside a sampling one leaves no trace in the output.
 
-What a drafter proposes that knows the noise may depend on it in any way: how long its runs are, or whether there are any. If
-such a path were chosen or passed over in favour of a sampled draft, the noise would decide by which rule the next token is drawn.
+A drafter that knows a sequence's noise can make anything depend on it: the length of its runs, or
+whether it drafts at all. If the verifier chose between its path and a sampled one, the noise would
+decide by which rule the next token is drawn.
 """
 
 from __future__ import annotations
@@ -11,36 +12,26 @@ from typing import Any
 
 import pytest
 from chi_square import compare
-from small import Guesser, Traffic, near, target_law
+from small import Guesser, Traffic, near, target_probs
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.messages import AcceptanceRule, DraftDistribution
 
-DRAWS, SEES = 10_000, 0.06
+DRAWS = 10_000
+SEES = 0.06
 STOPS: dict[str, Callable[[int, float], bool]] = {
-    "stops where it is unsure": lambda token, probability: probability < 0.3,
-    "speaks for one token alone": lambda token, probability: token != 2,
+    "stops before unlikely tokens": lambda token, probability: probability < 0.3,
+    "drafts one token only": lambda token, probability: token != 2,
 }
 
 
 def drafters(stops: Callable[[int, float], bool], longest: int = 5) -> tuple[Guesser, Guesser]:
-    """One that samples and says from what, and one that draws with the target's own noise and law."""
+    """One that samples, and one that draws with the target's own noise and distribution."""
+    samples = {DraftDistribution.ONE_HOT, DraftDistribution.SPARSE}
+    couples = {DraftDistribution.ONE_HOT, DraftDistribution.COUPLED}
     always: Any = {"silent": 0.0, "shortest": 1}
-    sparse = Guesser(
-        "sparse",
-        near(target_law),
-        {DraftDistribution.ONE_HOT, DraftDistribution.SPARSE},
-        longest=1,
-        **always,
-    )
-    coupled = Guesser(
-        "coupled",
-        target_law,
-        {DraftDistribution.ONE_HOT, DraftDistribution.COUPLED},
-        longest=longest,
-        stops=stops,
-        **always,
-    )
+    sparse = Guesser("sparse", near(target_probs), samples, longest=1, **always)
+    coupled = Guesser("coupled", target_probs, couples, longest=longest, stops=stops, **always)
     return sparse, coupled
 
 
@@ -65,7 +56,7 @@ RULES = [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pyt
         for i, (name, stops) in enumerate(STOPS.items())
     ],
 )
-def test_a_drafter_that_knows_the_noise_decides_nothing_beside_one_that_samples(
+def test_a_coupled_drafter_decides_nothing_beside_a_sampling_one(
     rule: AcceptanceRule, stops: Callable[[int, float], bool]
 ) -> None:
     check(make_traffic(rule), *drafters(stops))
@@ -73,13 +64,16 @@ def test_a_drafter_that_knows_the_noise_decides_nothing_beside_one_that_samples(
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("late", ["sparse", "coupled"])
-def test_nor_does_it_where_one_of_the_two_joins_when_texts_are_under_way(
+def test_a_coupled_drafter_decides_nothing_if_one_joins_mid_text(
     rule: AcceptanceRule, late: str
 ) -> None:
-    traffic, present = make_traffic(rule), drafters(STOPS["stops where it is unsure"], longest=2)
+    traffic = make_traffic(rule)
+    present = drafters(STOPS["stops before unlikely tokens"], longest=2)
     [joins] = [drafter for drafter in present if drafter.name == late]
-    # The first token is there before it joins.
-    traffic.in_waves, traffic.first, traffic.length = True, 1, 6
+    # The first token is committed before the drafter joins.
+    traffic.in_waves = True
+    traffic.first = 1
+    traffic.length = 6
 
     def in_the_middle_of_each_wave(tick: int) -> None:
         if joins.connected and not traffic.engine.sequences:

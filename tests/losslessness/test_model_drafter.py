@@ -1,4 +1,4 @@
-"""The draft model that is shipped, sampling with its own law cut to a few entries, leaves the target's distribution as it is."""
+"""The real draft model, which samples from its few likeliest tokens, does not bias the output."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -43,7 +44,7 @@ SETTINGS = {
 
 
 def near_target() -> torch.nn.Module:
-    """The target with weights that are a little off."""
+    """The target with slightly perturbed weights."""
     near = copy.deepcopy(tiny_model())
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -63,40 +64,34 @@ def family() -> Iterator[ModelFamily]:
 def generate(
     family: ModelFamily, sampling: SamplingParams, rule: AcceptanceRule, draws: int
 ) -> npt.NDArray[np.int64]:
-    """The first three tokens of so many requests, [draws, 3], drafted by the family as over its stream."""
+    """The first three tokens of so many requests, [draws, 3], drafted by the family."""
     limits = Limits(DraftTokensPolicy("fixed", 3), 16 * CONCURRENT, CONCURRENT, 2 * CONCURRENT)
     engine = make_engine(rule, True, limits, 8 * CONCURRENT)
     texts: list[list[int]] = [[] for _ in range(draws)]
-    session, sampled = DraftSession(family), 0
+    session = DraftSession(family)
 
-    def hear(step: StepBatch | OutriderError) -> None:
+    def on_message(step: StepBatch | OutriderError) -> None:
         assert isinstance(step, StepBatch), step
         assert all(opened.distribution is DraftDistribution.SPARSE for opened in step.opened)
         session.apply(step)
 
-    handle = engine.drafting.join(
-        Hello("model", "model", "f", 12, distributions=family.distributions), hear
-    )
-    own, started = np.random.default_rng(3), 0
+    hello = Hello("model", "model", "f", 12, distributions=family.distributions)
+    handle = engine.drafting.join(hello, on_message)
+    own = np.random.default_rng(3)
+    started = sampled = 0
     with (
         asyncio.Runner() as loop,
         mock.patch("secrets.randbits", lambda bits: int(own.integers(2**bits, dtype=np.uint64))),
     ):
         while started < draws or engine.sequences:
             while started < draws and len(engine.sequences) < CONCURRENT:
-                text = texts[started]
-                engine.submit(
-                    TokenRequest(PROMPT, LENGTH + 2, sampling),
-                    lambda chunk, text=text: collect(chunk, text),
-                )  # type: ignore[misc]
+                request = TokenRequest(PROMPT, LENGTH + 2, sampling)
+                engine.submit(request, partial(collect, texts[started]))
                 started += 1
             engine.drain_inbox()
             batch = loop.run(session.round(lambda: False))
-            sampled += sum(
-                given is not None
-                for proposal in batch.proposals
-                for given in proposal.distributions
-            )
+            for proposal in batch.proposals:
+                sampled += sum(given is not None for given in proposal.distributions)
             engine.drafting.on_drafts(handle, batch)
             engine.step()
             engine.outgoing.tell_clients()
@@ -104,7 +99,7 @@ def generate(
     return np.array([text[:LENGTH] for text in texts])
 
 
-def collect(chunk: TokenChunk | OutriderError, text: list[int]) -> None:
+def collect(text: list[int], chunk: TokenChunk | OutriderError) -> None:
     assert isinstance(chunk, TokenChunk), chunk
     text += chunk.token_ids
 
@@ -127,7 +122,7 @@ def test_texts_follow_the_target_behind_the_real_draft_model(
     against_enumeration(generate(family, sampling, rule, draws), sampling).must_agree(sees)
 
 
-def test_a_draft_model_that_draws_from_another_law_than_it_claims_is_caught(
+def test_a_draft_model_that_claims_a_false_distribution_is_caught(
     family: ModelFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = forwards.inverse_cdf
@@ -135,7 +130,5 @@ def test_a_draft_model_that_draws_from_another_law_than_it_claims_is_caught(
         forwards, "inverse_cdf", lambda weights, numbers: honest(weights**1.3, numbers)
     )
     sampling = SETTINGS["plain"]
-    assert (
-        against_enumeration(generate(family, sampling, AcceptanceRule.BLOCK, 3_000), sampling).p
-        < LEAST_P
-    )
+    samples = generate(family, sampling, AcceptanceRule.BLOCK, 3_000)
+    assert against_enumeration(samples, sampling).p < LEAST_P

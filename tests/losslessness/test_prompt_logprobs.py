@@ -1,11 +1,12 @@
-"""Log probabilities of a prompt are those of one forward of transformers over it, however the engine came to compute them."""
+"""Log probabilities of a prompt equal those of one forward of transformers over it."""
 
 from dataclasses import replace
+from itertools import dropwhile
 
 import numpy as np
 import pytest
 import torch
-from drafted import LawDrafter, make_engine
+from drafted import RandomDrafter, make_engine
 from exact import VOCAB, equal_to_target, tiny_model
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
@@ -27,18 +28,18 @@ SCORED = TokenRequest(TEXT[:40], 3, SamplingParams(0.0), prompt_logprobs=TOP)
 
 
 def few_rows(count: int) -> Limits:
-    """So many rows of logits for prompts in a step."""
+    """Limits that allow so many rows of prompt logits a step."""
     return Limits(POLICY, scored_logits_bytes=count * 4 * VOCAB)
 
 
 def submit(engine: Engine, request: TokenRequest) -> list[TokenChunk]:
-    """Where the request's chunks will be."""
+    """Submit a request; returns the list that collects its chunks."""
     found: list[TokenChunk] = []
     engine.submit(request, found.append)  # type: ignore[arg-type]  # an error would fail the test in `check`
     return found
 
 
-def run(engine: Engine, drafter: LawDrafter | None = None) -> None:
+def run(engine: Engine, drafter: RandomDrafter | None = None) -> None:
     while engine.sequences:
         engine.drain_inbox()
         if drafter is not None:
@@ -48,21 +49,19 @@ def run(engine: Engine, drafter: LawDrafter | None = None) -> None:
 
 
 def check(chunks: list[TokenChunk], request: TokenRequest) -> None:
-    """Every token of the prompt but the first is told once, in order, before the first generated one, as transformers has it."""
-    told = [logprob for chunk in chunks for logprob in chunk.prompt_logprobs]
+    """The prompt's tokens but the first are scored once, in order, before the first new token."""
+    scores = [logprob for chunk in chunks for logprob in chunk.prompt_logprobs]
     with torch.inference_mode():
         expected = tiny_model()(torch.tensor([request.prompt])).logits[0].log_softmax(-1)
-    assert len(told) == len(request.prompt) - 1
-    for token, row, got in zip(request.prompt[1:], expected, told, strict=False):
+    assert len(scores) == len(request.prompt) - 1
+    for token, row, got in zip(request.prompt[1:], expected, scores, strict=False):
         assert got.logprob == pytest.approx(row[token].item(), abs=1e-4)
         assert got.rank == 1 + (row > row[token]).sum().item()
         top = row.topk(TOP)
         assert list(got.top_token_ids) == top.indices.tolist()
         assert got.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
-    first = next(
-        i for i, chunk in enumerate(chunks) if chunk.token_ids or chunk.finish_reason is not None
-    )
-    assert not any(chunk.prompt_logprobs for chunk in chunks[first + 1 :])
+    _, *later = dropwhile(lambda each: not each.token_ids and each.finish_reason is None, chunks)
+    assert not any(chunk.prompt_logprobs for chunk in later)
     assert sum(len(chunk.token_ids) for chunk in chunks) == request.max_tokens
 
 
@@ -74,16 +73,13 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are_verified(
+def test_prompt_scores_equal_transformers_while_drafts_are_verified(
     limits: Limits,
 ) -> None:
     engine = make_engine(AcceptanceRule.BLOCK, True, limits)
-    drafter = LawDrafter(
-        engine,
-        equal_to_target(SamplingParams()),
-        frozenset({DraftDistribution.SPARSE}),
-        np.random.default_rng(0),
-    )
+    offers = frozenset({DraftDistribution.SPARSE})
+    draft_probs = equal_to_target(SamplingParams())
+    drafter = RandomDrafter(engine, draft_probs, offers, np.random.default_rng(0))
     requests = [
         replace(SCORED, prompt=TEXT[at : at + length])
         for at, length in enumerate((1, 2, 3, 8, 9, 21, 40))
@@ -94,7 +90,7 @@ def test_prompts_of_all_lengths_are_scored_as_transformers_does_while_drafts_are
         check(chunks, request)
 
 
-def test_a_prompt_is_scored_though_the_cache_has_it_and_its_pages_serve_others() -> None:
+def test_a_cached_prompt_is_scored_again_when_asked() -> None:
     engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(8))
     plain = replace(SCORED, prompt_logprobs=None)
     cached = []
@@ -107,7 +103,7 @@ def test_a_prompt_is_scored_though_the_cache_has_it_and_its_pages_serve_others()
     assert cached == [0, 36, 0, 36]
 
 
-def test_a_prompt_that_is_preempted_half_way_goes_on_where_it_was() -> None:
+def test_a_preempted_prompt_goes_on_where_its_scores_ended() -> None:
     engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(1), page_count=14)
     older = submit(engine, replace(SCORED, prompt=TEXT[:4], max_tokens=40))
     engine.step()
@@ -124,7 +120,7 @@ def test_a_prompt_that_is_preempted_half_way_goes_on_where_it_was() -> None:
     check(older, replace(SCORED, prompt=TEXT[:4], max_tokens=40))
 
 
-def test_without_tokens_to_generate_a_prompt_as_long_as_the_context_is_only_scored() -> None:
+def test_without_tokens_to_generate_a_prompt_is_only_scored() -> None:
     engine = make_engine(AcceptanceRule.BLOCK, False, few_rows(16))
     for length in (1, 2, 64):
         request = replace(SCORED, prompt=TEXT[:length], max_tokens=0)

@@ -1,4 +1,4 @@
-"""The batched rules accept exactly what the one-sequence reference accepts, with the same random numbers."""
+"""The batched rules accept what the reference accepts, with the same random numbers."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,14 @@ from verifier_svc.verification import reference
 from verifier_svc.verification.acceptance import Draft, accept
 
 VOCAB = 6
-EPSILON, TOPK, DELTA = 0.3, 3, 0.2
+EPSILON = 0.3
+TOPK = 3
+DELTA = 0.2
 OPTIONS = SpeculationOptions(typical_epsilon=EPSILON, relaxed_topk=TOPK, relaxed_delta=DELTA)
 Probs = npt.NDArray[np.float64]
-Judge = Callable[[Probs, Probs, list[int], reference.Coins], reference.Accepted]
+Rule = Callable[[Probs, Probs, list[int], reference.Coins], reference.Accepted]
 
-RULES: dict[AcceptanceRule, Judge] = {
+RULES: dict[AcceptanceRule, Rule] = {
     AcceptanceRule.GREEDY: lambda target, _, draft, coins: reference.greedy(target, draft),
     AcceptanceRule.COUPLED: lambda target, _, draft, coins: reference.coupled(target, draft, coins),
     AcceptanceRule.TOKEN_WISE: reference.token_wise,
@@ -36,7 +38,7 @@ RULES: dict[AcceptanceRule, Judge] = {
 
 @st.composite
 def distributions(draw: st.DrawFn, rows: int) -> Probs:
-    """Rows of float32 probabilities, as the verifier has them; some tokens have none."""
+    """Rows of float32 probabilities, as the verifier has them; some of them are 0."""
     numbers = draw(st.lists(st.integers(0, 40), min_size=rows * VOCAB, max_size=rows * VOCAB))
     weights = np.array(numbers, np.float32).reshape(rows, VOCAB)
     weights[:, 0] += weights.sum(-1) == 0
@@ -46,9 +48,10 @@ def distributions(draw: st.DrawFn, rows: int) -> Probs:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Probs, Probs, list[int], reference.Coins]:
-    """Target and draft probabilities, a draft that its drafter could draw, and a step's random numbers."""
+    """Target and draft probabilities, a draft drawn from these, and a step's random numbers."""
     count = draw(st.integers(1, 5))
-    target, drafter = draw(distributions(count + 1)), draw(distributions(count))
+    target = draw(distributions(count + 1))
+    drafter = draw(distributions(count))
     draft = [draw(st.sampled_from(np.flatnonzero(row).tolist())) for row in drafter]
     coins = reference.Coins(
         draw(st.integers(0, 2**64 - 1)), draw(st.integers(1, 50)), draw(st.integers(0, 9))
@@ -64,7 +67,9 @@ def test_a_batch_accepts_what_the_reference_accepts(
 ) -> None:
     sampling = SamplingParams(temperature=0.0 if rule is AcceptanceRule.GREEDY else 1.0)
     is_sampled = rule in (AcceptanceRule.TOKEN_WISE, AcceptanceRule.BLOCK)
-    drafts, rows, expected = [], [], []
+    drafts: list[Draft] = []
+    rows: list[Probs] = []
+    expected: list[tuple[int, int]] = []
     for target, drafter, draft, coins in batch:
         claims = [
             SparseDistribution(np.flatnonzero(row), row[np.flatnonzero(row)]) for row in drafter
@@ -76,10 +81,9 @@ def test_a_batch_accepts_what_the_reference_accepts(
             Draft(context, coins.seed, rule, distributions, OPTIONS, thinking, coins.step)
         )
         rows += list(target)
-        expected.append(RULES[rule](target, drafter, draft, coins))
+        accepted = RULES[rule](target, drafter, draft, coins)
+        expected.append((accepted.count, accepted.next_token))
     logits = torch.from_numpy(np.log(np.maximum(np.array(rows), 1e-300))).float()
     logits[torch.from_numpy(np.array(rows) == 0)] = -torch.inf
     found = accept(logits, drafts)
-    assert [(f.accepted_count, f.next_token) for f in found] == [
-        (e.count, e.next_token) for e in expected
-    ]
+    assert [(result.accepted_count, result.next_token) for result in found] == expected

@@ -1,7 +1,8 @@
-"""Whatever goes on around it, a text follows the target's law, and that of a seed stays the same.
+"""In all traffic, texts follow the target's distribution, and a seed gives the same text.
 
-Two drafters at once, drafts that run ahead and come late, pauses, small pools with preemption, prompts in chunks and from the
-cache, drafters that come and go: all through the real engine, with a target of five tokens that can be enumerated.
+Two drafters at once, drafts that run ahead and come late, pauses, small pools with preemption,
+prompts in chunks and from the cache, drafters that come and go: all through the real engine, with a
+target of five tokens that can be enumerated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chi_square import compare
-from small import VOCAB, Guesser, Traffic, fixed_law, near, target_law
+from small import VOCAB, Guesser, Traffic, fixed, near, target_probs
 from virtual_time import VirtualClock
 
 from outrider.clock import monotonic
@@ -23,23 +24,28 @@ from outrider.messages import AcceptanceRule, DraftDistribution
 SPARSE = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 COUPLED = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.COUPLED})
 ONE_HOT = frozenset({DraftDistribution.ONE_HOT})
-CLOSE, OTHER, POOR = near(target_law), near(target_law, 0.5, seed=2), near(target_law, 0.0, seed=3)
+CLOSE = near(target_probs)
+OTHER = near(target_probs, 0.5, seed=2)
+POOR = near(target_probs, 0.0, seed=3)
 
 
 @dataclass
 class Case:
-    """Settings of the traffic, its drafters by what they offer, and what has to have happened for the case to mean anything."""
+    """One kind of traffic."""
 
     drafters: Callable[[frozenset[DraftDistribution]], list[Guesser]]
+    """Makes the drafters, by the distributions that they offer."""
     happened: Callable[[Traffic, list[Guesser]], bool] = lambda traffic, drafters: True
+    """Whether the traffic had the events that the case is for."""
     settings: dict[str, Any] = field(default_factory=dict)
     events: Callable[[Traffic, list[Guesser], int], object] = lambda traffic, drafters, tick: None
     timed: bool = False
+    """Whether forwards take time on a virtual clock."""
 
     def run(
         self, draws: int, offers: frozenset[DraftDistribution], **settings: Any
     ) -> tuple[Traffic, np.ndarray]:
-        """The traffic, and what its requests generated."""
+        """The traffic, and the tokens that its requests generated, [draws, length]."""
         clock = VirtualClock()
         traffic = Traffic(**{**self.settings, **settings}, clock=clock if self.timed else monotonic)
         drafters = self.drafters(offers)
@@ -47,15 +53,18 @@ class Case:
         if self.timed:
             traffic.model.takes = lambda token_count: clock.sleep(0.01 + 0.0003 * token_count)
         texts = traffic.run(draws, *drafters)
-        assert self.happened(traffic, drafters), "this case no longer does what it is for"
+        assert self.happened(traffic, drafters), "the events that the case is for did not happen"
         return traffic, texts
 
 
 def come_and_go(traffic: Traffic, drafters: list[Guesser], tick: int) -> None:
-    """By turns, so that a sequence may have lost its first drafter, or got it late, or again."""
+    """Drafters take turns, so that a sequence may lose its drafter, or get it late or again."""
     drafter = drafters[tick // 4 % len(drafters)]
     if tick % 4 == 3:
-        drafter.leave() if drafter.connected else drafter.join(traffic.engine)
+        if drafter.connected:
+            drafter.leave()
+        else:
+            drafter.join(traffic.engine)
 
 
 def two(offers: frozenset[DraftDistribution], **settings: Any) -> list[Guesser]:
@@ -78,7 +87,7 @@ CASES = {
             sum(drafter.proposed.values()) > 1000 for drafter in drafters
         ),
     ),
-    "two drafters, depth auto": Case(
+    "two drafters, policy auto": Case(
         two, settings={"policy": DraftTokensPolicy("auto", 5), "concurrent": 24}
     ),
     "pauses": Case(
@@ -120,7 +129,7 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_texts_follow_the_target_whatever_goes_on(name: str) -> None:
+def test_texts_follow_the_target_in_all_traffic(name: str) -> None:
     check(CASES[name], "block", 4_000, 0.081)
 
 
@@ -133,7 +142,7 @@ def test_texts_follow_the_target_over_many_draws(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["block", "coupled"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_seed_gives_each_request_its_text_whatever_goes_on(name: str, way: str) -> None:
+def test_a_seed_gives_each_request_its_text_in_all_traffic(name: str, way: str) -> None:
     offers, rule = WAYS[way]
     seeds: dict[str, Any] = {
         "seed": lambda number: (number + 1) * 0x9E3779B97F4A7C15 % 2**64,
@@ -145,17 +154,20 @@ def test_a_seed_gives_each_request_its_text_whatever_goes_on(name: str, way: str
     assert texts.tolist() == plain.tolist()
 
 
-EVEN = fixed_law(*[0.5, 0.5, *[0.0] * (VOCAB - 2)])
-HEADS = fixed_law(*[0.9, 0.1, *[0.0] * (VOCAB - 2)])
+EVEN = fixed(0.5, 0.5, *[0.0] * (VOCAB - 2))
+HEADS = fixed(0.9, 0.1, *[0.0] * (VOCAB - 2))
 
 
 @pytest.mark.parametrize(
     "rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN_WISE, marks=pytest.mark.slow)]
 )
-def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(
+def test_the_engine_uses_no_coin_twice(
     rule: AcceptanceRule,
 ) -> None:
-    """Whether a block ends early tells most about the coins behind its end where a drafter takes a fair coin for a loaded one."""
+    """The target throws a fair coin, and the drafter takes it for a loaded one.
+
+    Here the end of a block reveals the most about the coins behind it.
+    """
     traffic = Traffic(
         EVEN, prompts=((2,),), rule=rule, policy=DraftTokensPolicy("fixed", 4), length=4
     )
@@ -163,9 +175,8 @@ def test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine(
     compare(traffic.observed(texts), traffic.expected(len(texts))).must_agree(sees=0.041)
 
 
-def test_a_thousand_requests_without_a_seed_have_texts_of_their_own() -> None:
-    """With 2^64 seeds none occurs twice; with a few hundred, most texts of 24 tokens would."""
-    texts = Traffic(
-        fixed_law(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24
-    ).run_with_the_systems_seeds(1_000)
+def test_a_thousand_requests_without_a_seed_have_different_texts() -> None:
+    """With 2^64 seeds none occurs twice; with a few hundred, most texts would."""
+    traffic = Traffic(fixed(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24)
+    texts = traffic.run_with_the_systems_seeds(1_000)
     assert len({tuple(text) for text in texts.tolist()}) == 1_000

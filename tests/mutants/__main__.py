@@ -1,10 +1,11 @@
-"""Plants known bugs, one at a time, in a copy of the code, and says which of them the tests notice.
+"""Plants known bugs, one at a time, in a copy of the code, and reports which the tests notice.
 
     python -m tests.mutants            # all of `tests/mutants/table.py`
     python -m tests.mutants A2 J2      # these
 
-Prints a table as docs/losslessness.md has it. The exit status is 1 unless each mutant is killed, but for those that change
-nothing (`Mutant.equivalent`), which have to survive. For a release, and for whoever changes what is planted in: it takes minutes.
+Prints the table of docs/losslessness.md. The exit status is 0 if each mutant is noticed, and each
+that changes nothing (`Mutant.equivalent`) is not. It takes minutes: run it for a release, and after
+changes to files that mutants change.
 """
 
 from __future__ import annotations
@@ -52,18 +53,16 @@ def main(names: list[str]) -> int:
 
 
 def verdict(mutant: Mutant, killer: str | None) -> str:
-    """What the table says of a mutant that this test noticed, or none."""
+    """The table's last column for a mutant that the test `killer` noticed, or none if None."""
     if killer is None:
         return f"nothing: {mutant.equivalent}" if mutant.equivalent else "**nothing**"
-    return (
-        f"`{killer}`"
-        if not mutant.equivalent
-        else f"`{killer}`, **though it should change nothing**"
-    )
+    if mutant.equivalent:
+        return f"`{killer}`, **though it should change nothing**"
+    return f"`{killer}`"
 
 
 def planted(copy: Path, mutant: Mutant) -> str | None:
-    """The test that notices a mutant; None if all pass."""
+    """Plant a mutant and return the name of the test that notices it; None if all pass."""
     path = copy / mutant.path
     source = path.read_text()
     path.write_text(mutant.applied(source))
@@ -74,19 +73,9 @@ def planted(copy: Path, mutant: Mutant) -> str | None:
 
 
 def run(copy: Path, tests: Iterable[str]) -> str | None:
-    """The first test that fails in the copy, if any does."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-        *tests,
-    ]
+    """The name of the first test that fails in the copy; None if all pass."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

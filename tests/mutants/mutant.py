@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` occurs exactly once in `path`. `tests` concern it and are quick; of those marked slow none runs.
-
-    `equivalent` says why no test can notice it.
-    """
+    """One bug: `old` becomes `new` in the file `path`, in which `old` occurs exactly once."""
 
     name: str
     what: str
+    """The bug in words."""
     path: str
     old: str
     new: str
     tests: tuple[str, ...]
+    """Tests that should notice it; those marked slow are not run."""
     equivalent: str = ""
+    """Why no test can notice it; empty if one can."""
 
     def applied(self, source: str) -> str:
-        """The source with the bug in it; raises ValueError unless there is exactly one place for it."""
+        """The source with the bug in it; raises ValueError unless there is exactly one place."""
         if (count := source.count(self.old)) != 1:
-            raise ValueError(f"mutant {self.name}: {count} places in {self.path} have {self.old!r}")
+            raise ValueError(f"mutant {self.name}: {self.path} has {count} times {self.old!r}")
         return source.replace(self.old, self.new)

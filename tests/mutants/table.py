@@ -1,245 +1,27 @@
-"""The bugs that `python -m tests.mutants` plants: each a piece of source text, and what it becomes."""
+"""All bugs that `python -m tests.mutants` plants: a piece of source text and its replacement.
+
+Those of verification and the draft stream are in `verifier_table`, the drafters' in
+`drafter_table`; here are sampling, noise, the engine and its pages.
+"""
 
 from __future__ import annotations
 
 from tests.mutants.drafter_table import DRAFTER_MUTANTS
 from tests.mutants.mutant import Mutant
+from tests.mutants.verifier_table import COINS, COUPLING, TRAFFIC, VERIFIER_MUTANTS
 
-ACCEPTANCE, BLOCK, TOKEN_WISE = (
-    "verifier_svc/verification/acceptance.py",
-    "verifier_svc/verification/rules/block.py",
-    "verifier_svc/verification/rules/token_wise.py",
-)
-VERIFICATION, RULE_CHOICE, GRAMMAR_MASKS = (
-    "verifier_svc/verification/batch.py",
-    "verifier_svc/verification/rule_choice.py",
-    "verifier_svc/verification/grammar_masks.py",
-)
-TRIE, COMMIT, DRAFTING = (
-    "verifier_svc/state/trie.py",
-    "verifier_svc/engine/commit.py",
-    "verifier_svc/drafts/exchange.py",
-)
+COMMIT = "verifier_svc/engine/commit.py"
 ADMISSION = "verifier_svc/engine/admission.py"
-SAMPLING, NOISE, LOGITS, PAGES = (
-    "outrider/sampling/sampler.py",
-    "outrider/sampling/noise.py",
-    "outrider/sampling/logits.py",
-    "outrider/lm/pages.py",
-)
+SAMPLING = "outrider/sampling/sampler.py"
+NOISE = "outrider/sampling/noise.py"
+LOGITS = "outrider/sampling/logits.py"
+PAGES = "outrider/lm/pages.py"
 
-EXACT = ("tests/losslessness/test_exact_step.py",)
-COINS = (
-    "tests/losslessness/test_acceptance.py::test_coins_that_were_looked_at_once_decide_nothing_again",
-)
-IN_ANY_BATCH = (
-    "tests/losslessness/test_acceptance.py::test_a_sequence_is_judged_alike_alone_and_in_any_batch",
-)
-RULES = ("tests/verifier/test_rules.py",)
-COUPLING = ("tests/shared/test_coupling.py",)
-LAWS = "tests/losslessness/test_losslessness.py"
-TRAFFIC = "tests/losslessness/test_traffic.py"
-TRIES = ("tests/verifier/test_trie.py",)
 ENGINES = ("tests/verifier/test_engine.py",)
 POOLS = ("tests/lm/test_pages.py",)
 
 MUTANTS = (
-    # --- verifying a draft ---
-    Mutant(
-        "A1",
-        "coins of acceptance are the same at every step",
-        ACCEPTANCE,
-        "return uniforms(*self._seeds_and_positions(), purpose, steps)",
-        "return uniforms(*self._seeds_and_positions(), purpose)",
-        COINS,
-    ),
-    Mutant(
-        "A2",
-        "the residual ignores block verification's scale",
-        ACCEPTANCE,
-        "accepted_B[short], prefixes.scale_B[short])",
-        "accepted_B[short], torch.ones_like(prefixes.scale_B[short]))",
-        EXACT,
-    ),
-    Mutant(
-        "A3",
-        "a draft token may stand where nothing is allowed",
-        ACCEPTANCE,
-        "matches_R &= tokens_R >= 0",
-        "pass",
-        RULES,
-    ),
-    Mutant(
-        "A4",
-        "no way out where the residual is empty",
-        ACCEPTANCE,
-        "return torch.where(left.sum(-1, keepdim=True) > 0, left, target)",
-        "return left",
-        EXACT,
-        "only rounding rejects a token where target and draft are equal",
-    ),
-    Mutant(
-        "A5",
-        "padding counts with the target's mass of id 0",
-        ACCEPTANCE,
-        " * (draft_SE > 0)",
-        "",
-        EXACT,
-    ),
-    Mutant(
-        "A6",
-        "seeds count with 32 bits",
-        ACCEPTANCE,
-        "np.array([draft.seed for draft in self.drafts], np.uint64)",
-        "np.array([draft.seed % 2**32 for draft in self.drafts], np.uint64)",
-        COUPLING,
-    ),
-    Mutant(
-        "A7",
-        "the coin that rejected a token draws the one instead",
-        ACCEPTANCE,
-        "rows.uniform(Purpose.RECOVER)",
-        "rows.uniform(Purpose.ACCEPT)",
-        EXACT,
-    ),
-    Mutant(
-        "A8",
-        "one token more stands than was accepted",
-        ACCEPTANCE,
-        "place_S < accepted_B[of_draft_S]",
-        "place_S <= accepted_B[of_draft_S]",
-        EXACT,
-    ),
-    Mutant(
-        "A9",
-        "noise depends on the place in the batch",
-        ACCEPTANCE,
-        "offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)",
-        "offsets = np.arange(len(seeds))",
-        IN_ANY_BATCH,
-    ),
-    Mutant(
-        "A10",
-        "one draft's rule judges those of the whole batch",
-        ACCEPTANCE,
-        "if d.rule is rule and d.distributions and",
-        "if d.distributions and",
-        ("tests/verifier/test_rules.py", *EXACT),
-        "a verifier has one rule for sampled drafts",
-    ),
-    Mutant(
-        "R2",
-        "block verification's weight is not clamped",
-        BLOCK,
-        "(weight_B * ratio_B).clamp(max=1.0)",
-        "weight_B * ratio_B",
-        EXACT,
-    ),
-    Mutant(
-        "R3",
-        "what the drafter never draws is not weighted",
-        BLOCK,
-        "outside_B = weight_B * (1",
-        "outside_B = (1",
-        EXACT,
-    ),
-    Mutant(
-        "R4",
-        "what the drafter never draws is forgotten",
-        BLOCK,
-        "excess_B = outside_B + (weight_B",
-        "excess_B = (weight_B",
-        EXACT,
-    ),
-    Mutant(
-        "R6",
-        "a block ends where target and draft agree throughout",
-        BLOCK,
-        "clamp(min=torch.finfo(torch.float64).tiny), 1.0)",
-        "clamp(min=torch.finfo(torch.float64).tiny), 0.0)",
-        EXACT,
-        "where they agree a later coin is certain",
-    ),
-    Mutant(
-        "R7",
-        "block verification stops at the first coin that fails",
-        BLOCK,
-        "& (drafts.lengths_B >= i)",
-        "& (drafts.lengths_B >= i) & (accepted_B == i - 1)",
-        EXACT,
-    ),
-    Mutant(
-        "R8",
-        "token-wise rejection goes on behind a rejection",
-        TOKEN_WISE,
-        ".cumprod(-1).sum(-1)",
-        ".sum(-1)",
-        EXACT,
-    ),
-    Mutant(
-        "R9",
-        "token-wise rejection never accepts what is likelier than drafted",
-        TOKEN_WISE,
-        "< drafts.target_BK)",
-        "< drafts.target_BK) & (drafts.target_BK <= drafts.draft_BK)",
-        EXACT,
-    ),
-    Mutant(
-        "J1",
-        "a distribution counts from anybody",
-        VERIFICATION,
-        "asked = scheduled.assignment is not None and scheduled.assignment.distribution is DraftDistribution.SPARSE",
-        "asked = True",
-        (f"{LAWS}::test_a_liar_that_is_not_trusted_leaves_no_trace",),
-    ),
-    Mutant(
-        "J2",
-        "coins are the same at every step, through the engine",
-        VERIFICATION,
-        "sequence.stats.forward_count,",
-        "0,",
-        (f"{TRAFFIC}::test_a_coin_that_was_thrown_once_decides_nothing_again_through_the_engine",),
-    ),
-    Mutant(
-        "J3",
-        "penalties on the output take the prompt for output",
-        VERIFICATION,
-        "len(request.prompt),\n                path.token_ids",
-        "0,\n                path.token_ids",
-        (f"{LAWS}::test_without_a_drafter_output_follows_the_target[everything]",),
-    ),
-    Mutant(
-        "U1",
-        "drafts are sampled though there is a seed",
-        RULE_CHOICE,
-        " and request.sampling.seed is None",
-        "",
-        RULES,
-    ),
-    Mutant(
-        "U2",
-        "drafts are sampled by whoever is not trusted",
-        RULE_CHOICE,
-        "trusted and exact and",
-        "exact and",
-        RULES,
-    ),
-    Mutant(
-        "U3",
-        "a drafter is told the noise of a sequence that accepts sampled drafts",
-        RULE_CHOICE,
-        "return wanted if wanted in offered else DraftDistribution.ONE_HOT",
-        "return next((rule for rule in (wanted, DraftDistribution.COUPLED) if rule in offered), DraftDistribution.ONE_HOT)",
-        RULES,
-    ),
-    Mutant(
-        "N1",
-        "logits that are not finite give a token",
-        ACCEPTANCE,
-        "return torch.where(finite_R, tokens_R, NOT_FINITE)",
-        "return tokens_R",
-        RULES,
-    ),
+    *VERIFIER_MUTANTS,
     # --- noise and laws ---
     Mutant(
         "S1",
@@ -323,22 +105,6 @@ MUTANTS = (
         "for j in range(i, context.row_count)",
         ("tests/shared/test_logit_processing.py",),
     ),
-    Mutant(
-        "G1",
-        "no mask behind a draft that stands whole",
-        GRAMMAR_MASKS,
-        "if not stands or matcher.ended:",
-        "if not stands or matcher.ended or i + 1 == len(tokens):",
-        ("tests/verifier/test_grammar_masks.py",),
-    ),
-    Mutant(
-        "G2",
-        "a sampled token that the grammar forbids is cut",
-        GRAMMAR_MASKS,
-        "kept = allowed + bool(scheduled.path.distributions)",
-        "kept = allowed",
-        ("tests/verifier/test_grammar_masks.py",),
-    ),
     # --- the engine and its pages ---
     Mutant(
         "E2",
@@ -363,7 +129,7 @@ MUTANTS = (
         ADMISSION,
         "secrets.randbits(64)",
         "secrets.randbits(8)",
-        (f"{TRAFFIC}::test_a_thousand_requests_without_a_seed_have_texts_of_their_own",),
+        (f"{TRAFFIC}::test_a_thousand_requests_without_a_seed_have_different_texts",),
     ),
     Mutant(
         "E5",
@@ -372,14 +138,6 @@ MUTANTS = (
         "accepted = min(result.accepted_count, len(new))",
         "accepted = result.accepted_count",
         ("tests/verifier/test_counts.py",),
-    ),
-    Mutant(
-        "W1",
-        "a drafter back from a pause is not told what it missed",
-        DRAFTING,
-        "sequence.tokens[assignment.told_length :]",
-        "sequence.tokens[-1:]",
-        ("tests/verifier/test_waiting.py",),
     ),
     Mutant(
         "P1",
@@ -412,63 +170,6 @@ MUTANTS = (
         "most = len(token_ids) - 1",
         "most = len(token_ids)",
         POOLS,
-    ),
-    # --- the draft stream ---
-    Mutant(
-        "T1",
-        "what is beside a passed token still counts",
-        TRIE,
-        "node.count() if forked else before - matched",
-        "before - matched",
-        (f"{TRIES[0]}::test_what_is_beside_a_token_that_was_passed_falls",),
-    ),
-    Mutant(
-        "T2",
-        "a path that is sampled in part counts as sampled",
-        TRIE,
-        "distributions if len(distributions) == len(nodes) else []",
-        "distributions",
-        TRIES,
-    ),
-    Mutant(
-        "T3",
-        "the window is counted from a proposal's base, not from the last committed token",
-        TRIE,
-        "self._hang(node, token, depth,",
-        "self._hang(node, token, i + 1,",
-        (f"{TRIES[0]}::test_what_the_window_has_no_room_for_is_cut",),
-    ),
-    Mutant(
-        "T4",
-        "a late proposal is used though the commit contradicts it",
-        TRIE,
-        "(depth <= 0 and token != committed[depth - 1])",
-        "(depth < 0 and token != committed[depth - 1])",
-        TRIES,
-    ),
-    Mutant(
-        "T5",
-        "a repeated token takes the distribution that came last",
-        TRIE,
-        "            added.merged += 1\n",
-        "            added.merged += 1\n            node.distribution = distribution\n",
-        TRIES,
-    ),
-    Mutant(
-        "T6",
-        "each token gets the distribution of the one before it",
-        TRIE,
-        "given[i] if given else None",
-        "given[i - 1] if given else None",
-        TRIES,
-    ),
-    Mutant(
-        "T7",
-        "a skip holds beyond the next commit",
-        TRIE,
-        "self._favourites = node, left, False, None",
-        "self._favourites = node, left, self._skipped, None",
-        TRIES,
     ),
     *DRAFTER_MUTANTS,
 )

@@ -1,6 +1,5 @@
-"""What forwards cost is learned from trials and steps, and priced by how many tokens there are."""
+"""Costs of forwards come from trials and steps; prices of tokens follow from them."""
 
-import operator
 from itertools import accumulate
 
 import pytest
@@ -11,45 +10,40 @@ from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.policy.goodput import price_of_tokens
 
 
-def test_a_forward_is_priced_between_and_beyond_what_was_measured() -> None:
+def test_costs_are_interpolated_and_extrapolated() -> None:
     cost = ForwardCost()
     assert cost.estimate(1, 5) == 0.0
     for batch in (1, 8):
-        for depth in (0, 4):
-            cost.calibrate(
-                batch, batch * (1 + depth), 0.050 + 0.001 * batch + 0.002 * batch * depth
-            )
+        for drafted in (0, 4):
+            seconds = 0.050 + 0.001 * batch + 0.002 * batch * drafted
+            cost.calibrate(batch, batch * (1 + drafted), seconds)
     assert cost.estimate(4, 12) == pytest.approx(0.050 + 0.004 + 0.002 * 8, rel=0.05)
     assert cost.estimate(1, 9) == pytest.approx(0.051 + 0.016)
     assert cost.estimate(16, 16) == pytest.approx(0.066)
 
 
-def test_tokens_are_priced_by_how_many_there_are_and_a_step_in_the_price_by_all_that_it_has_room_for() -> (
-    None
-):
+def test_marginal_costs_rise_and_spread_a_jump_over_its_tokens() -> None:
     cost = ForwardCost()
-    for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
-        cost.calibrate(8, 8 * (1 + depth), seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in cost.further_tokens_s(8)] == [
-        (8, 0.00075),
-        (48, 0.002),
-    ]
-    stepped = ForwardCost()
-    for depth, seconds in ((0, 0.030), (1, 0.038), (3, 0.038), (6, 0.053)):
-        stepped.calibrate(1, 1 + depth, seconds)
-    assert [(count, round(seconds, 5)) for count, seconds in stepped.further_tokens_s(1)] == [
-        (3, 0.00267),
-        (6, 0.005),
-    ]
+    for drafted, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
+        cost.calibrate(8, 8 * (1 + drafted), seconds)
+    assert rounded(cost.further_tokens_s(8)) == [(8, 0.00075), (48, 0.002)]
+    jumping = ForwardCost()
+    for drafted, seconds in ((0, 0.030), (1, 0.038), (3, 0.038), (6, 0.053)):
+        jumping.calibrate(1, 1 + drafted, seconds)
+    assert rounded(jumping.further_tokens_s(1)) == [(3, 0.00267), (6, 0.005)]
     assert ForwardCost().further_tokens_s(1) == []
+
+
+def rounded(token_costs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [(count, round(seconds, 5)) for count, seconds in token_costs]
 
 
 @given(
     st.lists(st.floats(0.0, 1.0), max_size=40).map(sorted),
     st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 1.0)), min_size=1, max_size=4),
 )
-def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_price_of_the_last(
-    chances: list[float], segments: list[tuple[int, float]]
+def test_no_other_choice_of_tokens_is_worth_more(
+    probs: list[float], segments: list[tuple[int, float]]
 ) -> None:
     ends = list(accumulate(count for count, _ in segments))
     rising = list(zip(ends, sorted(price for _, price in segments), strict=True))
@@ -61,33 +55,32 @@ def test_no_choice_of_tokens_is_worth_more_for_its_price_than_the_one_by_the_pri
 
     def worth(count: int) -> float:
         costs = each[:count] + [each[-1]] * (count - len(each))
-        return sum(sorted(chances, reverse=True)[:count]) - sum(costs)
+        return sum(sorted(probs, reverse=True)[:count]) - sum(costs)
 
-    price = price_of_tokens(chances, rising)
-    # Of several with the very chance that is the price it does not matter which are taken.
-    surely, at_most = (
-        sum(bound(chance, price) for chance in chances) for bound in (operator.gt, operator.ge)
-    )
-    most = max(worth(count) for count in range(len(chances) + 1))
-    assert max(worth(count) for count in range(surely, at_most + 1)) == pytest.approx(most)
+    price = price_of_tokens(probs, rising)
+    # Tokens whose probability equals the price may be taken or not.
+    fewest = sum(prob > price for prob in probs)
+    most = sum(prob >= price for prob in probs)
+    best = max(worth(count) for count in range(len(probs) + 1))
+    assert max(worth(count) for count in range(fewest, most + 1)) == pytest.approx(best)
 
 
-def test_steps_correct_the_price_of_their_own_size_most() -> None:
+def test_steps_correct_the_cost_of_their_own_size_most() -> None:
     cost = ForwardCost()
     for batch in (1, 32):
         cost.calibrate(batch, batch, 0.1)
     for _ in range(10):
         cost.observe(1, 1, 0.15)
-    near, far = cost.estimate(1, 1), cost.estimate(32, 32)
-    assert near == pytest.approx(0.15, rel=0.15)
-    assert 0.1 < far < near
+    own = cost.estimate(1, 1)
+    assert own == pytest.approx(0.15, rel=0.15)
+    assert 0.1 < cost.estimate(32, 32) < own
 
 
-def test_drafted_steps_teach_what_further_tokens_cost_and_do_not_make_plain_steps_dear() -> None:
+def test_steps_with_drafts_do_not_raise_the_cost_of_plain_steps() -> None:
     cost = ForwardCost()
     for batch in (1, 8, 64):
-        for depth in (0, 4, 8):
-            cost.calibrate(batch, batch * (1 + depth), 0.045 + 0.0006 * batch * (1 + depth))
+        for tokens in (batch, 5 * batch, 9 * batch):
+            cost.calibrate(batch, tokens, 0.045 + 0.0006 * tokens)
     for i in range(300):
         tokens = 60 + 7 * i % 50
         cost.observe(32, tokens, 0.045 + 0.0009 * tokens)
@@ -95,13 +88,14 @@ def test_drafted_steps_teach_what_further_tokens_cost_and_do_not_make_plain_step
     assert cost.estimate(32, 96) == pytest.approx(0.045 + 0.0009 * 96, rel=0.03)
 
 
-def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> None:
+def test_mixed_steps_alone_give_both_costs() -> None:
     cost = ForwardCost()
-    for depth in (0, 4, 8):
-        cost.calibrate(32, 32 * (1 + depth), 0.045 + 0.0003 * 32 * (1 + depth))
+    for tokens in (32, 160, 288):
+        cost.calibrate(32, tokens, 0.045 + 0.0003 * tokens)
     cost.prompt_token_s = 0.0005
     for i in range(300):
-        tokens, prompt = 60 + 7 * i % 50, 20 + 31 * i % 300
+        tokens = 60 + 7 * i % 50
+        prompt = 20 + 31 * i % 300
         cost.observe(32, tokens, 0.07 + 0.0009 * tokens + 0.001 * prompt, prompt)
     assert cost.prompt_token_s == pytest.approx(0.001, rel=0.15)
     for tokens in (60, 100):
@@ -111,19 +105,20 @@ def test_steps_with_prompts_teach_what_both_cost_where_there_are_no_others() -> 
 @pytest.mark.parametrize(
     "token_s", [0.0, 1e-8, 0.02], ids=["never measured", "far too low", "far too high"]
 )
-def test_a_wrong_price_of_prompts_is_mended_though_no_step_is_without_one(token_s: float) -> None:
+def test_a_wrong_prompt_cost_is_corrected_by_mixed_steps_alone(token_s: float) -> None:
     cost = ForwardCost()
-    for depth in (0, 8):
-        cost.calibrate(8, 8 * (1 + depth), 0.012 + 0.0002 * 8 * (1 + depth))
+    for tokens in (8, 72):
+        cost.calibrate(8, tokens, 0.012 + 0.0002 * tokens)
     cost.prompt_token_s = token_s
     for i in range(600):
-        tokens, prompt = 8 + 5 * i % 40, 10 + 37 * i % 300
+        tokens = 8 + 5 * i % 40
+        prompt = 10 + 37 * i % 300
         cost.observe(8, tokens, 0.012 + 0.0002 * tokens + 0.0004 * prompt, prompt)
     assert cost.prompt_token_s == pytest.approx(0.0004, rel=0.3)
     assert cost.estimate(8, 24) == pytest.approx(0.012 + 0.0002 * 24, rel=0.4)
 
 
-def test_what_a_step_with_a_prompt_takes_besides_is_no_price_of_its_tokens() -> None:
+def test_a_prompts_fixed_cost_does_not_enter_its_token_cost() -> None:
     cost = ForwardCost()
     cost.calibrate(1, 1, 0.010)
     cost.calibrate_prompts((64, 0.030 + 64 * 1e-5), (256, 0.030 + 256 * 1e-5))
@@ -133,7 +128,7 @@ def test_what_a_step_with_a_prompt_takes_besides_is_no_price_of_its_tokens() -> 
     assert cost.prompt_token_s == pytest.approx(1e-5, rel=0.3)
 
 
-def test_one_step_that_was_held_up_does_not_change_the_price_much() -> None:
+def test_one_step_that_was_held_up_changes_the_cost_little() -> None:
     cost = ForwardCost()
     cost.calibrate(1, 1, 0.01)
     cost.observe(1, 1, 10.0)

@@ -1,4 +1,4 @@
-"""A grammar changes what the target says, never how its drafts are verified."""
+"""A grammar changes the target's distribution, never how its drafts are verified."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from verifier_svc.verification.grammar_masks import GrammarMasks
 
 
 class Heads:
-    """A grammar of as many tokens 0 and 1 as one likes."""
+    """A grammar of any number of tokens 0 and 1."""
 
     ended = False
 
@@ -34,43 +34,42 @@ class Heads:
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_forbidden_draft_token_is_rejected_and_not_drawn_anew(sampled: bool) -> None:
-    """The drafter draws 0 or the forbidden 2, the target wants 0 as often as 1."""
+    """The drafter draws 0 or the forbidden 2; the target draws 0 as often as 1."""
     engine, model = make_engine(trust=True)
     ScriptedDrafter(
         engine, distributions=frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
     )
     sequence = engine.submit(TokenRequest([3], 9, SamplingParams()), Client())
-    sequence.matcher, sequence.mask_width = (matcher := Heads()), 1
+    matcher = sequence.matcher = Heads()
+    sequence.mask_width = 1
     [assignment] = sequence.assignments.values()
-    law = SparseDistribution(np.array([0, 2]), np.array([0.5, 0.5]))
-    masks, draft_verifier = GrammarMasks(), DraftVerifier()
+    either = SparseDistribution(np.array([0, 2]), np.array([0.5, 0.5]))
+    one = SparseDistribution(np.array([1]), np.array([1.0]))
+    masks = GrammarMasks()
+    draft_verifier = DraftVerifier()
     firsts = []
     for seed in range(1_800):
         sequence.seed = seed
-        drafted = [2 * (seed % 2), 1] if sampled else [2, 1]
-        path = Path(
-            drafted, [law, SparseDistribution(np.array([1]), np.array([1.0]))] if sampled else []
-        )
+        path = Path([2, 1], [])
+        if sampled:
+            path = Path([2 * (seed % 2), 1], [either, one])
         batch = masks.cut([ScheduledSequence(sequence, 0, [3], path, assignment, True)])
         logits = torch.zeros(1 + len(batch[0].path.token_ids), model.vocab_size)
         [verified] = draft_verifier.verify(logits, masks.masks(batch)())
         assert isinstance(verified, Verified)
         assert verified.result is not None
         assert matcher.held == 0
-        firsts.append(
-            [
-                *batch[0].path.token_ids[: verified.result.accepted_count],
-                verified.result.next_token,
-            ][0]
-        )
+        accepted = batch[0].path.token_ids[: verified.result.accepted_count]
+        firsts.append([*accepted, verified.result.next_token][0])
     assert set(firsts) == {0, 1}
     assert np.mean(firsts) == pytest.approx(0.5, abs=0.05)
 
 
-def test_the_token_behind_a_draft_that_stands_whole_is_one_that_the_grammar_allows() -> None:
+def test_the_bonus_token_obeys_the_grammar() -> None:
     engine, model = make_engine()
     sequence = engine.submit(TokenRequest([3], 9, SamplingParams(0.0)), Client())
-    sequence.matcher, sequence.mask_width = Heads(), 1
+    sequence.matcher = Heads()
+    sequence.mask_width = 1
     logits = torch.zeros(3, model.vocab_size)
     logits[0, 0] = logits[1, 1] = logits[2, 5] = 9.0
     masks = GrammarMasks()

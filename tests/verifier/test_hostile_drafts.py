@@ -1,4 +1,4 @@
-"""An engine under drafts that make no sense, and under a clock that makes none."""
+"""The engine survives senseless drafts and a senseless clock."""
 
 import random
 from dataclasses import replace
@@ -25,55 +25,50 @@ def request(prompt: list[int], max_tokens: int) -> TokenRequest:
     return TokenRequest(prompt, max_tokens, SamplingParams(temperature=0.0))
 
 
-@pytest.mark.parametrize("handed", [0, 1])
-def test_a_proposal_or_skip_for_a_sequence_that_never_was_is_a_violation(handed: int) -> None:
-    """No delay explains an id above the last one that the drafter was handed."""
+@pytest.mark.parametrize("opened", [0, 1])
+def test_a_message_for_a_sequence_never_announced_is_a_violation(opened: int) -> None:
+    """No delay explains an id above the last one that was announced to the drafter."""
     for batch in (
-        DraftBatch([Proposal(handed + 1, 2, [1])]),
-        DraftBatch(skips=[Skip(handed + 1, 2)]),
+        DraftBatch([Proposal(opened + 1, 2, [1])]),
+        DraftBatch(skips=[Skip(opened + 1, 2)]),
     ):
         engine, _ = make_engine()
         drafter = ScriptedDrafter(engine)
-        for _ in range(handed):
+        for _ in range(opened):
             engine.submit(request([1, 2], 8), Client())
-        engine.submit(
-            replace(request([1, 2], 8), speculation=SpeculationOptions(enabled=False)), Client()
-        )
+        undrafted = SpeculationOptions(enabled=False)
+        engine.submit(replace(request([1, 2], 8), speculation=undrafted), Client())
         engine.drafting.on_drafts(drafter.handle, batch)
         engine.drain_inbox()
         assert drafter.error is not None
         assert drafter.error.reason is Reason.PROTOCOL_VIOLATION
-        kind = "proposal" if batch.proposals else "skip"
-        assert (
-            drafter.error.message
-            == f"{kind}.sequence_id must be one that was opened, at most {handed}, not {handed + 1}"
-        )
+        field = "proposal.sequence_id" if batch.proposals else "skip.sequence_id"
+        bound = f"must be one that was opened, at most {opened}, not {opened + 1}"
+        assert drafter.error.message == f"{field} {bound}"
 
 
 def test_a_bad_skip_is_reported_as_a_skip() -> None:
-    for skip, field in ((Skip(1, 7), "skip.base_length"), (Skip(1, 1), "skip.base_length")):
+    for skip in (Skip(1, 7), Skip(1, 1)):
         engine, _ = make_engine()
         drafter = ScriptedDrafter(engine)
         engine.submit(request([1, 2], 8), Client())
         engine.drafting.on_drafts(drafter.handle, DraftBatch(skips=[skip]))
         engine.drain_inbox()
         assert drafter.error is not None
-        assert drafter.error.field == field
+        assert drafter.error.field == "skip.base_length"
 
 
-def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alone(
+def test_a_fault_in_processing_a_message_costs_its_sender_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, model = make_engine(eos_bias=-99)
-    unlucky, other = (
-        ScriptedDrafter(engine, "unlucky", "unlucky"),
-        ScriptedDrafter(engine, "other", "other"),
-    )
+    unlucky = ScriptedDrafter(engine, "unlucky", "unlucky")
+    other = ScriptedDrafter(engine, "other", "other")
     client = Client()
     sequence = engine.submit(request([1, 2], 8), client)
     engine.drain_inbox()
     unlucky.propose(sequence.id, [1])
-    # Nothing that comes from the wire does this; what does is not known.
+    # No message from the wire has such a token; it stands for a fault of our own.
     unlucky.send(Proposal(sequence.id, 2, [[]]))  # type: ignore[list-item]
     assert unlucky.error is not None
     assert unlucky.error.reason is Reason.INTERNAL
@@ -85,9 +80,11 @@ def test_a_fault_that_a_drafters_message_brings_to_light_costs_that_drafter_alon
     assert other.error is None
 
 
-def test_a_clock_that_steps_back_and_forth_ends_nothing() -> None:
-    """No real clock does; an engine that a wrong time can end is one that a metric can end."""
-    rng, real, shift = random.Random(1), VirtualClock(), 0.0
+def test_a_clock_that_jumps_ends_no_request() -> None:
+    """No real clock jumps like this, but a wrong time must not end the engine through a metric."""
+    rng = random.Random(1)
+    real = VirtualClock()
+    shift = 0.0
 
     def stepping() -> float:
         nonlocal shift
@@ -110,11 +107,8 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing() -> None:
         while engine.sequences:
             engine.drain_inbox()
             for sequence in sequences:
-                if (
-                    sequence.id in engine.sequences
-                    and sequence.id in drafters[0].length
-                    and rng.random() < 0.7
-                ):
+                known = sequence.id in engine.sequences and sequence.id in drafters[0].length
+                if known and rng.random() < 0.7:
                     drafters[0].propose(sequence.id, [rng.randrange(7)])
             real.step(engine)
         for number, client in enumerate(clients):
@@ -123,7 +117,7 @@ def test_a_clock_that_steps_back_and_forth_ends_nothing() -> None:
 
 
 def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
-    """gRPC takes 8 KiB of it, and drafters choose their names."""
+    """gRPC allows 8 KiB of metadata, and drafters choose their names."""
     engine, _ = make_engine(limits=Limits(max_drafters=300))
     for number in range(300):
         ScriptedDrafter(engine, f"{number:0128}", f"{number:064}")
@@ -134,8 +128,8 @@ def test_a_refusal_that_lists_drafters_fits_a_calls_metadata() -> None:
     assert len(caught.value.message) < 4096
 
 
-def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
-    """It answers each verdict late, with tokens that later verdicts told it."""
+def test_a_drafter_that_repeats_committed_tokens_gains_no_credit() -> None:
+    """It answers each verdict late, with tokens that it knows from later verdicts."""
     clock = VirtualClock()
     engine, model = make_engine(
         eos_bias=-99, page_count=128, limits=Limits(DraftTokensPolicy("fixed", 4)), clock=clock
@@ -145,14 +139,13 @@ def test_a_drafter_that_repeats_what_it_was_told_is_not_believed() -> None:
     sequence = engine.submit(request([1, 2], 200), Client())
     clock.step(engine)
     assignment = sequence.assignments["scripted"]
-    believed = assignment.rate.by_position[0]
+    before = assignment.rate.by_position[0]
     for _ in range(30):
         assignment.asked = True
         assignment.asked_at = {len(sequence.tokens): clock()}
         base = len(sequence.tokens)
         clock.step(engine)
-        engine.drafting.on_drafts(
-            drafter.handle, DraftBatch([Proposal(sequence.id, base, sequence.tokens[base:])])
-        )
+        repeated = Proposal(sequence.id, base, sequence.tokens[base:])
+        engine.drafting.on_drafts(drafter.handle, DraftBatch([repeated]))
     assert drafter.error is None
-    assert assignment.rate.by_position[0] == believed
+    assert assignment.rate.by_position[0] == before

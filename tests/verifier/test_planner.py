@@ -1,4 +1,4 @@
-"""Depth follows what was measured: acceptance by position, the price of a forward, the time that drafting takes."""
+"""Plans follow measurements: acceptance by position, costs of forwards, drafting times."""
 
 import platform
 import time
@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine, make_plan
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError
@@ -19,9 +17,10 @@ from outrider.messages import (
     SpeculationOptions,
     TokenRequest,
 )
+from verifier_svc.drafts.assignments import run_ahead_window
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
-from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
+from verifier_svc.state.acceptance_rate import AcceptanceRate
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -36,14 +35,14 @@ GREEDY = SamplingParams(temperature=0.0)
         ("6", DraftTokensPolicy("fixed", 6)),
     ],
 )
-def test_a_policy_is_named_with_its_bound(text: str, policy: DraftTokensPolicy) -> None:
+def test_a_policy_is_named_with_its_limit(text: str, policy: DraftTokensPolicy) -> None:
     assert DraftTokensPolicy.parse(text) == policy
 
 
 @pytest.mark.parametrize(
     "text", ["", "fast", "auto:3", "fixed", "fixed:x", "fixed:65", "goodput:-1"]
 )
-def test_anything_else_is_refused_by_name(text: str) -> None:
+def test_an_unknown_policy_is_refused_by_name(text: str) -> None:
     with pytest.raises(
         OutriderError,
         match="draft_tokens must be goodput, goodput:MAX, auto or fixed:K, with at most 64",
@@ -52,111 +51,36 @@ def test_anything_else_is_refused_by_name(text: str) -> None:
 
 
 def test_auto_is_tensorrt_llms_heuristic_of_the_batch() -> None:
-    assert [DraftTokensPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)] == [
-        5,
-        5,
-        3,
-        3,
-        0,
-    ]
-
-
-def test_expected_tokens_is_the_geometric_sum() -> None:
-    assert AcceptanceRate(0.5).expected_tokens(2) == pytest.approx(1 + 0.5 + 0.25)
-    assert AcceptanceRate(1.0).expected_tokens(3) == 4
-    assert AcceptanceRate(0.0).expected_tokens(5) == 1
-
-
-def test_acceptance_is_learned_by_position_from_what_was_judged() -> None:
-    rate = AcceptanceRate(0.6, 4)
-    assert rate.by_position == pytest.approx([0.6] * 4)
-    for _ in range(100):
-        rate.observe(drafted=4, accepted=1)
-    first, second, *unjudged = rate.by_position
-    assert first > 0.85
-    assert second < 0.3
-    assert unjudged == pytest.approx([second] * 2), (
-        "what is never judged is taken to be like the position before it"
-    )
-
-
-def test_a_new_sequence_begins_with_what_is_known_of_the_drafter() -> None:
-    learned = AcceptanceRate(0.8)
-    for _ in range(50):
-        learned.observe(4, 0)
-    assert AcceptanceRate(learned, 4).by_position[0] < 0.25
-
-
-def test_a_sequence_that_turns_out_well_is_drafted_deeply_though_its_drafter_was_always_wrong_elsewhere() -> (
-    None
-):
-    drafter = AcceptanceRate(0.8, decay=0.99)
-    for _ in range(200):
-        drafter.observe(drafted=4, accepted=0)
-    good = AcceptanceRate(drafter, 8)
-    for _ in range(60):
-        depth = max(1, good.tokens_worth(0.15, 8))
-        good.observe(drafted=depth, accepted=depth)
-        drafter.observe(drafted=depth, accepted=depth)
-    assert good.tokens_worth(0.15, 8) == 8
-
-
-def test_a_drafters_first_sequence_gives_up_hopes_with_the_drafter() -> None:
-    drafter = AcceptanceRate(0.8)
-    first = AcceptanceRate(drafter, 8)
-    for _ in range(40):
-        first.observe(drafted=8, accepted=0)
-        drafter.observe(drafted=8, accepted=0)
-    assert first.by_position[0] < 0.1
-    assert first.expected_tokens(8) < 1.1
-
-
-@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
-def test_the_deeper_a_token_the_less_it_is_worth(
-    outcomes: list[tuple[int, int]], price: float
-) -> None:
-    rate = AcceptanceRate(0.8, 8)
-    for drafted, accepted in outcomes:
-        rate.observe(drafted, min(drafted, accepted))
-    assert rate.survival == sorted(rate.survival, reverse=True)
-    depth = rate.tokens_worth(price, 8)
-    assert all(survives >= price for survives in rate.survival[:depth])
-    assert all(survives < price for survives in rate.survival[depth:])
+    limits = [DraftTokensPolicy.parse("auto").limit(batch) for batch in (1, 4, 5, 32, 33)]
+    assert limits == [5, 5, 3, 3, 0]
 
 
 def test_beside_a_prompt_a_draft_token_costs_what_the_prompts_tokens_do() -> None:
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
-    for depth in (0, 8):
-        engine.cost.calibrate(1, 1 + depth, 0.1)  # further tokens come free by themselves
+    # Draft tokens are free by themselves.
+    for drafted in (0, 8):
+        engine.cost.calibrate(1, 1 + drafted, 0.1)
     engine.cost.prompt_token_s = 0.05
     ScriptedDrafter(engine)
     decoding = engine.submit(TokenRequest([1], 50, GREEDY), Client())
     engine.step()
-    depths = []
-    for _ in range(2):
-        depths.append(make_plan(engine).draft_tokens.get(decoding.id, 0))
-        engine.submit(TokenRequest([1] * 40, 50, GREEDY), Client())
-        engine.scheduler.admit()
-    assert depths[0] > 2 * depths[1]
-
-
-def test_one_late_answer_does_not_change_a_drafters_latency() -> None:
-    latency = Latency()
-    for seconds in (0.001, 5.0, 0.002):
-        latency.observe(seconds)
-    assert latency.value == 0.002
-
-
-# --- plans ---
+    alone = make_plan(engine).draft_tokens.get(decoding.id, 0)
+    engine.submit(TokenRequest([1] * 40, 50, GREEDY), Client())
+    engine.scheduler.admit()
+    assert alone > 2 * make_plan(engine).draft_tokens.get(decoding.id, 0)
 
 
 def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
-    """An engine with `batch` sequences, whose drafts of 8 had `accepted` tokens accepted so far."""
+    """An engine that has planned for `batch` sequences.
+
+    A draft token takes `token_s` seconds of a forward. `accepted` tokens of each draft of 8 were
+    right so far.
+    """
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     ScriptedDrafter(engine)
     for size in (1, batch):
-        for depth in (0, 8):
-            engine.cost.calibrate(size, size * (1 + depth), 0.05 + token_s * size * depth)
+        for drafted in (0, 8):
+            engine.cost.calibrate(size, size * (1 + drafted), 0.05 + token_s * size * drafted)
     for _ in range(batch):
         engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
     for sequence in engine.sequences.values():
@@ -169,30 +93,34 @@ def planned(token_s: float, accepted: int, batch: int = 1) -> Engine:
     return engine
 
 
-def depths(engine: Engine) -> list[int]:
-    return [
-        engine.drafting.plan.draft_tokens.get(sequence_id, 0) for sequence_id in engine.sequences
-    ]
+def draft_tokens(engine: Engine) -> list[int]:
+    """Draft tokens of each sequence by the last plan."""
+    planned = engine.drafting.plan.draft_tokens
+    return [planned.get(sequence_id, 0) for sequence_id in engine.sequences]
 
 
-def test_a_free_draft_token_is_taken_and_a_dear_one_is_not() -> None:
-    assert depths(planned(0.0001, accepted=8)) == [8]
-    assert depths(planned(0.0040, accepted=3)) == [3]
-    assert depths(planned(0.0500, accepted=0)) == [0]
+def test_a_free_draft_token_is_taken_and_an_expensive_one_is_not() -> None:
+    assert draft_tokens(planned(0.0001, accepted=8)) == [8]
+    assert draft_tokens(planned(0.0040, accepted=3)) == [3]
+    assert draft_tokens(planned(0.0500, accepted=0)) == [0]
 
 
 def test_a_batch_that_fills_the_processor_drafts_less() -> None:
-    alone, crowded = planned(0.002, accepted=2, batch=1), planned(0.002, accepted=2, batch=24)
-    assert max(depths(crowded)) < min(depths(alone))
+    alone = planned(0.002, accepted=2, batch=1)
+    crowded = planned(0.002, accepted=2, batch=24)
+    assert max(draft_tokens(crowded)) < min(draft_tokens(alone))
 
 
 def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> Engine:
-    """Eight sequences, drafters with these chances to be right for each; 16 tokens take little more than 8, further ones 2 ms."""
+    """Eight sequences, and drafters by name with an acceptance probability for each sequence.
+
+    A forward of 16 tokens takes little more than one of 8; each further token takes 2 ms.
+    """
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     for name in rates:
         ScriptedDrafter(engine, name, name, max_draft_tokens=max_draft_tokens)
-    for depth, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
-        engine.cost.calibrate(8, 8 * (1 + depth), seconds)
+    for drafted, seconds in ((0, 0.030), (1, 0.036), (3, 0.068), (6, 0.116)):
+        engine.cost.calibrate(8, 8 * (1 + drafted), seconds)
     for _ in range(8):
         engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
     engine.step()
@@ -204,13 +132,13 @@ def kneed(rates: Mapping[str, Sequence[float]], max_draft_tokens: int = 64) -> E
 
 
 def settle(engine: Engine) -> list[int]:
-    """Draft tokens after some plans, after each of which those drafters are asked that the plan names."""
+    """Draft tokens after some plans, each of which decides which drafters are asked."""
     for _ in range(7):
         plan = make_plan(engine)
         for sequence in engine.sequences.values():
             for assignment in sequence.assignments.values():
                 assignment.asked = assignment in plan.asks
-    return depths(engine)
+    return draft_tokens(engine)
 
 
 def is_asked(engine: Engine, sequence_id: int, drafter_id: str = "scripted") -> bool:
@@ -218,9 +146,9 @@ def is_asked(engine: Engine, sequence_id: int, drafter_id: str = "scripted") -> 
     return engine.sequences[sequence_id].assignments[drafter_id] in engine.drafting.plan.asks
 
 
-@pytest.mark.parametrize("chance", [0.4, 0.5, 0.7])
-def test_sequences_that_are_all_alike_share_what_is_cheap_however_they_begin(chance: float) -> None:
-    engine = kneed({"one": [chance] * 8})
+@pytest.mark.parametrize("prob", [0.4, 0.5, 0.7])
+def test_like_sequences_share_the_cheap_tokens_from_any_start(prob: float) -> None:
+    engine = kneed({"one": [prob] * 8})
     assert settle(engine) == [1] * 8
     for sequence in engine.sequences.values():
         sequence.assignments["one"].asked = False
@@ -233,11 +161,11 @@ def test_places_go_to_the_likeliest_tokens_of_all_sequences() -> None:
     assert last == 0
 
 
-def test_what_a_drafter_cannot_draft_leaves_its_place_to_others() -> None:
+def test_places_that_one_drafter_cannot_fill_go_to_others() -> None:
     assert settle(kneed({"one": [0.9] * 4 + [0.4] * 4}, max_draft_tokens=1)) == [1] * 8
 
 
-def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> None:
+def test_the_better_of_two_drafters_is_kept_for_a_longer_draft() -> None:
     engine = kneed({"good": [0.6] * 8, "poor": [0.3] * 8})
     first, *others = engine.sequences.values()
     for sequence in others:
@@ -246,7 +174,7 @@ def test_of_two_drafters_the_better_one_is_kept_though_it_drafts_deeper() -> Non
     assert [assignment.asked for assignment in first.assignments.values()] == [True, False]
 
 
-def test_with_only_plain_steps_known_hopeless_drafts_are_not_deep() -> None:
+def test_hopeless_drafts_stay_short_before_draft_costs_are_measured() -> None:
     engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     ScriptedDrafter(engine)
     engine.cost.observe(1, 1, 0.03)
@@ -254,19 +182,19 @@ def test_with_only_plain_steps_known_hopeless_drafts_are_not_deep() -> None:
     engine.step()
     sequence.assignments["scripted"].rate = AcceptanceRate(0.01, 8)
     make_plan(engine)
-    assert depths(engine)[0] <= 1
+    assert draft_tokens(engine)[0] <= 1
 
 
 def test_prompts_do_not_count_towards_the_batch() -> None:
     engine = planned(0.002, accepted=2)
-    before = depths(engine)
+    before = draft_tokens(engine)
     for _ in range(8):
         engine.submit(TokenRequest([1] * 8, 100, GREEDY), Client())
     make_plan(engine)
-    assert depths(engine)[:1] == before
+    assert draft_tokens(engine)[:1] == before
 
 
-def test_a_request_that_names_its_depth_gets_it() -> None:
+def test_a_request_gets_the_draft_tokens_that_it_asks_for() -> None:
     engine = planned(0.0001, accepted=8)
     request = TokenRequest([1, 2], 100, GREEDY, speculation=SpeculationOptions(draft_tokens=5))
     sequence = engine.submit(request, Client())
@@ -275,12 +203,12 @@ def test_a_request_that_names_its_depth_gets_it() -> None:
     assert assignment.draft_tokens == 5
 
 
-def test_the_drafter_is_told_when_the_depth_changes() -> None:
+def test_a_drafter_gets_the_new_number_of_draft_tokens() -> None:
     engine, model = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
-    drafter, client = ScriptedDrafter(engine), Client()
-    for depth in (0, 8):
-        engine.cost.calibrate(1, 1 + depth, 0.05 + 0.005 * depth)
-    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), client)
+    drafter = ScriptedDrafter(engine)
+    for drafted in (0, 8):
+        engine.cost.calibrate(1, 1 + drafted, 0.05 + 0.005 * drafted)
+    sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     first = drafter.told[0].opened[0].draft_tokens
     for _ in range(6):
@@ -288,58 +216,53 @@ def test_the_drafter_is_told_when_the_depth_changes() -> None:
         drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % 7])
         make_plan(engine)
         engine.step()
-    told = [verdict.draft_tokens for batch in drafter.told for verdict in batch.verdicts]
-    assert told[-1] < first
+    asked = [verdict.draft_tokens for batch in drafter.told for verdict in batch.verdicts]
+    assert asked[-1] < first
 
 
 def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
     engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 4)))
     engine.drafting._own_cores = frozenset({0, 1})
-    here = ScriptedDrafter(
-        engine, "here", "here", placement=Placement(host=platform.node(), device="cpu")
-    )
-    there = ScriptedDrafter(
-        engine, "there", "there", placement=Placement(host="elsewhere", device="cpu")
-    )
+    own_host = Placement(host=platform.node(), device="cpu")
+    here = ScriptedDrafter(engine, "here", "here", placement=own_host)
+    elsewhere = Placement(host="elsewhere", device="cpu")
+    there = ScriptedDrafter(engine, "there", "there", placement=elsewhere)
     engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     assert here.told[0].opened[0].window.depth == 4
     assert there.told[0].opened[0].window.depth == 9
 
 
-def test_a_drafter_runs_ahead_by_a_draft_for_each_step_until_it_hears_of_one() -> None:
+def test_a_drafter_runs_ahead_by_a_draft_a_step_for_a_round_trip() -> None:
     engine, _ = make_engine(limits=Limits(DraftTokensPolicy("fixed", 8)))
     drafter = ScriptedDrafter(engine)
-    engine.cost.calibrate(1, 1, 0.05)
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     [assignment] = sequence.assignments.values()
-    make_plan(engine)
-    assert engine.drafting._window(assignment, 1).depth == 3
+    assert run_ahead_window(assignment, 1, step_s=0.05).depth == 3
     drafter.handle.round_trip.observe(0.08)
-    assert [engine.drafting._window(assignment, depth).depth for depth in (1, 2, 8)] == [
-        7,
-        11,
-        assignment.trie.window.depth,
-    ]
+    depths = [run_ahead_window(assignment, count, step_s=0.05).depth for count in (1, 2, 8)]
+    assert depths == [7, 11, assignment.trie.window.depth]
 
 
 def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
-    """A drafter that has 5 tokens accepted, or every tenth time one; a forward takes 50 ms.
+    """A drafter on the target's cores, for sequences at which it is `good` and `poor`.
 
-    A draft of 8 takes 60 ms of the target's cores.
+    It has 5 tokens accepted of each draft, or one of every tenth draft. A forward takes 50 ms, and
+    a draft of 8 tokens 60 ms of the target's cores.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     for size in (1, 8):
-        for depth in (0, 8):
-            engine.cost.calibrate(size, size * (1 + depth), 0.05 + 0.0001 * size * depth)
+        for drafted in (0, 8):
+            engine.cost.calibrate(size, size * (1 + drafted), 0.05 + 0.0001 * size * drafted)
     for _ in range(good + poor):
         engine.submit(TokenRequest([1, 2], 100, GREEDY), Client())
     for i, sequence in enumerate(engine.sequences.values()):
         for assignment in sequence.assignments.values():
             assignment.asked = True
             for turn in range(60):
-                assignment.rate.observe(8, 5 if i < good else int(turn % 10 == 1))
+                hits = 5 if i < good else int(turn % 10 == 1)
+                assignment.rate.observe(8, hits)
     engine.step()
     drafter.handle.on_target_cores = True
     drafter.handle.token_time.observe(0.06 / 8)
@@ -347,7 +270,7 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     return engine, drafter
 
 
-def test_one_good_sequence_is_not_drafted_where_all_the_others_would_wait_for_it() -> None:
+def test_one_good_sequence_is_not_drafted_if_all_others_must_wait() -> None:
     def first_pays(good: int, poor: int) -> bool:
         engine, _ = mixed(good, poor)
         return is_asked(engine, 1)
@@ -357,7 +280,7 @@ def test_one_good_sequence_is_not_drafted_where_all_the_others_would_wait_for_it
     assert first_pays(good=4, poor=4)
 
 
-def test_a_silent_drafter_is_asked_as_soon_as_drafting_pays_for_the_batch() -> None:
+def test_a_paused_drafter_is_asked_once_drafting_pays_for_the_batch() -> None:
     engine, drafter = mixed(good=1, poor=7)
     good, *poor = engine.sequences.values()
     assignment = good.assignments["scripted"]
@@ -366,20 +289,21 @@ def test_a_silent_drafter_is_asked_as_soon_as_drafting_pays_for_the_batch() -> N
         assert not assignment.asked
     for sequence in poor:
         engine.cancel(sequence)
-    missed_from = assignment.told_length
+    missed_from = assignment.sent_length
     engine.step()
     assert assignment.asked
-    told = drafter.told[-1].verdicts[0]
-    assert told.new_token_ids == good.tokens[missed_from:]
-    assert len(told.new_token_ids) > 1
-    assert told.committed_length == len(good.tokens)
+    verdict = drafter.told[-1].verdicts[0]
+    assert verdict.new_token_ids == good.tokens[missed_from:]
+    assert len(verdict.new_token_ids) > 1
+    assert verdict.committed_length == len(good.tokens)
 
 
-def test_a_drafter_that_is_too_slow_does_not_keep_a_quick_one_from_drafting() -> None:
+def test_a_slow_drafter_does_not_keep_a_quick_one_from_drafting() -> None:
     engine, _ = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()))
     engine.cost.calibrate(1, 1, 0.05)
     engine.cost.calibrate(1, 9, 0.054)
-    quick, slow = ScriptedDrafter(engine, "quick", "one"), ScriptedDrafter(engine, "slow", "other")
+    quick = ScriptedDrafter(engine, "quick", "one")
+    slow = ScriptedDrafter(engine, "slow", "other")
     sequence = engine.submit(TokenRequest([1, 2], 40, GREEDY), Client())
     engine.drain_inbox()
     engine.step()
@@ -398,8 +322,9 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
         engine, drafter = mixed(good=1, poor=0)
         [sequence] = engine.sequences.values()
         drafter.handle.on_target_cores = on_target_cores
+        draft_s = 0.5 if on_target_cores else 0.25
         for _ in range(9):
-            drafter.handle.token_time.observe((0.5 if on_target_cores else 0.25) / 8)
+            drafter.handle.token_time.observe(draft_s / 8)
         for _ in range(5):
             make_plan(engine)
         assert engine.drafting.plan.wait_for == ()
@@ -409,7 +334,7 @@ def test_a_slow_drafter_pays_on_cores_of_its_own_and_is_not_waited_for() -> None
     assert pays(on_target_cores=False)
 
 
-def test_one_slow_message_for_many_sequences_does_not_make_a_drafter_slow() -> None:
+def test_one_slow_message_for_many_sequences_counts_once() -> None:
     engine, _ = make_engine(eos_bias=-99, page_count=256, limits=Limits(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)
     sequences = [engine.submit(TokenRequest([1, 2], 100, GREEDY), Client()) for _ in range(16)]

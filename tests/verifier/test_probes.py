@@ -1,4 +1,4 @@
-"""A drafter that does not pay hears nothing but probes. They take no time of the target, and it comes back once it got better."""
+"""A drafter that does not pay gets only probes, which cost the target no time."""
 
 from itertools import pairwise
 
@@ -19,7 +19,10 @@ POLICIES = [DraftTokensPolicy(), DraftTokensPolicy.parse("auto"), DraftTokensPol
 def doubted(
     policy: DraftTokensPolicy, **limits: int
 ) -> tuple[Engine, ScriptedDrafter, Sequence, VirtualClock]:
-    """A drafter that was always wrong, and a new sequence that it is handed; a forward takes 52 ms."""
+    """A drafter that was always wrong, and a new sequence that is assigned to it.
+
+    A forward takes 52 ms.
+    """
     clock = VirtualClock()
     engine, model = make_engine(
         eos_bias=-99, page_count=256, limits=Limits(policy, **limits), clock=clock
@@ -40,21 +43,25 @@ def doubted(
     return engine, drafter, sequence, clock
 
 
-def told_in_steps(
+def verdict_count(drafter: ScriptedDrafter) -> int:
+    return sum([len(batch.verdicts) for batch in drafter.told])
+
+
+def steps_with_verdicts(
     engine: Engine, drafter: ScriptedDrafter, clock: VirtualClock, steps: int
 ) -> list[int]:
-    """The numbers of those steps after which the drafter was told of one."""
-    told: list[int] = []
+    """Take some steps. Returns the numbers of those after which the drafter got a verdict."""
+    found: list[int] = []
     for i in range(steps):
-        before = sum([len(batch.verdicts) for batch in drafter.told])
+        before = verdict_count(drafter)
         clock.step(engine)
-        if sum([len(batch.verdicts) for batch in drafter.told]) > before:
-            told.append(i)
-    return told
+        if verdict_count(drafter) > before:
+            found.append(i)
+    return found
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_drafter_that_was_always_wrong_begins_with_a_probe_on_a_new_sequence(
+def test_a_bad_drafter_begins_a_new_sequence_with_a_probe(
     policy: DraftTokensPolicy,
 ) -> None:
     _, drafter, sequence, _ = doubted(policy)
@@ -74,17 +81,17 @@ def test_a_probe_is_neither_verified_nor_waited_for(policy: DraftTokensPolicy) -
     assert clock() - began == pytest.approx(40 * 0.052)
 
 
-def test_probes_become_rarer_as_long_as_the_drafter_stays_silent() -> None:
+def test_probes_without_an_answer_become_rarer() -> None:
     engine, drafter, _, clock = doubted(DraftTokensPolicy())
-    told = told_in_steps(engine, drafter, clock, 300)
-    gaps = [after - before for before, after in pairwise(told)]
+    steps = steps_with_verdicts(engine, drafter, clock, 300)
+    gaps = [after - before for before, after in pairwise(steps)]
     assert gaps == sorted(gaps)
-    assert len(told) <= 7
+    assert len(steps) <= 7
 
 
-def test_a_probe_asks_for_one_token_and_tells_all_that_was_missed() -> None:
+def test_a_probe_asks_for_one_token_and_brings_all_missed_tokens() -> None:
     engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
-    told_in_steps(engine, drafter, clock, 40)
+    steps_with_verdicts(engine, drafter, clock, 40)
     verdicts = [
         verdict
         for batch in drafter.told
@@ -93,11 +100,11 @@ def test_a_probe_asks_for_one_token_and_tells_all_that_was_missed() -> None:
     ]
     assert verdicts
     assert all(verdict.draft_tokens == 1 for verdict in verdicts)
-    told = [token for verdict in verdicts for token in verdict.new_token_ids]
-    assert told == sequence.tokens[6 : 6 + len(told)]
+    sent = [token for verdict in verdicts for token in verdict.new_token_ids]
+    assert sent == sequence.tokens[6 : 6 + len(sent)]
 
 
-def test_probes_of_many_sequences_go_out_in_the_same_step() -> None:
+def test_probes_of_many_sequences_share_a_step() -> None:
     engine, drafter, _, clock = doubted(DraftTokensPolicy(), max_sequences=32)
     for size in (8, 32):
         engine.cost.calibrate(size, size, 0.06)
@@ -127,18 +134,20 @@ def test_a_drafter_whose_probes_are_right_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_probe_that_is_answered_too_late_still_tells(right: bool) -> None:
+def test_a_late_answer_to_a_probe_counts(right: bool) -> None:
     engine, drafter, sequence, clock = doubted(DraftTokensPolicy())
     clock.step(engine)
     assignment = sequence.assignments["scripted"]
     drafter.propose(sequence.id, [0], anew=True)
-    told_in_steps(engine, drafter, clock, 20)
-    base = assignment.told_length
+    steps_with_verdicts(engine, drafter, clock, 20)
+    base = assignment.sent_length
     for _ in range(3):
         clock.step(engine)
-    assert assignment.told_length == base
+    assert assignment.sent_length == base
     before = assignment.rate.by_position[0]
-    token = sequence.tokens[base] if right else (sequence.tokens[base] + 1) % 7
+    token = sequence.tokens[base]
+    if not right:
+        token = (token + 1) % 7
     engine.drafting.on_drafts(drafter.handle, DraftBatch([Proposal(sequence.id, base, [token])]))
     assert drafter.error is None
     assert (assignment.rate.by_position[0] > before) is right

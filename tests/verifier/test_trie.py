@@ -1,4 +1,6 @@
-"""The speculation trie: guesses come late, twice or in any order, and those that agree with the commit are used."""
+"""The speculation trie uses guesses that agree with the commit, in any order of arrival."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +15,19 @@ PROMPT = [1, 2, 3]
 
 
 class Text:
-    """A trie and the text that is committed beside it."""
+    """A trie and the text that is committed at the same time."""
 
     def __init__(self, window: Window = Window(token_count=12, depth=6)) -> None:  # noqa: B008  # frozen
         self.tokens = list(PROMPT)
         self.trie = Trie(len(self.tokens), window)
 
-    def propose(self, tokens: list[int], base: int = 3, **fields: list) -> tuple[int, ...]:  # type: ignore[type-arg]
+    def propose(self, tokens: list[int], base: int = 3, **fields: Any) -> tuple[int, ...]:
+        """Tokens that were fresh, merged, passed, stale and cut."""
         added = self.trie.add(Proposal(1, base, tokens, **fields), self.tokens)
         return added.fresh, added.merged, added.passed, added.stale, added.cut
 
     def commit(self, *tokens: int) -> tuple[int, str, int]:
+        """Matched tokens, the result, and wasted guesses."""
         self.tokens += tokens
         walk = self.trie.advance(list(tokens))
         return walk.matched, walk.result.value, walk.wasted
@@ -48,7 +52,7 @@ def test_a_chain_is_the_path_and_the_root_moves_along_it() -> None:
     assert text.path == [7, 8]
 
 
-def test_a_chain_that_is_repeated_with_more_behind_it_grows() -> None:
+def test_a_repeated_longer_chain_grows() -> None:
     text = Text()
     text.propose([5, 6])
     assert text.propose([5, 6, 7]) == (1, 2, 0, 0, 0)
@@ -64,7 +68,7 @@ def test_a_miss_drops_the_trie() -> None:
     assert (text.path, text.trie.node_count) == ([], 0)
 
 
-def test_a_proposal_that_comes_after_its_tokens_were_committed_goes_on_behind_them() -> None:
+def test_a_late_proposal_goes_on_behind_its_committed_tokens() -> None:
     text = Text()
     text.commit(5)
     text.commit(6, 7)
@@ -81,7 +85,7 @@ def test_a_proposal_that_the_commit_contradicts_is_stale() -> None:
     assert (text.path, text.trie.node_count) == ([], 0)
 
 
-def test_a_proposal_that_comes_twice_changes_nothing() -> None:
+def test_a_repeated_proposal_changes_nothing() -> None:
     text = Text()
     text.propose([5, 6])
     assert text.propose([5, 6]) == (0, 2, 0, 0, 0)
@@ -107,14 +111,14 @@ def test_parents_make_a_tree() -> None:
     assert text.path == [4]
 
 
-def test_a_tree_of_which_one_branch_was_committed_keeps_what_is_behind_it() -> None:
+def test_a_late_tree_keeps_the_tokens_behind_its_committed_branch() -> None:
     text = Text()
     text.commit(8)
     assert text.propose([5, 6, 8, 9], parents=[0, 1, 0, 3]) == (1, 0, 1, 2, 0)
     assert text.path == [9]
 
 
-def test_of_siblings_the_one_that_came_first_is_the_favourite() -> None:
+def test_the_first_of_siblings_is_the_favourite() -> None:
     text = Text()
     text.propose([5])
     text.propose([6, 7])
@@ -123,7 +127,7 @@ def test_of_siblings_the_one_that_came_first_is_the_favourite() -> None:
     assert text.path == [7]
 
 
-def test_what_is_beside_a_token_that_was_passed_falls() -> None:
+def test_branches_beside_a_committed_token_are_dropped() -> None:
     text = Text()
     text.propose([5, 6, 7])
     text.propose([9, 3])
@@ -131,7 +135,7 @@ def test_what_is_beside_a_token_that_was_passed_falls() -> None:
     assert (text.trie.node_count, text.path) == (2, [6, 7])
 
 
-def test_what_the_window_has_no_room_for_is_cut() -> None:
+def test_tokens_beyond_the_window_are_cut() -> None:
     text = Text(Window(token_count=8, depth=4))
     assert text.propose([1, 2, 3, 4, 5, 6]) == (4, 0, 0, 0, 2)
     assert text.propose([9, 9, 9, 9]) == (4, 0, 0, 0, 0)
@@ -141,7 +145,7 @@ def test_what_the_window_has_no_room_for_is_cut() -> None:
     assert text.propose([1, 2, 3, 4, 5, 6], base=3) == (1, 3, 1, 0, 1)
 
 
-def test_a_skip_says_that_waiting_is_no_use_until_the_next_commit() -> None:
+def test_a_skip_ends_the_wait_until_the_next_commit() -> None:
     text = Text()
     assert not text.trie.ready(3)
     text.propose([5])
@@ -150,12 +154,12 @@ def test_a_skip_says_that_waiting_is_no_use_until_the_next_commit() -> None:
     text.commit(5)
     assert not text.trie.ready(3)
     text.skip(3)
-    assert not text.trie.ready(3), "whoever was told more since may know more"
+    assert not text.trie.ready(3), "a skip from before the commit says nothing"
     text.skip(4)
     assert text.trie.ready(3)
 
 
-def test_a_commit_that_finds_nothing_is_late_and_no_miss() -> None:
+def test_a_commit_in_an_empty_trie_is_late_and_no_miss() -> None:
     text = Text()
     assert text.commit(5) == (0, "late", 0)
     text.propose([6], base=4)
@@ -169,7 +173,7 @@ def test_distributions_stay_with_their_tokens() -> None:
     assert [d.token_ids[0] for d in text.trie.path(4).distributions] == [6]
 
 
-def test_a_repeated_token_keeps_the_distribution_that_was_given_first() -> None:
+def test_a_repeated_token_keeps_its_first_distribution() -> None:
     text = Text()
     first = [distribution(5), distribution(6)]
     text.propose([5, 6], distributions=list(first))
@@ -180,14 +184,14 @@ def test_a_repeated_token_keeps_the_distribution_that_was_given_first() -> None:
     assert len(path.distributions) == 3
 
 
-def test_a_token_that_stood_there_without_a_distribution_stays_one_hot() -> None:
+def test_a_one_hot_token_stays_one_hot_when_repeated() -> None:
     text = Text()
     text.propose([5])
     text.propose([5, 6], distributions=[distribution(5), distribution(6)])
     assert text.trie.path(9).distributions == []
 
 
-def test_a_path_that_is_sampled_only_in_part_counts_as_one_hot() -> None:
+def test_a_partly_sampled_path_counts_as_one_hot() -> None:
     text = Text()
     text.propose([5, 6], distributions=[distribution(5), None])
     assert text.trie.path(9).distributions == []
@@ -195,26 +199,23 @@ def test_a_path_that_is_sampled_only_in_part_counts_as_one_hot() -> None:
 
 
 @pytest.mark.parametrize("base", [2, 0, -1, 6, 2**31 - 1])
-def test_a_base_that_no_delay_explains_is_a_violation_that_names_the_field_and_the_bounds(
+def test_an_impossible_base_is_a_violation_that_names_its_bounds(
     base: int,
 ) -> None:
     text = Text()
     text.commit(5, 6)
-    for field, say in (
-        ("proposal", lambda: text.propose([5], base)),
-        ("skip", lambda: text.skip(base)),
+    bounds = "from 3, as it was opened, to the 5 committed tokens"
+    for field, send in (
+        ("proposal.base_length", lambda: text.propose([5], base)),
+        ("skip.base_length", lambda: text.skip(base)),
     ):
-        with pytest.raises(
-            OutriderError, match="from 3, as it was opened, to the 5 committed tokens"
-        ) as caught:
-            say()
-        assert (caught.value.reason, caught.value.field) == (
-            Reason.PROTOCOL_VIOLATION,
-            f"{field}.base_length",
-        )
+        with pytest.raises(OutriderError, match=bounds) as caught:
+            send()
+        assert caught.value.reason is Reason.PROTOCOL_VIOLATION
+        assert caught.value.field == field
 
 
-def test_a_trie_that_was_cut_at_random_counts_its_guesses_right() -> None:
+def test_a_trie_counts_its_guesses_after_many_commits() -> None:
     text = Text(Window(token_count=40, depth=10))
     for step in range(200):
         text.propose([step % 3, 1, step % 2], base=len(text.tokens))
@@ -227,7 +228,10 @@ Guess = tuple[int, ...]
 
 
 def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], list[int]]:
-    """Model: every text that was ever guessed, in order of arrival. Those that go on behind the commit, and the favourite path."""
+    """A simple model of the trie: all texts that were ever guessed, with their order of arrival.
+
+    Returns the texts that go on behind the commit, and the favourite path.
+    """
     start = len(committed)
     below = {guess for guess in seen if len(guess) > start and list(guess[:start]) == committed}
     path = tuple(committed)
@@ -236,47 +240,65 @@ def naive(seen: dict[Guess, int], committed: list[int]) -> tuple[set[Guess], lis
     return below, list(path[start:])
 
 
+class World:
+    """A trie and its model, under random events."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.draw = data.draw
+        self.committed = list(PROMPT)
+        self.trie = Trie(len(self.committed), Window(token_count=4096, depth=128))
+        self.seen: dict[Guess, int] = {}
+        self.in_flight: list[Proposal] = []
+
+    def propose(self) -> None:
+        ids = self.draw(st.lists(TOKENS, min_size=1, max_size=6))
+        parents: list[int] = []
+        if self.draw(st.booleans()):
+            parents = [self.draw(st.integers(0, i)) for i in range(len(ids))]
+        base = self.draw(st.integers(self.trie._opened_length, len(self.committed)))
+        self.in_flight.append(Proposal(1, base, ids, parents))
+
+    def deliver(self) -> None:
+        """Deliver a proposal, which stays in flight and may be delivered again."""
+        if not self.in_flight:
+            return
+        proposal = self.draw(st.sampled_from(self.in_flight))
+        self.trie.add(proposal, self.committed)
+        texts: list[Guess] = [tuple(self.committed[: proposal.base_length])]
+        for i, token in enumerate(proposal.token_ids):
+            parent = proposal.parents[i] if proposal.parents else i
+            texts.append((*texts[parent], token))
+            self.seen.setdefault(texts[-1], len(self.seen))
+
+    def lose(self) -> None:
+        if self.in_flight:
+            self.in_flight.remove(self.draw(st.sampled_from(self.in_flight)))
+
+    def commit(self) -> None:
+        new = self.draw(st.lists(TOKENS, min_size=1, max_size=3))
+        self.committed += new
+        walk = self.trie.advance(new)
+        below, _ = naive(self.seen, self.committed)
+        assert (walk.result in (LookupResult.CHAIN, LookupResult.BRANCH)) == bool(below)
+
+    def join(self) -> None:
+        """Another drafter takes over; the guesses of the one before it are gone."""
+        self.trie = Trie(len(self.committed), self.trie.window)
+        self.seen = {}
+        self.in_flight = []
+
+
+TOKENS = st.integers(0, 2)
+EVENTS = (World.propose, World.propose, World.deliver, World.deliver)
+RARE_EVENTS = (World.lose, World.commit, World.join)
+
+
 @given(st.data())
-def test_any_order_delay_loss_and_repetition_leaves_what_a_naive_set_of_texts_would(
-    data: st.DataObject,
-) -> None:
-    tokens = st.integers(0, 2)
-    committed = list(PROMPT)
-    trie = Trie(len(committed), Window(token_count=4096, depth=128))
-    seen: dict[Guess, int] = {}
-    under_way: list[Proposal] = []
+def test_a_trie_equals_a_naive_set_of_texts_in_any_order_of_events(data: st.DataObject) -> None:
+    world = World(data)
     for _ in range(data.draw(st.integers(1, 25))):
-        action = data.draw(
-            st.sampled_from(["propose", "propose", "deliver", "deliver", "lose", "commit", "join"])
-        )
-        if action == "propose":
-            ids = data.draw(st.lists(tokens, min_size=1, max_size=6))
-            tree = data.draw(st.booleans())
-            parents = [data.draw(st.integers(0, i)) for i in range(len(ids))] if tree else []
-            under_way.append(
-                Proposal(
-                    1, data.draw(st.integers(trie._opened_length, len(committed))), ids, parents
-                )
-            )
-        elif action == "deliver" and under_way:
-            proposal = data.draw(st.sampled_from(under_way))
-            trie.add(proposal, committed)
-            texts: list[Guess] = [tuple(committed[: proposal.base_length])]
-            for i, token in enumerate(proposal.token_ids):
-                texts.append((*texts[proposal.parents[i] if proposal.parents else i], token))
-                seen.setdefault(texts[-1], len(seen))
-        elif action == "lose" and under_way:
-            under_way.remove(data.draw(st.sampled_from(under_way)))
-        elif action == "commit":
-            new = data.draw(st.lists(tokens, min_size=1, max_size=3))
-            committed += new
-            walk = trie.advance(new)
-            below, _ = naive(seen, committed)
-            assert (walk.result in (LookupResult.CHAIN, LookupResult.BRANCH)) == bool(below)
-        elif action == "join":
-            # Another drafter takes over; nothing that the one before said counts.
-            trie = Trie(len(committed), trie.window)
-            seen, under_way = {}, []
-        below, path = naive(seen, committed)
-        assert trie.node_count == len(below)
-        assert trie.path(1000).token_ids == path
+        event = data.draw(st.sampled_from((*EVENTS, *RARE_EVENTS)))
+        event(world)
+        below, path = naive(world.seen, world.committed)
+        assert world.trie.node_count == len(below)
+        assert world.trie.path(1000).token_ids == path

@@ -74,7 +74,7 @@ def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float, steps
 
 def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
     def rate(wait_s: float, busy_s: float = 0.0) -> float:
-        return goodput(3.0, 0.12, wait_s, busy_s, (1.0, 0.1), stands=0.8)[0]
+        return goodput(3.0, 0.12, wait_s, busy_s, (1.0, 0.1), prob_all_accepted=0.8)[0]
 
     assert rate(0.0) == pytest.approx(3 / 0.12)
     assert rate(0.001) == pytest.approx(3 / 0.121)

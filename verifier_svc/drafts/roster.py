@@ -1,4 +1,4 @@
-"""Who drafts: the connected drafters, what is known of each, and which of them a sequence is handed to."""
+"""The drafters: those that are connected, those that were lost, and which ones a sequence gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifier_svc.state.drafter import Drafter
 _FAULTS_ALLOWED = 3
 _QUARANTINE_S = 30.0
 _MISSED_S = 600.0
-# When to try again where there are as many drafters as there may be.
+# When a drafter should try again that was refused because there are too many.
 _FULL_S = 5.0
 _REMEMBERED = 256
 _MAX_DRAFTERS = 64
@@ -24,27 +24,32 @@ _NAMED = 20
 
 
 class Roster:
-    """All drafters: connected ones, at most `max_drafters`, and those that were lost without a goodbye."""
+    """The connected drafters, at most `max_drafters`, and those that left a short while ago."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self.max_drafters = _MAX_DRAFTERS
         self.connected: dict[str, Drafter] = {}
-        # Those that left, and when, the longest gone first.
+        """By id."""
+        # Drafters that left, by id, with the time (seconds), the longest gone first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
         self._faults: dict[str, list[float]] = {}
 
     def join(self, drafter: Drafter) -> None:
-        """Raises OutriderError when the id is taken, or in quarantine after repeated protocol violations, or there are too many."""
+        """Register a drafter.
+
+        Raises OutriderError: QUARANTINED for an id with repeated protocol violations,
+        DRAFTER_ID_TAKEN, or OVERLOADED if `max_drafters` are connected.
+        """
         if (left_s := self._quarantine_s(drafter.id)) > 0:
-            message = f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times and is in quarantine for {ceil(left_s)} s more"
+            message = (
+                f"drafter {drafter.id} broke the protocol {_FAULTS_ALLOWED} times"
+                f" and is in quarantine for {ceil(left_s)} s more"
+            )
             raise OutriderError(Reason.QUARANTINED, message, retry_after_s=left_s)
         if drafter.id in self.connected:
-            raise OutriderError(
-                Reason.DRAFTER_ID_TAKEN,
-                f"a drafter with the id {drafter.id} is connected",
-                "hello.drafter_id",
-            )
+            message = f"a drafter with the id {drafter.id} is connected"
+            raise OutriderError(Reason.DRAFTER_ID_TAKEN, message, "hello.drafter_id")
         if len(self.connected) >= self.max_drafters:
             message = (
                 f"{self.max_drafters} drafters are connected, and --max-drafters allows no more"
@@ -54,6 +59,7 @@ class Roster:
         self._gone.pop(drafter.id, None)
 
     def leave(self, drafter: Drafter) -> None:
+        """Remove a drafter whose stream has ended; no effect if it is not connected."""
         if self.connected.get(drafter.id) is not drafter:
             return
         del self.connected[drafter.id]
@@ -61,7 +67,10 @@ class Roster:
         self._gone[drafter.id] = (self._clock(), drafter)
 
     def forget(self) -> list[str]:
-        """Forget those that left long ago, or before many others, since ids are theirs to choose; who they were."""
+        """Forget drafters that left long ago; returns their ids.
+
+        Since drafters choose their ids, only the last `_REMEMBERED` are kept.
+        """
         forgotten: list[str] = []
         since = self._clock() - _MISSED_S
         for drafter_id, (left_at, _) in self._gone.items():
@@ -74,20 +83,26 @@ class Roster:
 
     def fault(self, drafter: Drafter) -> None:
         """Count a protocol violation."""
-        self._faults[drafter.id] = [*self._faults.pop(drafter.id, []), self._clock()][
-            -_FAULTS_ALLOWED:
-        ]
+        faults = [*self._faults.pop(drafter.id, []), self._clock()]
+        self._faults[drafter.id] = faults[-_FAULTS_ALLOWED:]
         _drop_oldest(self._faults)
 
     def _quarantine_s(self, drafter_id: str) -> float:
-        """Seconds for which the id is still kept out: for so long after as many violations within so long."""
+        """Seconds for which the id is still refused.
+
+        `_FAULTS_ALLOWED` violations within `_QUARANTINE_S` start a quarantine of that duration.
+        """
         faults = self._faults.get(drafter_id, [])
         if len(faults) < _FAULTS_ALLOWED or faults[-1] - faults[0] >= _QUARANTINE_S:
             return 0.0
         return faults[-1] + _QUARANTINE_S - self._clock()
 
     def choose(self, options: SpeculationOptions, assigned: Iterable[str]) -> list[Drafter]:
-        """The drafters to hand a sequence to besides those `assigned` (ids): of each family that may draft, the least busy one."""
+        """The drafters to assign a sequence to, besides those `assigned` (ids).
+
+        Of each family that the request allows and that has none yet, the drafter with the fewest
+        sequences.
+        """
         if not options.enabled:
             return []
         names = set(assigned)
@@ -95,30 +110,35 @@ class Roster:
         chosen: dict[str, Drafter] = {}
         for drafter in self.connected.values():
             family = drafter.hello.family
-            wanted = options.drafter in ("", family, drafter.id)
-            if not wanted or drafter.id in names or family in covered or not drafter.open_to_more:
+            if drafter.id in names or family in covered or not drafter.accepts_sequences:
+                continue
+            if options.drafter not in ("", family, drafter.id):
                 continue
             if family not in chosen or len(drafter.sequence_ids) < len(chosen[family].sequence_ids):
                 chosen[family] = drafter
         return list(chosen.values())
 
     def check_known(self, name: str) -> None:
-        """Raises OutriderError(DRAFTER_NOT_FOUND) for a name that no drafter has or had, by id or by family."""
+        """Raises OutriderError(DRAFTER_NOT_FOUND) if no drafter has this id or family.
+
+        Drafters that were lost a short while ago count. An empty name passes.
+        """
         known = [*self.connected.values(), *self._missed()]
-        names = sorted(
-            {drafter.id for drafter in known} | {drafter.hello.family for drafter in known}
-        )
+        names = {drafter.id for drafter in known} | {drafter.hello.family for drafter in known}
         if name and name not in names:
-            listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-            message = f"speculation.drafter must be one of {listed or '(no drafter is connected)'}, not {name}"
+            listed = ", ".join(sorted(names)[:_NAMED]) or "(no drafter is connected)"
+            if len(names) > _NAMED:
+                listed += ", ..."
+            message = f"speculation.drafter must be one of {listed}, not {name}"
             raise OutriderError(Reason.DRAFTER_NOT_FOUND, message, "speculation.drafter")
 
     def infos(self) -> tuple[DrafterInfo, ...]:
+        """The API's record of each drafter, connected or lost a short while ago."""
         connected = [drafter.info(True) for drafter in self.connected.values()]
         return (*connected, *(drafter.info(False) for drafter in self._missed()))
 
     def _missed(self) -> list[Drafter]:
-        """Drafters that were lost a short while ago; one that is gone for longer is not expected back."""
+        """Drafters that were lost in the last ten minutes without draining."""
         since = self._clock() - _MISSED_S
         return [
             drafter
@@ -128,6 +148,6 @@ class Roster:
 
 
 def _drop_oldest(names: dict[str, Any]) -> None:
-    """Ids are the drafters' to choose, so what is remembered of them is bounded."""
+    """Keep the last `_REMEMBERED` entries, since drafters choose their ids."""
     while len(names) > _REMEMBERED:
         del names[next(iter(names))]

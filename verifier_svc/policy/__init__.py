@@ -1,1 +1,1 @@
-"""How many draft tokens to verify, whom to ask and how long to wait. Writes no state."""
+"""How many draft tokens to verify, which drafters to ask, and how long to wait for them."""

@@ -1,30 +1,34 @@
-"""Seconds of a forward by its sequences and tokens, measured before the first request and corrected by every step."""
+"""Duration of a forward by its sequences and tokens: measured at start, corrected by every step."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import pairwise
 
-# No forward is believed to take less.
+# The least duration of a forward, whatever the clock says.
 _LEAST_S = 1e-6
-# One step corrects the cost of forwards of its own size, of forwards with as many sequences, and of
-# all others by these shares. The same cause slows down similar steps. If their costs stayed behind,
-# further tokens would seem to cost nothing.
-_OWN, _NEAR, _FAR = 0.3, 0.2, 0.05
-# Of a step with one token, what a prompt's token is taken to cost before it is known.
+# A step moves the cost of forwards of its own size, of forwards with as many sequences, and of all
+# others by these shares. Whatever slows down one step slows down similar steps. If their costs
+# stayed behind, further tokens would seem to cost nothing.
+_OWN = 0.3
+_NEAR = 0.2
+_FAR = 0.05
+# Cost of a prompt token before it is known, as a share of a step with one token.
 _TYPICAL_PROMPT_TOKEN = 0.01
 
 
 class ForwardCost:
-    """Seconds of a step by its sequences and tokens: a grid of forwards before the first request, corrected by every step.
+    """Duration of a step in seconds, by its sequences and tokens.
 
-    A step is a forward and all that is done on the host for it, of which there is more where drafts are judged.
+    A step is a forward and the host's work for it, which grows with the drafts. Trial forwards
+    before the first request give a grid of durations; every step corrects it.
     """
 
     def __init__(self) -> None:
-        # By sequences, then by tokens of each sequence.
+        # Seconds by sequences, then by tokens of each sequence.
         self._grid: dict[float, dict[float, float]] = {}
-        # The grid's keys in rising order: sequences, tokens of each by sequences, and those beyond one of all rows.
+        # The grid's keys in rising order: sequences; tokens of each, by sequences; and those above
+        # one of all rows.
         self._counts: list[float] = []
         self._depths: dict[float, list[float]] = {}
         self._drafted_depths: list[float] = []
@@ -35,10 +39,9 @@ class ForwardCost:
         """Seconds that each token of a prompt adds."""
 
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
-        """Note a forward that was measured on purpose; some time it took, whatever the clock says."""
-        self._grid.setdefault(sequence_count, {})[token_count / sequence_count] = max(
-            seconds, _LEAST_S
-        )
+        """Enter a trial forward into the grid."""
+        row = self._grid.setdefault(sequence_count, {})
+        row[token_count / sequence_count] = max(seconds, _LEAST_S)
         self._counts = sorted(self._grid)
         self._depths = {count: sorted(row) for count, row in self._grid.items()}
         self._drafted_depths = sorted(
@@ -49,10 +52,12 @@ class ForwardCost:
     def observe(
         self, sequence_count: int, token_count: int, seconds: float, prompt_token_count: int = 0
     ) -> None:
-        """Correct prices by a step: those of its size at once, all others a little, as contexts grow or others take cores.
+        """Correct the costs by a step that took `seconds`.
 
-        With tokens of prompts besides, what was not expected is divided between them and the others by the squares of what each is
-        expected to take, as least mean squares do.
+        The step had `token_count` tokens of `sequence_count` decoding sequences, and
+        `prompt_token_count` tokens of prompts besides. In such a mixed step the prediction error is
+        split between prompt and decode tokens in proportion to the square of the predicted cost of
+        each (the LMS rule).
         """
         if not self._grid:
             if prompt_token_count == 0:
@@ -61,41 +66,34 @@ class ForwardCost:
         decoding_s = self.estimate(sequence_count, token_count) if sequence_count else 0.0
         # A cost of 0, or one far too low, must be able to grow.
         decode_step_s = self.estimate(1, 1)
-        prompts_s = prompt_token_count * max(
-            self.prompt_token_s, _TYPICAL_PROMPT_TOKEN * decode_step_s
-        )
+        least_token_s = _TYPICAL_PROMPT_TOKEN * decode_step_s
+        prompts_s = prompt_token_count * max(self.prompt_token_s, least_token_s)
         expected = decoding_s + self._prompts_s(prompt_token_count)
         # One step that was held up says little, so no step counts for more than a factor of two.
-        surprise = min(max(seconds, 0.5 * expected), 2.0 * max(expected, decode_step_s)) - expected
+        error = min(max(seconds, 0.5 * expected), 2.0 * max(expected, decode_step_s)) - expected
         share = prompts_s**2 / max(prompts_s**2 + decoding_s**2, 1e-18)
         if prompt_token_count:
-            self.prompt_token_s = max(
-                0.0, self.prompt_token_s + _NEAR * share * surprise / prompt_token_count
-            )
+            token_s = self.prompt_token_s + _NEAR * share * error / prompt_token_count
+            self.prompt_token_s = max(0.0, token_s)
         if sequence_count:
-            self._correct(
-                sequence_count,
-                token_count,
-                max(0.5, 1.0 + (1.0 - share) * surprise / max(decoding_s, 1e-9)),
-            )
+            ratio = max(0.5, 1.0 + (1.0 - share) * error / max(decoding_s, 1e-9))
+            self._correct(sequence_count, token_count, ratio)
 
     def calibrate_prompts(self, short: tuple[int, float], long: tuple[int, float]) -> None:
-        """Note two forwards of a prompt alone, each as tokens and seconds."""
+        """Learn the cost of prompts from two forwards of a prompt alone, each (tokens, seconds)."""
         self.prompt_token_s = max(0.0, long[1] - short[1]) / (long[0] - short[0])
-        self.prompt_step_s = max(
-            0.0, short[1] - self.estimate(1, 1) - short[0] * self.prompt_token_s
-        )
+        tokens_s = short[0] * self.prompt_token_s
+        self.prompt_step_s = max(0.0, short[1] - self.estimate(1, 1) - tokens_s)
 
     def _prompts_s(self, token_count: int) -> float:
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
+        """Multiply costs by a power of `ratio`: the nearer to the step's size, the greater."""
         rows = _shares(self._counts, sequence_count)
         for count, row in self._grid.items():
-            near, cells = (
-                rows.get(count, 0.0),
-                _shares(self._depths[count], token_count / sequence_count),
-            )
+            near = rows.get(count, 0.0)
+            cells = _shares(self._depths[count], token_count / sequence_count)
             for depth in row:
                 own = near * cells.get(depth, 0.0)
                 row[depth] *= ratio ** (_FAR + (_NEAR - _FAR) * near + (_OWN - _NEAR) * own)
@@ -107,26 +105,28 @@ class ForwardCost:
         return bool(self._grid)
 
     def estimate(self, sequence_count: int, token_count: int) -> float:
-        """Seconds of such a forward, between and beyond what was measured; 0 before that."""
+        """Seconds of such a forward, by lines through the measured ones; 0 before the first."""
         if not self._grid:
             return 0.0
         key = (sequence_count, token_count)
         known = self._known.get(key)
         if known is None:
             depth = token_count / max(sequence_count, 1)
-            about = _about(self._counts, sequence_count)
+            counts = _neighbours(self._counts, sequence_count)
             points = {
-                count: _between(self._depths[count], self._grid[count], depth) for count in about
+                count: _interpolate(self._depths[count], self._grid[count], depth)
+                for count in counts
             }
-            known = self._known[key] = _between(about, points, sequence_count)
+            known = self._known[key] = _interpolate(counts, points, sequence_count)
         return known
 
     def further_tokens_s(self, sequence_count: int) -> list[tuple[int, float]]:
-        """Seconds of each draft token, as pairs: up to how many tokens of the forward, and seconds each. They rise.
+        """Marginal costs of draft tokens, rising: (up to this many draft tokens, seconds of each).
 
-        Where forwards grow in steps, as with graphs of fixed sizes, a step is spread over all tokens that it has room for.
+        Where forwards grow in steps, as with graphs of fixed sizes, the cost of a step is spread
+        over all tokens that it has room for.
         """
-        # The lower hull of what was measured (Andrew's monotone chain), between which prices are lines.
+        # The lower convex hull of the measured points, by Andrew's monotone chain.
         hull = [(0, self.estimate(sequence_count, sequence_count))]
         for depth in self._drafted_depths:
             count = round(sequence_count * depth)
@@ -142,28 +142,32 @@ def _slope(begin: tuple[int, float], end: tuple[int, float]) -> float:
     return (end[1] - begin[1]) / (end[0] - begin[0])
 
 
-def _about(xs: list[float], x: float) -> list[float]:
-    """Of rising numbers the two about `x`, or nearest to it if it lies outside; fewer where there are no more."""
+def _neighbours(xs: list[float], x: float) -> list[float]:
+    """The two of the rising numbers `xs` around or nearest to `x`; one if `xs` has only one."""
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     return xs[max(i - 1, 0) : i + 1]
 
 
-def _between(xs: list[float], points: dict[float, float], x: float) -> float:
-    """The value at `x` on the line through the two nearest points about it; never less than the smallest point's.
+def _interpolate(xs: list[float], points: dict[float, float], x: float) -> float:
+    """The value at `x` on the line through the two nearest points; at least the lowest point's.
 
     `xs` are the keys of `points` in rising order.
     """
     if len(xs) == 1:
         return points[xs[0]]
     i = min(max(bisect_left(xs, x), 1), len(xs) - 1)
-    low, high = xs[i - 1], xs[i]
+    low = xs[i - 1]
+    high = xs[i]
     value = points[low] + (points[high] - points[low]) * (x - low) / (high - low)
     return value if low <= x <= high else max(value, min(points.values()))
 
 
 def _shares(points: list[float], x: float) -> dict[float, float]:
-    """How far each of the two points about `x` moves if the value there, between them, is to move by 1: the least squares."""
-    xs = _about(points, x)
+    """How far the two points around `x` must move for the line between them to move by 1 at `x`.
+
+    The solution of least squares.
+    """
+    xs = _neighbours(points, x)
     if len(xs) == 1:
         return {xs[0]: 1.0}
     high = min(max((x - xs[0]) / (xs[1] - xs[0]), 0.0), 1.0)

@@ -1,8 +1,9 @@
-"""The arithmetic of goodput, committed tokens over time. Pure functions of numbers; see `planner` for how they are used.
+"""The arithmetic of goodput, committed tokens over time. Pure functions of numbers.
 
-A draft token is worth its place in a forward while its chance of being committed is above the price:
-the tokens that the same time brings elsewhere. Raising a ratio by such prices, anew from each step's
-outcome, is Dinkelbach's method (On nonlinear fractional programming, 1967).
+A draft token is worth its place in a forward if its probability of being committed is at least its
+price: the tokens that the same time yields elsewhere. The planner repeats this each step with the
+prices of the step before, which is Dinkelbach's method for maximising a ratio (On nonlinear
+fractional programming, 1967).
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import math
 from bisect import bisect_left
 
 
-def price_of_tokens(chances: list[float], token_prices: list[tuple[int, float]]) -> float:
-    """The lowest chance of being committed at which a draft token still pays, given rising costs.
+def price_of_tokens(accept_probs: list[float], token_prices: list[tuple[int, float]]) -> float:
+    """The lowest probability of being committed at which a draft token still pays.
 
-    Takes the n likeliest tokens, with n the largest number whose n-th chance covers the n-th cost.
-    `chances` of all tokens that could be drafted, in rising order. `token_prices` are pairs: up to
-    how many draft tokens of a forward cost how much each, in tokens.
+    Takes the n likeliest tokens, with n the largest number whose n-th probability covers the n-th
+    cost. `accept_probs` are those of all tokens that could be drafted, in rising order.
+    `token_prices` has rising costs: (up to this many draft tokens of a forward, cost of each in
+    tokens).
     """
-    begin, price = 0, 0.0
+    begin = 0
+    price = 0.0
     for end, price in token_prices:
-        count = len(chances) - bisect_left(chances, price)
+        count = len(accept_probs) - bisect_left(accept_probs, price)
         if count <= begin:
             # The tokens before this place are worth their cost, and those behind it are not.
-            return chances[-begin] if begin else price
+            return accept_probs[-begin] if begin else price
         if count < end:
             return price
         begin = end
@@ -31,9 +34,10 @@ def price_of_tokens(chances: list[float], token_prices: list[tuple[int, float]])
 
 
 def steps_meanwhile(wait_s: float, decode_step_s: float) -> int:
-    """Steps of `decode_step_s` seconds to take before the engine waits for a draft that is `wait_s` away.
+    """Steps of `decode_step_s` seconds to take before the engine waits for a draft `wait_s` away.
 
-    At least one, and then the engine waits for less than half a step; 0 before anything was measured.
+    At least one, and so many that the engine then waits for less than half a step. 0 before
+    anything was measured.
     """
     return max(math.floor(wait_s / decode_step_s + 0.5), 1) if decode_step_s > 0.0 else 0
 
@@ -44,14 +48,15 @@ def goodput(
     wait_s: float,
     busy_s: float,
     plain: tuple[float, float],
-    stands: float,
+    prob_all_accepted: float,
 ) -> tuple[float, bool]:
-    """Tokens a second with drafts that come `wait_s` after they are asked for; and whether to wait.
+    """Tokens a second with drafts that arrive `wait_s` after they are asked for; whether to wait.
 
-    The better of two ways. Wait before each forward, which then commits `tokens`. Or go on meanwhile
-    with steps of so many tokens and seconds (`plain`), then wait for the rest; the draft is still
-    right with the probability `stands`, or else the drafter is asked anew. The target loses `busy_s`
-    of the second way to drafting on its own cores; in the first way it waits for them anyway.
+    Compares two ways. The first waits before each forward of `forward_s` seconds, which commits
+    `tokens`. The second takes plain steps meanwhile, `plain` = (tokens, seconds) each, and waits
+    for the rest. Then the draft is still right with the probability `prob_all_accepted`; otherwise
+    the drafter is asked anew. Drafting on the target's own cores costs the second way `busy_s`; the
+    first way waits for it anyway.
     """
     waiting = tokens / (forward_s + wait_s)
     if wait_s <= 0.0:
@@ -59,8 +64,8 @@ def goodput(
     plain_tokens, decode_step_s = plain
     steps = steps_meanwhile(wait_s, decode_step_s)
     meanwhile_s = max(steps * decode_step_s, wait_s)
-    going_on = (stands * tokens + steps * plain_tokens) / (
-        stands * forward_s + busy_s + meanwhile_s
+    going_on = (prob_all_accepted * tokens + steps * plain_tokens) / (
+        prob_all_accepted * forward_s + busy_s + meanwhile_s
     )
     return (waiting, True) if waiting >= going_on else (going_on, False)
 
@@ -71,14 +76,17 @@ def max_wait_s(
     batch_rate: float,
     batch: int,
     decode_step_s: float,
-    stands: float,
+    prob_all_accepted: float,
 ) -> float:
-    """How long one sequence's draft is worth waiting for, in a batch of `batch_rate` tokens a second.
+    """How many seconds of waiting one sequence's pending draft is worth.
 
-    The draft is due in `due_s`. `gain` is tokens of the sequence that a step commits without it, and
-    with it. Each step without the draft falls behind the batch's usual rate, and so does the rest of
-    the wait; and again for each time that the draft then does not stand. But no draft is worth more
-    than the tokens that come of it.
+    The draft is due in `due_s`. The batch of `batch` sequences commits `batch_rate` tokens a
+    second. `gain` is the tokens of the sequence that a step commits without the draft, and with it.
+
+    Going on without the draft costs plain steps, which commit less than the batch's usual rate, and
+    then the rest of the wait. It costs this again each time that the draft turns out wrong after
+    those steps; it is still right with the probability `prob_all_accepted`. The wait is worth that
+    cost, but no more than the tokens that the draft adds.
     """
     if batch_rate <= 0.0 or decode_step_s <= 0.0:
         return 0.0
@@ -87,9 +95,9 @@ def max_wait_s(
     # Comparisons instead of `max` and `min`, whose calls take longer than the rest of it.
     rest_s = due_s - steps * decode_step_s
     missed_s = decode_step_s / batch - now / batch_rate
-    going_on_s = (steps * missed_s if missed_s > 0.0 else 0.0) + (
-        rest_s / batch if rest_s > 0.0 else 0.0
-    )
-    going_on_s /= stands if stands > 1e-6 else 1e-6
+    going_on_s = steps * missed_s if missed_s > 0.0 else 0.0
+    if rest_s > 0.0:
+        going_on_s += rest_s / batch
+    going_on_s /= prob_all_accepted if prob_all_accepted > 1e-6 else 1e-6
     most_s = (promised - now) / batch_rate
     return going_on_s if going_on_s < most_s else most_s

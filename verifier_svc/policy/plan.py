@@ -1,4 +1,4 @@
-"""What one step does about drafts. `Planner.plan` makes it; everything else only reads it."""
+"""The plan of one step's drafts. `Planner.plan` makes it; everything else only reads it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _NOBODY: frozenset[Drafter] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions for one step, and what they rest on."""
+    """The decisions for one step, and the numbers behind them."""
 
     batch: int = 1
-    """Sequences that decode; those of the last such plan if none does."""
+    """Decoding sequences; those of the last such plan if there are none."""
     decode_step_s: float = 0.0
     """Seconds of a step without drafts; 0 before anything was measured."""
     speedup: float = 1.0
-    """Tokens a second that are expected of this plan, over those of plain decoding."""
+    """Expected tokens a second of this plan, over those of plain decoding."""
     price: float = 0.0
-    """The chance of being committed from which on a draft token is worth its place in a forward."""
+    """The lowest acceptance probability at which a draft token is worth its place in a forward."""
     planned_ids: frozenset[int] = frozenset()
-    """The sequences that it was made for."""
+    """Ids of the sequences that the plan covers."""
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Most draft tokens that the step verifies, by sequence id; sequences that draft nothing are missing."""
+    """Most draft tokens that the step verifies, by sequence id; a missing id stands for 0."""
     asks: Mapping[Assignment, int] = field(default_factory=dict)
-    """Drafters to ask behind this step, by assignment, with the draft tokens to ask for. All others hear nothing."""
+    """Drafters to ask behind this step: draft tokens to ask for, by assignment."""
     probes: frozenset[Assignment] = frozenset()
-    """Assignments that do not pay and are told of this step all the same, to see whether their guesses got better."""
+    """Assignments that do not pay, but get this step's verdict to see whether they improved."""
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()
-    """Drafts under way that are worth waiting for before the step."""
+    """Pending drafts that are worth waiting for before the step."""
     wait_s: float = 0.0
-    """Seconds that they are worth."""
+    """The longest such wait in seconds."""
     always: bool = False
     """Whether every draft is waited for, a sequence's first one too."""
     paying: frozenset[Drafter] = _NOBODY
@@ -43,25 +43,26 @@ class Plan:
     considered: frozenset[Drafter] = _NOBODY
     """Drafters that had a decoding sequence."""
     silent: frozenset[Drafter] = _NOBODY
-    """Drafters that are told of nothing, since even that may cost the target more than it can gain."""
+    """Drafters that are not even probed: a probe may cost the target more than it can gain."""
 
 
 class Pending(NamedTuple):
-    """A draft under way that is better than what is there."""
+    """A draft in flight that is better than the drafts that have arrived."""
 
     assignment: Assignment
     ready_tokens: int
-    """Draft tokens that are there."""
+    """Draft tokens that have arrived."""
     expected_now: float
-    """Tokens that a step is expected to commit with those."""
+    """Tokens that a step should commit with those."""
     expected_with_it: float
+    """Tokens that a step should commit with the pending draft."""
 
 
 def pending_draft(sequence: Sequence, draft_tokens: int, *, always: bool) -> Pending | None:
-    """The best draft under way for a sequence that verifies at most `draft_tokens`.
+    """The best draft in flight for a sequence that verifies at most `draft_tokens`.
 
-    Returns None if nothing better is under way. A drafter's first answer counts as under way only
-    with `always`.
+    Returns None if no draft in flight is better than the ready one. A drafter's first answer counts
+    as in flight only with `always`.
     """
     if draft_tokens == 0:
         return None
@@ -74,12 +75,15 @@ def pending_draft(sequence: Sequence, draft_tokens: int, *, always: bool) -> Pen
             if not assignment.trie.ready(wanted):
                 expected = assignment.rate.expected_tokens(wanted)
                 if expected > promised:
-                    best, promised = assignment, expected
+                    best = assignment
+                    promised = expected
     if best is None:
         return None
-    ready, now = 0, 1.0
+    ready = 0
+    now = 1.0
     for assignment in sequence.assignments.values():
         there = assignment.trie.length(draft_tokens)
         if (expected := assignment.rate.expected_tokens(there)) > now:
-            ready, now = there, expected
+            ready = there
+            now = expected
     return Pending(best, ready, now, promised) if promised > now else None

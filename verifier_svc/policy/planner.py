@@ -1,6 +1,7 @@
-"""Decides how many tokens each sequence drafts, which drafters are asked, and how long to wait for whom: all for goodput.
+"""Plans each step's drafts: how many tokens, from which drafters, and how long to wait for them.
 
-Reads sequences and measured numbers and writes nothing. It looks at no token, so it cannot bias the output.
+Maximises goodput. Reads sequences and measured numbers and writes nothing. It looks at no token, so
+it cannot bias the output.
 """
 
 from __future__ import annotations
@@ -11,50 +12,37 @@ from typing import NamedTuple
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from verifier_svc.policy.forward_cost import ForwardCost
-from verifier_svc.policy.goodput import goodput, max_wait_s, price_of_tokens, steps_meanwhile
-from verifier_svc.policy.plan import Plan, pending_draft
+from verifier_svc.policy.goodput import goodput, price_of_tokens, steps_meanwhile
+from verifier_svc.policy.plan import Plan
+from verifier_svc.policy.prices import Prices, current_prices
 from verifier_svc.policy.speculation_budget import SpeculationBudget
+from verifier_svc.policy.waits import drafts_to_wait_for
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 
-# Drafters are compared by how soon a draft of so many tokens is there.
+# Drafters are ordered by how soon they deliver a draft of so many tokens.
 _COMPARED_TOKENS = 4
-# Least cost of a draft token, in plain steps of one sequence. On a large model the measured cost of a
-# few tokens can be 0.
-_LEAST_PRICE = 0.005
-# How much faster than plain steps drafts must make the batch: for less no drafter should work.
+# Drafts must make the batch faster than plain steps by this factor; otherwise drafters rest.
 _MARGIN = 1.01
-# For a draft that is waited for whether it pays or not: its drafter may be gone without a word.
-_LONGEST_WAIT_S = 1.0
 
-
-class _Prices(NamedTuple):
-    """Costs of forwards of the present batch."""
-
-    batch: int
-    decode_step_s: float
-    rate: float
-    """Tokens a second that the batch commits, by the last plan's speedup; 0 before anything was measured."""
-    token_prices: list[tuple[int, float]]
-    """Up to how many draft tokens cost how much each, in tokens."""
-    limit: int
-    """Most draft tokens of a sequence."""
+_Drafts = list[tuple[Sequence, Assignment, int]]
+"""(sequence, assignment, draft tokens) of each draft."""
 
 
 class _Choice(NamedTuple):
-    """Drafts of so many tokens, at this price, by some drafters; and what comes of them."""
+    """A set of drafters, the drafts that pay with it at `price`, and the resulting goodput."""
 
-    drafts: list[tuple[Sequence, Assignment, int]]
+    drafts: _Drafts
     drafters: frozenset[Drafter]
     price: float
     rate: float = 0.0
     """Tokens a second."""
     waits: bool = True
-    """Whether each forward waits for the drafts. If not, steps go on meanwhile."""
+    """Whether each forward waits for the drafts. If not, plain steps go on meanwhile."""
 
 
 class Planner:
-    """Plans for one engine. With `always` every draft is asked for and waited for, whether it pays or not."""
+    """Plans for one engine. With `always` it asks and waits for every draft, even at a loss."""
 
     def __init__(
         self,
@@ -68,59 +56,38 @@ class Planner:
         self._cost = cost
         self.budget = budget
         self._always = always
-        # Whether drafts have the policy's most tokens, whatever that brings.
+        # Whether drafts have the policy's most tokens, even at a loss.
         self._by_limit = policy.kind != "goodput" or always
 
     def plan(self, running: Collection[Sequence], last: Plan, step: int, now_s: float) -> Plan:
-        """The plan of step number `step`, at `now_s` by the clock; `last` is the plan before it."""
+        """The plan of step number `step`, made at `now_s`; `last` is the plan before it."""
         decoding: list[Sequence] = []
         reading: list[Sequence] = []
         for sequence in running:
             (decoding if sequence.num_uncomputed_tokens == 1 else reading).append(sequence)
-        batch, drafters, newcomers = (
-            len(decoding) or last.batch,
-            _drafters(decoding),
-            _drafters(reading),
-        )
+        batch = len(decoding) or last.batch
+        drafters = _drafters(decoding)
+        newcomers = _drafters(reading)
         if not drafters and not newcomers:
-            decode_step_s = self._cost.estimate(batch, batch)
-            return Plan(
-                batch,
-                decode_step_s,
-                price=last.price,
-                paying=last.paying,
-                considered=last.considered,
-                silent=last.silent,
-            )
+            return self._plan_without_drafts(batch, (), last)
         if self.budget.needs_quiet(batch) and not self._always:
-            return self._quiet(batch, running, last)
+            return self._plan_without_drafts(batch, running, last)
         prices = self._prices(batch, last, beside_prompts=bool(reading))
-        choice, considered = _Choice([], last.paying, last.price), last.considered
+        choice = _Choice([], last.paying, last.price)
+        considered = last.considered
         if drafters:
-            choice, considered = self._choose(decoding, drafters, prices), drafters
-        drafts = choice.drafts
+            choice = self._choose(decoding, drafters, prices)
+            considered = drafters
         silent = self._silent(batch, choice.drafters, considered)
+        drafts = choice.drafts
         if newcomers:
-            # A draft may stand behind a prompt's last token. Drafters that nothing is known of are believed to pay.
-            believed = choice._replace(drafters=choice.drafters | (newcomers - considered))
-            drafts = drafts + [
-                draft for sequence in reading for draft in self._pick(sequence, believed, prices)
-            ]
-        draft_tokens: dict[int, int] = {}
-        asks: dict[Assignment, int] = {}
-        for sequence, assignment, count in drafts:
-            draft_tokens[sequence.id] = min(
-                max(count, draft_tokens.get(sequence.id, 0)), sequence.most_draft_tokens
-            )
-            # The tokens that are committed until the draft is there count as its first.
-            further = (
-                0
-                if choice.waits
-                else steps_meanwhile(assignment.drafter.latency(count), prices.decode_step_s)
-            )
-            asks[assignment] = min(count + further, assignment.trie.window.depth)
+            drafts = drafts + self._first_drafts(reading, newcomers - considered, choice, prices)
+        draft_tokens = _draft_tokens(drafts)
+        asks = _asks(drafts, choice.waits, prices.decode_step_s)
         rate = choice.rate or prices.rate
-        wait_for, wait_s = self._waits(decoding, draft_tokens, prices._replace(rate=rate), now_s)
+        wait_for, wait_s = drafts_to_wait_for(
+            decoding, draft_tokens, prices, rate, now_s, always=self._always
+        )
         return Plan(
             batch=prices.batch,
             decode_step_s=prices.decode_step_s,
@@ -138,17 +105,16 @@ class Planner:
             silent=silent,
         )
 
-    def _quiet(self, batch: int, running: Collection[Sequence], last: Plan) -> Plan:
-        """A plan to ask nobody, for quiet steps to be measured; what is believed of drafters stays."""
-        decode_step_s, ids = (
-            self._cost.estimate(batch, batch),
-            frozenset([sequence.id for sequence in running]),
-        )
+    def _plan_without_drafts(self, batch: int, planned: Collection[Sequence], last: Plan) -> Plan:
+        """A plan that asks no drafter, either for lack of one or to measure quiet steps.
+
+        Keeps the last plan's opinion of the drafters.
+        """
         return Plan(
             batch,
-            decode_step_s,
+            self._cost.estimate(batch, batch),
             price=last.price,
-            planned_ids=ids,
+            planned_ids=frozenset([sequence.id for sequence in planned]),
             paying=last.paying,
             considered=last.considered,
             silent=last.silent,
@@ -157,7 +123,7 @@ class Planner:
     def _silent(
         self, batch: int, paying: frozenset[Drafter], known: frozenset[Drafter]
     ) -> frozenset[Drafter]:
-        """The drafters that are not even probed: probes lost too much, or drafting with them did."""
+        """The drafters that are not even probed: their budget, or that of probes, is exhausted."""
         if self._always:
             return frozenset()
         if not self.budget.allows(batch, paying):
@@ -165,94 +131,85 @@ class Planner:
         return frozenset([d for d in known - paying if not self.budget.allows(batch, paying | {d})])
 
     def first_draft_tokens(self, sequence: Sequence, assignment: Assignment, last: Plan) -> int:
-        """Draft tokens to ask for with a new sequence; 0 if the last plan says that the drafter does not pay."""
+        """Draft tokens to ask for with a new sequence; 0 if the drafter does not pay by `last`."""
         drafter = assignment.drafter
         if drafter in last.considered and drafter not in last.paying:
             return 0
-        return self._worth(
-            sequence, assignment, last.price, self._prices(last.batch, last, beside_prompts=False)
-        )
+        prices = self._prices(last.batch, last, beside_prompts=False)
+        return self._tokens_worth(sequence, assignment, last.price, prices)
 
-    def _prices(self, batch: int, last: Plan, *, beside_prompts: bool) -> _Prices:
-        cost = self._cost
-        decode_step_s = cost.estimate(batch, batch)
-        rate = last.speedup * batch / decode_step_s if decode_step_s > 0.0 else 0.0
-        # With a prompt's tokens the forward takes time by each, where those of a few sequences may come almost free. The prompt's
-        # own time is no part of what a committed token is worth: it has to be spent either way.
-        least_s = max(
-            _LEAST_PRICE * decode_step_s / batch, cost.prompt_token_s if beside_prompts else 0.0
-        )
-        further = cost.further_tokens_s(batch) or [(1, 0.0)]
-        token_prices = [(count, rate * max(seconds, least_s)) for count, seconds in further]
-        return _Prices(batch, decode_step_s, rate, token_prices, self._policy.limit(batch))
-
-    # --- who drafts how much ---
+    def _prices(self, batch: int, last: Plan, *, beside_prompts: bool) -> Prices:
+        limit = self._policy.limit(batch)
+        return current_prices(self._cost, batch, last.speedup, limit, beside_prompts=beside_prompts)
 
     def _choose(
-        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: _Prices
+        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: Prices
     ) -> _Choice:
-        """The set of drafters with which steps commit the most for their time, waits included.
+        """The set of drafters with the highest goodput, waits included.
 
         Tries the quickest drafter alone, then the two quickest, and so on. The set is empty if none
         beats plain steps by the margin.
         """
         if self._always or prices.decode_step_s == 0.0:
-            return self._with(decoding, drafters, prices)
+            return self._choice_of(decoding, drafters, prices)
         asked: frozenset[Drafter] = frozenset()
         plain_rate = prices.batch / prices.decode_step_s
-        best, least = (
-            _Choice([], asked, prices.token_prices[0][1], plain_rate),
-            _MARGIN * plain_rate,
-        )
+        best = _Choice([], asked, prices.token_prices[0][1], plain_rate)
+        least = _MARGIN * plain_rate
         for drafter in sorted(
             drafters, key=lambda drafter: (drafter.latency(_COMPARED_TOKENS), drafter.id)
         ):
             asked |= {drafter}
             if not self.budget.allows(prices.batch, asked):
                 continue
-            choice = self._with(decoding, asked, prices)
+            choice = self._choice_of(decoding, asked, prices)
             if choice.rate > least:
-                best, least = choice, choice.rate
+                best = choice
+                least = choice.rate
         return best
 
-    def _with(
-        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: _Prices
+    def _choice_of(
+        self, decoding: list[Sequence], drafters: frozenset[Drafter], prices: Prices
     ) -> _Choice:
         """The drafts that are worth their places in a forward if these drafters draft."""
-        chances: list[float] = []
+        accept_probs: list[float] = []
         for sequence in decoding:
             found = [
-                self._chances(sequence, a, prices)
+                self._accept_probs(sequence, a, prices)
                 for a in sequence.assignments.values()
                 if a.drafter in drafters
             ]
             if found:
-                # Of several that of which the first token is the likeliest.
-                chances += max(found)
-        chances.sort()
-        choice = _Choice([], drafters, price_of_tokens(chances, prices.token_prices))
+                # Of several drafters, the one with the likeliest first token.
+                accept_probs += max(found)
+        accept_probs.sort()
+        choice = _Choice([], drafters, price_of_tokens(accept_probs, prices.token_prices))
         drafts = [draft for sequence in decoding for draft in self._pick(sequence, choice, prices)]
         rate, waits = self._goodput(drafts, prices)
-        return choice._replace(drafts=drafts, rate=rate, waits=waits or self._always)
+        return _Choice(drafts, drafters, choice.price, rate, waits or self._always)
 
-    def _chances(self, sequence: Sequence, assignment: Assignment, prices: _Prices) -> list[float]:
-        """How likely each token that could be drafted is to be committed; 1 for those that are drafted whatever they cost."""
-        fixed, most = (
-            sequence.request.speculation.draft_tokens,
-            assignment.drafter.hello.max_draft_tokens,
-        )
+    def _accept_probs(
+        self, sequence: Sequence, assignment: Assignment, prices: Prices
+    ) -> list[float]:
+        """The probability of being committed, of each token that could be drafted.
+
+        1 for tokens that the request demands at any cost.
+        """
+        fixed = sequence.request.speculation.draft_tokens
+        most = assignment.drafter.hello.max_draft_tokens
         if fixed is not None:
             return [1.0] * min(fixed, most)
         return assignment.rate.survival[: min(prices.limit, most)]
 
-    def _pick(
-        self, sequence: Sequence, choice: _Choice, prices: _Prices
-    ) -> list[tuple[Sequence, Assignment, int]]:
-        """The draft that brings the most for its places in the forward, if any is worth them; all of them with `always`."""
+    def _pick(self, sequence: Sequence, choice: _Choice, prices: Prices) -> _Drafts:
+        """The sequence's draft with the greatest gain over its price, if any gains.
+
+        With `always`, its drafts from all drafters.
+        """
         found: list[tuple[float, Assignment, int]] = []
         for assignment in sequence.assignments.values():
             if assignment.drafter in choice.drafters:
-                count = self._worth(sequence, assignment, choice.price, prices)
+                count = self._tokens_worth(sequence, assignment, choice.price, prices)
                 gain = assignment.rate.expected_tokens(count) - 1.0 - count * choice.price
                 if count > 0 and (gain > -1e-9 or self._always):
                     found.append((gain, assignment, count))
@@ -260,88 +217,62 @@ class Planner:
             found = [max(found, key=itemgetter(0))]
         return [(sequence, assignment, count) for _, assignment, count in found]
 
-    def _worth(
-        self, sequence: Sequence, assignment: Assignment, price: float, prices: _Prices
-    ) -> int:
-        """Draft tokens of this drafter that are worth their place in a step."""
-        fixed, most = (
-            sequence.request.speculation.draft_tokens,
-            assignment.drafter.hello.max_draft_tokens,
-        )
-        if fixed is not None or self._by_limit:
-            return min(prices.limit if fixed is None else fixed, most)
-        # A drafter on the target's cores does not run ahead, so nothing hides the time in which it drafts the batch.
-        drafting_s = assignment.drafter.busy_s(1) / prices.batch
-        return assignment.rate.tokens_worth(
-            price + prices.rate * drafting_s, min(prices.limit, most)
-        )
+    def _first_drafts(
+        self,
+        reading: list[Sequence],
+        unknown: frozenset[Drafter],
+        choice: _Choice,
+        prices: Prices,
+    ) -> _Drafts:
+        """Drafts of sequences whose prompt is not finished; one may follow the prompt's last token.
 
-    def _goodput(
-        self, drafts: list[tuple[Sequence, Assignment, int]], prices: _Prices
-    ) -> tuple[float, bool]:
-        """As `goodput`, of steps with these drafts; the other sequences decode plainly. 0 before anything was measured."""
-        batch, decode_step_s = prices.batch, prices.decode_step_s
+        `unknown` drafters, about which no plan has decided yet, are taken as paying.
+        """
+        choice = choice._replace(drafters=choice.drafters | unknown)
+        return [draft for sequence in reading for draft in self._pick(sequence, choice, prices)]
+
+    def _tokens_worth(
+        self, sequence: Sequence, assignment: Assignment, price: float, prices: Prices
+    ) -> int:
+        """How many draft tokens of this drafter are worth their place in a step."""
+        fixed = sequence.request.speculation.draft_tokens
+        most = assignment.drafter.hello.max_draft_tokens
+        if fixed is not None:
+            return min(fixed, most)
+        if self._by_limit:
+            return min(prices.limit, most)
+        # A drafter on the target's cores does not run ahead, so its drafting time is not hidden.
+        drafting_s = assignment.drafter.busy_s(1) / prices.batch
+        price += prices.rate * drafting_s
+        return assignment.rate.tokens_worth(price, min(prices.limit, most))
+
+    def _goodput(self, drafts: _Drafts, prices: Prices) -> tuple[float, bool]:
+        """`goodput` of steps with these drafts; sequences without one decode plainly.
+
+        The rate is 0 before anything was measured.
+        """
+        batch = prices.batch
+        decode_step_s = prices.decode_step_s
         if decode_step_s == 0.0:
             return 0.0, True
         if not drafts:
             return batch / decode_step_s, True
-        deepest: dict[Drafter, int] = {}
-        gained, total = 0.0, 0
+        longest: dict[Drafter, int] = {}
+        gained = 0.0
+        total = 0
         for _, assignment, count in drafts:
             gained += assignment.rate.expected_tokens(count) - 1.0
             total += count
-            deepest[assignment.drafter] = max(count, deepest.get(assignment.drafter, 0))
-        wait_s = max([drafter.latency(count) for drafter, count in deepest.items()])
-        # A drafter drafts for all its sequences together.
-        busy_s = sum([drafter.busy_s(count) for drafter, count in deepest.items()])
+            longest[assignment.drafter] = max(count, longest.get(assignment.drafter, 0))
+        wait_s = max([drafter.latency(count) for drafter, count in longest.items()])
+        # A drafter drafts for all its sequences at once.
+        busy_s = sum([drafter.busy_s(count) for drafter, count in longest.items()])
         steps = steps_meanwhile(wait_s, decode_step_s)
-        stands = sum(
-            [assignment.all_accepted(steps, count) for _, assignment, count in drafts]
-        ) / len(drafts)
+        probs = [assignment.prob_all_accepted(steps, count) for _, assignment, count in drafts]
+        prob_all_accepted = sum(probs) / len(drafts)
         forward_s = self._cost.estimate(batch, batch + total)
-        return goodput(
-            batch + gained, forward_s, wait_s, busy_s, (float(batch), decode_step_s), stands
-        )
-
-    # --- waits ---
-
-    def _waits(
-        self, decoding: list[Sequence], draft_tokens: dict[int, int], prices: _Prices, now_s: float
-    ) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
-        """The drafts under way that may still pay, and how many seconds of waiting they are worth."""
-        late: list[tuple[float, float, Sequence, Assignment]] = []
-        for sequence in decoding:
-            wanted = draft_tokens.get(sequence.id, 0)
-            pending = pending_draft(sequence, wanted, always=self._always)
-            if pending is not None:
-                assignment = pending.assignment
-                due_s = assignment.due_s(now_s)
-                stands = assignment.all_accepted(
-                    pending.ready_tokens + steps_meanwhile(due_s, prices.decode_step_s), 1
-                )
-                gain = (pending.expected_now, pending.expected_with_it)
-                seconds = max_wait_s(
-                    gain, due_s, prices.rate, prices.batch, prices.decode_step_s, stands
-                )
-                late.append((due_s, assignment.answer_rate * seconds, sequence, assignment))
-        if self._always:
-            return tuple(
-                [(sequence, assignment) for _, _, sequence, assignment in late]
-            ), _LONGEST_WAIT_S
-        late.sort(key=itemgetter(0))
-        wait_s, patience, count = 0.0, 0.0, 0
-        busy_s: dict[Drafter, float] = {}
-        for i, (due_s, seconds, _, assignment) in enumerate(late):
-            patience += seconds
-            drafter = assignment.drafter
-            # The target loses this time whether it waits or not.
-            busy_s[drafter] = max(busy_s.get(drafter, 0.0), drafter.busy_s(assignment.draft_tokens))
-            most_s = min(patience + sum(busy_s.values()), _LONGEST_WAIT_S)
-            if due_s <= most_s:
-                wait_s, count = most_s, i + 1
-        return tuple(
-            [(sequence, assignment) for _, _, sequence, assignment in late[:count]]
-        ), wait_s
+        plain = (float(batch), decode_step_s)
+        return goodput(batch + gained, forward_s, wait_s, busy_s, plain, prob_all_accepted)
 
 
 def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:
@@ -354,10 +285,38 @@ def _drafters(sequences: list[Sequence]) -> frozenset[Drafter]:
     )
 
 
+def _draft_tokens(drafts: _Drafts) -> dict[int, int]:
+    """Most draft tokens to verify, by sequence id."""
+    found: dict[int, int] = {}
+    for sequence, _, count in drafts:
+        longest = max(count, found.get(sequence.id, 0))
+        found[sequence.id] = min(longest, sequence.most_draft_tokens)
+    return found
+
+
+def _asks(drafts: _Drafts, waits: bool, decode_step_s: float) -> dict[Assignment, int]:
+    """Draft tokens to ask for, by assignment.
+
+    If the engine does not wait for the drafts, a draft must also have the tokens that are committed
+    before it arrives.
+    """
+    asks: dict[Assignment, int] = {}
+    for _, assignment, count in drafts:
+        wanted = count
+        if not waits:
+            wanted += steps_meanwhile(assignment.drafter.latency(count), decode_step_s)
+        asks[assignment] = min(wanted, assignment.trie.window.depth)
+    return asks
+
+
 def _due_probes(
     decoding: list[Sequence], asks: dict[Assignment, int], silent: frozenset[Drafter], step: int
 ) -> frozenset[Assignment]:
-    """The silent drafters to probe. They are probed in common steps, since a drafter drafts many sequences together."""
+    """The assignments to probe in this step.
+
+    All with the same interval are probed in common steps, since a drafter drafts many sequences at
+    once.
+    """
     return frozenset(
         [
             assignment

@@ -1,8 +1,8 @@
-"""Judges by the clock whether speculation is a loss, and rations what such a loss may cost.
+"""Measures whether speculation is a loss, and limits how much such a loss may cost.
 
 Drafters that compute on the target's cores, or take its memory bandwidth, slow down plain steps as
-well, so no cost of a forward shows that they do harm. This module compares whole steps: those with
-drafters at work against *quiet* ones, during which no drafter computes.
+well, so the costs of forwards do not show the harm. This module compares whole steps: steps while
+drafters compute against *quiet* steps, during which none does.
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ from dataclasses import dataclass, replace
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.drafter import Drafter
 
-# A budget is counted in quiet plain steps. It begins with so many where drafters are asked, and
-# where they are only probed.
-_FIRST_STEPS, _PROBE_STEPS = 6.0, 2.0
-# Share of the time that refills budgets which are used up.
+# Budgets are counted in quiet plain steps. A new one has so many if drafters are asked, and so many
+# if they are only probed.
+_FIRST_STEPS = 6.0
+_PROBE_STEPS = 2.0
+# Exhausted budgets regain this share of the time.
 _REFILL = 0.005
-# A budget holds more as its drafters gain: this share of what they gain, up to so many steps in
-# all. Else one run of bad luck would end what pays.
-_SAVED, _MOST_STEPS = 0.125, 32.0
-# Steps that a budget which was used up must have again before drafting may be tried anew. Few, so that
-# speed is soon back when a link or a drafter recovers: a trial that fails loses no more than these.
+# A budget's capacity grows by this share of its gains, up to so many steps. Otherwise one run of
+# bad luck would stop a way of drafting that pays.
+_SAVED = 0.125
+_MOST_STEPS = 32.0
+# An exhausted budget opens again when it has so many steps. Few, so that speed is soon back when a
+# link or a drafter recovers: a trial that fails loses no more than these.
 _REOPEN_STEPS = 1.5
-# A step that was held up says little, so none loses more than this.
+# A step that was held up says little, so no step loses more than this.
 _WORST_STEP = 2.0
-# Quiet steps that are measured in a row. They come again after `_FIRST_GAP` steps, then after twice
-# as many, up to `_LONGEST_GAP`: contexts grow, and other work comes and goes.
+# Quiet steps that are measured in a row. The next row follows after `_FIRST_GAP` steps, then after
+# twice as many, up to `_LONGEST_GAP`: contexts grow, and other load comes and goes.
 _QUIET_STEPS = 4
-_FIRST_GAP, _LONGEST_GAP = 128, 1024
-# Steps after which a row of quiet steps is given up, since some drafter is never done.
+_FIRST_GAP = 128
+_LONGEST_GAP = 1024
+# A row of quiet steps that is not complete after so many steps is given up: some drafter computes
+# all the time.
 _LONGEST_ROW = 128
 # Least weight of a quiet step in the mean.
 _QUIET_WEIGHT = 1 / 32
@@ -37,15 +41,16 @@ _QUIET_WEIGHT = 1 / 32
 
 @dataclass(slots=True)
 class _Budget:
-    """Quiet steps that one way of drafting may still lose."""
+    """How many quiet steps one way of drafting may still lose."""
 
     steps: float
     most: float
+    """Its capacity."""
     open: bool = True
-    """Whether drafting may go on. A budget that is used up opens again at `_REOPEN_STEPS`."""
+    """Whether drafting may go on. An exhausted budget opens again at `_REOPEN_STEPS`."""
 
     def add(self, steps: float) -> None:
-        """Note steps that were gained, or lost if below 0."""
+        """Add steps that were gained; below 0, steps that were lost."""
         self.steps += steps
         if self.steps > self.most:
             self.most = min(self.most + _SAVED * (self.steps - self.most), _MOST_STEPS)
@@ -59,68 +64,77 @@ class _Budget:
 
 @dataclass(slots=True)
 class _Quiet:
-    """Quiet steps of batches of about one size, and when to measure more of them."""
+    """The quiet steps of batches of about one size, and when to measure more of them."""
 
     slowdown: float = 0.0
-    """Time of a quiet step over that of its forward before the first request: a running mean."""
+    """Running mean of a quiet step's time over the time of its isolated forward."""
     count: int = 0
+    """Quiet steps that were measured."""
     due: int = _QUIET_STEPS
     """How many to measure now."""
     passed: int = 0
-    """Steps since some became due, or since the last one that was."""
+    """Steps since some became due, or since the last due one was measured."""
     gap: int = _FIRST_GAP
+    """Steps until some become due again."""
 
     def measure(self, slowdown: float) -> None:
-        """Note a quiet step."""
+        """Add a quiet step that took `slowdown` times its isolated forward."""
         self.count += 1
         weight = max(1.0 / self.count, _QUIET_WEIGHT)
-        self.slowdown += weight * (
-            min(slowdown, _WORST_STEP * (self.slowdown or slowdown)) - self.slowdown
-        )
+        # A step that was held up counts as no more than `_WORST_STEP` usual ones.
+        bounded = min(slowdown, _WORST_STEP * (self.slowdown or slowdown))
+        self.slowdown += weight * (bounded - self.slowdown)
         if self.due:
             self.due -= 1
             self.passed = 0
 
     def tick(self) -> None:
-        """A step passed."""
+        """Count a step, quiet or not."""
         self.passed += 1
         if self.due and self.passed >= _LONGEST_ROW:
             self.due = self.passed = 0
         elif not self.due and self.passed >= self.gap:
-            self.due, self.passed, self.gap = _QUIET_STEPS, 0, min(2 * self.gap, _LONGEST_GAP)
+            self.due = _QUIET_STEPS
+            self.passed = 0
+            self.gap = min(2 * self.gap, _LONGEST_GAP)
 
 
 class SpeculationBudget:
-    """For one engine. Without trial forwards in `isolated` it judges nothing and allows all.
+    """The budgets of one engine.
 
-    Each way of drafting (the set of drafters that are asked) has a budget for batches of about one
-    size, which gains refill and losses drain: the cumulative sum of Page (Continuous inspection
-    schemes, 1954). So however wrong all estimates are, speculation loses no more than budgets begin
-    with, a share of what it gained before, and the share `_REFILL` of the time.
+    A *way* of drafting is the set of drafters that are asked; the empty set means probes alone.
+    Each way has a budget for batches of about one size, which gains refill and losses drain: the
+    cumulative sum of Page (Continuous inspection schemes, 1954). However wrong all estimates are,
+    speculation loses no more than its first budgets, a share of its earlier gains, and the share
+    `_REFILL` of the time.
     """
 
     def __init__(self, isolated: ForwardCost) -> None:
+        """`isolated` has the trial forwards before the first request.
+
+        Without them nothing is measured and every way is allowed.
+        """
         self._isolated = isolated
         self._quiet: dict[int, _Quiet] = {}
         self._budgets: dict[frozenset[Drafter], dict[int, _Budget]] = {}
 
     def needs_quiet(self, batch: int) -> bool:
-        """Whether nobody should be asked now, so that quiet steps can be measured."""
+        """Whether no drafter should be asked now, so that quiet steps can be measured."""
         quiet = self._quiet.get(_about(batch))
         return quiet.due > 0 if quiet is not None else self._isolated.known
 
     def allows(self, batch: int, way: frozenset[Drafter]) -> bool:
-        """Whether this way of drafting did not lose too much."""
+        """Whether this way of drafting has not exhausted its budget."""
         budget = self._nearest(_about(batch), way)
         return budget is None or budget.open
 
     def observe(
         self, batch: int, way: frozenset[Drafter], token_count: int, seconds: float, *, quiet: bool
     ) -> None:
-        """Note a step without prompts of `batch` sequences that committed `token_count` tokens.
+        """Add a step without prompts that committed `token_count` tokens of `batch` sequences.
 
-        It took `seconds` from the end of the step before it. It is `quiet` if it verified no drafts
-        and no drafter computed.
+        `seconds` is the time since the step before it ended. The step is `quiet` if it verified no
+        drafts and no drafter computed.
         """
         decode_step_s = self._isolated.estimate(batch, batch)
         if decode_step_s == 0.0:
@@ -138,25 +152,25 @@ class SpeculationBudget:
         self._refill(size, min(steps, _WORST_STEP))
 
     def forget(self, drafter: Drafter) -> None:
-        """A drafter left."""
+        """Drop the budgets of a drafter that has left."""
         self._budgets = {way: sizes for way, sizes in self._budgets.items() if drafter not in way}
 
     def _refill(self, size: int, steps: float) -> None:
-        """Share out what so many steps refill among the budgets that are used up."""
+        """Divide the refill of so many quiet steps among the exhausted budgets."""
         budgets = [sizes[size] for sizes in self._budgets.values() if size in sizes]
         closed = [budget for budget in budgets if not budget.open]
         for budget in closed:
             budget.add(_REFILL * steps / len(closed))
 
     def _nearest(self, size: int, way: frozenset[Drafter]) -> _Budget | None:
-        """The budget of batches of this size, or else of the size nearest to it."""
+        """The budget for batches of this size, or of the nearest size that has one."""
         sizes = self._budgets.get(way)
         if not sizes:
             return None
         return sizes.get(size) or sizes[min(sizes, key=lambda other: abs(other - size))]
 
     def _budget(self, size: int, way: frozenset[Drafter]) -> _Budget:
-        """The budget of this size; a new one begins as the nearest one stands."""
+        """The budget for this size. A new one begins as a copy of the nearest one."""
         sizes = self._budgets.setdefault(way, {})
         if size not in sizes:
             first = _FIRST_STEPS if way else _PROBE_STEPS
@@ -165,5 +179,5 @@ class SpeculationBudget:
 
 
 def _about(batch: int) -> int:
-    """The power of two that is nearest on a scale of ratios: log2(batch), rounded."""
+    """log2(batch), rounded: all batches of about one size share a number."""
     return ((2 * batch * batch).bit_length() - 1) // 2

@@ -1,1 +1,1 @@
-"""What the verifier knows of each sequence and drafter. Knows no policy and no streams."""
+"""State of sequences and drafters: assignments, tries, measurements. No policy, no streams."""

@@ -13,7 +13,10 @@ _SAMPLES = 7
 
 
 class AcceptanceRate:
-    """Probability that a draft token is accepted if those before it were: decayed counts over a prior, by position."""
+    """Probability that a draft token is accepted if those before it were, by position.
+
+    An estimate from decayed counts and a prior.
+    """
 
     __slots__ = (
         "_accepted",
@@ -31,34 +34,41 @@ class AcceptanceRate:
     def __init__(
         self, prior: AcceptanceRate | float, count: int = MAX_DRAFT_TOKENS, *, decay: float = _DECAY
     ) -> None:
-        """The prior counts as 4 drafts, the drafts themselves as at most 1 / (1 - `decay`); `count` positions are kept.
+        """Keep `count` positions. The prior weighs 4 drafts, observed ones at most 1 / (1 - decay).
 
-        With another rate as the prior, each position follows that rate's position, as it learns. With a number, or beyond the
-        prior's positions, a position without data inherits the estimate of the position before it. Otherwise positions that are
-        never reached would keep an optimistic prior.
+        With another rate as the prior, each position follows that rate's position as it changes.
+        With a number, or beyond the prior's positions, a position without data inherits the
+        estimate of the position before it. Otherwise positions that are never reached would keep an
+        optimistic prior.
         """
-        self._base = None if isinstance(prior, float) else prior
-        self._first = prior if isinstance(prior, float) else 0.0
+        self._base: AcceptanceRate | None = None
+        self._first = 0.0
+        if isinstance(prior, float):
+            self._first = prior
+        else:
+            self._base = prior
         self._decay = decay
         self._accepted = [0.0] * count
         self._judged = [0.0] * count
         self._version = 0
-        # Sums of versions, its own and the prior's, at which the lists below hold.
+        # The lists below hold for this sum of versions, its own and the prior's.
         self._valid = -1
         self._rates: list[float] = []
         self._survival: list[float] = []
         self._expected: list[float] = []
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """One path of which so many tokens were judged, up to the first miss."""
-        judged, stood, decay = self._judged, self._accepted, self._decay
+        """Count one draft of `drafted` tokens; its first `accepted` tokens were right."""
+        judged = self._judged
+        hits = self._accepted
+        decay = self._decay
         known = drafted if drafted < len(judged) else len(judged)
         for i in range(accepted if accepted < known else known):
             judged[i] = judged[i] * decay + 1.0
-            stood[i] = stood[i] * decay + 1.0
+            hits[i] = hits[i] * decay + 1.0
         if accepted < known:
             judged[accepted] = judged[accepted] * decay + 1.0
-            stood[accepted] *= decay
+            hits[accepted] *= decay
         self._version += 1
 
     @property
@@ -81,41 +91,54 @@ class AcceptanceRate:
 
     def _refresh(self) -> None:
         base = self._base
-        self._valid = self._version if base is None else self._version + base._version
-        priors = None if base is None else base.by_position
+        self._valid = self._version
+        priors: list[float] = []
+        if base is not None:
+            self._valid += base._version
+            priors = base.by_position
         rates: list[float] = []
         survival: list[float] = []
         expected = [1.0]
-        rate, survives, total = self._first, 1.0, 1.0
+        rate = self._first
+        survives = total = 1.0
         for i, judged in enumerate(self._judged):
-            prior = priors[i] if priors is not None and i < len(priors) else rate
+            prior = priors[i] if i < len(priors) else rate
             rate = (self._accepted[i] + prior * _PRIOR_WEIGHT) / (judged + _PRIOR_WEIGHT)
             survives *= rate
             total += survives
             rates.append(rate)
             survival.append(survives)
             expected.append(total)
-        self._rates, self._survival, self._expected = rates, survival, expected
+        self._rates = rates
+        self._survival = survival
+        self._expected = expected
 
     def expected_tokens(self, count: int) -> float:
-        """Tokens that a step commits with `count` draft tokens, its own included.
+        """Tokens that a step should commit with `count` draft tokens, the target's own included.
 
-        The sum over what survives, which for one rate at all positions is (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, eq. 1).
+        One plus the sum of the survival probabilities. With one rate a for all positions it is
+        (1 - a^(k+1)) / (1 - a) for k draft tokens (Leviathan et al. 2023, eq. 1).
         """
         if self._stale():
             self._refresh()
         expected = self._expected
         return expected[count] if count < len(expected) else expected[-1]
 
-    def all_accepted(self, count: int) -> float:
-        """Probability that `count` draft tokens are all accepted; of as many as are known where that is fewer."""
+    def prob_all_accepted(self, count: int) -> float:
+        """Probability that the first `count` draft tokens are all accepted.
+
+        Beyond the known positions, the probability for all the known ones.
+        """
         if count == 0:
             return 1.0
         survival = self.survival
         return survival[count - 1] if count < len(survival) else survival[-1]
 
     def tokens_worth(self, price: float, limit: int) -> int:
-        """The draft tokens whose chance of being committed is at least `price`; it falls with each position."""
+        """How many draft tokens, at most `limit`, are accepted with at least probability `price`.
+
+        The probability falls with each position, so these are the first ones.
+        """
         count = 0
         for survives in self.survival[:limit]:
             if survives < price:
@@ -125,10 +148,10 @@ class AcceptanceRate:
 
 
 class Latency:
-    """Median of the last few times a drafter took to answer, in seconds; 0 before the first.
+    """Median of the last few durations of one kind, in seconds; 0 before the first.
 
-    A median, since one answer that was late for a reason of its own (a cold start, a long prompt) should not keep the drafter
-    from being asked again.
+    A median, because a drafter should be asked again after one answer that was late for a special
+    reason, such as a cold start or a long prompt.
     """
 
     __slots__ = ("_samples", "value")
@@ -138,5 +161,6 @@ class Latency:
         self.value = 0.0
 
     def observe(self, seconds: float) -> None:
+        """Add a duration."""
         self._samples.append(seconds)
         self.value = median(self._samples)

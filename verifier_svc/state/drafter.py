@@ -1,4 +1,4 @@
-"""A connected drafter, and what was measured of it. Knows no stream and no policy."""
+"""A connected drafter and its measurements. Knows no stream and no policy."""
 
 from __future__ import annotations
 
@@ -11,38 +11,43 @@ from outrider.messages import Hello, StepBatch
 from outrider.model_info import DrafterInfo
 from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
 
-# What a message takes in memory, however little it says.
+# Memory that a message takes besides its size on the wire.
 MESSAGE_BYTES = 1024
 
 
 @dataclass(eq=False, slots=True)
 class Drafter:
-    """A connected drafter. `outbox` gathers what the current step has to say to it."""
+    """A connected drafter."""
 
     hello: Hello
     sink: Callable[[StepBatch | OutriderError], None]
     round_trip: Latency = field(default_factory=Latency)
-    """From a verdict that asks for a draft to the first message of it, without the time that it spent drafting."""
+    """From a verdict that asks for a draft to its first message, without the drafting time."""
     token_time: Latency = field(default_factory=Latency)
-    """Drafting one token of a run."""
+    """Time to draft one token."""
     rates: dict[tuple[bool, bool, bool], AcceptanceRate] = field(default_factory=dict)
-    """What was learned of it, by kind of traffic: where a new sequence begins."""
+    """Acceptance over all its sequences, by kind of traffic: the prior of a new sequence."""
     outbox: StepBatch = field(default_factory=StepBatch)
+    """Messages of the current step that are to be sent to it."""
     sequence_ids: set[int] = field(default_factory=set)
     last_sequence_id: int = 0
-    """The highest that it was ever handed."""
+    """The highest sequence id that was ever announced to it."""
     on_target_cores: bool = False
     """Whether it computes on cores that the target computes on."""
     busy_until: float = 0.0
-    """When it has drafted all that it may, by what it usually takes (seconds); infinity before its first answer."""
+    """When it should have drafted all that its windows allow (seconds).
+
+    Infinity until its first answer.
+    """
     draining: bool = False
     taken_bytes: int = 0
-    """Of its messages that the engine is done with, `MESSAGE_BYTES` besides for each."""
+    """Bytes of its messages that the engine has processed, `MESSAGE_BYTES` added for each."""
     verified_count: int = 0
     accepted_count: int = 0
 
     @property
     def id(self) -> str:
+        """The id by which it registered."""
         return self.hello.drafter_id
 
     def latency(self, draft_tokens: int) -> float:
@@ -50,28 +55,32 @@ class Drafter:
         return self.round_trip.value + draft_tokens * self.token_time.value
 
     def busy_s(self, draft_tokens: int) -> float:
-        """Seconds of drafting so many tokens that the target's forward loses."""
+        """Seconds that the target loses while this drafter drafts so many tokens on its cores."""
         return draft_tokens * self.token_time.value if self.on_target_cores else 0.0
 
     @property
-    def open_to_more(self) -> bool:
+    def accepts_sequences(self) -> bool:
+        """Whether it may get another sequence."""
         limit = self.hello.max_sequence_count
         return not self.draining and (limit == 0 or len(self.sequence_ids) < limit)
 
-    def shares(self, cores: frozenset[int]) -> bool:
+    def shares_cores(self, cores: frozenset[int]) -> bool:
         """Whether it computes on some of these cores of this host."""
         place = self.hello.placement
         here = place.host == platform.node() and place.device.startswith("cpu")
         return here and (not place.cores or not cores.isdisjoint(place.cores))
 
     def info(self, connected: bool) -> DrafterInfo:
-        rate = self.accepted_count / self.verified_count if self.verified_count else None
+        """The API's record of it; None for fields that were not measured yet."""
         hello = self.hello
-        held, reply_s, token_s = (
+        rate = self.accepted_count / self.verified_count if self.verified_count else None
+        return DrafterInfo(
+            hello.drafter_id,
+            hello.family,
+            hello.placement,
+            connected,
             len(self.sequence_ids),
+            rate,
             self.round_trip.value or None,
             self.token_time.value or None,
-        )
-        return DrafterInfo(
-            hello.drafter_id, hello.family, hello.placement, connected, held, rate, reply_s, token_s
         )

@@ -17,24 +17,31 @@ _NOTHING = range(0)
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """One sequence's part of a batch: committed tokens that the model has not seen, then a draft behind the last of them.
-
-    `start` is the position of the first token. `samples` is False for a chunk of a prompt that is not its last, since no token is
-    drawn behind it. `planned_draft_tokens` is what the plan allows the draft.
-    `scored` are the positions of the prompt's tokens whose log probabilities this part yields; their logits rows
-    come before the rows to draw from. `mask` is what the grammar allows, as in `outrider.sampling.logits.Context`.
-    """
+    """One sequence's part of a batch: committed tokens that no forward has seen, then a draft."""
 
     sequence: Sequence
     start: int
+    """Position of the first token."""
     token_ids: list[int]
+    """The committed tokens."""
     path: Path
+    """The draft."""
     assignment: Assignment | None
+    """The assignment that the draft comes from."""
     samples: bool
+    """Whether a token is drawn. False for a prompt's chunk that is not its last."""
     planned_draft_tokens: int = 0
+    """Most draft tokens that the plan allows."""
     scored: range = _NOTHING
+    """Positions of the prompt tokens whose log probabilities this part yields.
+
+    Their logits rows come before the rows to draw from.
+    """
     mask: npt.NDArray[np.int32] | None = None
+    """Tokens that the grammar allows, as in `outrider.sampling.logits.Context`."""
 
     @property
     def logit_count(self) -> int:
-        return len(self.scored) + (len(self.path.token_ids) + 1 if self.samples else 0)
+        """Rows of logits that this part needs."""
+        drawn = len(self.path.token_ids) + 1 if self.samples else 0
+        return len(self.scored) + drawn

@@ -1,4 +1,4 @@
-"""One request's state in the engine, and one sequence in the hands of one drafter."""
+"""One request's state in the engine, and its assignments to drafters."""
 
 from __future__ import annotations
 
@@ -22,74 +22,95 @@ from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.trie import Trie
 
 _LENGTHS_TIMED = 8
+# Weight of the newest answer in `answer_rate`.
 _RECENT = 0.2
-# Steps to the next probe of a silent drafter: behind one that was right, at first, and at most.
-_EAGER_BACKOFF, FIRST_BACKOFF, _LONGEST_BACKOFF = 2, 8, 256
+# Steps between two probes: after one that was right, at first, and at most.
+_EAGER_BACKOFF = 2
+FIRST_BACKOFF = 8
+_LONGEST_BACKOFF = 256
 
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """A sequence in the hands of a drafter."""
+    """One sequence assigned to one drafter."""
 
     drafter: Drafter
     trie: Trie
     distribution: DraftDistribution
+    """How the drafter is to choose its draft tokens."""
     rate: AcceptanceRate
-    learned: AcceptanceRate
-    """What its drafter's sequences of this kind teach together."""
+    """Acceptance of this sequence's drafts."""
+    drafter_rate: AcceptanceRate
+    """Acceptance over all the drafter's sequences of this kind of traffic."""
     window: Window
-    """How far the drafter was last told to run ahead; its trie has room for more."""
+    """How far the drafter may run ahead, by the last message to it; its trie has room for more."""
     draft_tokens: int
-    """How many the drafter was last told to aim at: those of a step, and of the steps that go on until they are there."""
-    told_length: int
-    """The committed length that it was last told of."""
+    """Draft tokens that the last message to the drafter asked for.
+
+    Those of a step, and those that are committed before the draft arrives.
+    """
+    sent_length: int
+    """The committed length in the last message to the drafter."""
     opened: bool = False
-    """Whether the drafter was told of the sequence."""
+    """Whether the sequence was announced to the drafter."""
     asked: bool = True
-    """Whether its drafts pay. If not, the drafter hears nothing but probes, and its drafts are not verified."""
+    """Whether its drafts pay. If not, the drafter gets only probes, and no draft is verified."""
     backoff: int = FIRST_BACKOFF
-    """Steps between two probes of a drafter that is not asked; a power of two, so that many are probed in the same step."""
+    """Steps between two probes. A power of two, so that many sequences are probed in one step."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """When the drafter was told of a committed length behind which its trie was empty (seconds), until it answers that length."""
+    """When the drafter was asked to draft behind a committed length (seconds), by that length.
+
+    Only lengths behind which the trie was empty, until the drafter answers.
+    """
     answered_length: int = 0
-    """The greatest committed length that it answered. At 0 it may still be at the prompt, which says nothing of its drafting."""
+    """The greatest committed length that it answered.
+
+    At 0 it may still be at the prompt, so its silence says nothing about its speed.
+    """
     answer_rate: float = 1.0
-    """Share of its answers that held a draft, the last few counting most; for the others nobody should have waited."""
+    """Share of its answers that held a draft, as a running mean. Skips are not worth a wait."""
     told_at: float = 0.0
-    """When it was last told of a step (seconds)."""
+    """When the last message to the drafter was written (seconds)."""
 
     def back_off(self) -> None:
         """Note a probe: the next one is twice as far away."""
         self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
 
-    def all_accepted(self, count: int, draft_tokens: int) -> float:
-        """Probability that a draft has its next `count` tokens right; 0 if the trie has no room for them and `draft_tokens`."""
-        return (
-            self.rate.all_accepted(count) if draft_tokens + count <= self.trie.window.depth else 0.0
-        )
+    def prob_all_accepted(self, count: int, draft_tokens: int) -> float:
+        """Probability that the next `count` tokens of a draft are right.
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Note how many of so many tokens were right, up to the first wrong one."""
+        0 if the trie has no room for them and `draft_tokens` more.
+        """
+        if draft_tokens + count > self.trie.window.depth:
+            return 0.0
+        return self.rate.prob_all_accepted(count)
+
+    def observe_acceptance(self, drafted: int, accepted: int) -> None:
+        """Count a draft of `drafted` tokens; its first `accepted` tokens were right."""
         self.rate.observe(drafted, accepted)
-        self.learned.observe(drafted, accepted)
+        self.drafter_rate.observe(drafted, accepted)
         if 0 < drafted == accepted and not self.asked:
             self.backoff = _EAGER_BACKOFF
 
-    def timed(self, committed_length: int) -> None:
-        """Note that the drafter was told of a length behind which it has to draft anew, to measure how long it takes."""
+    def expect_answer(self, committed_length: int) -> None:
+        """Start to time the drafter's answer to the message just written.
+
+        The message had this committed length.
+        """
         self.asked_at[committed_length] = self.told_at
         while len(self.asked_at) > _LENGTHS_TIMED:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def answered(self, at: float, base_length: int, *, drafted: bool) -> float | None:
-        """A message came, `at` by the clock: seconds since the drafter was asked if it is the first for that length, late or not.
+    def on_answer(self, at: float, base_length: int, *, drafted: bool) -> float | None:
+        """Take a message about a committed length that arrived `at` (seconds).
 
-        Without a draft it says that the drafter has none.
+        It is a proposal if `drafted`, else a skip. Returns the seconds since the drafter was asked,
+        or None unless this is its first answer to that length.
         """
         self.answered_length = max(self.answered_length, base_length)
         asked_at = self.asked_at.pop(base_length, None)
         if self.asked_at:
-            # One answer serves for all the lengths that the drafter read at once.
+            # The drafter reads several verdicts at once and answers only the last of them.
             for length in [length for length in self.asked_at if length < base_length]:
                 del self.asked_at[length]
         if asked_at is None:
@@ -98,7 +119,7 @@ class Assignment:
         return max(at - asked_at, 0.0)
 
     def due_s(self, now: float) -> float:
-        """Seconds until its drafter's next message should be here, by what it usually takes; below 0 when it is late."""
+        """Seconds until the drafter's next message should arrive; below 0 when it is late."""
         since = min(self.asked_at.values(), default=self.told_at)
         return self.drafter.latency(self.draft_tokens) - (now - since)
 
@@ -107,8 +128,8 @@ class Assignment:
 class Sequence:
     """One request being generated.
 
-    `tokens` are the committed tokens, the prompt first. The cache holds keys and values of the
-    first `kv.num_computed_tokens` of them: between decoding steps, of all but the last.
+    The cache has keys and values of the first `kv.num_computed_tokens` tokens. Between the steps of a decoding
+    sequence these are all tokens but the last.
     """
 
     id: int
@@ -119,17 +140,19 @@ class Sequence:
     kv: KVSequence
     sink: Callable[[TokenChunk | OutriderError], None]
     tokens: list[int]
+    """The committed tokens, beginning with the prompt."""
     stats: SpeculationStats
     assignments: dict[str, Assignment] = field(default_factory=dict)
+    """By drafter id."""
     cached_token_count: int = 0
     unsent: TokenChunk | None = None
     matcher: Matcher | None = None
-    """Where the committed output stands in its grammar."""
+    """The state of the request's grammar after the committed output."""
     mask_width: int = 0
     unscored: range = range(0)
-    """The prompt's tokens, by position, whose log probabilities are wanted and not yet told."""
+    """Positions of prompt tokens whose log probabilities are wanted and not yet sent."""
     admitted: bool = False
-    """Whether it ever left the queue; one that was preempted has, and keeps its drafters."""
+    """Whether it ever left the queue. A preempted sequence stays admitted, with its drafters."""
     span: Span = NO_SPAN
     submitted_at: float = 0.0
     """When the request came (monotonic seconds)."""
@@ -138,25 +161,23 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Committed tokens that a forward has not seen; 1 when decoding."""
+        """Committed tokens that no forward has processed; 1 when decoding."""
         return len(self.tokens) - self.kv.num_computed_tokens
 
     @property
     def most_draft_tokens(self) -> int:
-        """Draft tokens that could still be committed: one token of each step is the target's own."""
+        """Draft tokens that one step could commit, besides the token of the target's own."""
         left = self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
         return left - 1 if left > 1 else 0
 
     def opened_for(self, assignment: Assignment) -> Opened:
         """The announcement to a drafter."""
+        # Only a drafter that draws with the coupled noise gets the seed of that noise.
+        coupled = assignment.distribution is DraftDistribution.COUPLED
         return Opened(
             sequence_id=self.id,
             token_ids=list(self.tokens),
-            # Whoever draws with our noise needs the seed that it is drawn from.
-            sampling=replace(
-                self.request.sampling,
-                seed=self.seed if assignment.distribution is DraftDistribution.COUPLED else None,
-            ),
+            sampling=replace(self.request.sampling, seed=self.seed if coupled else None),
             distribution=assignment.distribution,
             window=assignment.window,
             draft_tokens=assignment.draft_tokens,

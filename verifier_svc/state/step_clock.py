@@ -31,7 +31,8 @@ class StepClock:
 
     def begin(self) -> None:
         """Begin a step and its first phase."""
-        self.wait_s, self._next_wait_s = self._next_wait_s, 0.0
+        self.wait_s = self._next_wait_s
+        self._next_wait_s = 0.0
         self.phases_s = {}
         self._phase_began = self._clock()
 
@@ -43,9 +44,14 @@ class StepClock:
         self._phase_began = now
 
     def end_step(self) -> float:
-        """End the step; returns the time since the one before it ended, infinity if the engine was idle between."""
-        before, self._ended = self._ended[1], (self._ended[1], self._clock())
-        return max(self._ended[1] - before, 0.0)
+        """End the step; returns the seconds since the one before it ended.
+
+        Infinity if the engine was idle between them.
+        """
+        before = self._ended[1]
+        now = self._clock()
+        self._ended = (before, now)
+        return max(now - before, 0.0)
 
     def idle(self) -> None:
         """Note that the engine has nothing to do."""

@@ -1,6 +1,7 @@
-"""The verifier's copy of one drafter's guesses for one sequence: a trie below the last committed token.
+"""The verifier's copy of one drafter's guesses for one sequence.
 
-Knows tokens and committed lengths; not models, streams or who drafts. protos/outrider/v1/drafts.proto has the contract.
+A trie below the last committed token. Knows tokens and committed lengths; not models, streams or
+drafters. The contract is in protos/outrider/v1/drafts.proto.
 """
 
 from __future__ import annotations
@@ -13,43 +14,51 @@ from outrider.messages import Proposal, Skip, SparseDistribution, Window
 
 
 class LookupResult(StrEnum):
-    """What a commit found in the trie."""
+    """Whether the trie had a draft behind a commit."""
 
     CHAIN = "chain"
-    """The favourite path goes on behind what was committed: the next draft is there already."""
+    """The favourite path goes on behind the committed tokens: the next draft is there already."""
     BRANCH = "branch"
-    """So does a side branch."""
+    """A side branch goes on behind the committed tokens."""
     LATE = "late"
-    """Nothing contradicts the commit, but there is nothing behind it yet."""
+    """Nothing contradicts the commit, but no guess behind it has arrived yet."""
     MISS = "miss"
     """The commit left the trie."""
 
 
 @dataclass(slots=True)
 class CommitWalk:
-    """What `Trie.advance` found: committed tokens that the trie had, and guesses that fell without being committed."""
+    """The result of `Trie.advance`."""
 
     matched: int
+    """Committed tokens that the trie had."""
     result: LookupResult
     wasted: int
+    """Guesses that were dropped without being committed."""
 
 
 @dataclass(slots=True)
-class Added:
-    """What became of a proposal's tokens: new in the trie (`fresh`), there already (`merged`), committed by then as guessed
-    (`passed`), contradicted by the commit or behind such a token (`stale`), or beyond the window (`cut`).
-    """
+class AddResult:
+    """How many tokens of a proposal had which fate."""
 
     fresh: int = 0
+    """New in the trie."""
     merged: int = 0
+    """In the trie before."""
     passed: int = 0
+    """Committed already, as guessed."""
     stale: int = 0
+    """Contradicted by the commit, or behind such a token."""
     cut: int = 0
+    """Beyond the window."""
 
 
 @dataclass(slots=True)
 class Path:
-    """Draft tokens from the root's child on, and what each was sampled from (empty when one-hot)."""
+    """Draft tokens from the root's child on, and the distributions that they were sampled from.
+
+    `distributions` is empty for a one-hot draft.
+    """
 
     token_ids: list[int]
     distributions: list[SparseDistribution]
@@ -57,7 +66,7 @@ class Path:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A guess; its children are by token, and the first of them is the favourite."""
+    """A guess. Its children are by token; the first of them is the favourite."""
 
     token: int
     distribution: SparseDistribution | None = None
@@ -68,7 +77,8 @@ class _Node:
 
     def count(self) -> int:
         """Guesses below this one."""
-        found, pending = 0, [self]
+        found = 0
+        pending = [self]
         while pending:
             children = pending.pop().children
             found += len(children)
@@ -76,33 +86,39 @@ class _Node:
         return found
 
 
-# What stands in for a token that fell: nothing hangs below it.
-_STALE, _CUT = _Node(-1), _Node(-1)
+# Parents of dropped tokens: no token is added below them.
+_STALE = _Node(-1)
+_CUT = _Node(-1)
 
 
 class Trie:
-    """Speculation trie of one (sequence, drafter). Equal prefixes merge; a node's first child is its favourite."""
+    """Speculation trie of one (sequence, drafter). Equal prefixes merge."""
 
     def __init__(self, opened_length: int, window: Window) -> None:
-        """The sequence was handed to the drafter with `opened_length` committed tokens."""
+        """The sequence was announced to the drafter with `opened_length` committed tokens."""
         self.window = window
         self.node_count = 0
         """Guesses below the last committed token."""
         self._opened_length = opened_length
         self._root = _Node(-1)
         self._skipped = False
-        # The favourite path from the root's child on; None until it is asked for.
+        # The favourite path from the root's child on; None until it is needed.
         self._favourites: list[_Node] | None = None
 
-    def add(self, proposal: Proposal, committed: list[int]) -> Added:
-        """Pass over what was committed since the proposal's base, and hang the rest below the last committed token.
+    def add(self, proposal: Proposal, committed: list[int]) -> AddResult:
+        """Compare a proposal with the tokens committed since its base; add the rest to the trie.
 
-        Raises OutriderError(PROTOCOL_VIOLATION) for a base that no delay explains.
+        `committed` are all committed tokens. Raises OutriderError(PROTOCOL_VIOLATION) for a base
+        that no delay explains.
         """
         self._check_base(proposal.base_length, len(committed), "proposal.base_length")
-        added, parents, given = Added(), proposal.parents, proposal.distributions
-        # A parent's distance from the root (below 0 before it) and node (the root's before it); of a tree, for all places.
-        depth, node = proposal.base_length - len(committed), self._root
+        added = AddResult()
+        parents = proposal.parents
+        given = proposal.distributions
+        # The parent of the next token: its depth below the root, at most 0 if it is committed, and
+        # its node, the root's for a committed one. `places` has them for each token of a tree.
+        depth = proposal.base_length - len(committed)
+        node = self._root
         places = [(depth, node)]
         for i, token in enumerate(proposal.token_ids):
             if parents:
@@ -116,24 +132,24 @@ class Trie:
             elif depth <= 0:
                 added.passed += 1
             else:
-                node = self._hang(node, token, depth, given[i] if given else None, added)
+                node = self._add_child(node, token, depth, given[i] if given else None, added)
             if parents:
                 places.append((depth, node))
         self._favourites = None
         return added
 
-    def _hang(
+    def _add_child(
         self,
         parent: _Node,
         token: int,
         depth: int,
         distribution: SparseDistribution | None,
-        added: Added,
+        added: AddResult,
     ) -> _Node:
-        """The node of a guess, made anew unless there is one or the window has no room."""
+        """The node of a guess: the present one, a new one, or _CUT if the window has no room."""
         node = parent.children.get(token)
         if node is not None:
-            # What it was sampled from is as it was first said: a token that stood here anyway was not drawn by the later draw.
+            # A later draw does not change the first distribution: the token was there before it.
             added.merged += 1
             return node
         if depth > self.window.depth or self.node_count >= self.window.token_count:
@@ -145,56 +161,73 @@ class Trie:
         return node
 
     def skip(self, skip: Skip, committed: list[int]) -> None:
-        """Note that nothing more will come before the next verdict; an older skip says nothing. Raises as `add` does."""
+        """Note that no draft will come before the next verdict; an older skip has no effect.
+
+        Raises as `add` does.
+        """
         self._check_base(skip.base_length, len(committed), "skip.base_length")
         if skip.base_length == len(committed):
             self._skipped = True
 
     def _check_base(self, base_length: int, committed_length: int, field_name: str) -> None:
         if not self._opened_length <= base_length <= committed_length:
-            lengths = f"from {self._opened_length}, as it was opened, to the {committed_length} committed tokens"
-            message = f"{field_name} must be a length {lengths}, not {base_length}"
+            message = (
+                f"{field_name} must be a length from {self._opened_length}, as it was opened,"
+                f" to the {committed_length} committed tokens, not {base_length}"
+            )
             raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
 
     def advance(self, new_token_ids: list[int]) -> CommitWalk:
-        """Move the root along committed tokens, all of which are new; what is not below it falls."""
-        node, before, matched, forked, favoured = self._root, self.node_count, 0, False, True
+        """Move the root along newly committed tokens and drop the guesses that are not below it."""
+        node = self._root
+        before = self.node_count
+        matched = 0
+        forked = False
+        favoured = True
         for token in new_token_ids:
             child = node.children.get(token)
             if child is None:
                 break
             if len(node.children) > 1:
-                forked, favoured = True, favoured and child is node.favourite()
+                forked = True
+                favoured = favoured and child is node.favourite()
             matched += 1
             node = child
-        # Branches that go with what the root leaves behind are counted only where there were any.
+        # Without a fork on the way, only the matched nodes leave the trie.
         left = node.count() if forked else before - matched
-        result = LookupResult.CHAIN if favoured else LookupResult.BRANCH
+        missed = matched < len(new_token_ids)
         if not node.children:
             result = LookupResult.LATE
-        elif matched < len(new_token_ids):
+        elif missed:
             result = LookupResult.MISS
-        if matched < len(new_token_ids):
-            node, left = _Node(-1), 0
-        self._root, self.node_count, self._skipped, self._favourites = node, left, False, None
+        else:
+            result = LookupResult.CHAIN if favoured else LookupResult.BRANCH
+        if missed:
+            node = _Node(-1)
+            left = 0
+        self._root = node
+        self.node_count = left
+        self._skipped = False
+        self._favourites = None
         return CommitWalk(matched, result, before - matched - left)
 
     def path(self, depth: int) -> Path:
-        """The path of favourites from the root, cut at `depth` tokens.
+        """The path of favourites from the root, at most `depth` tokens.
 
-        Chosen by the trie's shape alone: a choice that looked at how likely a sampled token was would bias the output.
+        The trie's shape alone chooses it. A choice by the probability of a sampled token would bias
+        the output.
         """
         nodes = self._path()[:depth]
         distributions = [node.distribution for node in nodes if node.distribution is not None]
-        # A path is sampled from end to end or counts as one-hot from end to end.
-        return Path(
-            [node.token for node in nodes],
-            distributions if len(distributions) == len(nodes) else [],
-        )
+        # A path that is sampled only in part counts as one-hot.
+        if len(distributions) < len(nodes):
+            distributions = []
+        return Path([node.token for node in nodes], distributions)
 
     def _path(self) -> list[_Node]:
         if self._favourites is None:
-            self._favourites, node = [], self._root.favourite()
+            self._favourites = []
+            node = self._root.favourite()
             while node is not None:
                 self._favourites.append(node)
                 node = node.favourite()
@@ -206,5 +239,5 @@ class Trie:
         return length if length < depth else depth
 
     def ready(self, depth: int) -> bool:
-        """Whether waiting could not make the path to `depth` any longer."""
+        """Whether waiting cannot make the path to `depth` any longer."""
         return self._skipped or len(self._path()) >= depth

@@ -1,1 +1,1 @@
-"""Which draft tokens stand: acceptance rules, grammar masks, log probabilities."""
+"""Verification of drafts: acceptance rules, grammar masks, log probabilities."""

@@ -1,8 +1,11 @@
-"""Which draft tokens stand, for a whole batch at once. Knows logits, drafts and noise; not sequences, pages or streams.
+"""Accepts or rejects draft tokens, for a whole batch at once.
 
-Unless a sampled draft comes from a trusted drafter, the target's own token is drawn at every position, with noise that depends on
-seed and position alone, and a draft token stands if it is the same: nothing of the draft enters the output, so a seed gives the
-same text with any drafter. That is GREEDY at temperature 0 and COUPLED above. The rules proper are in
+Knows logits, drafts and noise; not sequences, pages or streams.
+
+The rules GREEDY (at temperature 0) and COUPLED (above) draw the target's own token at every
+position, with noise that depends on seed and position alone. They accept a draft token that equals
+it. Nothing of the draft enters the output, so a seed gives the same text with any drafter. The
+rules for sampled drafts of trusted drafters, and the lossy ones, are in
 `verifier_svc.verification.rules`.
 """
 
@@ -28,33 +31,36 @@ _SAMPLED_RULES: dict[AcceptanceRule, Callable[[SparseDrafts], AcceptedPrefixes]]
     AcceptanceRule.BLOCK: block.accept,
 }
 NO_TOKEN = -1
-"""In place of a token where the request's bans and grammar allow none."""
+"""Instead of a token: the request's bans and grammar allow none."""
 NOT_FINITE = -2
-"""In place of a token where the model's logits hold NaN, +inf, or nothing but -inf."""
+"""Instead of a token: the model's logits hold NaN, +inf, or nothing but -inf."""
 _NO_DRAFT = -3
-# Divided by the lowest temperature that samples, 1e-5, larger logits overflow float32.
+# Larger logits overflow float32 when divided by the lowest temperature that samples, 1e-5.
 _LARGEST_LOGIT = 1e33
 
 
 @dataclass(slots=True)
 class Draft:
-    """One sequence's share of a batch: its logits rows are those after the last committed token and after each draft token.
+    """One sequence's share of a batch.
 
-    `distributions` is empty, or for the rules TOKEN_WISE and BLOCK one for each draft token: what that token was really sampled
-    from. `options` holds the lossy rules' settings; `thinking` says for each draft token whether RELAXED may apply to it.
+    It has a logits row after the last committed token, and one after each draft token.
     """
 
     context: Context
     seed: int
     rule: AcceptanceRule = AcceptanceRule.COUPLED
     distributions: Sequence[SparseDistribution] = ()
+    """For TOKEN_WISE and BLOCK, what each draft token was really sampled from; else empty."""
     options: SpeculationOptions = field(default_factory=SpeculationOptions)
+    """The settings of the lossy rules."""
     thinking: Sequence[bool] = ()
+    """For each draft token, whether RELAXED may apply to it."""
     step: int = 0
     """Drafts of the sequence that were verified before, so that no coin is used twice."""
 
     @property
     def needs_probs(self) -> bool:
+        """Whether the rule looks at probabilities, or a token is sampled."""
         return not self.context.sampling.greedy or self.rule in (
             AcceptanceRule.TYPICAL,
             AcceptanceRule.RELAXED,
@@ -63,13 +69,11 @@ class Draft:
 
 @dataclass(slots=True)
 class AcceptResult:
-    """How many draft tokens of a sequence were accepted, and the recovered, bonus or plain token that follows them.
-
-    `next_token` is NO_TOKEN when the request's bans and grammar leave none, NOT_FINITE when the model's logits are not numbers.
-    """
+    """How many draft tokens of a sequence were accepted, and the token that follows them."""
 
     accepted_count: int
     next_token: int
+    """The recovered, bonus or plain token; NO_TOKEN or NOT_FINITE if there is none."""
 
 
 def accept(
@@ -77,12 +81,14 @@ def accept(
 ) -> list[AcceptResult]:
     """Accept or reject every draft of a batch in a few tensor operations and one copy back.
 
-    `logits_RV` is float32 with R = sum of (draft length + 1), sequence by sequence, as the model gave them. With a
-    `synthetic_rate` draft tokens stand at that rate whatever the target says, which is of use for benchmarks alone.
+    `logits_RV` are the model's, float32, with R = sum of (draft length + 1), sequence by sequence.
+    With a `synthetic_rate`, draft tokens are accepted at that rate whatever the target says, which
+    only benchmarks need.
     """
     if not drafts:
         return []
-    raw_RV, logits_RV = logits_RV, adjust(logits_RV, [draft.context for draft in drafts])
+    raw_RV = logits_RV
+    logits_RV = adjust(raw_RV, [draft.context for draft in drafts])
     tokens_R = logits_RV.argmax(-1)
     # The argmax of a row that holds NaN is the NaN.
     peaks_R = logits_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
@@ -101,10 +107,11 @@ def accept(
 def _with_errors(
     tokens_R: torch.Tensor, peaks_R: torch.Tensor, raw_peaks_R: torch.Tensor | None
 ) -> torch.Tensor:
-    """The tokens, with NOT_FINITE or NO_TOKEN where a row has none; its largest logit says which.
+    """The tokens, with NOT_FINITE or NO_TOKEN for rows that have none.
 
-    `peaks_R` are the largest logits after the request's settings, `raw_peaks_R` those before, None where they are the same. One NaN
-    or +inf is its row's largest logit, and so is -inf where there is nothing else; single -inf entries are legal.
+    `peaks_R` are the rows' largest logits after the request's settings are applied; `raw_peaks_R`
+    those before, None if no row changed. A row with a NaN or +inf has it as its largest logit, and
+    a row of nothing else has -inf. Single -inf entries are legal.
     """
     finite_R = (peaks_R if raw_peaks_R is None else raw_peaks_R).abs() < _LARGEST_LOGIT
     if raw_peaks_R is not None:
@@ -113,8 +120,12 @@ def _with_errors(
 
 
 def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
-    """Results where the target's own token is the likeliest one; done on the host, sooner than tensors would be laid out."""
-    results, first = [], 0
+    """Results if every draft's rule is GREEDY; `tokens` has the target's likeliest of each row.
+
+    Runs on the host, which takes less time than laying out tensors.
+    """
+    results = []
+    first = 0
     for draft in drafts:
         end = first
         for token in draft.context.drafted:
@@ -127,19 +138,21 @@ def _greedy(tokens: list[int], drafts: Sequence[Draft]) -> list[AcceptResult]:
 
 
 def _accept_rows(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -> torch.Tensor:
-    """Which rows' draft tokens stand, bool [R]; `tokens_R`, the argmax, becomes each row's token."""
+    """Which rows' draft tokens are accepted, bool [R].
+
+    `tokens_R` comes in as the rows' argmax, and goes out as the target's own tokens.
+    """
     needed = rows.where(lambda draft: draft.needs_probs)
     if not needed:
         return tokens_R == rows.draft_R
     whole = len(needed) == len(logits_RV)
     at_N = rows.tensor(np.array(needed))
-    probs_NV = target_probs(
-        logits_RV if whole else logits_RV[at_N],
-        [rows.of_row[row].context.sampling for row in needed],
-    )
-    probs_NV = probs_NV.nan_to_num(0.0)  # rows that `_with_errors` marks
+    settings = [rows.of_row[row].context.sampling for row in needed]
+    probs_NV = target_probs(logits_RV if whole else logits_RV[at_N], settings)
+    # NaN is in rows that `_with_errors` marks.
+    probs_NV = probs_NV.nan_to_num(0.0)
     sampled_N = coupled_sample(probs_NV, rows.keys(needed))
-    greedy_N = rows.tensor(np.array([rows.of_row[row].context.sampling.greedy for row in needed]))
+    greedy_N = rows.tensor(np.array([sampling.greedy for sampling in settings]))
     tokens_R[at_N] = torch.where(greedy_N, tokens_R[at_N], sampled_N)
     matches_R = tokens_R == rows.draft_R
     probs = _Probs(probs_NV, {row: n for n, row in enumerate(needed)})
@@ -153,12 +166,14 @@ def _accept_rows(logits_RV: torch.Tensor, rows: _Rows, tokens_R: torch.Tensor) -
 
 @dataclass(frozen=True, slots=True)
 class _Probs:
-    """Target probabilities of some rows, and where each row's are."""
+    """Target probabilities of some rows of the batch."""
 
     values_NV: torch.Tensor
     index: dict[int, int]
+    """The place n of each of these rows."""
 
     def at(self, rows: Sequence[int]) -> torch.Tensor:
+        """Those of `rows`, [len(rows), V]."""
         return self.values_NV[on(self.values_NV.device, [self.index[row] for row in rows])]
 
 
@@ -170,7 +185,10 @@ def _accept_sampled(
     tokens_R: torch.Tensor,
     matches_R: torch.Tensor,
 ) -> None:
-    """Overwrite the rows of sampled drafts; where one is not accepted whole, the next token is drawn from the residual."""
+    """Overwrite the rows of sampled drafts.
+
+    If a draft is not accepted whole, draw the next token from the residual.
+    """
     picked = [
         (first, d)
         for first, d in rows
@@ -180,10 +198,11 @@ def _accept_sampled(
         return
     sampled = _Sampled(picked, probs, rows)
     prefixes = accept_prefixes(sampled.drafts)
-    accepted_B, lengths_B = prefixes.accepted_B, sampled.drafts.lengths_B
+    accepted_B = prefixes.accepted_B
+    lengths_B = sampled.drafts.lengths_B
     of_draft_S, place_S = sampled.places
     matches_R[sampled.rows_S] = place_S < accepted_B[of_draft_S]
-    # A draft that is accepted whole keeps the bonus token that its last row has already.
+    # A draft that is accepted whole keeps the bonus token of its last row.
     short = (accepted_B < lengths_B).nonzero().squeeze(-1)
     if len(short):
         end_R = sampled.first_B[short] + accepted_B[short]
@@ -192,7 +211,10 @@ def _accept_sampled(
 
 
 class _Sampled:
-    """Sampled drafts laid out for a rule: B drafts of at most K tokens, S tokens in all, each with at most E alternatives."""
+    """Sampled drafts laid out for a rule.
+
+    B drafts of at most K tokens, S tokens in all, each drawn from at most E alternatives.
+    """
 
     def __init__(self, picked: Sequence[tuple[int, Draft]], probs: _Probs, rows: _Rows) -> None:
         lengths = [len(draft.context.drafted) for _, draft in picked]
@@ -203,7 +225,7 @@ class _Sampled:
         ]
         self.rows_S = rows.tensor(np.array(flat))
         self.first_B = rows.tensor(np.array([first for first, _ in picked]))
-        # Indices from the host: a mask's own would have to be asked of the device.
+        # Indices are computed on the host: those of a mask on the device would need a round trip.
         real_BK = np.arange(max(lengths)) < np.array(lengths)[:, None]
         self._shape = real_BK.shape
         self.places = tuple(rows.tensor(index) for index in np.nonzero(real_BK))
@@ -213,8 +235,9 @@ class _Sampled:
             [draft for _, draft in picked], max(lengths)
         )
         own_S = rows.draft_R[self.rows_S].unsqueeze(-1)
-        ids_SE, draft_SE = self._ids_BKE[self.places], self._draft_BKE[self.places]
-        # Padding has probability 0, whatever the target thinks of its id.
+        ids_SE = self._ids_BKE[self.places]
+        draft_SE = self._draft_BKE[self.places]
+        # Padding must have probability 0, although its id 0 may have some.
         target_SE = self._target_SV.gather(-1, ids_SE) * (draft_SE > 0)
         self.drafts = SparseDrafts(
             lengths_B=rows.tensor(np.array(lengths)),
@@ -226,59 +249,55 @@ class _Sampled:
         )
 
     def _spread(self, values_S: torch.Tensor) -> torch.Tensor:
-        """[B, K, ...], padded with zeros."""
-        out = torch.zeros(
-            *self._shape, *values_S.shape[1:], dtype=values_S.dtype, device=values_S.device
-        )
+        """The values [S, ...] as [B, K, ...], padded with zeros."""
+        shape = (*self._shape, *values_S.shape[1:])
+        out = torch.zeros(shape, dtype=values_S.dtype, device=values_S.device)
         out[self.places] = values_S
         return out
 
     def residual(self, which: torch.Tensor, cut: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """max(0, scale * target - draft) at position `cut` of the drafts `which`, [len(which), V]."""
+        """max(0, scale * target - draft) at position `cut` of drafts `which`, [len(which), V]."""
         target = self._target_SV[self._start_B[which] + cut]
         left = target * scale.unsqueeze(-1)
         left.scatter_add_(-1, self._ids_BKE[which, cut], -self._draft_BKE[which, cut]).clamp_(min=0)
-        # Equal distributions leave no residual; then nothing can be rejected but by rounding, and the target itself is right.
+        # Equal distributions leave no residual. Then only rounding can reject a token, and the
+        # target itself is the right distribution.
         return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
 
 
 def _accept_lossy(
     rule: AcceptanceRule, probs: _Probs, rows: _Rows, matches_R: torch.Tensor
 ) -> None:
-    """Let draft tokens stand that the lossy rule allows; the others go as under the exact rule."""
-    flat, options = [], []
+    """Accept the tokens that the lossy rule allows, besides those that the exact rule accepts."""
+    flat: list[int] = []
+    options: list[SpeculationOptions] = []
     for first, draft in rows:
         if draft.rule is rule:
-            allowed = (
-                draft.thinking
-                if rule is AcceptanceRule.RELAXED
-                else [True] * len(draft.context.drafted)
-            )
+            allowed: Sequence[bool] = [True] * len(draft.context.drafted)
+            if rule is AcceptanceRule.RELAXED:
+                allowed = draft.thinking
             flat += [first + i for i, yes in enumerate(allowed) if yes]
             options += [draft.options for yes in allowed if yes]
     if not flat:
         return
     at = rows.tensor(np.array(flat))
-    probs_NV, draft_N = probs.at(flat), rows.draft_R[at]
+    probs_NV = probs.at(flat)
+    draft_N = rows.draft_R[at]
     if rule is AcceptanceRule.TYPICAL:
-        stands = lossy.typical(
-            probs_NV,
-            draft_N,
-            rows.tensor(np.array([o.typical_epsilon for o in options], np.float32)),
-        )
+        epsilon_N = rows.tensor(np.array([o.typical_epsilon for o in options], np.float32))
+        accepted_N = lossy.typical(probs_NV, draft_N, epsilon_N)
     else:
-        topk = rows.tensor(np.array([o.relaxed_topk for o in options]))
-        stands = lossy.relaxed(
-            probs_NV,
-            draft_N,
-            topk,
-            rows.tensor(np.array([o.relaxed_delta for o in options], np.float32)),
-        )
-    matches_R[at] |= stands
+        topk_N = rows.tensor(np.array([o.relaxed_topk for o in options]))
+        delta_N = rows.tensor(np.array([o.relaxed_delta for o in options], np.float32))
+        accepted_N = lossy.relaxed(probs_NV, draft_N, topk_N, delta_N)
+    matches_R[at] |= accepted_N
 
 
 class _Rows:
-    """The batch laid out: R logits rows of B sequences, one after the other. Iterates over (first row, draft)."""
+    """The batch laid out: R logits rows of B sequences, one after the other.
+
+    Iterates over (first row, draft).
+    """
 
     def __init__(self, drafts: Sequence[Draft], device: torch.device) -> None:
         self.drafts = drafts
@@ -301,54 +320,52 @@ class _Rows:
         return [draft for draft in self.drafts for _ in range(draft.context.row_count)]
 
     def where(self, wanted: Callable[[Draft], bool]) -> list[int]:
-        """The rows of the drafts that are wanted."""
-        found: list[int] = np.flatnonzero(
-            np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
-        ).tolist()
+        """The rows of the drafts that are `wanted`."""
+        wanted_R = np.repeat([wanted(draft) for draft in self.drafts], self._counts_B)
+        found: list[int] = np.flatnonzero(wanted_R).tolist()
         return found
 
     def _seeds_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
-        seeds: np.ndarray = np.repeat(
-            np.array([draft.seed for draft in self.drafts], np.uint64), self._counts_B
-        )
+        """Each row's seed, and the position of its token; [R] each."""
+        seeds_B = np.array([draft.seed for draft in self.drafts], np.uint64)
+        seeds: np.ndarray = np.repeat(seeds_B, self._counts_B)
         offsets = np.arange(len(seeds)) - np.repeat(self._first_B, self._counts_B)
-        return seeds, np.repeat(
-            [len(draft.context.tokens) for draft in self.drafts], self._counts_B
-        ) + offsets
+        lengths_B = [len(draft.context.tokens) for draft in self.drafts]
+        return seeds, np.repeat(lengths_B, self._counts_B) + offsets
 
     def uniform(self, purpose: Purpose) -> np.ndarray:
-        """float64 [R], each row's own number for the purpose."""
+        """Each row's random number for the purpose, float64 [R]."""
         steps: np.ndarray = np.repeat([draft.step for draft in self.drafts], self._counts_B)
         return uniforms(*self._seeds_and_positions(), purpose, steps)
 
     def keys(self, rows: Sequence[int]) -> torch.Tensor:
-        """Where the coupled noise of some rows begins."""
+        """The keys of the coupled noise of some rows."""
         return self.tensor(coupled_keys(*self._seeds_and_positions())[rows])
 
     def padded_distributions(
         self, drafts: Sequence[Draft], longest: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and probabilities [B, K, E] of sampled drafts, padded with (id 0, probability 0)."""
-        width = max(
-            distribution.token_ids.size for draft in drafts for distribution in draft.distributions
-        )
+        width = max(each.token_ids.size for draft in drafts for each in draft.distributions)
         ids = np.zeros((len(drafts), longest, width), np.int64)
         probs = np.zeros((len(drafts), longest, width), np.float64)
         for b, draft in enumerate(drafts):
-            for k, distribution in enumerate(draft.distributions):
-                ids[b, k, : distribution.token_ids.size] = distribution.token_ids
-                probs[b, k, : distribution.token_ids.size] = distribution.probabilities
+            for k, each in enumerate(draft.distributions):
+                ids[b, k, : each.token_ids.size] = each.token_ids
+                probs[b, k, : each.token_ids.size] = each.probabilities
         return self.tensor(ids), self.tensor(probs)
 
     def results(self, tokens_R: np.ndarray, matches_R: np.ndarray) -> list[AcceptResult]:
-        """Each sequence's accepted tokens end at its first row without a match, whose token is the next one."""
+        """The results by sequence.
+
+        Accepted tokens end at a sequence's first row without a match. Its token is the next one.
+        """
         misses = np.flatnonzero(matches_R == 0)
         end_B = misses[np.searchsorted(misses, self._first_B)]
-        return [
-            AcceptResult(*pair)
-            for pair in zip((end_B - self._first_B).tolist(), tokens_R[end_B].tolist(), strict=True)
-        ]
+        counts = (end_B - self._first_B).tolist()
+        pairs = zip(counts, tokens_R[end_B].tolist(), strict=True)
+        return [AcceptResult(count, token) for count, token in pairs]
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """On the logits' device."""
+        """The array as a tensor on the logits' device."""
         return on(self._device, array)

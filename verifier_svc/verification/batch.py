@@ -1,4 +1,4 @@
-"""From a batch's logits to what can be committed: each draft gets its context, rule and noise."""
+"""Verifies a batch: gives each draft its context, rule and noise, and collects the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from verifier_svc.verification.acceptance import NO_TOKEN, NOT_FINITE, AcceptRes
 from verifier_svc.verification.logprobs import logprobs, split_scored
 from verifier_svc.verification.rule_choice import acceptance_rule
 
-_NOT_FINITE = "the target's logits are not finite (NaN or infinite), so there is no next token; float16 can overflow"
+_NOT_FINITE = (
+    "the target's logits are not finite (NaN or infinite), so there is no next token;"
+    " float16 can overflow"
+)
 _NO_TOKEN = (
     "banned_token_ids, min_tokens and the grammar together leave no token that could come next"
 )
@@ -25,53 +28,50 @@ _NO_TOKEN = (
 
 @dataclass(slots=True)
 class Verified:
-    """What a forward says of one scheduled sequence.
-
-    `result` came by `rule`; it is None behind a chunk of a prompt that is not its last. `logprobs`
-    are those of the accepted tokens and the next one, where the request wants them;
-    `prompt_logprobs` are those of the tokens that were scheduled to be scored.
-    """
+    """The result of a forward for one scheduled sequence."""
 
     result: AcceptResult | None = None
+    """None behind a chunk of a prompt that is not its last."""
     rule: AcceptanceRule = AcceptanceRule.COUPLED
+    """The rule that gave `result`."""
     logprobs: SequenceOf[TokenLogprob] = ()
+    """Those of the accepted tokens and the next one, if the request wants them."""
     prompt_logprobs: SequenceOf[TokenLogprob] = ()
+    """Those of the prompt tokens that were scheduled to be scored."""
 
 
 class Verification(Protocol):
-    """Verifies drafts for the engine. `DraftVerifier` does so by logits, the simulator by its own texts."""
+    """Verifies drafts: `DraftVerifier` by logits, the simulator's target by texts of its own."""
 
     @property
     def thinking_ids(self) -> tuple[int, int] | None:
-        """The tokens that begin and end the thinking phase, if the model has one."""
+        """The tokens that begin and end the thinking phase; None if the model has none."""
 
     def verify(
         self,
         logits_RV: torch.Tensor,
         batch: SequenceOf[ScheduledSequence],
     ) -> list[Verified | OutriderError]:
-        """For each sequence what is to be committed, or why it cannot go on."""
+        """For each sequence, the tokens to commit or the reason why it cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVerifier:
-    """Decides which draft tokens of a batch stand.
-
-    `sampled_rule` is for drafts that a trusted drafter sampled; `thinking_ids` begin and end the
-    thinking phase, None when the model has none; with a `synthetic_rate` drafts stand at that rate
-    whatever the target says.
-    """
+    """Verifies the drafts of a batch by the target's logits."""
 
     sampled_rule: AcceptanceRule = AcceptanceRule.BLOCK
+    """The rule for drafts that a trusted drafter sampled."""
     thinking_ids: tuple[int, int] | None = None
+    """The tokens that begin and end the thinking phase; None if the model has none."""
     synthetic_rate: float | None = None
+    """If set, draft tokens are accepted at this rate whatever the target says."""
 
     def verify(
         self,
         logits_RV: torch.Tensor,
         batch: SequenceOf[ScheduledSequence],
     ) -> list[Verified | OutriderError]:
-        """For each sequence what is to be committed, or why it cannot go on.
+        """For each sequence, the tokens to commit or the reason why it cannot go on.
 
         `logits_RV` has `logit_count` rows of each sequence, one after the other.
         """
@@ -84,14 +84,14 @@ class DraftVerifier:
             verified = [next(rest) if scheduled.samples else Verified() for scheduled in batch]
         for i, prompt_logprobs in scores.items():
             verified[i].prompt_logprobs = prompt_logprobs
-        return [_why_impossible(each) or each for each in verified]
+        return [_error(each) or each for each in verified]
 
     def _accept(
         self,
         logits_RV: torch.Tensor,
         sampling: SequenceOf[ScheduledSequence],
     ) -> list[Verified]:
-        """For the sequences that a token is drawn for; `logits_RV` has their rows alone."""
+        """Verify the sequences for which a token is drawn; `logits_RV` has their rows alone."""
         drafts = [self._draft(scheduled) for scheduled in sampling]
         results = accept(logits_RV, drafts, self.synthetic_rate)
         pairs = zip(results, drafts, strict=True)
@@ -102,26 +102,26 @@ class DraftVerifier:
 
     def _draft(self, scheduled: ScheduledSequence) -> Draft:
         sequence = scheduled.sequence
-        request, path = sequence.request, scheduled.path
-        # A distribution counts only from whom it was asked; else it could force a token.
-        asked = (
-            scheduled.assignment is not None
-            and scheduled.assignment.distribution is DraftDistribution.SPARSE
-        )
+        request = sequence.request
+        path = scheduled.path
+        assignment = scheduled.assignment
+        # A distribution counts only if the drafter was asked for it: a false one can force a token.
+        asked = assignment is not None and assignment.distribution is DraftDistribution.SPARSE
         sampled = self.sampled_rule if asked and path.distributions else None
         rule = acceptance_rule(request, sampled, self.synthetic_rate is not None)
         thinking: SequenceOf[bool] = ()
         if rule is AcceptanceRule.RELAXED:
             thinking = self._thinking(sequence.tokens, path.token_ids)
+        context = Context(
+            request.sampling,
+            sequence.tokens,
+            len(request.prompt),
+            path.token_ids,
+            sequence.end_ids,
+            scheduled.mask,
+        )
         return Draft(
-            Context(
-                request.sampling,
-                sequence.tokens,
-                len(request.prompt),
-                path.token_ids,
-                sequence.end_ids,
-                scheduled.mask,
-            ),
+            context,
             sequence.seed,
             rule,
             path.distributions if rule is sampled else (),
@@ -131,9 +131,9 @@ class DraftVerifier:
         )
 
     def _thinking(self, text: SequenceOf[int], drafted: SequenceOf[int]) -> list[bool]:
-        """For each draft token behind a text, whether it is in the thinking phase.
+        """For each token drafted behind a text, whether it is in the thinking phase.
 
-        A phase that the prompt opened counts.
+        The prompt may have begun that phase.
         """
         if self.thinking_ids is None:
             return [False] * len(drafted)
@@ -141,7 +141,7 @@ class DraftVerifier:
         inside = next((token == begin for token in reversed(text) if token in (begin, end)), False)
         states = []
         for token in drafted:
-            # The end itself is verified exactly: when thinking stops is the target's decision.
+            # The end token is verified exactly: the target decides when thinking stops.
             inside = (inside and token != end) or token == begin
             states.append(inside and token != begin)
         return states
@@ -150,7 +150,7 @@ class DraftVerifier:
 def _logprobs(
     logits_RV: torch.Tensor, batch: SequenceOf[ScheduledSequence], results: SequenceOf[AcceptResult]
 ) -> dict[int, list[TokenLogprob]]:
-    """Those of the sequences that want them, by their place in the batch."""
+    """Log probabilities of the sequences that want them, by place in the batch."""
     wanting = [each for each in batch if each.sequence.request.top_logprobs is not None]
     if not wanting:
         return {}
@@ -162,10 +162,8 @@ def _logprobs(
     for i, (scheduled, result) in enumerate(zip(batch, results, strict=True)):
         count = scheduled.sequence.request.top_logprobs
         if count is not None:
-            committed = [
-                *scheduled.path.token_ids[: result.accepted_count],
-                max(0, result.next_token),
-            ]
+            accepted = scheduled.path.token_ids[: result.accepted_count]
+            committed = [*accepted, max(0, result.next_token)]
             spans[i] = range(len(rows), len(rows) + len(committed))
             rows += range(first, first + len(committed))
             tokens += committed
@@ -175,8 +173,8 @@ def _logprobs(
     return {i: found[span.start : span.stop] for i, span in spans.items()}
 
 
-def _why_impossible(verified: Verified) -> OutriderError | None:
-    """Why a sequence cannot go on: no token is allowed, or a logit is not finite; or None."""
+def _error(verified: Verified) -> OutriderError | None:
+    """The error of a sequence that cannot go on: no token is allowed, or a logit is not finite."""
     next_token = 0 if verified.result is None else verified.result.next_token
     if next_token >= 0 and not verified.prompt_logprobs:
         return None

@@ -1,4 +1,4 @@
-"""Grammars at verification: drafts end with the first token that is forbidden, and every position gets its mask."""
+"""Applies grammars at verification: cuts drafts at forbidden tokens, and masks every position."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from verifier_svc.state.trie import Path
 
 
 class GrammarMasks:
-    """Works for one engine. Masks are computed on a thread of their own while the model's forward runs.
+    """Works for one engine. Computes masks on its own thread while the model's forward runs.
 
-    The matcher of a sequence belongs to the engine's thread but for that time.
+    Only during that time may a thread other than the engine's use a sequence's matcher.
     """
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
     def cut(self, batch: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The batch with each draft cut at the first token that its grammar forbids, which could not be accepted.
+        """The batch with each draft cut before the first token that its grammar forbids.
 
-        Where that token was sampled it stays, to be rejected: what follows must come from what the target has more of than the
-        drafter, and to drop a token for what it is would be to draw anew.
+        A sampled forbidden token stays and is rejected: the next token must be drawn from the
+        residual. To drop the token because of its value would be to draw anew, which biases the
+        output.
         """
         found: list[ScheduledSequence] = []
         for scheduled in batch:
@@ -35,23 +36,19 @@ class GrammarMasks:
         return found
 
     def _cut(self, scheduled: ScheduledSequence, matcher: Matcher) -> ScheduledSequence:
+        path = scheduled.path
         allowed = 0
-        for token in scheduled.path.token_ids:
+        for token in path.token_ids:
             if not matcher.accept(token):
                 break
             allowed += 1
         matcher.rollback(allowed)
-        kept = allowed + bool(scheduled.path.distributions)
-        return replace(
-            scheduled,
-            path=Path(scheduled.path.token_ids[:kept], scheduled.path.distributions[:kept]),
-        )
+        kept = allowed + bool(path.distributions)
+        return replace(scheduled, path=Path(path.token_ids[:kept], path.distributions[:kept]))
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> Callable[[], list[ScheduledSequence]]:
-        """Start computing the masks; call the result for the batch with them."""
-        if not any(
-            scheduled.sequence.matcher is not None and scheduled.samples for scheduled in batch
-        ):
+        """Start to compute the masks. The result waits for them and returns the masked batch."""
+        if not any(each.sequence.matcher is not None and each.samples for each in batch):
             return lambda: list(batch)
         done = self._worker.submit(lambda: [_masked(scheduled) for scheduled in batch])
         return done.result
@@ -66,14 +63,11 @@ def _masked(scheduled: ScheduledSequence) -> ScheduledSequence:
     matcher.fill(mask, 0)
     accepted = 0
     for i, token in enumerate(tokens):
-        stands = matcher.accept(token)
-        accepted += stands
-        if not stands or matcher.ended:
-            mask[
-                i + 1
-            ] = (
-                -1
-            )  # what comes behind a forbidden token is never verified, and behind an end never sent
+        allowed = matcher.accept(token)
+        accepted += allowed
+        if not allowed or matcher.ended:
+            # Rows behind a forbidden token are never verified; those behind an end are never sent.
+            mask[i + 1] = -1
         else:
             matcher.fill(mask, i + 1)
     matcher.rollback(accepted)

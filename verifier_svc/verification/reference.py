@@ -1,9 +1,10 @@
-"""The acceptance rules for one sequence, in numpy: each in its simplest form, and the oracle of the batched code's tests.
+"""The acceptance rules for one sequence in their simplest form: the oracle of the batched code.
 
-Notation of all rules: a draft of K tokens is judged by K + 1 rows of the target. Row i of `target_probs` [K + 1, V] is the target's
-distribution after the first i draft tokens; row i of `draft_probs` [K, V] is the distribution that draft token i was drawn from.
-A rule accepts the first n draft tokens and adds one token of its own: a *recovered* token if it rejected one (n < K), the *bonus*
-token otherwise (n = K).
+Notation of all rules: K draft tokens are verified by K + 1 rows of the target. Row i of
+`target_probs` [K + 1, V] is the target's distribution after the first i draft tokens. Row i of
+`draft_probs` [K, V] is the distribution that draft token i was drawn from. A rule accepts the first
+n draft tokens and adds one token of its own: a *recovered* token if it rejected one (n < K),
+otherwise the *bonus* token (n = K).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Probs = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The first `count` draft tokens stand, and `next_token` follows them."""
+    """The first `count` draft tokens are accepted, and `next_token` follows them."""
 
     count: int
     next_token: int
@@ -29,21 +30,21 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Coins:
-    """The random numbers of a step: functions of the sequence's seed, the token's position and the verified draft's number.
-
-    `position` is that of the first draft token, counted from the prompt's first token.
-    """
+    """The random numbers of a step: functions of the three fields."""
 
     seed: int
+    """The sequence's."""
     position: int
+    """Of the first draft token, counted from the prompt's first token."""
     step: int = 0
+    """Drafts of the sequence that were verified before."""
 
     def accept(self, i: int) -> float:
-        """Uniform in [0, 1): decides about draft token i."""
+        """Uniform in [0, 1); decides about draft token i."""
         return float(uniforms([self.seed], [self.position + i], Purpose.ACCEPT, [self.step])[0])
 
     def draw(self, probs: Probs, i: int) -> int:
-        """The target's own token at place i, with the coupled noise of its position."""
+        """The target's own token at place i, drawn with the coupled noise of its position."""
         return coupled_draw(probs, self.seed, self.position + i)
 
     def recover(self, weights: Probs, i: int) -> int:
@@ -63,7 +64,7 @@ def greedy(target_logits: Probs, draft: Sequence[int]) -> Accepted:
 
 
 def coupled(target_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
-    """Accept draft tokens as long as each is the token that the target draws there (arXiv 2408.07978).
+    """Accept draft tokens as long as each is the target's own draw (arXiv 2408.07978).
 
     Nothing of the draft enters the output: the same seed gives the same text with any drafter.
     """
@@ -77,9 +78,10 @@ def coupled(target_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted
 def token_wise(
     target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins
 ) -> Accepted:
-    """Rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318).
+    """Rejection sampling (Leviathan et al., arXiv 2211.17192, alg. 1; Chen et al., 2302.01318).
 
-    Accept token x with probability min(1, target(x) / draft(x)); at the first rejection draw from max(0, target - draft).
+    Accept token x with probability min(1, target(x) / draft(x)). At the first rejection, draw from
+    max(0, target - draft).
     """
     for i, token in enumerate(draft):
         if coins.accept(i) * draft_probs[i, token] >= target_probs[i, token]:
@@ -90,30 +92,32 @@ def token_wise(
 def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: Coins) -> Accepted:
     """Block verification (Sun et al., arXiv 2403.10444, algorithm 2).
 
-    The weight of a prefix is w_i = min(1, w_(i-1) * target(x_i) / draft(x_i)). Prefix i is accepted with probability
-    s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft) over the next token; the whole draft with w_K. The
-    longest accepted prefix stands. The next token is drawn from max(0, w_n * target - draft).
+    The weight of a prefix is w_i = min(1, w_(i-1) * target(x_i) / draft(x_i)). Prefix i is accepted
+    with probability s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft)
+    over the next token; the whole draft with probability w_K. The longest accepted prefix, of n
+    tokens, counts. The next token is drawn from max(0, w_n * target - draft).
     """
-    count, scale, weight = 0, 1.0, 1.0
+    count = 0
+    scale = weight = 1.0
     for i, token in enumerate(draft, start=1):
         weight = min(1.0, weight * target_probs[i - 1, token] / draft_probs[i - 1, token])
         chance = weight
         if i < len(draft):
             excess = np.maximum(0.0, weight * target_probs[i] - draft_probs[i]).sum()
             total = excess + 1.0 - weight
-            # Both are 0 only if target and draft agree and no mass was lost before: then the block goes on.
+            # Both are 0 only if target and draft agree and no mass was lost before.
             chance = excess / total if total > 0 else 1.0
         if coins.accept(i - 1) < chance:
-            count, scale = i, weight
+            count = i
+            scale = weight
     if count == len(draft):
         return Accepted(count, coins.draw(target_probs[-1], count))
-    return Accepted(
-        count, coins.recover(_residual(target_probs[count], draft_probs[count], scale), count)
-    )
+    residual = _residual(target_probs[count], draft_probs[count], scale)
+    return Accepted(count, coins.recover(residual, count))
 
 
 def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
-    """max(0, scale * target - draft), or the target itself where that is 0 throughout, which only rounding can bring about."""
+    """max(0, scale * target - draft); the target itself if that is 0, by rounding alone."""
     left = np.maximum(0.0, scale * target - draft)
     return left if left.sum() > 0 else target
 
@@ -121,7 +125,8 @@ def _residual(target: Probs, draft: Probs, scale: float) -> Probs:
 def typical(target_probs: Probs, draft: Sequence[int], coins: Coins, epsilon: float) -> Accepted:
     """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 3.3.1). Lossy.
 
-    Accept token x if target(x) > min(epsilon, sqrt(epsilon) * exp(-entropy)), or if the coupled rule accepts it.
+    Accept token x if target(x) > min(epsilon, sqrt(epsilon) * exp(-entropy)), or if the coupled
+    rule accepts it.
     """
     for i, token in enumerate(draft):
         probs = target_probs[i]
@@ -138,8 +143,8 @@ def relaxed(
 ) -> Accepted:
     """TensorRT-LLM's relaxed acceptance for thinking tokens. Lossy.
 
-    Accept token x if fewer than `topk` tokens are likelier and target(x) >= max(target) - delta > 0, or if the coupled rule
-    accepts it.
+    Accept token x if fewer than `topk` tokens are likelier, target(x) >= max(target) - delta and
+    target(x) > 0, or if the coupled rule accepts it.
     """
     for i, token in enumerate(draft):
         probs = target_probs[i]

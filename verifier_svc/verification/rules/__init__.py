@@ -1,1 +1,4 @@
-"""Acceptance rules: each a pure function of probabilities and noise. They know no sequences, streams or settings."""
+"""Acceptance rules: pure functions of probabilities and noise.
+
+They know no sequences, streams or settings.
+"""

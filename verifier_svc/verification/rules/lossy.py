@@ -1,4 +1,4 @@
-"""Rules that trade exactness for speed; a request has to ask for them, and its response says so."""
+"""Rules that trade exactness for speed. A request must ask for them, and its response says so."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tensor) -> torch.Tensor:
     """Typical acceptance, bool [N]: Cai et al., "Medusa", arXiv 2401.10774, section 3.3.1.
 
-    A draft token stands if its probability is above min(epsilon, delta * exp(-entropy)), with the paper's delta = sqrt(epsilon):
-    where the target is unsure, much is acceptable.
+    Accepts a draft token if its probability is above min(epsilon, delta * exp(-entropy)), with the
+    paper's delta = sqrt(epsilon). The less sure the target is, the more tokens it accepts.
     """
     entropy_N = torch.special.entr(probs_NV).sum(-1)
     threshold_N = torch.minimum(epsilon_N, epsilon_N.sqrt() * torch.exp(-entropy_N))
@@ -19,10 +19,10 @@ def typical(probs_NV: torch.Tensor, draft_N: torch.Tensor, epsilon_N: torch.Tens
 def relaxed(
     probs_NV: torch.Tensor, draft_N: torch.Tensor, topk_N: torch.Tensor, delta_N: torch.Tensor
 ) -> torch.Tensor:
-    """TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP; `relaxed_topk`, `relaxed_delta`).
+    """TensorRT-LLM's relaxed acceptance, bool [N] (its blog on DeepSeek-R1 with MTP).
 
-    A draft token stands if it is among the `topk` likeliest and at most `delta` less likely than the likeliest, and could be
-    sampled at all. The caller sees to it that only positions in the thinking phase come here.
+    Accepts a draft token if it is among the `topk` likeliest, at most `delta` less likely than the
+    likeliest, and of a probability above 0. The caller passes only positions in the thinking phase.
     """
     prob_N = probs_NV.gather(-1, draft_N.unsqueeze(-1)).squeeze(-1)
     better_N = (probs_NV > prob_N.unsqueeze(-1)).sum(-1)

@@ -1,0 +1,71 @@
+"""Measurements of a drafter: acceptance by position, and latency."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifier_svc.state.acceptance_rate import AcceptanceRate, Latency
+
+
+def test_expected_tokens_are_the_geometric_sum() -> None:
+    assert AcceptanceRate(0.5).expected_tokens(2) == pytest.approx(1 + 0.5 + 0.25)
+    assert AcceptanceRate(1.0).expected_tokens(3) == 4
+    assert AcceptanceRate(0.0).expected_tokens(5) == 1
+
+
+def test_acceptance_is_measured_by_position() -> None:
+    rate = AcceptanceRate(0.6, 4)
+    assert rate.by_position == pytest.approx([0.6] * 4)
+    for _ in range(100):
+        rate.observe(drafted=4, accepted=1)
+    first, second, *unjudged = rate.by_position
+    assert first > 0.85
+    assert second < 0.3
+    assert unjudged == pytest.approx([second] * 2), "positions without data inherit the one before"
+
+
+def test_a_new_sequence_begins_with_the_drafters_rate() -> None:
+    drafter = AcceptanceRate(0.8)
+    for _ in range(50):
+        drafter.observe(4, 0)
+    assert AcceptanceRate(drafter, 4).by_position[0] < 0.25
+
+
+def test_a_good_sequence_gets_long_drafts_from_a_bad_drafter() -> None:
+    drafter = AcceptanceRate(0.8, decay=0.99)
+    for _ in range(200):
+        drafter.observe(drafted=4, accepted=0)
+    good = AcceptanceRate(drafter, 8)
+    for _ in range(60):
+        count = max(1, good.tokens_worth(0.15, 8))
+        good.observe(drafted=count, accepted=count)
+        drafter.observe(drafted=count, accepted=count)
+    assert good.tokens_worth(0.15, 8) == 8
+
+
+def test_a_drafters_first_sequence_loses_the_optimistic_prior_with_it() -> None:
+    drafter = AcceptanceRate(0.8)
+    first = AcceptanceRate(drafter, 8)
+    for _ in range(40):
+        first.observe(drafted=8, accepted=0)
+        drafter.observe(drafted=8, accepted=0)
+    assert first.by_position[0] < 0.1
+    assert first.expected_tokens(8) < 1.1
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60), st.floats(0.0, 1.0))
+def test_survival_falls_with_position(drafts: list[tuple[int, int]], price: float) -> None:
+    rate = AcceptanceRate(0.8, 8)
+    for drafted, accepted in drafts:
+        rate.observe(drafted, min(drafted, accepted))
+    assert rate.survival == sorted(rate.survival, reverse=True)
+    count = rate.tokens_worth(price, 8)
+    assert all(survives >= price for survives in rate.survival[:count])
+    assert all(survives < price for survives in rate.survival[count:])
+
+
+def test_one_late_answer_does_not_change_a_drafters_latency() -> None:
+    latency = Latency()
+    for seconds in (0.001, 5.0, 0.002):
+        latency.observe(seconds)
+    assert latency.value == 0.002

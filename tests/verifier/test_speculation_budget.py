@@ -1,0 +1,299 @@
+"""Speculation loses no more than its budgets. Plain steps take a second, unless a test differs."""
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider.messages import Hello
+from verifier_svc.policy.forward_cost import ForwardCost
+from verifier_svc.policy.speculation_budget import SpeculationBudget
+from verifier_svc.state.drafter import Drafter
+
+BATCH = 8
+NOBODY: frozenset[Drafter] = frozenset()
+
+
+def make_drafter(name: str) -> Drafter:
+    return Drafter(Hello(name, name, "f", 8), lambda message: None)
+
+
+ONE = make_drafter("one")
+OTHER = make_drafter("other")
+WAY = frozenset({ONE})
+OTHER_WAY = frozenset({OTHER})
+
+
+class Steps:
+    """A budget, and the steps that it observes."""
+
+    def __init__(self, *, quiet_s: float = 1.0, batches: tuple[int, ...] = (BATCH,)) -> None:
+        """Each of the batches has its first quiet steps, of `quiet_s` seconds, behind it."""
+        isolated = ForwardCost()
+        for batch in (1, 64):
+            isolated.calibrate(batch, batch, 1.0)
+        self.budget = SpeculationBudget(isolated)
+        for batch in batches:
+            self.quiet_until_measured(batch, quiet_s)
+
+    def quiet(self, seconds: float = 1.0, batch: int = BATCH) -> None:
+        self.budget.observe(batch, NOBODY, batch, seconds, quiet=True)
+
+    def gain(self, steps: float, way: frozenset[Drafter] = WAY, batch: int = BATCH) -> None:
+        """A step that brings as many tokens as 1 + `steps` plain steps."""
+        self.budget.observe(batch, way, round(batch * (1 + steps)), 1.0, quiet=False)
+
+    def lose(self, steps: float, way: frozenset[Drafter] = WAY, batch: int = BATCH) -> None:
+        """A step without gain that takes as long as 1 + `steps` plain ones."""
+        self.budget.observe(batch, way, batch, 1.0 + steps, quiet=False)
+
+    def quiet_until_measured(self, batch: int, seconds: float = 1.0) -> int:
+        """How many quiet steps pass before the budget needs no more of them."""
+        return count_until(
+            lambda: not self.budget.needs_quiet(batch), lambda: self.quiet(seconds, batch)
+        )
+
+    def losses_until_refused(self, way: frozenset[Drafter] = WAY, batch: int = BATCH) -> int:
+        """How many plain steps a way loses, one by one, before it is refused."""
+        return count_until(
+            lambda: not self.budget.allows(batch, way), lambda: self.lose(1.0, way, batch)
+        )
+
+    def quiet_until_allowed(self, way: frozenset[Drafter] = WAY) -> int:
+        """How many quiet steps pass before a way is allowed."""
+        return count_until(lambda: self.budget.allows(BATCH, way), self.quiet)
+
+
+def count_until(reached: Callable[[], bool], act: Callable[[], None]) -> int:
+    """How often to act until something is reached."""
+    for count in range(10_000):
+        if reached():
+            return count
+        act()
+    raise AssertionError("not reached in 10,000 acts")
+
+
+# --- quiet steps ---
+
+
+def test_without_trial_forwards_nothing_is_measured_or_refused() -> None:
+    budget = SpeculationBudget(ForwardCost())
+    for _ in range(100):
+        assert not budget.needs_quiet(BATCH)
+        budget.observe(BATCH, NOBODY, BATCH, 1.0, quiet=True)
+        budget.observe(BATCH, WAY, BATCH, 50.0, quiet=False)
+    assert budget.allows(BATCH, WAY)
+
+
+def test_a_new_batch_size_begins_with_four_quiet_steps() -> None:
+    steps = Steps(batches=())
+    for batch in (1, BATCH):
+        assert steps.quiet_until_measured(batch) == 4
+
+
+def test_quiet_steps_come_again_ever_more_rarely() -> None:
+    steps = Steps()
+    gaps = []
+    for _ in range(6):
+        gaps.append(count_until(lambda: steps.budget.needs_quiet(BATCH), lambda: steps.gain(0.0)))
+        steps.quiet_until_measured(BATCH)
+    # The step that ends a row of quiet ones is the first of the gap.
+    assert gaps == [127, 255, 511, 1023, 1023, 1023]
+
+
+def test_quiet_steps_are_given_up_if_some_drafter_always_computes() -> None:
+    steps = Steps(batches=())
+    steps.gain(0.0)
+    waited = count_until(lambda: not steps.budget.needs_quiet(BATCH), lambda: steps.gain(0.0))
+    assert waited == 127
+
+
+def test_nothing_is_charged_before_a_quiet_step_is_measured() -> None:
+    steps = Steps(batches=())
+    for _ in range(100):
+        steps.lose(2.0)
+    assert steps.budget.allows(BATCH, WAY)
+
+
+def test_a_quiet_step_is_charged_to_no_way() -> None:
+    steps = Steps()
+    for _ in range(100):
+        steps.quiet()
+    for _ in range(4):
+        steps.quiet(2.0)
+    assert steps.budget.allows(BATCH, NOBODY)
+
+
+def test_a_host_that_slows_down_every_step_is_no_loss() -> None:
+    steps = Steps(quiet_s=1.5)
+    for _ in range(100):
+        steps.lose(0.5)
+    assert steps.budget.allows(BATCH, WAY)
+
+
+def test_the_measure_of_quiet_steps_follows_a_lasting_change() -> None:
+    steps = Steps()
+    for seconds in (1.0, 1.5):
+        for _ in range(400):
+            steps.quiet(seconds)
+    for _ in range(100):
+        steps.lose(0.5)
+    assert steps.budget.allows(BATCH, WAY)
+
+
+def test_one_quiet_step_that_was_held_up_hides_no_loss() -> None:
+    steps = Steps()
+    steps.quiet(1000.0)
+    assert steps.losses_until_refused() < 20
+
+
+# --- losses and gains ---
+
+
+def test_a_way_is_refused_when_it_has_lost_six_steps() -> None:
+    assert Steps().losses_until_refused() == 7
+
+
+def test_probes_are_refused_when_they_have_lost_two_steps() -> None:
+    assert Steps().losses_until_refused(NOBODY) == 3
+
+
+def test_one_step_that_was_held_up_loses_no_more_than_two_steps() -> None:
+    steps = Steps()
+    steps.lose(1000.0)
+    assert steps.losses_until_refused() == 5
+
+
+def test_gains_make_up_for_losses() -> None:
+    steps = Steps()
+    for _ in range(100):
+        steps.lose(0.5)
+        steps.gain(0.5)
+    assert steps.budget.allows(BATCH, WAY)
+
+
+def test_a_way_that_gained_may_lose_more_but_not_all_of_its_gains() -> None:
+    steps = Steps()
+    for _ in range(40):
+        steps.gain(1.0)
+    assert steps.losses_until_refused() == 6 + 40 // 8 + 1
+
+
+def test_no_gain_allows_a_loss_of_more_than_32_steps() -> None:
+    steps = Steps()
+    for _ in range(10_000):
+        steps.gain(1.0)
+    assert steps.losses_until_refused() == 33
+
+
+# --- ways that are refused ---
+
+
+def test_a_refused_way_is_allowed_again_at_one_and_a_half_steps() -> None:
+    steps = Steps()
+    steps.losses_until_refused()
+    # From one step below 0 to 1.5, at 0.5 % of the time.
+    assert steps.quiet_until_allowed() == pytest.approx(2.5 / 0.005, rel=0.01)
+
+
+def test_a_refused_way_loses_the_room_that_its_gains_gave_it() -> None:
+    steps = Steps()
+    for _ in range(10_000):
+        steps.gain(1.0)
+    steps.losses_until_refused()
+    assert steps.quiet_until_allowed() == pytest.approx(2.5 / 0.005, rel=0.01)
+
+
+def test_refused_ways_share_one_refill() -> None:
+    steps = Steps()
+    steps.losses_until_refused(WAY)
+    steps.losses_until_refused(OTHER_WAY)
+    assert steps.quiet_until_allowed(WAY) == pytest.approx(2 * 2.5 / 0.005, rel=0.02)
+
+
+def test_a_long_step_refills_no_more_than_two() -> None:
+    steps = Steps()
+    steps.losses_until_refused()
+    for _ in range(50):
+        steps.budget.observe(BATCH, OTHER_WAY, 1000 * BATCH, 1000.0, quiet=False)
+    assert not steps.budget.allows(BATCH, WAY)
+
+
+def test_only_refused_ways_are_refilled() -> None:
+    steps = Steps()
+    for _ in range(5):
+        steps.lose(1.0)
+    for _ in range(1_000):
+        steps.quiet()
+    assert steps.losses_until_refused() == 2
+
+
+def test_in_the_long_run_speculation_loses_its_budgets_and_half_a_percent() -> None:
+    steps = Steps()
+    lost = 0.0
+    passed = 0.0
+    for _ in range(20_000):
+        if steps.budget.allows(BATCH, WAY):
+            steps.lose(1.0)
+            lost += 1.0
+            passed += 2.0
+        else:
+            steps.quiet()
+            passed += 1.0
+    assert 6 + 0.004 * passed < lost < 6 + 0.005 * passed + 2
+
+
+# --- sizes of batches ---
+
+
+def test_batches_of_about_one_size_share_a_budget() -> None:
+    steps = Steps()
+    for batch in (7, 9, 11, 7, 9, 11, 8):
+        assert steps.budget.allows(8, WAY)
+        steps.lose(1.0, batch=batch)
+    assert not steps.budget.allows(8, WAY)
+
+
+def test_a_way_that_loses_in_large_batches_may_go_on_in_small_ones() -> None:
+    steps = Steps(batches=(1, 32))
+    steps.gain(0.0, batch=1)
+    steps.losses_until_refused(batch=32)
+    assert not steps.budget.allows(32, WAY)
+    assert steps.budget.allows(1, WAY)
+
+
+def test_a_new_size_begins_with_the_budget_of_the_nearest_one() -> None:
+    steps = Steps(batches=(1, 16, 32, 64))
+    steps.gain(0.0, batch=1)
+    steps.losses_until_refused(batch=32)
+    for batch in (16, 64):
+        assert not steps.budget.allows(batch, WAY)
+        steps.gain(0.0, batch=batch)
+        assert not steps.budget.allows(batch, WAY)
+    for _ in range(3):
+        steps.lose(1.0, batch=2)
+    assert steps.losses_until_refused(batch=1) == 7, "the copy has a balance of its own"
+
+
+def test_steps_of_one_size_refill_no_budget_of_another() -> None:
+    steps = Steps(batches=(1, BATCH))
+    steps.losses_until_refused()
+    for _ in range(2_000):
+        steps.quiet(batch=1)
+    assert not steps.budget.allows(BATCH, WAY)
+
+
+def test_each_way_has_a_budget_of_its_own() -> None:
+    steps = Steps()
+    steps.losses_until_refused(WAY)
+    for way in (OTHER_WAY, WAY | OTHER_WAY, NOBODY):
+        assert steps.budget.allows(BATCH, way)
+
+
+def test_a_drafter_that_left_takes_its_ways_with_it() -> None:
+    steps = Steps()
+    for way in (WAY, WAY | OTHER_WAY, OTHER_WAY):
+        steps.losses_until_refused(way)
+    steps.budget.forget(ONE)
+    assert steps.budget.allows(BATCH, WAY)
+    assert steps.budget.allows(BATCH, WAY | OTHER_WAY)
+    assert not steps.budget.allows(BATCH, OTHER_WAY)

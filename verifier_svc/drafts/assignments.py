@@ -1,0 +1,75 @@
+"""Makes assignments of sequences to drafters, and says how far ahead a drafter may run."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.limits import MAX_DRAFT_TOKENS
+from outrider.messages import Window
+from verifier_svc.state.acceptance_rate import AcceptanceRate
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.trie import Trie
+from verifier_svc.verification.rule_choice import choose_distribution
+
+# A drafter may have twice the verified draft in flight: the path that is being verified, its bonus
+# token, and the path behind that.
+_AHEAD = 2
+_TOKENS_PER_DEPTH = 6
+# Prior acceptance of a drafter. It is high, because a drafter that starts low is never tried.
+_OPTIMISM = 0.8
+# A drafter's own rate remembers a hundred drafts. With ten, the prior alone would give a drafter
+# that is always wrong a rate of 0.23 on each new sequence.
+_LONG_MEMORY = 0.99
+_KNOWN_POSITIONS = 16
+
+
+def new_assignment(sequence: Sequence, drafter: Drafter, *, trusted: bool) -> Assignment:
+    """An assignment of which the drafter knows nothing yet.
+
+    `trusted` says whether the verifier trusts drafters' distributions.
+    """
+    limit = sequence.max_draft_tokens
+    reach = min(_AHEAD * limit + 1, drafter.hello.max_draft_tokens)
+    length = len(sequence.tokens)
+    trie = Trie(length, Window(token_count=_TOKENS_PER_DEPTH * reach, depth=reach))
+    distribution = choose_distribution(sequence.request, drafter.hello.distributions, trusted)
+    kind = _kind(sequence)
+    drafter_rate = drafter.rates.get(kind)
+    if drafter_rate is None:
+        drafter_rate = AcceptanceRate(_OPTIMISM, _KNOWN_POSITIONS, decay=_LONG_MEMORY)
+        drafter.rates[kind] = drafter_rate
+    rate = AcceptanceRate(drafter_rate, limit)
+    return Assignment(drafter, trie, distribution, rate, drafter_rate, trie.window, 1, length)
+
+
+def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
+    """The kind of traffic, within which a drafter's acceptance should be alike.
+
+    Whether the request is greedy, has a grammar, and has a prediction.
+    """
+    request = sequence.request
+    return request.sampling.greedy, request.grammar is not None, bool(request.prediction)
+
+
+def run_ahead_window(assignment: Assignment, draft_tokens: int, step_s: float) -> Window:
+    """How far a drafter may run ahead that is asked for `draft_tokens`.
+
+    Far enough for a draft in each step of `step_s` seconds until the next verdict reaches the
+    drafter, as far as the trie has room. Just `draft_tokens` on the target's cores, where running
+    ahead would slow down the forward. A single token for a probe, which asks for 0.
+    """
+    drafter = assignment.drafter
+    most = assignment.trie.window
+    if draft_tokens == 0 or drafter.on_target_cores:
+        reach = token_count = max(draft_tokens, 1)
+    else:
+        steps = MAX_DRAFT_TOKENS
+        if step_s > 0.0:
+            steps = 1 + math.ceil(drafter.round_trip.value / step_s)
+        reach = min((1 + steps) * (1 + draft_tokens) - 1, most.depth)
+        token_count = min(_TOKENS_PER_DEPTH * reach, most.token_count)
+    before = assignment.window
+    if before.depth == reach and before.token_count == token_count:
+        return before
+    return Window(token_count, reach)

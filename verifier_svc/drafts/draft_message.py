@@ -1,0 +1,111 @@
+"""Takes the proposals and skips of one message from a drafter, and measures the drafter by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import DraftBatch, Proposal, Skip
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.sequence import Assignment, Sequence
+from verifier_svc.state.trie import AddResult
+
+
+@dataclass(slots=True)
+class DraftMessage:
+    """One message of a drafter, with its counts and latencies.
+
+    A message is one measurement of the drafter's latency. If each of its proposals counted, one
+    slow round of a large batch would displace all earlier measurements.
+    """
+
+    drafter: Drafter
+    arrived_at: float
+    """Monotonic seconds."""
+    sequences: dict[int, Sequence]
+    """Those of the engine, by id."""
+    draft_latencies_s: list[float] = field(default_factory=list)
+    """Seconds from asking to each draft that answers."""
+    skip_latencies_s: list[float] = field(default_factory=list)
+    """Seconds from asking to each skip that answers."""
+    draft_s: float = 0.0
+    """Seconds of drafting. A drafter drafts all proposals of a message together."""
+    draft_length: int = 0
+    """Tokens of the longest new draft, which determines the drafting time."""
+    token_count: int = 0
+    stale_count: int = 0
+    cut_count: int = 0
+
+    def take(self, batch: DraftBatch) -> None:
+        """Add all proposals to the tries, and note the skips.
+
+        Raises OutriderError(PROTOCOL_VIOLATION) for a sequence id or base length that no delay
+        explains.
+        """
+        for proposal in batch.proposals:
+            self._take_proposal(proposal)
+        for skip in batch.skips:
+            self._take_skip(skip)
+
+    def update_latencies(self) -> None:
+        """Add this message to the drafter's measured latencies."""
+        latencies_s = [*self.draft_latencies_s, *self.skip_latencies_s]
+        if latencies_s:
+            self.drafter.round_trip.observe(max(max(latencies_s) - self.draft_s, 0.0))
+        if self.draft_length and self.draft_s > 0.0:
+            self.drafter.token_time.observe(self.draft_s / self.draft_length)
+
+    def _take_proposal(self, proposal: Proposal) -> None:
+        found = self._find(proposal.sequence_id, "proposal.sequence_id")
+        count = len(proposal.token_ids)
+        self.token_count += count
+        self.draft_s = max(self.draft_s, proposal.draft_seconds)
+        if found is None:
+            self.stale_count += count
+            return
+        sequence, assignment = found
+        added = assignment.trie.add(proposal, sequence.tokens)
+        self.stale_count += added.stale
+        self.cut_count += added.cut
+        latency_s = assignment.on_answer(self.arrived_at, proposal.base_length, drafted=True)
+        if latency_s is not None:
+            self.draft_latencies_s.append(latency_s)
+            _observe_late_draft(assignment, proposal, added)
+            # Tokens that were in the trie already were drafted before.
+            self.draft_length = max(self.draft_length, count - added.merged)
+
+    def _take_skip(self, skip: Skip) -> None:
+        found = self._find(skip.sequence_id, "skip.sequence_id")
+        if found is None:
+            return
+        sequence, assignment = found
+        assignment.trie.skip(skip, sequence.tokens)
+        latency_s = assignment.on_answer(self.arrived_at, skip.base_length, drafted=False)
+        if latency_s is not None:
+            self.skip_latencies_s.append(latency_s)
+
+    def _find(self, sequence_id: int, field_name: str) -> tuple[Sequence, Assignment] | None:
+        """The sequence and its assignment to this drafter.
+
+        None if the sequence is over or has other drafters by now: the message may just be late.
+        Raises OutriderError(PROTOCOL_VIOLATION) for an id that was never announced to the drafter.
+        """
+        last = self.drafter.last_sequence_id
+        if sequence_id > last:
+            message = f"{field_name} must be one that was opened, at most {last}, not {sequence_id}"
+            raise OutriderError(Reason.PROTOCOL_VIOLATION, message, field_name)
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            return None
+        assignment = sequence.assignments.get(self.drafter.id)
+        if assignment is None or not assignment.opened:
+            return None
+        return sequence, assignment
+
+
+def _observe_late_draft(assignment: Assignment, proposal: Proposal, added: AddResult) -> None:
+    """Judge a chain that came too late for verification by the tokens committed meanwhile."""
+    contradicted = added.stale > 0
+    # A drafter that is asked was sent these tokens meanwhile, so right ones alone prove nothing.
+    if not proposal.parents and (contradicted or not assignment.asked):
+        assignment.observe_acceptance(added.passed + contradicted, added.passed)

@@ -1,0 +1,78 @@
+"""Chooses the pending drafts that are worth waiting for, and for how long."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+
+from verifier_svc.policy.goodput import max_wait_s, steps_meanwhile
+from verifier_svc.policy.plan import pending_draft
+from verifier_svc.policy.prices import Prices
+from verifier_svc.state.drafter import Drafter
+from verifier_svc.state.sequence import Assignment, Sequence
+
+# No wait is longer, even if every draft is waited for: the drafter may be gone without a word.
+_LONGEST_WAIT_S = 1.0
+
+_Late = list[tuple[float, float, Sequence, Assignment]]
+"""(due in seconds, worth in seconds, sequence, assignment) of pending drafts."""
+
+
+def drafts_to_wait_for(
+    decoding: list[Sequence],
+    draft_tokens: dict[int, int],
+    prices: Prices,
+    rate: float,
+    now_s: float,
+    *,
+    always: bool,
+) -> tuple[tuple[tuple[Sequence, Assignment], ...], float]:
+    """The pending drafts that may still pay, and how many seconds of waiting they are worth.
+
+    `draft_tokens` are those that the step verifies, by sequence id. `rate` is the tokens a second
+    that the batch commits with the planned drafts. With `always` every pending draft is waited for.
+    """
+    late = _pending_drafts(decoding, draft_tokens, prices, rate, now_s, always=always)
+    if always:
+        everything = tuple([(sequence, assignment) for _, _, sequence, assignment in late])
+        return everything, _LONGEST_WAIT_S
+    # Drafts are awaited in the order in which they are due. Their worth adds up: while the engine
+    # waits for a later one, it waits for the earlier ones as well.
+    late.sort(key=itemgetter(0))
+    wait_s = worth_s = 0.0
+    count = 0
+    busy_s: dict[Drafter, float] = {}
+    for i, (due_s, seconds, _, assignment) in enumerate(late):
+        worth_s += seconds
+        drafter = assignment.drafter
+        # Drafting on the target's cores costs this time whether the engine waits or not.
+        busy_s[drafter] = max(busy_s.get(drafter, 0.0), drafter.busy_s(assignment.draft_tokens))
+        most_s = min(worth_s + sum(busy_s.values()), _LONGEST_WAIT_S)
+        if due_s <= most_s:
+            wait_s = most_s
+            count = i + 1
+    return tuple([(sequence, assignment) for _, _, sequence, assignment in late[:count]]), wait_s
+
+
+def _pending_drafts(
+    decoding: list[Sequence],
+    draft_tokens: dict[int, int],
+    prices: Prices,
+    rate: float,
+    now_s: float,
+    *,
+    always: bool,
+) -> _Late:
+    """The best pending draft of each sequence that has one."""
+    late: _Late = []
+    for sequence in decoding:
+        wanted = draft_tokens.get(sequence.id, 0)
+        pending = pending_draft(sequence, wanted, always=always)
+        if pending is not None:
+            assignment = pending.assignment
+            due_s = assignment.due_s(now_s)
+            steps = steps_meanwhile(due_s, prices.decode_step_s)
+            prob = assignment.prob_all_accepted(pending.ready_tokens + steps, 1)
+            gain = (pending.expected_now, pending.expected_with_it)
+            seconds = max_wait_s(gain, due_s, rate, prices.batch, prices.decode_step_s, prob)
+            late.append((due_s, assignment.answer_rate * seconds, sequence, assignment))
+    return late
