@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.process.collector import WatchedSpans, collector_at
+from outrider.process.runtime import exit_now
 
 Attribute = str | int | float | bool | Sequence[str]
 Kind = trace.SpanKind
@@ -150,15 +149,9 @@ def shutdown() -> None:
 
 
 def leave() -> NoReturn:
-    """Send what is left and end the process with status 0.
-
-    Without the interpreter's teardown, in which a library that torch loads lists what it leaked, a hundred lines of it.
-    """
+    """Send the remaining spans and end the process with status 0, without teardown."""
     shutdown()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    exit_now(0)
 
 
 def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -> Span:
