@@ -1,4 +1,4 @@
-"""`outrider demo`: compares plain decoding with each drafter on real prompts, in separate processes.
+"""`outrider demo`: plain decoding and each drafter on real prompts, as separate processes.
 
 It prints one table per target. The bundled target in float32 shows that all texts are identical.
 Its forward costs too little for drafts to save much time, so the same function grown to 154 M
@@ -32,6 +32,13 @@ from outrider.launch.start_log import start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 
 _LOADING_S = 180.0
+_COLUMNS = (
+    "tokens/s",
+    "× plain",
+    "tokens per\nforward",
+    "mean accepted\nlength",
+    "acceptance\nrate",
+)
 # 154 M parameters.
 _SHAPE = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
 
@@ -159,7 +166,8 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
         for child in stack.children:
             supervisor.start(child)
         drafters = len(settings.drafter)
-        with start_status(console, f"loading {settings.target} and {drafters} drafters ...") as show:
+        loading = f"loading {settings.target} and {drafters} drafters ..."
+        with start_status(console, loading) as show:
             ready = until_ready(stack.http_url, show, drafters)
             await asyncio.wait_for(supervisor.settle(ready), _LOADING_S)
         with _progress(console) as progress:
@@ -195,15 +203,6 @@ async def _measure(
                 answer = await complete(client, model, prompt, max_tokens, row.speculation)
                 row.answers.append(answer)
                 progress.advance(task)
-
-
-_COLUMNS = (
-    "tokens/s",
-    "× plain",
-    "tokens per\nforward",
-    "mean accepted\nlength",
-    "acceptance\nrate",
-)
 
 
 def _report(part: Part, rows: list[Row], console: Console) -> int:

@@ -115,7 +115,7 @@ def _stdout() -> int:
 def _reason(error: BaseException | None) -> str:
     if isinstance(error, StartFailed):
         return f"{error}; its last lines above say why"
-    return "a task that supervises ended: " + "".join(traceback.format_exception(error)).rstrip()
+    return "a supervising task failed: " + "".join(traceback.format_exception(error)).rstrip()
 
 
 def _complain(text: str) -> None:

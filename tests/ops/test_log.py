@@ -165,6 +165,6 @@ outrider.launch.supervisor._line = line
     serving = rig.start(subprocess.DEVNULL)
     _, said = serving.communicate(timeout=30)
     assert serving.returncode == 1
-    assert said.startswith("outrider serve: a task that supervises ended: ")
+    assert said.startswith("outrider serve: a supervising task failed: ")
     assert said.endswith("RuntimeError: a bug\n")
     assert not Path(f"/proc/{rig.progress[0]}").exists()
