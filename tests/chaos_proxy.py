@@ -17,7 +17,7 @@ class ChaosProxy:
         self._open: set[asyncio.Event] = set()
 
     def swallow(self) -> None:
-        """From now on lose all bytes of the present connections, both ways, as if a machine vanished."""
+        """Lose all further bytes of the present connections, as if a machine had vanished."""
         for is_open in self._open:
             is_open.clear()
         self._open.clear()

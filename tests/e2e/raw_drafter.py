@@ -61,7 +61,7 @@ class RawDrafter:
         return await self.error()
 
     async def error(self) -> OutriderError:
-        """The error that ended the stream; its status follows the messages, so those are read first."""
+        """The error that ended the stream; the messages before it are read and dropped."""
         with suppress(grpc.aio.AioRpcError):
             while await self.hear() != grpc.aio.EOF:
                 pass

@@ -158,7 +158,7 @@ async def all_scraped(url: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("expression", QUERIES)
-def test_each_query_has_an_answer(url: str, expression: str) -> None:
+def test_every_query_of_the_dashboard_returns_a_number(url: str, expression: str) -> None:
     query = expression.replace("$__rate_interval", "1m")
     answer = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", answer
@@ -167,7 +167,7 @@ def test_each_query_has_an_answer(url: str, expression: str) -> None:
     assert not all(math.isnan(value) for value in values), "nothing but NaN"
 
 
-def test_every_metric_of_ours_that_a_query_names_is_exposed_and_every_panel_has_a_query(
+def test_every_metric_in_a_query_is_exposed_and_every_panel_has_a_query(
     url: str,
 ) -> None:
     exposed = set(httpx.get(f"{url}/api/v1/label/__name__/values").json()["data"])

@@ -25,7 +25,7 @@ MODELS = Path(__file__).parents[2] / "models"
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.08])
-async def test_a_round_trip_through_the_proxy_takes_as_much_longer_as_asked(delay_s: float) -> None:
+async def test_the_proxy_delays_a_round_trip_by_the_given_time(delay_s: float) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):
             writer.write(data)
@@ -51,7 +51,7 @@ async def test_a_round_trip_through_the_proxy_takes_as_much_longer_as_asked(dela
     assert proxy.byte_count == 6
 
 
-async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_dies() -> None:
+async def test_a_peer_that_dies_raises_an_error_with_its_last_line() -> None:
     code = "import sys; input(); print('{\"tokens\": 6, \"seconds\": 2.0}', flush=True); input(); sys.exit('out of cake')"
     async with line_peer(sys.executable, "-c", code) as ask:
         assert (await ask({})).tokens_per_s == 3.0
@@ -60,7 +60,7 @@ async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_d
 
 
 @pytest.mark.slow
-def test_seeds_texts_are_compared_under_drafts_batches_and_cached_prefixes() -> None:
+def test_seeds_compares_texts_by_drafts_batch_and_cached_prefix() -> None:
     _, found = seeds.measure(MODELS, 12, ["float32"])
     assert {"drafts of 3, alone", "cached prefix, batch 8, drafts of 4"} <= set(
         found["torch, float32"]
@@ -73,7 +73,7 @@ def test_seeds_texts_are_compared_under_drafts_batches_and_cached_prefixes() -> 
             assert (count["cached"] > 0) is ("cached" in name)
 
 
-async def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_stack_that_cannot_start_raises_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"could not start(.|\n)*tokenizer\.json"):
         async with serving(tmp_path, []):
             pass
@@ -86,7 +86,7 @@ async def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
         [b'HTTP/1.1 400 \r\n\r\n{"error": "no such model"}'],
     ],
 )
-async def test_a_stream_is_read_to_its_end_and_an_error_is_raised(blocks: list[bytes]) -> None:
+async def test_a_stream_is_read_to_its_end_or_raises_the_servers_error(blocks: list[bytes]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"}"))
         for block in blocks:
@@ -184,7 +184,7 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
         ("outrider, [np]*", True, ["ngram", "model"], ["plain", "ngram"]),
     ],
 )
-async def test_suffix_drafters_run_where_a_wanted_way_may_use_them_and_their_package_is_there(
+async def test_suffix_drafters_start_if_a_chosen_way_can_use_them(
     monkeypatch: pytest.MonkeyPatch, wanted: str, trees: bool, drafters: list[str], ways: list[str]
 ) -> None:
     started: list[list[str]] = []
@@ -206,7 +206,7 @@ async def test_suffix_drafters_run_where_a_wanted_way_may_use_them_and_their_pac
     assert ("without suffix drafters" in console.export_text()) == (not trees)
 
 
-def test_a_record_names_the_versions_and_the_gpu_where_there_is_one_and_needs_no_git(
+def test_a_record_names_versions_and_the_gpu_even_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -221,7 +221,7 @@ def test_a_record_names_the_versions_and_the_gpu_where_there_is_one_and_needs_no
     assert bench._machine() == alone.replace(versions, f", a GPU{versions}")
 
 
-def test_lengths_that_vary_are_as_many_tokens_in_all_as_those_that_do_not() -> None:
+def test_varied_lengths_have_the_same_total_as_equal_ones() -> None:
     prompts = [[1]] * 100
     even, varied = (Task(prompts, 8, 40, 0.0, varied=wanted).lengths for wanted in (False, True))
     assert set(even) == {40}
@@ -230,7 +230,7 @@ def test_lengths_that_vary_are_as_many_tokens_in_all_as_those_that_do_not() -> N
 
 
 @pytest.mark.slow
-async def test_transformers_ways_decode_all_that_is_asked_for() -> None:
+async def test_transformers_ways_decode_every_requested_token() -> None:
     pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
     task = Task([[5, 6, 7], [8, 9]], batch=2, max_tokens=6, temperature=0.0)
     async with transformers_ways(pair) as ways:

@@ -19,7 +19,7 @@ SCRIPT = (ROOT / "bench" / "gpu.sh").read_text()
 THERE = set("".join(re.findall(r'^there="([^"]+)"', SCRIPT, re.MULTILINE)).split())
 
 
-def test_the_script_is_bash_and_says_what_it_takes() -> None:
+def test_the_script_is_valid_bash_and_prints_its_usage() -> None:
     subprocess.run(["bash", "-n", ROOT / "bench" / "gpu.sh"], check=True)
     told = subprocess.run([ROOT / "bench" / "gpu.sh"], capture_output=True, text=True, check=False)
     assert told.returncode == 2
@@ -29,7 +29,7 @@ def test_the_script_is_bash_and_says_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "tokenizers", "matplotlib"])
-def test_what_torch_transformers_and_matplotlib_need_does_not_travel(package: str) -> None:
+def test_dependencies_of_torch_and_its_kind_are_not_downloaded(package: str) -> None:
     needs = map(Requirement, requires(package) or [])
     here = {
         canonicalize_name(need.name)
@@ -42,11 +42,11 @@ def test_what_torch_transformers_and_matplotlib_need_does_not_travel(package: st
     }
 
 
-def test_what_the_generated_code_was_made_with_travels() -> None:
+def test_grpcio_and_protobuf_are_downloaded() -> None:
     assert not {"grpcio", "protobuf"} & THERE
 
 
-def test_the_grown_shape_is_one_that_holds_the_target_and_has_8_b_parameters() -> None:
+def test_the_grown_shape_fits_the_target_and_has_8_b_parameters() -> None:
     [shape] = re.findall(r"--grown-shape '(\[.+?\])'", SCRIPT)
     config = grown_config(
         LlamaConfig.from_pretrained(ROOT / "models" / "target"),

@@ -46,14 +46,14 @@ def test_a_grown_model_is_larger_and_has_the_same_logits(small: Any) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_grown_model_is_whole_and_of_the_type_asked_for(small: Any) -> None:
+def test_a_grown_model_has_one_dtype_and_no_meta_tensors(small: Any) -> None:
     large = grow(small, GROWN, torch.bfloat16)
     assert {weight.dtype for weight in large.parameters()} == {torch.bfloat16}
     assert {tensor.device.type for tensor in chain(large.parameters(), large.buffers())} == {"cpu"}
     assert large.lm_head.weight is large.model.embed_tokens.weight
 
 
-def test_a_checkpoint_is_made_once_and_one_whose_growth_was_killed_is_made_anew(
+def test_a_checkpoint_is_made_once_and_again_after_a_killed_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(model: Any, directory: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_shape_that_cannot_hold_the_small_model_is_refused(small: Any, shape: 
         grow(small, shape, torch.float32)
 
 
-def test_a_hidden_size_that_is_no_multiple_of_the_heads_is_refused(small: Any) -> None:
+def test_a_hidden_size_not_divisible_by_the_heads_is_refused(small: Any) -> None:
     with pytest.raises(ValueError, match="multiple"):
         grow(
             small,

@@ -105,7 +105,7 @@ def stops_in_good_order(rig: Rig, serving: subprocess.Popen[str]) -> None:
     assert not Path(f"/proc/{rig.progress[0]}").exists()
 
 
-def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(
+def test_a_log_on_a_full_disk_blocks_nothing_and_resumes_with_space(
     rig: Rig, tmp_path: Path
 ) -> None:
     with small_file_system(tmp_path / "small") as small:
@@ -127,13 +127,13 @@ def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(
 
 
 @pytest.mark.slow
-def test_a_log_that_nobody_reads_holds_up_nothing(rig: Rig) -> None:
+def test_a_log_without_a_reader_blocks_nothing(rig: Rig) -> None:
     serving = rig.start(subprocess.PIPE)
     goes_on(rig, serving)
     stops_in_good_order(rig, serving)
 
 
-def test_a_reader_that_leaves_ends_it_without_a_traceback(rig: Rig) -> None:
+def test_a_closed_pipe_ends_serve_without_a_traceback(rig: Rig) -> None:
     """As `outrider serve | head -3` does."""
     serving = rig.start(subprocess.PIPE)
     assert serving.stdout is not None
@@ -148,7 +148,7 @@ def test_a_reader_that_leaves_ends_it_without_a_traceback(rig: Rig) -> None:
     assert not Path(f"/proc/{rig.progress[0]}").exists()
 
 
-def test_a_supervising_task_that_fails_ends_it_with_the_reason(tmp_path: Path) -> None:
+def test_a_failed_supervising_task_ends_serve_with_the_reason(tmp_path: Path) -> None:
     """Made to fail by a reader of pipes that has a bug."""
     broken = """
 import outrider.launch.supervisor

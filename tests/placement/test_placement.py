@@ -47,23 +47,23 @@ def two_sockets(root: Path) -> Path:
 
 
 @given(st.sets(st.integers(0, 300), max_size=40))
-def test_a_list_of_cores_survives_writing_and_reading(cores: set[int]) -> None:
+def test_a_list_of_cores_is_the_same_after_writing_and_reading(cores: set[int]) -> None:
     assert parse_cores(format_cores(sorted(cores))) == sorted(cores)
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "0x3", "0-99999"])
-def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
+def test_an_invalid_list_of_cores_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         parse_cores(text)
     assert caught.value.field == "cores"
 
 
-def test_grace_takes_the_first_cpus_cores_and_memory_by_itself(tmp_path: Path) -> None:
+def test_grace_defaults_to_the_first_cpus_cores_and_memory(tmp_path: Path) -> None:
     chosen = plan("grace", None, None, None, gb200(tmp_path))
     assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72)), 0, 72)
 
 
-def test_grace_can_be_told_which_socket_and_cores(tmp_path: Path) -> None:
+def test_grace_accepts_a_socket_and_cores(tmp_path: Path) -> None:
     chosen = plan("grace", "72-79", 1, 4, gb200(tmp_path))
     assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72, 80)), 1, 4)
 
@@ -76,7 +76,7 @@ def test_grace_can_be_told_which_socket_and_cores(tmp_path: Path) -> None:
         (GRACE_MIDR, "Amazon EC2", "in a machine that calls itself Amazon EC2"),
     ],
 )
-def test_grace_fails_with_the_reason_on_a_machine_that_has_none(
+def test_grace_is_refused_with_the_reason_on_other_machines(
     tmp_path: Path, midr: str, vendor: str, reason: str
 ) -> None:
     with pytest.raises(OutriderError, match=reason) as caught:
@@ -84,7 +84,7 @@ def test_grace_fails_with_the_reason_on_a_machine_that_has_none(
     assert caught.value.field == "placement"
 
 
-def test_cpu_takes_a_nodes_cores_or_all_there_are(tmp_path: Path) -> None:
+def test_cpu_takes_the_cores_of_a_node_or_of_the_whole_machine(tmp_path: Path) -> None:
     root = two_sockets(tmp_path)
     assert plan("cpu", None, 1, None, root).cores == (*range(8, 16), *range(24, 32))
     assert plan("cpu", None, None, None, root).cores == tuple(range(32))
@@ -100,7 +100,7 @@ def test_cpu_takes_a_nodes_cores_or_all_there_are(tmp_path: Path) -> None:
         ("0-1", None, 3, "threads", "must be at most the 2 cores, not 3"),
     ],
 )
-def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
+def test_absent_cores_and_nodes_are_refused_with_the_present_ones(
     tmp_path: Path,
     cores: str | None,
     node: int | None,
@@ -113,19 +113,19 @@ def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
     assert caught.value.field == field
 
 
-def test_a_node_of_gpu_memory_has_no_cores_to_run_on(tmp_path: Path) -> None:
+def test_a_numa_node_without_cores_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"numa_node 2 has no cores.*nodes with cores: 0, 1"):
         plan("cpu", None, 2, None, gb200(tmp_path))
 
 
 @pytest.mark.parametrize(("cores", "node"), [("0", None), (None, 0)])
-def test_local_pins_nothing_and_takes_no_request(cores: str | None, node: int | None) -> None:
+def test_local_pins_nothing_and_refuses_cores_and_nodes(cores: str | None, node: int | None) -> None:
     assert plan("local", None, None, 2).cores == ()
     with pytest.raises(OutriderError, match="goes with placement cpu or grace, not local"):
         plan("local", cores, node, None)
 
 
-def test_a_process_is_really_pinned_before_torch_is_there() -> None:
+def test_a_process_is_pinned_before_torch_is_imported() -> None:
     core = max(os.sched_getaffinity(0))
     program = f"""
 import json, os, sys
@@ -143,7 +143,7 @@ print(json.dumps([early, sorted(os.sched_getaffinity(0)), torch.get_num_threads(
     assert json.loads(output) == [False, [core], 1, [core], "cpu"]
 
 
-def test_a_socket_that_answers_is_preferred_and_anything_else_is_not(tmp_path: Path) -> None:
+def test_only_a_unix_socket_that_answers_replaces_the_address(tmp_path: Path) -> None:
     path = tmp_path / "verifier.sock"
     assert choose_address("host:1", None) == "host:1"
     assert choose_address("host:1", path) == "host:1"

@@ -66,7 +66,7 @@ def test_every_make_target_named_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_every_flag_named_is_some_commands(path: Path) -> None:
+def test_every_flag_on_a_page_belongs_to_a_command(path: Path) -> None:
     fields = {
         field.rstrip("_").replace("_", "-")
         for name in (
@@ -101,6 +101,6 @@ def test_the_readme_opens_with_the_three_commands() -> None:
     assert commands == ["demo", "test", "serve"]
 
 
-def test_no_file_of_python_is_longer_than_a_reader_bears() -> None:
+def test_no_python_file_is_too_long() -> None:
     long = [name for name in FILES if name.endswith(".py") and "_pb2" not in name]
     assert [name for name in long if len((ROOT / name).read_text().splitlines()) > 450] == []

@@ -24,7 +24,7 @@ SETTINGS: dict[str, list[type[Settings]]] = {
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_no_service_can_write_gain_rights_or_take_all_there_is(name: str) -> None:
+def test_every_service_is_read_only_unprivileged_and_limited(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -35,7 +35,7 @@ def test_no_service_can_write_gain_rights_or_take_all_there_is(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - {"secrets", "redis-cluster-join"}))
-def test_every_service_that_stays_is_limited_and_restarted(name: str) -> None:
+def test_every_long_lived_service_has_a_memory_limit_and_restarts(name: str) -> None:
     assert SERVICES[name]["mem_limit"]
     assert SERVICES[name]["restart"] == "unless-stopped"
 
@@ -51,7 +51,7 @@ def test_compose_waits_longer_than_any_process_drains() -> None:
     } == {True}
 
 
-def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> None:
+def test_ports_are_published_on_loopback_by_default() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert len(ports) >= 3
     assert [
@@ -61,7 +61,7 @@ def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> N
     ] == []
 
 
-def test_only_redis_and_ngram_drafters_see_secrets_and_each_other() -> None:
+def test_only_redis_and_ngram_drafters_share_secrets_and_a_network() -> None:
     with_secrets = {
         name
         for name, service in SERVICES.items()
@@ -73,7 +73,7 @@ def test_only_redis_and_ngram_drafters_see_secrets_and_each_other() -> None:
     } == with_secrets - {"secrets"}
 
 
-def test_every_setting_is_one_of_its_process() -> None:
+def test_every_variable_is_a_setting_of_its_process() -> None:
     files = TEXT + (COMPOSE / "Dockerfile").read_text()
     named = set(
         re.findall(

@@ -38,7 +38,7 @@ def test_a_service_imports_no_other_service(service: str) -> None:
         assert not roots(path) & others, path
 
 
-def test_what_is_shared_imports_no_service() -> None:
+def test_outrider_imports_no_service_but_for_the_settings_of_serve() -> None:
     """But for what `outrider serve` starts: it checks a drafter's settings against their schema before anything runs."""
     for path in sources("outrider"):
         services = {name for name in imported(path) if name.partition(".")[0] in SERVICES}
@@ -51,7 +51,7 @@ def test_what_is_shared_imports_no_service() -> None:
         assert services == allowed, path
 
 
-def test_protobuf_stays_in_wire_servicers_and_streams() -> None:
+def test_only_wire_servicers_and_streams_import_protobuf() -> None:
     streams = {"stream.py", "draft_streams.py", "token_stream.py", "token_streams.py"}
     allowed = streams | {"servicer.py", "connect.py", "routing.py", "__main__.py", "server.py"}
     for package in ("outrider", *SERVICES):
@@ -63,7 +63,7 @@ def test_protobuf_stays_in_wire_servicers_and_streams() -> None:
                 assert path.name in allowed, path
 
 
-def test_what_is_no_service_or_stream_of_the_verifier_knows_no_grpc() -> None:
+def test_only_servers_and_streams_of_the_verifier_import_grpc() -> None:
     speaks = {"server.py", "servicer.py", "draft_streams.py", "token_streams.py"}
     for path in sources("verifier_svc"):
         known = any(
@@ -75,7 +75,7 @@ def test_what_is_no_service_or_stream_of_the_verifier_knows_no_grpc() -> None:
         assert known == (path.name in speaks), path
 
 
-def test_drafter_families_and_sampling_know_no_grpc() -> None:
+def test_drafter_families_and_sampling_do_not_import_grpc() -> None:
     for path in (
         *sources("drafter_svc/families"),
         *sources("drafter_svc/pools"),
@@ -84,7 +84,7 @@ def test_drafter_families_and_sampling_know_no_grpc() -> None:
         assert "grpc" not in roots(path), path
 
 
-def test_state_policy_and_drafts_of_the_verifier_know_no_torch() -> None:
+def test_state_policy_and_drafts_of_the_verifier_do_not_import_torch() -> None:
     for room in ("state", "policy", "drafts"):
         for path in sources(f"verifier_svc/{room}"):
             assert "torch" not in roots(path), path
@@ -94,13 +94,13 @@ LAYERS = ("state", "policy", "verification", "drafts", "engine", "streams")
 
 
 @pytest.mark.parametrize("room", LAYERS)
-def test_no_room_of_the_verifier_imports_a_higher_one(room: str) -> None:
+def test_no_layer_of_the_verifier_imports_a_higher_one(room: str) -> None:
     higher = tuple(f"verifier_svc.{name}." for name in LAYERS[LAYERS.index(room) + 1 :])
     for path in sources(f"verifier_svc/{room}"):
         assert not [name for name in imported(path) if name.startswith(higher)], path
 
 
-def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
+def test_the_verifier_reads_time_only_from_its_clock() -> None:
     for path in sources("verifier_svc"):
         assert "time" not in roots(path), path
 
@@ -117,7 +117,7 @@ def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
         "outrider.launch.cli",
     ],
 )
-def test_what_needs_no_model_starts_without_torch(module: str) -> None:
+def test_modules_that_run_no_model_load_without_torch(module: str) -> None:
     program = (
         f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
@@ -127,7 +127,7 @@ def test_what_needs_no_model_starts_without_torch(module: str) -> None:
 @pytest.mark.parametrize(
     "command", ["verifier_svc --target x", "drafter_svc --family model --model x"]
 )
-def test_what_runs_a_model_names_the_extra_that_is_missing(command: str) -> None:
+def test_a_process_without_torch_names_the_missing_extra(command: str) -> None:
     """As after `pip install outrider` alone: None in sys.modules is how Python marks a module that cannot be found."""
     module, *arguments = command.split()
     without = f"import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = {arguments}"
@@ -145,7 +145,7 @@ def test_what_runs_a_model_names_the_extra_that_is_missing(command: str) -> None
     assert "Traceback" not in ended.stderr
 
 
-def test_nothing_unpickles_or_evaluates() -> None:
+def test_no_module_unpickles_or_evaluates_data() -> None:
     for package in ("outrider", *SERVICES):
         for path in sources(package):
             assert not roots(path) & {"pickle", "marshal", "shelve", "dill"}, path

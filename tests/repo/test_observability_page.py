@@ -22,14 +22,14 @@ REGISTRIES = {
 
 
 @pytest.mark.parametrize("process", REGISTRIES)
-def test_every_metric_is_described(process: str) -> None:
+def test_every_metric_is_documented(process: str) -> None:
     registry: CollectorRegistry = REGISTRIES[process]
     names = [family.name for family in registry.collect()]
     assert len(names) > 3
     assert [name for name in names if f"`{name}`" not in PAGE] == []
 
 
-def test_every_attribute_of_ours_is_described() -> None:
+def test_every_span_attribute_is_documented() -> None:
     """OpenTelemetry's own are listed there together."""
     packages = ("outrider", "gateway", "verifier_svc", "drafter_svc")
     sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]

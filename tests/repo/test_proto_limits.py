@@ -162,12 +162,12 @@ READERS: dict[str, Callable[[Any], object]] = {
 LIMITS = limits()
 
 
-def test_every_limit_in_a_comment_is_tried() -> None:
+def test_every_limit_in_a_comment_has_a_test() -> None:
     assert {limit.field for limit in LIMITS} == set(READERS)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.field)
-def test_what_a_comment_allows_is_taken_and_what_lies_beyond_is_refused(limit: Limit) -> None:
+def test_values_are_accepted_exactly_within_the_documented_limits(limit: Limit) -> None:
     read = READERS[limit.field]
     step = 1.0 if limit.counts or whole(read, limit) else 1e-6
     kind = int if step == 1.0 else float

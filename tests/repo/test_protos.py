@@ -46,7 +46,7 @@ ERROR = re.compile(
 )
 
 
-def test_the_contract_lists_every_error_with_its_status_and_retry_rule() -> None:
+def test_the_protos_list_every_error_with_its_status_and_retry_rule() -> None:
     text = (ROOT / "protos/outrider/v1/errors.proto").read_text()
     listed = {name: (status, retry) for status, retry, name in ERROR.findall(text)}
     assert listed == {

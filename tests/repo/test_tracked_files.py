@@ -71,7 +71,7 @@ def test_every_tracked_file_was_written_here() -> None:
     assert not problems
 
 
-def test_every_exception_is_still_there() -> None:
+def test_every_excepted_file_exists() -> None:
     assert set(tracked()) >= LARGE
 
 
@@ -92,6 +92,6 @@ def test_every_exception_is_still_there() -> None:
         ("clients/go/client/client.go", 10, None),
     ],
 )
-def test_what_does_not_belong_is_found(path: str, size: int, found: str | None) -> None:
+def test_foreign_and_built_files_are_found(path: str, size: int, found: str | None) -> None:
     said = problem(path, size)
     assert said is None if found is None else found in (said or "")

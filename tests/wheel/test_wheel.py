@@ -63,7 +63,7 @@ def where(module: str, installed: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_step_is_compiled_and_passes_the_verifiers_and_the_drafters_tests(
+def test_a_wheel_has_the_compiled_step_which_passes_the_tests(
     tree: Path, tmp_path: Path
 ) -> None:
     installed = install(tree, tmp_path / "installed")
@@ -108,7 +108,7 @@ def test_the_step_is_compiled_and_passes_the_verifiers_and_the_drafters_tests(
 
 
 @pytest.mark.slow
-def test_where_part_of_it_cannot_be_compiled_a_wheel_has_the_sources(
+def test_a_wheel_has_the_sources_if_part_of_the_step_cannot_compile(
     tree: Path, tmp_path: Path
 ) -> None:
     fails = tmp_path / "cc"
