@@ -74,7 +74,7 @@ class Reference:
 
 
 def texts() -> list[str]:
-    """40 prompts of the kinds that the bundled pair was trained on: code, rewriting, JSON extraction."""
+    """40 prompts of the kinds that the bundled pair was trained on."""
     modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
     sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
     code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]

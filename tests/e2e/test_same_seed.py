@@ -1,4 +1,4 @@
-"""The same seed gives the same text with any drafters, across a crash, in any batch, preempted or not.
+"""The same seed gives the same text with any drafters, in any batch, after crash and preemption.
 
 A text may differ where the two best candidates of a draw are as close as float32 rounding. None of
 these prompts has such a draw.

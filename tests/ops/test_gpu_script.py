@@ -1,4 +1,4 @@
-"""The script for a machine with a GPU, as far as it goes without one and without a network."""
+"""The parts of bench/gpu.sh that can be tested without a GPU and without a network."""
 
 import json
 import re
@@ -21,11 +21,10 @@ THERE = set("".join(re.findall(r'^there="([^"]+)"', SCRIPT, re.MULTILINE)).split
 
 def test_the_script_is_valid_bash_and_prints_its_usage() -> None:
     subprocess.run(["bash", "-n", ROOT / "bench" / "gpu.sh"], check=True)
-    told = subprocess.run([ROOT / "bench" / "gpu.sh"], capture_output=True, text=True, check=False)
-    assert told.returncode == 2
-    assert {"bench/gpu.sh wheels", "bench/gpu.sh run"} <= set(
-        re.findall(r"bench/gpu\.sh \w+", told.stdout)
-    )
+    usage = subprocess.run([ROOT / "bench" / "gpu.sh"], capture_output=True, text=True, check=False)
+    assert usage.returncode == 2
+    commands = set(re.findall(r"bench/gpu\.sh \w+", usage.stdout))
+    assert {"bench/gpu.sh wheels", "bench/gpu.sh run"} <= commands
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "tokenizers", "matplotlib"])
@@ -36,10 +35,10 @@ def test_dependencies_of_torch_and_its_kind_are_not_downloaded(package: str) -> 
         for need in needs
         if need.marker is None or need.marker.evaluate({"extra": ""})
     }
-    # Nothing else brings CUDA's. Of typing-extensions any newer one serves, and pydantic's must be new.
-    assert {name for name in here - THERE if not name.startswith(("cuda-", "nvidia-"))} <= {
-        "typing-extensions"
-    }
+    # Only torch needs CUDA's packages, and the machine has those. typing-extensions is downloaded,
+    # since pydantic needs a new version and torch takes any newer one.
+    missing = {name for name in here - THERE if not name.startswith(("cuda-", "nvidia-"))}
+    assert missing <= {"typing-extensions"}
 
 
 def test_grpcio_and_protobuf_are_downloaded() -> None:

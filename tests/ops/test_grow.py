@@ -1,4 +1,4 @@
-"""A grown checkpoint costs more and computes the same."""
+"""A grown checkpoint is larger and computes the same function."""
 
 from itertools import chain
 from pathlib import Path
@@ -40,7 +40,8 @@ def test_a_grown_model_is_larger_and_has_the_same_logits(small: Any) -> None:
     large = grow(small, GROWN, torch.float32)
     ids = torch.arange(40).reshape(2, 20)
     with torch.inference_mode():
-        expected, logits = small(ids).logits, large(ids).logits
+        expected = small(ids).logits
+        logits = large(ids).logits
     assert large.num_parameters() > 3 * small.num_parameters()
     assert expected.std() > 0.1
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -67,9 +68,8 @@ def test_a_checkpoint_is_made_once_and_again_after_a_killed_attempt(
             grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32")
     made = grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32")
     assert list(tmp_path.iterdir()) == [made]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-        path.name for path in made.iterdir()
-    }
+    names = {path.name for path in made.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", killed)
     assert grown_checkpoint(MODELS / "draft", tmp_path, shape, "float32") == made
 
@@ -90,9 +90,6 @@ def test_a_shape_that_cannot_hold_the_small_model_is_refused(small: Any, shape: 
 
 
 def test_a_hidden_size_not_divisible_by_the_heads_is_refused(small: Any) -> None:
+    shape = Shape(hidden=100, layers=4, heads=12, kv_heads=4, intermediate=160)
     with pytest.raises(ValueError, match="multiple"):
-        grow(
-            small,
-            Shape(hidden=100, layers=4, heads=12, kv_heads=4, intermediate=160),
-            torch.float32,
-        )
+        grow(small, shape, torch.float32)

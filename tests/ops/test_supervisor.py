@@ -1,4 +1,4 @@
-"""The supervisor: what dies comes back, what cannot start is said, and nothing is left running."""
+"""The supervisor restarts children that die, reports failed starts, and leaves nothing running."""
 
 import asyncio
 import os
@@ -15,7 +15,12 @@ from outrider.launch.supervisor import Child, StartFailed, Supervisor
 
 LIVES = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "raise SystemExit('no such model')"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(60)
+"""
 WITH_CHILD = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '60'])"
 LEAVES_A_NOTE = """
 import pathlib, signal, sys, time
@@ -27,14 +32,15 @@ SUPERVISES = """
 import asyncio
 from outrider.launch.supervisor import Child, Supervisor
 async def main():
-    Supervisor(lambda name, line: print(f"{name}: {line}", flush=True)).start(Child("waits", "waits", []))
+    supervisor = Supervisor(lambda name, line: print(f"{name}: {line}", flush=True))
+    supervisor.start(Child("waits", "waits", []))
     await asyncio.sleep(60)
 asyncio.run(main())
 """
 
 
 class Rig:
-    """A supervisor whose children are small programs, and what they printed."""
+    """A supervisor whose children are small programs, and the lines that they printed."""
 
     def __init__(self, directory: Path) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -42,14 +48,17 @@ class Rig:
         self._directory = directory
 
     def start(self, name: str, program: str) -> Child:
+        """Start a child that runs this program."""
         (self._directory / f"{name}.py").write_text(program)
         child = Child(name, name, [], {"PYTHONPATH": str(self._directory)})
         self.supervisor.start(child)
         return child
 
     async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds, for at most 10 s."""
         async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            # The conditions have no events.
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -131,11 +140,6 @@ async def test_an_interrupted_stop_still_kills_a_child_that_ignores_sigterm(rig:
 
 
 async def test_a_line_longer_than_any_buffer_does_not_end_the_output(rig: Rig) -> None:
-    rig.start(
-        "loud", "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)"
-    )
-    await rig.until(
-        lambda: (
-            ("loud", "after") in rig.lines or any(line.endswith("after") for _, line in rig.lines)
-        )
-    )
+    program = "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)"
+    rig.start("loud", program)
+    await rig.until(lambda: any(line.endswith("after") for _, line in rig.lines))

@@ -1,4 +1,4 @@
-"""Placement is chosen from the topology, checked against it, and taken before torch starts."""
+"""Placement is chosen from the topology, checked against it, and applied before torch is loaded."""
 
 import json
 import os
@@ -19,7 +19,7 @@ GRACE_MIDR = "0x00000000410fd4f0"
 
 
 def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor: str = "") -> Path:
-    """A /sys with what placement reads of it."""
+    """Make a /sys with the files that placement reads."""
     system = root / "devices/system"
     (system / "cpu").mkdir(parents=True)
     (system / "cpu/online").write_text(online + "\n")
@@ -37,7 +37,7 @@ def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor:
 
 
 def gb200(root: Path) -> Path:
-    """Two Grace CPUs of 72 cores, nodes 0 and 1; the GPUs' memory as nodes without cores."""
+    """A machine with two Grace CPUs of 72 cores, nodes 0 and 1; GPU memory is nodes without cores."""
     nodes = {0: "0-71", 1: "72-143", **dict.fromkeys(range(2, 34), "")}
     return tree(root, "0-143", nodes, GRACE_MIDR, "NVIDIA")
 
@@ -119,7 +119,9 @@ def test_a_numa_node_without_cores_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cores", "node"), [("0", None), (None, 0)])
-def test_local_pins_nothing_and_refuses_cores_and_nodes(cores: str | None, node: int | None) -> None:
+def test_local_pins_nothing_and_refuses_cores_and_nodes(
+    cores: str | None, node: int | None
+) -> None:
     assert plan("local", None, None, 2).cores == ()
     with pytest.raises(OutriderError, match="goes with placement cpu or grace, not local"):
         plan("local", cores, node, None)
@@ -135,11 +137,11 @@ chosen.apply()
 early = "torch" in sys.modules
 import torch
 place = chosen.describe("cpu")
-print(json.dumps([early, sorted(os.sched_getaffinity(0)), torch.get_num_threads(), list(place.cores), place.kind]))
+cores = sorted(os.sched_getaffinity(0))
+print(json.dumps([early, cores, torch.get_num_threads(), list(place.cores), place.kind]))
 """
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(output) == [False, [core], 1, [core], "cpu"]
 
 
