@@ -1,4 +1,4 @@
-"""`outrider serve` with a log that is full, unread or closed, and with a failing task of its own."""
+"""`outrider serve` with a full, unread or closed log, and with a failing task of its own."""
 
 import os
 import signal

@@ -37,7 +37,7 @@ def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor:
 
 
 def gb200(root: Path) -> Path:
-    """A machine with two Grace CPUs of 72 cores, nodes 0 and 1; GPU memory is nodes without cores."""
+    """Two Grace CPUs of 72 cores, nodes 0 and 1; GPU memory makes nodes without cores."""
     nodes = {0: "0-71", 1: "72-143", **dict.fromkeys(range(2, 34), "")}
     return tree(root, "0-143", nodes, GRACE_MIDR, "NVIDIA")
 

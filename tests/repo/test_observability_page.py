@@ -1,4 +1,4 @@
-"""docs/observability.md has everything that processes say of themselves."""
+"""docs/observability.md describes every metric and span attribute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_metric_is_documented(process: str) -> None:
 
 
 def test_every_span_attribute_is_documented() -> None:
-    """OpenTelemetry's own are listed there together."""
+    """OpenTelemetry's own attributes are listed there together."""
     packages = ("outrider", "gateway", "verifier_svc", "drafter_svc")
     sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
     attributes = {name for source in sources for name in re.findall(r"\b(outrider__\w+)=", source)}
