@@ -20,20 +20,20 @@ async def until_ready(url: str, tell: Callable[[str], None], drafters: int) -> N
 
     `tell` is called with each new state of the start.
     """
-    told = ""
+    shown = ""
     async with httpx.AsyncClient(base_url=url, timeout=5) as client:
         while True:
             state, ready = await _state(client, drafters)
             if ready:
                 return
-            if state not in ("", told):
+            if state not in ("", shown):
                 tell(state)
-                told = state
+                shown = state
             await asyncio.sleep(_POLL_S)
 
 
 async def _state(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
-    """What the stack waits for, "" if that is not known, and whether it serves."""
+    """The state of the start, "" if it is not known yet, and whether the stack serves."""
     try:
         body = (await client.get("/readyz")).json()
     except (httpx.TransportError, ValueError):

@@ -1,4 +1,4 @@
-"""What `outrider serve` and `outrider demo` print while their processes start.
+"""Output of `outrider serve` and `outrider demo` while their processes start.
 
 A start is one status: a line with a spinner on a terminal, elsewhere one plain line per change.
 Warnings, errors and tracebacks of the processes appear at once. Their INFO records do not: until

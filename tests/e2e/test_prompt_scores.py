@@ -74,15 +74,15 @@ def rescored(target: Any, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)
 
 
-def check(target: Any, told: Any, ids: list[int]) -> None:
-    """`told` holds OpenAI's logprobs of the tokens `ids`; the first token has none."""
+def check(target: Any, scores: Any, ids: list[int]) -> None:
+    """`scores` holds OpenAI's logprobs of the tokens `ids`; the first token has none."""
     expected = rescored(target, ids)
     own = expected.gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
-    assert told.tokens == [TOKENIZER.decode([token], skip_special_tokens=False) for token in ids]
-    assert told.token_logprobs[0] is None
-    assert told.token_logprobs[1:] == pytest.approx(own.tolist(), abs=1e-4)
-    assert told.top_logprobs[0] is None
-    best = [max(top.values()) for top in told.top_logprobs[1:]]
+    assert scores.tokens == [TOKENIZER.decode([token], skip_special_tokens=False) for token in ids]
+    assert scores.token_logprobs[0] is None
+    assert scores.token_logprobs[1:] == pytest.approx(own.tolist(), abs=1e-4)
+    assert scores.top_logprobs[0] is None
+    best = [max(top.values()) for top in scores.top_logprobs[1:]]
     assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
 
 
@@ -125,17 +125,20 @@ async def test_a_streamed_echo_has_the_same_log_probabilities(
         "extra_body": {"ignore_eos": True},
     }
     whole = await client.completions.create(prompt=TEXT, echo=True, logprobs=TOP, **settings)
-    told: dict[str, list[Any]] = {}
+    scores: dict[str, list[Any]] = {}
     async for chunk in await client.completions.create(
         prompt=TEXT, echo=True, logprobs=TOP, stream=True, **settings
     ):
         if chunk.choices[0].logprobs is not None:
             for name, values in chunk.choices[0].logprobs.model_dump().items():
-                told.setdefault(name, []).extend(values)
+                scores.setdefault(name, []).extend(values)
     assert whole.choices[0].logprobs is not None
     expected = whole.choices[0].logprobs.model_dump()
-    assert (told["tokens"], told["text_offset"]) == (expected["tokens"], expected["text_offset"])
-    assert told["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
+    assert (scores["tokens"], scores["text_offset"]) == (
+        expected["tokens"],
+        expected["text_offset"],
+    )
+    assert scores["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
 
 
 def lm_eval_score(answer: Any, context_length: int) -> tuple[float, bool]:
@@ -185,12 +188,12 @@ async def test_vllms_prompt_logprobs_name_each_token_with_its_rank(
     chat = await client.chat.completions.create(
         model=TARGET, messages=[{"role": "user", "content": TEXT}], max_tokens=1, extra_body=extra
     )
-    first, *told = (chat.model_extra or {})["prompt_logprobs"]
+    first, *scores = (chat.model_extra or {})["prompt_logprobs"]
     ids = TOKENIZER.encode(f"<|user|>{TEXT}<|end|><|assistant|>").ids
     expected = rescored(target, ids)
     assert first is None
-    assert len(told) == len(expected)
-    for token, row, entry in zip(ids[1:], expected, told, strict=True):
+    assert len(scores) == len(expected)
+    for token, row, entry in zip(ids[1:], expected, scores, strict=True):
         own = entry[str(token)]
         assert own["logprob"] == pytest.approx(row[token].item(), abs=1e-4)
         rank = 1 + int((row > row[token]).sum())
@@ -213,6 +216,6 @@ async def test_grpc_has_the_same_prompt_log_probabilities(gateway: Gateway, targ
             call = stub.GenerateText(GenerateTextRequest(**source, **settings))
             responses = [response async for response in call]
             found = [logprob for response in responses for logprob in response.prompt_logprobs]
-            told = [logprob.logprob for logprob in found]
-            assert told == pytest.approx(expected.tolist(), abs=1e-4)
+            scores = [logprob.logprob for logprob in found]
+            assert scores == pytest.approx(expected.tolist(), abs=1e-4)
             assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH

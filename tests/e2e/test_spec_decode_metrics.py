@@ -25,11 +25,11 @@ def counted(text: str, prefix: str) -> dict[tuple[str, str], float]:
 
 
 def differences(
-    told: dict[tuple[str, str], float], metrics_port: int
+    counts: dict[tuple[str, str], float], metrics_port: int
 ) -> set[tuple[tuple[str, str], float]]:
     """Counters that only one of gateway and verifier has, or with another value."""
     metrics = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
-    return told.items() ^ counted(metrics, "outrider").items()
+    return counts.items() ^ counted(metrics, "outrider").items()
 
 
 async def answer_all(url: str) -> None:
@@ -67,15 +67,15 @@ def test_the_gateways_draft_counters_equal_the_verifiers() -> None:
     try:
         stack.wait_ready()
         asyncio.run(answer_all(url))
-        told = counted(httpx.get(f"{url}/metrics").text, "vllm")
+        counts = counted(httpx.get(f"{url}/metrics").text, "vllm")
         # The verifier updates its counters at the end of a step.
         deadline = time.monotonic() + 10
-        while differences(told, metrics_port):
-            assert time.monotonic() < deadline, differences(told, metrics_port)
+        while differences(counts, metrics_port):
+            assert time.monotonic() < deadline, differences(counts, metrics_port)
             time.sleep(0.1)
     finally:
         gateway.stop()
         gateway.log.close()
         stack.stop()
-    assert told[":spec_decode_num_drafts_total", ""] > 10
-    assert told[":spec_decode_num_accepted_tokens_per_pos_total", "0"] > 5
+    assert counts[":spec_decode_num_drafts_total", ""] > 10
+    assert counts[":spec_decode_num_accepted_tokens_per_pos_total", "0"] > 5

@@ -178,9 +178,9 @@ async def test_a_draining_verifier_finishes_requests_and_takes_no_new_ones() -> 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(aiter(TokenStreamServiceStub(client.channel).StreamTokens(iter([]))))
             assert rpc.error_of(caught.value).reason is Reason.DRAINING
-            while not (heard := await drafter.hear()).HasField("draining"):
+            while not (message := await drafter.hear()).HasField("draining"):
                 pass
-            assert heard.draining.grace_time.seconds == 60
+            assert message.draining.grace_time.seconds == 60
             chunks += [wire_requests.chunk_from_proto(response) async for response in running_call]
             ended = await drafter.error()
             assert (ended.reason, ended.retry_after_s) == (Reason.DRAINING, 1.0)
