@@ -166,21 +166,7 @@ def reports_errors(handler: _Handler) -> _Handler:
     INTERNAL, without its text, which may contain a user's data.
     """
     if inspect.isasyncgenfunction(handler):
-
-        @functools.wraps(handler)
-        async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async for response in handler(self, request, context):
-                    yield response
-            except OutriderError as error:
-                await abort(context, error)
-            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-                raise
-            # `unexpected` logs it.
-            except Exception:  # noqa: BLE001
-                await abort(context, unexpected(handler.__name__))
-
-        return cast(_Handler, stream)
+        return cast(_Handler, _reports_errors_of_stream(handler))
 
     @functools.wraps(handler)
     async def unary(self: Any, request: Any, context: Any) -> Any:
@@ -195,6 +181,23 @@ def reports_errors(handler: _Handler) -> _Handler:
             await abort(context, unexpected(handler.__name__))
 
     return cast(_Handler, unary)
+
+
+def _reports_errors_of_stream(handler: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    @functools.wraps(handler)
+    async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in handler(self, request, context):
+                yield response
+        except OutriderError as error:
+            await abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+            raise
+        # `unexpected` logs it.
+        except Exception:  # noqa: BLE001
+            await abort(context, unexpected(handler.__name__))
+
+    return stream
 
 
 _UNPARSABLE = object()

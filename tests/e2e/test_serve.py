@@ -21,18 +21,8 @@ ROOT = Path(__file__).parents[2]
 def serving(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Start `outrider serve`; yields its process and URL once it is ready."""
     port = free_port("127.0.0.1")
-    flags = [
-        "--target",
-        "models/target",
-        "--drafter",
-        "ngram",
-        "--http-port",
-        str(port),
-        "--grpc-port",
-        str(free_port("127.0.0.1")),
-        "--verifier-port",
-        "0",
-    ]
+    flags = ["--target", "models/target", "--drafter", "ngram", "--http-port", str(port)]
+    flags += ["--grpc-port", str(free_port("127.0.0.1")), "--verifier-port", "0"]
     with log.open("wb") as output:
         command = [sys.executable, "-m", "outrider.launch.cli", "serve", *flags]
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
