@@ -103,12 +103,10 @@ def error_of(
     try:
         # It reads only code, details and trailing metadata, which an AioRpcError has too.
         status = rpc_status.from_call(failure)  # type: ignore[arg-type]
+        return error if status is None else _with_details(error, status)
     except (DecodeError, ValueError):
         # The details cannot be read, or contradict the call's status.
         return error
-    if status is None:
-        return error
-    return _with_details(error, status)
 
 
 def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> OutriderError:
