@@ -1,8 +1,8 @@
 """Output of `outrider serve` and `outrider demo` while their processes start.
 
 A start is one status: a line with a spinner on a terminal, elsewhere one plain line per change.
-Warnings, errors and tracebacks of the processes appear at once. Their INFO records do not: until
-all of them serve, these only say that one process waits for another.
+Warnings, errors and tracebacks of the processes appear at once. Their INFO records and their own
+announcements do not: these only repeat the status, or say that one process waits for another.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-# A record as `telemetry.setup_logging` formats it: date, time, level.
-_INFO = re.compile(r"\S+ \S+ INFO ")
+# A record as `telemetry.setup_logging` formats it (date, time, level), or an announcement.
+_PROGRESS = re.compile(
+    r"\S+ \S+ INFO |(gateway|verifier) listening on |verifier ready: |drafter \S+ registered with "
+)
 _MOST_HELD = 100
 
 
 class StartLog:
-    """Passes on the lines of processes to `write`, and holds back INFO records until `ready`."""
+    """Passes on the lines of processes to `write`, and holds back reports of progress until `ready`."""
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         """`write` takes the name of a process and one line of its output."""
@@ -31,7 +33,7 @@ class StartLog:
 
     def line(self, name: str, text: str) -> None:
         """Take one line of a process."""
-        if not self._is_ready and _INFO.match(text):
+        if not self._is_ready and _PROGRESS.match(text):
             self._held.append((name, text))
         else:
             self._write(name, text)
@@ -42,7 +44,7 @@ class StartLog:
         self._held.clear()
 
     def failed(self) -> None:
-        """Write what is held: the start has failed, and the last 100 INFO records may say why."""
+        """Write what is held: the start has failed, and the last 100 lines may say why."""
         for name, text in self._held:
             self._write(name, text)
         self._held.clear()

@@ -1,4 +1,4 @@
-"""The start of a stack prints one state at a time, errors at once, and no INFO records."""
+"""The start of a stack prints one state at a time, errors at once, and no other progress."""
 
 import io
 
@@ -30,15 +30,27 @@ def test_warnings_and_tracebacks_of_a_start_are_printed_at_once(
     assert printed == lines
 
 
-def test_info_records_are_printed_only_after_the_start(log: StartLog, printed: list[str]) -> None:
-    log.line("drafter", WAITS)
+@pytest.mark.parametrize(
+    "line",
+    [
+        WAITS,
+        "gateway listening on http://127.0.0.1:8000 (OpenAI API) and 127.0.0.1:8001 (gRPC)",
+        "verifier listening on 127.0.0.1:50051",
+        "verifier ready: models/target in bfloat16 on cpu",
+        "drafter ngram-1 registered with unix:/tmp/verifier.sock",
+    ],
+)
+def test_reports_of_progress_are_printed_only_after_the_start(
+    line: str, log: StartLog, printed: list[str]
+) -> None:
+    log.line("process", line)
     log.ready()
     assert printed == []
-    log.line("drafter", WAITS)
-    assert printed == [WAITS]
+    log.line("process", line)
+    assert printed == [line]
 
 
-def test_a_failed_start_prints_its_info_records(log: StartLog, printed: list[str]) -> None:
+def test_a_failed_start_prints_its_reports_of_progress(log: StartLog, printed: list[str]) -> None:
     log.line("drafter", WAITS)
     log.failed()
     assert printed == [WAITS]
