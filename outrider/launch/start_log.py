@@ -23,7 +23,7 @@ _MOST_HELD = 100
 
 
 class StartLog:
-    """Passes on the lines of processes to `write`, and holds back reports of progress until `ready`."""
+    """Passes lines of processes on to `write`; holds reports of progress back until `ready`."""
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         """`write` takes the name of a process and one line of its output."""
