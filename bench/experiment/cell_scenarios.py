@@ -235,6 +235,12 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
     }
     if fills and place <= own:
         placed |= {"interference": 1.0, "slowness": profile.interference["same_cores"].drafter}
+    verifiers = experiment.target.count if workload.verifiers == "together" else 1
+    computing = verifiers * profile.threads
+    if verifiers > 1 and computing >= len(own):
+        # All threads get an equal share of cores that have less than one for each.
+        slower = (computing + 1) / len(own)
+        placed |= {"interference": 1 / (computing + 1), "slowness": max(serving.slowness, slower)}
     return placed
 
 

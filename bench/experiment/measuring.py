@@ -36,10 +36,15 @@ class Bench:
         closed = closed.model_copy(update={"batch": at_once})
         asked = _asked(experiment, way, "warm-up")
         began = time.perf_counter()
-        endpoints = self.backend.endpoints
-        await asyncio.gather(
-            *(play(requests, closed, endpoint, asked, began) for endpoint in endpoints)
-        )
+        warming = [
+            play(requests, closed, endpoint, asked, began) for endpoint in self.backend.endpoints
+        ]
+        if closed.verifiers == "together":
+            await asyncio.gather(*warming)
+            return
+        # Verifiers that serve alone learn alone: beside another one, drafting may seem to be a loss.
+        for each in warming:
+            await each
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
         """Play the workload once. `tenant` is the requests', so that nothing learned from other ones is used."""

@@ -49,7 +49,7 @@ class ProfileSettings(Settings):
     """Directory of the draft model; with --hardware a model by name."""
 
     grown: bool = False
-    """Profile the target grown to 418 M parameters, as experiments have it."""
+    """Profile the target grown to 154 M parameters, as experiments have it."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Type of both models' weights."""
@@ -149,10 +149,10 @@ def _target(settings: ProfileSettings) -> Path:
         raise ValueError(f"target must be a directory of a model, which {path} is not")
     if not settings.grown:
         return path
-    from outrider.launch.grow import Shape, grown_checkpoint
+    from outrider.launch.grow import MODEST, grown_checkpoint
 
     if settings.dtype not in ("float32", "bfloat16"):
         raise ValueError(
             f"dtype must be float32 or bfloat16 for a grown target, not {settings.dtype}"
         )
-    return grown_checkpoint(path, Path("bench/out"), Shape(), settings.dtype)
+    return grown_checkpoint(path, Path("bench/out"), MODEST, settings.dtype)

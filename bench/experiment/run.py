@@ -169,10 +169,10 @@ def target_model(target: Target) -> Path:
     """The directory of the target that is run, which is made first if it is a grown one."""
     if not target.grown:
         return target.model
-    from outrider.launch.grow import Shape, grown_checkpoint
+    from outrider.launch.grow import MODEST, grown_checkpoint
 
     dtype = "bfloat16" if target.dtype == "auto" else target.dtype
-    return grown_checkpoint(target.model, Path("bench/out"), Shape(), dtype)
+    return grown_checkpoint(target.model, Path("bench/out"), MODEST, dtype)
 
 
 async def measure(

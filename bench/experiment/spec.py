@@ -35,7 +35,7 @@ class Target(_Part):
     """Directory of the model."""
 
     grown: bool = False
-    """Decode with the model grown to 418 M parameters that computes the same function; it is made on first use."""
+    """Decode with the model grown to 154 M parameters that computes the same function; it is made on first use."""
 
     dtype: Dtype = "float32"
 

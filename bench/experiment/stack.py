@@ -31,7 +31,7 @@ from bench.experiment.launches import (
 from bench.experiment.link_process import LinkControl
 from bench.experiment.processes import Processes
 from bench.experiment.records import LinkTraffic
-from bench.experiment.spec import Drafter, Experiment, Target, drafters_of
+from bench.experiment.spec import Drafter, Experiment, Link, Target, drafters_of
 from outrider.errors import invalid
 
 _ASK_S = 5.0
@@ -103,12 +103,31 @@ class Drafting:
     backend: Backend
     processes: Processes
     links: dict[str, LinkControl] = field(default_factory=dict)
+    _shapes: dict[str, Link] = field(default_factory=dict)
 
     async def shape(self, experiment: Experiment) -> None:
-        """Give the links the shapes of this cell, and go on when all drafters are connected."""
+        """Give the links the shapes of this cell, and go on when all drafters are connected.
+
+        Drafters behind a link that changes connect anew, so that a verifier starts each cell with
+        nothing learned over another link.
+        """
         for name, control in self.links.items():
-            await control.shape(experiment.links[name])
+            link = experiment.links[name]
+            await control.shape(link)
+            if self._shapes.setdefault(name, link) != link:
+                self._shapes[name] = link
+                await self._reconnect(name, control)
         await self.whole()
+
+    async def _reconnect(self, name: str, control: LinkControl) -> None:
+        """Cut a link's connections, and go on when there is a new one."""
+        before = (await control.traffic()).connection_count
+        await control.reset()
+
+        async def connected() -> bool:
+            return (await control.traffic()).connection_count > before
+
+        await self.processes.until(f"link {name}", connected)
 
     async def whole(self) -> None:
         """Start again what was ended, and wait until every drafter is connected."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,13 +40,17 @@ from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 from verifier_svc.metrics import Metrics
 
+_Point = TypeVar("_Point")
+
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOKENS = (1, 2, 3, 5, 9)
 _CONTEXT = 128
 _PROMPTS = (32, 256)
 _REPEATS = 100
-# How long to try each.
-_POINT_S = 0.4
+# How often to measure each point, and how long at a time. All points are measured in each round, so
+# that a spell of other work on the machine spoils no point in all rounds.
+_ROUNDS = 4
+_POINT_S = 0.12
 # Tokens of a run that one call guesses.
 _RUN = 8
 # Tokens of a text to look up in, and how many drafts of it are timed.
@@ -80,12 +84,7 @@ def measure(
     """
     sequences = [count for count in _SEQUENCES if count <= most_sequences]
     target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
-    forwards = [
-        Forward(sequences=count, tokens=tokens, seconds=_forward_s(target, count, tokens))
-        for count in sequences
-        for tokens in _TOKENS
-        if count * tokens <= _MOST_TOKENS
-    ]
+    forwards = _forwards(target, sequences)
     step_s, token_s = _prompts(target, forwards[0].seconds)
     host_step_s, host_sequence_s = _host()
     source = f"measured with {threads} of {os.cpu_count()} cores of {_processor()}: {target_path}, {target.dtype}"
@@ -109,12 +108,24 @@ def measure(
     )
 
 
+def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
+    points = [
+        (count, tokens)
+        for count in sequences
+        for tokens in _TOKENS
+        if count * tokens <= _MOST_TOKENS
+    ]
+    best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
+    return [Forward(sequences=n, tokens=tokens, seconds=best_s[n, tokens]) for n, tokens in points]
+
+
 def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> DraftingCost:
     draft = ModelRunner.load(str(path), dtype=dtype, threads=threads)
-    token_s = {count: _draft_s(draft, count) for count in sequences}
-    run_token_s = (
-        {} if draft.decoder is None else {count: _run_s(draft, count) / _RUN for count in sequences}
+    token_s = _in_rounds(sequences, lambda count: _draft_s(draft, count))
+    run_s = (
+        {} if draft.decoder is None else _in_rounds(sequences, lambda count: _run_s(draft, count))
     )
+    run_token_s = {count: seconds / _RUN for count, seconds in run_s.items()}
     _, prompt_token_s = _prompts(draft, token_s[1])
     return DraftingCost(
         round_s=0.0, token_s=token_s, run_token_s=run_token_s, prompt_token_s=prompt_token_s
@@ -225,6 +236,17 @@ def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
     )
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
     return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s
+
+
+def _in_rounds(
+    points: Sequence[_Point], seconds_of: Callable[[_Point], float]
+) -> dict[_Point, float]:
+    """The fastest of several rounds over all points."""
+    best = dict.fromkeys(points, math.inf)
+    for _ in range(_ROUNDS):
+        for point in points:
+            best[point] = min(best[point], seconds_of(point))
+    return best
 
 
 def _best_s(work: Callable[[], object]) -> float:

@@ -248,7 +248,9 @@ def _is_plain(draft: CachedDraft) -> bool:
         or draft.grammar is not None
     ):
         return False
-    return draft.distribution is DraftDistribution.ONE_HOT and Context(sequence.opened.sampling).plain
+    return (
+        draft.distribution is DraftDistribution.ONE_HOT and Context(sequence.opened.sampling).plain
+    )
 
 
 def _context(draft: CachedDraft) -> Context:

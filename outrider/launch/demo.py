@@ -25,7 +25,7 @@ from rich.table import Table
 
 from outrider.errors import OutriderError
 from outrider.launch.client import Answer, complete, until_ready
-from outrider.launch.grow import Shape, grown_checkpoint
+from outrider.launch.grow import MODEST, grown_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.stack import ServeSettings, Stack, plan_stack
 from outrider.launch.start_log import start_status
@@ -39,8 +39,6 @@ _COLUMNS = (
     "mean accepted\nlength",
     "acceptance\nrate",
 )
-# 154 M parameters.
-_SHAPE = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
 
 
 @dataclass
@@ -128,7 +126,7 @@ def _parts(models: Path, max_tokens: int, console: Console) -> Iterator[Part]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
     with start_status(console, "growing the target to 154 M parameters ..."):
         cache.mkdir(parents=True, exist_ok=True)
-        large = grown_checkpoint(small, cache, _SHAPE, "bfloat16")
+        large = grown_checkpoint(small, cache, MODEST, "bfloat16")
     fewer_tokens = max(1, max_tokens // 2)
     yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", fewer_tokens, False)
 

@@ -41,6 +41,10 @@ class Shape:
     intermediate: int = 3456
 
 
+MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
+"""154 M parameters: drafting saves time at this size, and the checkpoint is made in seconds."""
+
+
 def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
     """The grown model's configuration, from the small one's.
 

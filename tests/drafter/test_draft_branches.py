@@ -107,7 +107,9 @@ async def test_branches_are_what_the_model_would_write_there(
     rig.open(
         opened(
             prompt,
-            sampling=SamplingParams(1.0 if distribution is DraftDistribution.SPARSE else 0.0, seed=3),
+            sampling=SamplingParams(
+                1.0 if distribution is DraftDistribution.SPARSE else 0.0, seed=3
+            ),
             distribution=distribution,
         )
     )

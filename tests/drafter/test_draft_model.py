@@ -105,7 +105,9 @@ def opened(
     sampling: SamplingParams = GREEDY,
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
 ) -> Opened:
-    return Opened(sequence_id, list(tokens), sampling, distribution, Window(4 * window, window), depth)
+    return Opened(
+        sequence_id, list(tokens), sampling, distribution, Window(4 * window, window), depth
+    )
 
 
 async def all_of(rig: Rig) -> dict[int, list[int]]:
@@ -381,7 +383,12 @@ def sampled(
         temperature=settings.get("temperature", 1.0), top_p=settings.get("top_p", 1.0), seed=seed
     )
     return opened(
-        tokens, sequence_id, depth=1, window=2, sampling=sampling, distribution=DraftDistribution.SPARSE
+        tokens,
+        sequence_id,
+        depth=1,
+        window=2,
+        sampling=sampling,
+        distribution=DraftDistribution.SPARSE,
     )
 
 
@@ -501,7 +508,12 @@ async def test_no_two_drafters_and_no_two_sequences_draw_alike(
         rig = make()
         for i in range(8):
             rig.open(
-                opened(prompts[1], i, sampling=SamplingParams(2.0), distribution=DraftDistribution.SPARSE)
+                opened(
+                    prompts[1],
+                    i,
+                    sampling=SamplingParams(2.0),
+                    distribution=DraftDistribution.SPARSE,
+                )
             )
         drawn += [tuple(tokens) for tokens in (await all_of(rig)).values()]
     assert len(drawn) == len(set(drawn)) == 16

@@ -44,7 +44,14 @@ def opened(
 ) -> Opened:
     sampling = sampling or SamplingParams(temperature=0.0)
     return Opened(
-        sequence_id, list(tokens), sampling, distribution, WINDOW, 4, prompt_length=len(tokens), **more
+        sequence_id,
+        list(tokens),
+        sampling,
+        distribution,
+        WINDOW,
+        4,
+        prompt_length=len(tokens),
+        **more,
     )
 
 

@@ -20,6 +20,9 @@ _REFILL = 0.005
 # A budget holds more as its drafters gain: this share of what they gain, up to so many steps in
 # all. Else one run of bad luck would end what pays.
 _SAVED, _MOST_STEPS = 0.125, 32.0
+# Steps that a budget which was used up must have again before drafting may be tried anew. Few, so that
+# speed is soon back when a link or a drafter recovers: a trial that fails loses no more than these.
+_REOPEN_STEPS = 1.5
 # A step that was held up says little, so none loses more than this.
 _WORST_STEP = 2.0
 # Quiet steps that are measured in a row. They come again after `_FIRST_GAP` steps, then after twice
@@ -39,7 +42,7 @@ class _Budget:
     steps: float
     most: float
     open: bool = True
-    """Whether drafting may go on; not from a budget that is used up until it is half full again."""
+    """Whether drafting may go on. A budget that is used up opens again at `_REOPEN_STEPS`."""
 
     def add(self, steps: float) -> None:
         """Note steps that were gained, or lost if below 0."""
@@ -50,7 +53,7 @@ class _Budget:
         if self.steps < 0.0:
             self.open = False
             self.most = min(self.most, _FIRST_STEPS)
-        elif self.steps >= 0.5 * self.most:
+        elif self.steps >= min(_REOPEN_STEPS, self.most):
             self.open = True
 
 
