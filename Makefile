@@ -1,4 +1,5 @@
-# Commands for a clean clone; each makes what it needs. PYTHON chooses the interpreter of the virtual environment.
+# Commands for a clean clone; each installs what it needs. PYTHON chooses the interpreter of the
+# virtual environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,8 +13,9 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/outrider serve --target models/target --drafter ngram --drafter model=models/draft
 
-# What has clients, servers and their time-outs runs one by one and mostly waits. What knows no clock runs beside it, at a
-# lower priority, and is shown when it has ended. At the lowest it would not run at all beside a machine's other work.
+# Tests with clients, servers and time-outs run one by one, and mostly wait. Tests without a clock
+# run beside them at a lower priority; their output follows at the end. At the lowest priority they
+# would not run at all on a busy machine.
 TOGETHER := tests/losslessness tests/lm tests/shared tests/repo tests/simulator tests/verifier
 APART = $(filter-out $(TOGETHER:%=%/),$(wildcard tests/*/))
 test: $(VENV)/installed-dev tools
@@ -23,7 +25,8 @@ test-apart:
 	$(BIN)/python -m pytest $(PYTEST) $(APART)
 
 test-together:
-	@nice -n 5 $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER) >$(VENV)/together.log 2>&1; \
+	@nice -n 5 $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST) $(TOGETHER) \
+	  >$(VENV)/together.log 2>&1; \
 	  status=$$?; cat $(VENV)/together.log; exit $$status
 
 test-quick: export PYTEST := -m "not slow"
@@ -47,7 +50,8 @@ tools:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(wildcard outrider/lm/cpu/kernels/*.[ch])
+KERNELS := $(wildcard outrider/lm/cpu/kernels/*.[ch])
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(KERNELS)
 	@echo "installing outrider into $(VENV); the first time takes a few minutes"
 	$(PIP) -e '.[models]'
 	@touch $@

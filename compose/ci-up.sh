@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds the images, brings the stack up, crashes parts of it under load and stops it; a table says what held. For Linux.
+# Builds the images, starts the stack, crashes parts of it under load and stops it. Prints a table
+# with the result of each step. For Linux.
 #   --keep                  leave the stack (and an engine that was started for it) running
-#   --allow-missing-engine  exit with 0 where no container engine can run
-# Images and volumes of a stack of yours are not touched: all is done under the project and the tag "outrider-ci".
+#   --allow-missing-engine  exit with 0 if no container engine can run
+# Uses the project and the tag "outrider-ci", so other images and volumes are not touched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +12,10 @@ for argument; do
   case $argument in
     --keep) keep=1 ;;
     --allow-missing-engine) allow_missing=1 ;;
-    *) echo "ci-up.sh: unknown argument $argument; it takes --keep and --allow-missing-engine" >&2; exit 2 ;;
+    *)
+      echo "ci-up.sh: unknown argument $argument; it takes --keep and --allow-missing-engine" >&2
+      exit 2
+      ;;
   esac
 done
 
@@ -25,11 +29,15 @@ targets="gateway drafter-ngram drafter-model verifier"
 rows=()
 : >"$log"
 
-# What compose.yaml reads. Texts are compared, so numbers must not depend on the batch: float32.
-export COMPOSE_PROJECT_NAME=outrider-ci COMPOSE_PROFILES=cpu OUTRIDER_TAG=outrider-ci OUTRIDER_DTYPE=float32
-export OUTRIDER_HTTP_PORT=${OUTRIDER_HTTP_PORT:-18000} OUTRIDER_GRPC_PORT=${OUTRIDER_GRPC_PORT:-18001}
-export OUTRIDER_VERIFIER_PORT=${OUTRIDER_VERIFIER_PORT:-18051} OUTRIDER_URL=http://127.0.0.1:${OUTRIDER_HTTP_PORT:-18000}
-export OUTRIDER_BASE=$base OUTRIDER_REDIS_IMAGE=$redis OUTRIDER_PROMETHEUS_IMAGE=$prometheus PYTHONPATH=$PWD
+# Variables of compose.yaml. The checks compare texts, so numbers must not depend on the batch:
+# float32.
+export COMPOSE_PROJECT_NAME=outrider-ci COMPOSE_PROFILES=cpu PYTHONPATH=$PWD
+export OUTRIDER_TAG=outrider-ci OUTRIDER_DTYPE=float32
+export OUTRIDER_HTTP_PORT=${OUTRIDER_HTTP_PORT:-18000}
+export OUTRIDER_GRPC_PORT=${OUTRIDER_GRPC_PORT:-18001}
+export OUTRIDER_VERIFIER_PORT=${OUTRIDER_VERIFIER_PORT:-18051}
+export OUTRIDER_URL=http://127.0.0.1:$OUTRIDER_HTTP_PORT
+export OUTRIDER_BASE=$base OUTRIDER_REDIS_IMAGE=$redis OUTRIDER_PROMETHEUS_IMAGE=$prometheus
 export OUTRIDER_PROMETHEUS_PORT=${OUTRIDER_PROMETHEUS_PORT:-18090}
 # Two models whose threads meet at barriers on the same cores hold each other up.
 cores=$(nproc)
@@ -39,9 +47,10 @@ fi
 
 say() { echo "$*" | tee -a "$log"; }
 
-# step NAME COMMAND...: runs it with its output in the log, and adds a row to the table; ends everything when it fails.
+# step NAME COMMAND...: runs the command with its output in the log, and adds a row to the table.
+# The script ends if the command fails.
 step() {
-  local name=$1 began=$EPOCHREALTIME status=0 note
+  local name=$1 began=$EPOCHREALTIME status=0 result=ok note
   shift
   printf '== %s\n' "$name" >>"$log"
   set +e
@@ -50,7 +59,8 @@ step() {
   set -e
   cat "$work/out" >>"$log"
   note=$(sed -n 's/^note: //p' "$work/out" | tail -1)
-  rows+=("$(printf '%-34s %6.1f  %-6s  %s' "$name" "$(since "$began")" "$([ $status = 0 ] && echo ok || echo FAILED)" "$note")")
+  [ $status = 0 ] || result=FAILED
+  rows+=("$(printf '%-34s %6.1f  %-6s  %s' "$name" "$(since "$began")" "$result" "$note")")
   echo "${rows[-1]}"
   [ $status = 0 ] || { tail -40 "$work/out" >&2; exit 1; }
 }
@@ -64,11 +74,12 @@ engine_answers() { docker info >/dev/null 2>&1; }
 start_engine() {
   local options
   engine_answers && { echo "note: was running"; return; }
-  [ "$(id -u)" = 0 ] || { echo "no container engine answers, and starting one needs root"; return 1; }
-  command -v dockerd >/dev/null || { echo "no container engine answers, and dockerd is not installed"; return 1; }
-  # Kernels of small machines lack overlayfs or netfilter.
+  local problem="no container engine answers, and"
+  [ "$(id -u)" = 0 ] || { echo "$problem starting one needs root"; return 1; }
+  command -v dockerd >/dev/null || { echo "$problem dockerd is not installed"; return 1; }
+  # Some kernels of small machines lack overlayfs or netfilter.
   for options in "" "--storage-driver=vfs" "--storage-driver=vfs --iptables=false"; do
-    # shellcheck disable=SC2086  # a word each
+    # shellcheck disable=SC2086  # each option is a word of its own
     setsid dockerd $options >"$work/dockerd.log" 2>&1 &
     echo $! >"$work/dockerd.pid"
     for _ in $(seq 30); do
@@ -99,11 +110,14 @@ fi
 
 # --- images
 
-# The docker command that can hand secrets to a build; a newer one needs a plugin for that, where an older one does not.
+# Prints a docker command that can pass secrets to a build. Newer ones need a plugin for that, older
+# ones do not.
 builder() {
   local candidate
   for candidate in $(which -a docker); do
-    case $(DOCKER_BUILDKIT=1 "$candidate" build --help 2>/dev/null) in *--secret*) echo "$candidate"; return ;; esac
+    case $(DOCKER_BUILDKIT=1 "$candidate" build --help 2>/dev/null) in
+      *--secret*) echo "$candidate"; return ;;
+    esac
   done
   echo "no docker command here can build with secrets" >&2
   return 1
@@ -111,12 +125,13 @@ builder() {
 
 have_image() { docker image inspect "$1" >/dev/null 2>&1 || timeout 300 docker pull --quiet "$1"; }
 
-# Where the official image cannot be had: the same release of Debian with its own Python, which has the same version, and its headers,
-# which the official one has as well.
+# If the official image cannot be pulled, builds one from the same release of Debian. Debian's own
+# Python has the same version; its headers are installed, as the official image has them too.
 base_image() {
   have_image "$base" && return
   local root=$work/root
-  debootstrap --variant=minbase --include=python3,python3-venv,libpython3-dev,ca-certificates bookworm "$root"
+  debootstrap --variant=minbase \
+    --include=python3,python3-venv,libpython3-dev,ca-certificates bookworm "$root"
   rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
   ln -sf python3 "$root/usr/bin/python"
   tar -C "$root" -c . | docker import --change 'CMD ["python3"]' - "$base"
@@ -129,21 +144,21 @@ redis_image() {
   docker_build=$(builder)
   DOCKER_BUILDKIT=1 "$docker_build" build --network host --tag "$redis" - <<EOF
 FROM $base
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/* \
- && install -d -o 999 -g 999 /data
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server \
+ && rm -rf /var/lib/apt/lists/* && install -d -o 999 -g 999 /data
 CMD ["redis-server"]
 EOF
   echo "note: by apt-get"
 }
 
-# Debian's Prometheus is older than the one that is pinned, but finds and scrapes by the same configuration.
+# Debian's Prometheus is older than the pinned one, but reads the same configuration.
 prometheus_image() {
   have_image "$prometheus" && return
   docker_build=$(builder)
   DOCKER_BUILDKIT=1 "$docker_build" build --network host --tag "$prometheus" - <<EOF
 FROM $base
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus wget && rm -rf /var/lib/apt/lists/* \
- && install -d -o 65534 -g 65534 /prometheus
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus wget \
+ && rm -rf /var/lib/apt/lists/* && install -d -o 65534 -g 65534 /prometheus
 EOF
   echo "note: by apt-get"
 }
@@ -154,11 +169,12 @@ build_images() {
   mkdir -p "$work/secrets"
   "$python" compose/pip_secrets.py "$work/secrets" &
   serving=$!
-  # shellcheck disable=SC2064  # now, since it is local
+  # shellcheck disable=SC2064  # expanded now, since the variable is local
   trap "kill $serving" EXIT
   for _ in $(seq 20); do [ -e "$work/secrets/pip" ] && break; sleep 0.5; done
   for target in $targets; do
-    DOCKER_BUILDKIT=1 timeout 900 "$docker_build" build --progress plain --network host --build-arg "BASE=$base" \
+    DOCKER_BUILDKIT=1 timeout 900 "$docker_build" build --progress plain --network host \
+      --build-arg "BASE=$base" \
       --secret "id=pip,src=$work/secrets/pip" --secret "id=ca,src=$work/secrets/ca" \
       --file compose/Dockerfile --target "$target" --tag "outrider-$target:$OUTRIDER_TAG" .
   done
@@ -171,21 +187,32 @@ image_sizes() {
   for target in $targets; do
     above=$((($(bytes "outrider-$target:$OUTRIDER_TAG") - $(bytes "$base")) / 1000000))
     note="$note $target $above MB,"
-    case $target in gateway | drafter-ngram) [ $above -lt 250 ] || { echo "$target: $above MB are too many"; return 1; } ;; esac
+    case $target in
+      gateway | drafter-ngram)
+        [ $above -lt 250 ] || { echo "$target: $above MB above the base, not under 250"; return 1; }
+        ;;
+    esac
   done
   echo "note: above the base:${note%,}"
 }
 
-in_image() { docker run --rm --network none --entrypoint "$2" "outrider-$1:$OUTRIDER_TAG" "${@:3}"; }
+# in_image TARGET PROGRAM ARGUMENT...: runs a program in a new container of an image.
+in_image() {
+  docker run --rm --network none --entrypoint "$2" "outrider-$1:$OUTRIDER_TAG" "${@:3}"
+}
 
 images_hold_no_more() {
   local target
   for target in $targets; do
-    in_image "$target" sh -ec 'for no in /run/secrets/* /opt/outrider/bin/pip /usr/bin/gcc; do test ! -e $no; done; test $(id -u) = 10001'
+    # shellcheck disable=SC2016  # the container's shell expands these
+    in_image "$target" sh -ec 'test $(id -u) = 10001
+      for no in /run/secrets/* /opt/outrider/bin/pip /usr/bin/gcc; do test ! -e $no; done'
   done
   in_image gateway outrider --help >/dev/null
-  in_image verifier python -c 'import verifier_svc.engine.loop as engine; assert engine.__file__.endswith(".so"), "the step is not compiled"'
-  in_image verifier python -c 'from outrider.lm.cpu.library import *; assert load_build(runnable_builds()[0])'
+  in_image verifier python -c 'import verifier_svc.engine.loop as engine
+assert engine.__file__.endswith(".so"), "the step is not compiled"'
+  in_image verifier python -c 'from outrider.lm.cpu.library import *
+assert load_build(runnable_builds()[0])'
   case $(in_image gateway python -m verifier_svc --target x 2>&1) in
     *"in Outrider's sources, pip install '.[models]'"*) ;;
     *) echo "a verifier without torch does not name the extra"; return 1 ;;
@@ -194,10 +221,13 @@ images_hold_no_more() {
 
 # --- the stack
 
-containers() { docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" "$@"; }
+containers() {
+  docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" "$@"
+}
+
 of_service() { containers --filter "label=com.docker.compose.service=$1" | head -1; }
 
-# wait_healthy COUNT: until so many containers are.
+# wait_healthy COUNT: waits until COUNT containers are healthy.
 wait_healthy() {
   local healthy
   for _ in $(seq 120); do
@@ -212,20 +242,25 @@ wait_healthy() {
 
 profiles_are_valid() {
   local profile
-  for profile in cpu gpu grace redis-cluster observability; do COMPOSE_PROFILES=$profile compose config --quiet; done
+  for profile in cpu gpu grace redis-cluster observability; do
+    COMPOSE_PROFILES=$profile compose config --quiet
+  done
 }
 
 up() { compose up --detach --no-build --scale drafter-ngram=2; }
 
+# asks PORT SERVICE: succeeds if the service serves there.
+asks() { "$python" -m outrider.launch.cli health "127.0.0.1:$1" --service "outrider.v1.$2"; }
+
 health() {
-  "$python" -m outrider.launch.cli health "127.0.0.1:$OUTRIDER_GRPC_PORT" --service outrider.v1.GenerationService
-  "$python" -m outrider.launch.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.VerifierService
-  if "$python" -m outrider.launch.cli health "127.0.0.1:$OUTRIDER_VERIFIER_PORT" --service outrider.v1.Nothing; then return 1; fi
+  asks "$OUTRIDER_GRPC_PORT" GenerationService
+  asks "$OUTRIDER_VERIFIER_PORT" VerifierService
+  if asks "$OUTRIDER_VERIFIER_PORT" Nothing; then return 1; fi
 }
 
 crash() { "$python" compose/check.py crash "$work/plain.json" "$1" "$(of_service "$2")"; }
 
-# A Redis that was lost or slow is left alone for a while, 10 s at most, and then used again.
+# Drafters leave a Redis that was lost or slow alone for a while, at most 10 s, then try it again.
 pool_fills() {
   for _ in $(seq 10); do
     "$python" compose/check.py requests
@@ -235,10 +270,11 @@ pool_fills() {
   return 1
 }
 
-# The drafters go over to a cluster; the verifier and the gateway do not notice.
+# Moves the drafters to a cluster; the verifier and the gateway do not notice.
 cluster() {
   export COMPOSE_PROFILES=cpu,redis-cluster
-  export OUTRIDER_REDIS=redis+cluster://redis-cluster-1:6379,redis-cluster-2:6379,redis-cluster-3:6379
+  local nodes=redis-cluster-1:6379,redis-cluster-2:6379,redis-cluster-3:6379
+  export OUTRIDER_REDIS=redis+cluster://$nodes
   up
   docker wait "$(of_service redis-cluster-join)"
   wait_healthy 10
@@ -247,29 +283,36 @@ cluster() {
 
 # Prometheus finds gateway, verifier and three drafters by the names of their services alone.
 scraped() {
-  local up
+  local up api=http://127.0.0.1:$OUTRIDER_PROMETHEUS_PORT/api/v1
   compose up --detach --no-build prometheus
   for _ in $(seq 60); do
-    up=$(curl --silent "http://127.0.0.1:$OUTRIDER_PROMETHEUS_PORT/api/v1/query?query=count(up==1)" | grep -o '"[0-9]*"\]' || true)
+    up=$(curl --silent "$api/query?query=count(up==1)" | grep -o '"[0-9]*"\]' || true)
     [ "$up" = '"5"]' ] && { echo "note: 5 processes are scraped"; return; }
     sleep 1
   done
-  curl --silent "http://127.0.0.1:$OUTRIDER_PROMETHEUS_PORT/api/v1/targets"
+  curl --silent "$api/targets"
   return 1
 }
 
-# pool SERVICE: the drafters' n-grams are there, and nobody hears of them without the password.
+# pool SERVICE: checks that a Redis holds the drafters' n-grams, and needs the password.
 pool() {
-  local keys
-  keys=$(docker exec "$(of_service "$1")" sh -c 'REDISCLI_AUTH=$(cat /run/outrider/secrets/redis_password) redis-cli dbsize')
+  local keys redis
+  redis=$(of_service "$1")
+  # shellcheck disable=SC2016  # the container's shell expands this
+  keys=$(docker exec "$redis" sh -c \
+    'REDISCLI_AUTH=$(cat /run/outrider/secrets/redis_password) redis-cli dbsize')
   [ "$keys" -gt 0 ] || { echo "$1 holds nothing"; return 1; }
-  if docker exec "$(of_service "$1")" redis-cli dbsize | grep -q '^[0-9]'; then echo "$1 answers without a password"; return 1; fi
+  if docker exec "$redis" redis-cli dbsize | grep -q '^[0-9]'; then
+    echo "$1 answers without a password"
+    return 1
+  fi
   echo "note: $keys keys in $1"
 }
 
-# The same file as a user's experiment, with a container for each process and a proxy for the link.
+# Runs a user's experiment with a container for each process and a proxy for the link.
 experiment() {
-  "$python" -m outrider.launch.cli experiment run experiments/small.yaml --with compose --out "$work/experiment"
+  "$python" -m outrider.launch.cli experiment run experiments/small.yaml --with compose \
+    --out "$work/experiment"
   "$python" compose/check.py experiment "$work/experiment"
 }
 
@@ -278,20 +321,31 @@ stop() {
   compose stop
   for container in $(containers); do
     code=$(docker inspect --format '{{.State.ExitCode}}' "$container")
-    [ "$code" = 0 ] || { docker inspect --format "{{.Name}} exited with $code" "$container"; docker logs --tail 20 "$container"; return 1; }
+    if [ "$code" != 0 ]; then
+      docker inspect --format "{{.Name}} exited with $code" "$container"
+      docker logs --tail 20 "$container"
+      return 1
+    fi
   done
   echo "note: $(containers | wc -l) containers exited with 0"
+}
+
+table() {
+  printf '\n%-34s %6s  %-6s  %s\n' step seconds result note
+  printf '%s\n' "${rows[@]}"
 }
 
 clean_up() {
   local status=$?
   trap - EXIT
   [ $status = 0 ] || compose logs --no-color --tail 100 >>"$log" 2>&1 || true
-  # All profiles, since `down` leaves what it does not know.
+  # All profiles, since `down` removes only the services of active ones.
   export COMPOSE_PROFILES=cpu,redis-cluster,observability
-  if [ -z "$keep" ] && engine_answers; then compose down --volumes --remove-orphans >>"$log" 2>&1 || true; fi
+  if [ -z "$keep" ] && engine_answers; then
+    compose down --volumes --remove-orphans >>"$log" 2>&1 || true
+  fi
   if [ -n "$keep" ]; then echo "left running: $OUTRIDER_URL"; else stop_engine; fi
-  [ ${#rows[@]} = 0 ] || { printf '\n%-34s %6s  %-6s  %s\n' step seconds result note; printf '%s\n' "${rows[@]}"; } | tee -a "$log"
+  [ ${#rows[@]} = 0 ] || table | tee -a "$log"
   rm -rf "$work"
   exit $status
 }

@@ -1,7 +1,8 @@
-"""Turns this machine's pip configuration into the build secrets "pip" and "ca", and serves its local directories meanwhile.
+"""Turns this machine's pip configuration into the build secrets "pip" and "ca".
 
-`python3 compose/pip_secrets.py DIRECTORY` writes DIRECTORY/pip and DIRECTORY/ca, then runs until it is killed. A build cannot see
-directories of this machine, so indexes and wheels that lie in some are served over loopback, for builds with `--network host`.
+`python3 compose/pip_secrets.py DIRECTORY` writes DIRECTORY/pip and DIRECTORY/ca, then runs until it
+is killed. A build cannot see directories of this machine. This script therefore serves those that
+hold indexes or wheels over loopback, for builds with `--network host`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _LOCATIONS = ("index-url", "extra-index-url", "find-links")
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Says nothing for each file."""
+    """Serves files without a line of log for each."""
 
     def log_message(self, format: str, *args: object) -> None:
-        pass
+        """Log nothing."""
 
 
 def configuration() -> dict[str, str]:
@@ -37,20 +38,22 @@ def configuration() -> dict[str, str]:
         for key, value in pairs
         if key.startswith(("global.", ":env:"))
     }
-    return {
-        key: value
-        for key, value in settings.items()
-        if key in (*_LOCATIONS, "cert", "default-timeout")
-    }
+    wanted = (*_LOCATIONS, "cert", "default-timeout")
+    return {key: value for key, value in settings.items() if key in wanted}
 
 
 def served(location: str, key: str, root: Path, url: str) -> str:
-    """The URL that a location is to be had under: its own, or below `url` through a link in `root` if it is a local directory."""
+    """The URL under which a build finds a location.
+
+    A local directory is linked in `root`, which is served at `url`. Other locations keep their URL.
+    """
     path = Path(location.removeprefix("file://"))
     if not path.is_absolute():
         return location
-    # The pages of an index may point to files beside the index; a directory of wheels has all within.
-    shown = path if key == "find-links" else path.parent
+    # An index may link to files beside it; a directory of wheels holds all its files.
+    shown = path.parent
+    if key == "find-links":
+        shown = path
     link = root / str(len(list(root.iterdir())))
     link.symlink_to(shown, target_is_directory=True)
     return f"{url}/{link.name}/" + ("" if shown == path else path.name)
@@ -67,17 +70,13 @@ def main() -> None:
         for key in _LOCATIONS:
             places = settings.get(key, "").split()
             if places:
-                settings[key] = " ".join(
-                    served(place, key, Path(directory), url) for place in places
-                )
-        shutil.copyfile(
-            settings.get("cert") or ssl.get_default_verify_paths().cafile or "/dev/null",
-            target / "ca",
-        )
+                urls = [served(place, key, Path(directory), url) for place in places]
+                settings[key] = " ".join(urls)
+        ca = settings.get("cert") or ssl.get_default_verify_paths().cafile or "/dev/null"
+        shutil.copyfile(ca, target / "ca")
         settings["cert"] = "/run/secrets/ca"
-        (target / "pip").write_text(
-            "[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items())
-        )
+        lines = ["[global]", *(f"{key} = {value}" for key, value in settings.items())]
+        (target / "pip").write_text("\n".join(lines) + "\n")
         server.serve_forever()
 
 

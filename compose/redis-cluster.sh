@@ -1,5 +1,6 @@
 #!/bin/sh
-# `node`: one server of a Redis Cluster. `join`: makes three of them a cluster, or tells them their new addresses.
+# `node` runs one server of a Redis Cluster. `join` makes a cluster of three servers, or tells an
+# existing cluster the new addresses of its servers.
 set -eu
 password=$(cat /run/outrider/secrets/redis_password)
 export REDISCLI_AUTH="$password"
@@ -8,9 +9,11 @@ nodes="redis-cluster-1 redis-cluster-2 redis-cluster-3"
 node() {
   umask 077
   printf 'requirepass %s\nmasterauth %s\n' "$password" "$password" >/tmp/redis.conf
-  # Clients are told names, since addresses change when containers are made anew.
-  exec redis-server /tmp/redis.conf --save '' --maxmemory 384mb --maxmemory-policy allkeys-lru --dir /data \
-    --cluster-enabled yes --cluster-announce-hostname "$(hostname)" --cluster-preferred-endpoint-type hostname
+  # Clients get host names, since a new container has a new address.
+  exec redis-server /tmp/redis.conf --save '' --dir /data \
+    --maxmemory 384mb --maxmemory-policy allkeys-lru \
+    --cluster-enabled yes --cluster-announce-hostname "$(hostname)" \
+    --cluster-preferred-endpoint-type hostname
 }
 
 state() { redis-cli -h redis-cluster-1 cluster info | tr -d '\r' | grep -q '^cluster_state:ok'; }
@@ -24,8 +27,9 @@ join() {
   if redis-cli -h redis-cluster-1 cluster info | grep -q '^cluster_slots_assigned:16384'; then
     for address in $addresses; do redis-cli -h redis-cluster-1 cluster meet "$address" 6379; done
   else
-    # shellcheck disable=SC2046,SC2086  # a word each
-    redis-cli --cluster create $(for address in $addresses; do echo "$address:6379"; done) --cluster-yes
+    # shellcheck disable=SC2046,SC2086  # each address is a word of its own
+    redis-cli --cluster create --cluster-yes \
+      $(for address in $addresses; do echo "$address:6379"; done)
   fi
   until state; do sleep 1; done
 }

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections can fall into a hole: they stay open, and nothing comes through any more."""
+"""A TCP proxy that can lose all bytes of its connections while they stay open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class ChaosProxy:
-    """Passes bytes on until `swallow`; connections made after that pass bytes on again."""
+    """Passes bytes on until `swallow`; later connections pass bytes on again."""
 
     def __init__(self, target_port: int) -> None:
         self.port = 0
@@ -17,21 +17,23 @@ class ChaosProxy:
         self._open: set[asyncio.Event] = set()
 
     def swallow(self) -> None:
-        """From now on lose all bytes of the connections there are, both ways, as when a machine vanishes."""
+        """Lose all further bytes of the present connections, as if a machine had vanished."""
         for is_open in self._open:
             is_open.clear()
         self._open.clear()
 
     async def serve(self) -> asyncio.Server:
+        """Listen on a free port, which `port` holds afterwards."""
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         return server
 
     async def close(self) -> None:
+        """Abort all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # Transports close in the loop's next turn.
+        # Transports close in the next iteration of the loop.
         await asyncio.sleep(0)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,7 +53,8 @@ class ChaosProxy:
                 both.create_task(_pass_on(reader, far_writer, is_open))
                 both.create_task(_pass_on(far_reader, writer, is_open))
         except asyncio.CancelledError:
-            # By `close`; asyncio takes it for an error of this function's. What is unsent would keep the connections open.
+            # `close` cancels this task, and asyncio would report an error. Unsent bytes would keep
+            # the connections open, so they are aborted.
             writer.transport.abort()
             far_writer.transport.abort()
         finally:
@@ -63,21 +66,22 @@ class ChaosProxy:
 async def _pass_on(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event
 ) -> None:
-    """As it comes; in a hole not even the end of a connection comes through."""
+    """Pass bytes on as they come; after `swallow` not even the end of the stream is passed on."""
     try:
         while data := await reader.read(65_536):
             if is_open.is_set():
                 writer.write(data)
                 await writer.drain()
     except OSError:
-        pass  # one side hung up, so the other is told
+        # One side hung up; closing the writer tells the other.
+        pass
     if is_open.is_set():
         writer.close()
 
 
 @asynccontextmanager
 async def chaos_proxy(target_port: int) -> AsyncIterator[ChaosProxy]:
-    """One before the server at 127.0.0.1:`target_port`."""
+    """A proxy in front of the server at 127.0.0.1:`target_port`."""
     proxy = ChaosProxy(target_port)
     server = await proxy.serve()
     try:

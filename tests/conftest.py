@@ -1,6 +1,7 @@
-"""What libraries ask for once, when they are imported, whoever imports them first.
+"""Sets variables that libraries read once, when they are imported, and Hypothesis' profile.
 
-Without a GPU Triton interprets its kernels. And gRPC leaves forks alone, as `outrider` has it for those who import that first.
+Without a GPU, Triton interprets its kernels. gRPC must not handle forks; `outrider` sets that too,
+but a test may import gRPC before it.
 """
 
 import os
@@ -12,6 +13,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# A busy machine takes long over some example or other; that says nothing of what is tested.
+# On a busy machine some example always takes long; that is no failure of the tested code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

@@ -1,4 +1,4 @@
-"""A drafter family behind its session, told what a verifier would tell it."""
+"""A drafter family behind its session, fed with the messages of a verifier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def never() -> bool:
 
 
 class Rig:
-    """`session` has the sequences, whose `guesses` are what was proposed."""
+    """Opens, commits and closes sequences of a family's `session`, and collects its drafts."""
 
     def __init__(self, family: Family) -> None:
         self.session = DraftSession(family, lambda: 0.0)
@@ -23,34 +23,32 @@ class Rig:
         self.session.apply(StepBatch(opened=[opened]))
 
     def commit(self, sequence_id: int, *new: int, window: Window | None = None) -> None:
-        """A verdict of these tokens; as many draft tokens are wanted as before."""
+        """Send a verdict with these tokens, for as many draft tokens as before."""
         sequence = self.session.sequences[sequence_id]
         length = len(sequence.tokens) + len(new)
-        self.session.apply(
-            StepBatch(
-                verdicts=[Verdict(sequence_id, length, list(new), 0, sequence.draft_tokens, window)]
-            )
-        )
+        verdict = Verdict(sequence_id, length, list(new), 0, sequence.draft_tokens, window)
+        self.session.apply(StepBatch(verdicts=[verdict]))
 
     def close(self, sequence_id: int) -> None:
         self.session.apply(StepBatch(closed=[Closed(sequence_id)]))
 
     async def draft(self, interrupted: Callable[[], bool] = never) -> DraftBatch:
-        """What is said in one round."""
+        """The messages of one round of drafting."""
         return await self.session.round(interrupted)
 
     async def drafts(self) -> DraftBatch:
-        """All that is said until the drafter falls silent."""
-        said = DraftBatch()
+        """The messages of all rounds until one is empty."""
+        sent = DraftBatch()
         while (batch := await self.draft()).proposals or batch.skips:
-            said.proposals += batch.proposals
-            said.skips += batch.skips
-        return said
+            sent.proposals += batch.proposals
+            sent.skips += batch.skips
+        return sent
 
     def guesses(self, sequence_id: int) -> list[int]:
+        """The sequence's proposed tokens that are neither committed nor refuted."""
         return list(self.session.sequences[sequence_id].guesses)
 
     @property
     def abandoned(self) -> set[int]:
-        """The sequences that were given up because their part of the work raised."""
+        """Ids of the sequences that are no longer drafted because their drafting raised."""
         return {sequence.id for sequence in self.session.sequences.values() if sequence.abandoned}

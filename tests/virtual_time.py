@@ -1,4 +1,4 @@
-"""Time that passes only by what takes some, so that no test depends on how busy the machine is."""
+"""A clock that tests advance themselves, so that a busy machine changes no result."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class VirtualClock:
         return self.now
 
     def after(self, seconds: float, work: Callable[[], object]) -> None:
-        """Do something once so much time has passed, in the middle of a sleep or wait."""
+        """Call `work` once `seconds` have passed, in the middle of a sleep or wait."""
         heapq.heappush(self._due, (self.now + seconds, next(self._numbers), work))
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass, and do all that becomes due."""
+        """Let time pass, and call everything that becomes due."""
         end = self.now + seconds
         while self._go_on(end):
             pass
 
     def step(self, engine: Engine) -> None:
-        """Let the engine take its next step, after the wait for drafts that precedes it."""
+        """Let the engine take its next step, including the wait for drafts before it."""
         while (rest_s := engine.advance()) != 0.0:
             self._wait(rest_s)
 
@@ -42,13 +42,13 @@ class VirtualClock:
             self.step(engine)
 
     def _wait(self, seconds: float | None) -> None:
-        """Let time pass until something happens, or for so many seconds."""
+        """Let time pass until something is due, at most for `seconds`."""
         end = math.inf if seconds is None else self.now + seconds
-        assert self._due or end < math.inf, "nothing will ever happen"
+        assert self._due or end < math.inf, "nothing will ever be due"
         self._go_on(end)
 
     def _go_on(self, end: float) -> bool:
-        """Go on to what is due next, or to the end; whether something was."""
+        """Advance to the next due call, or to `end`; return whether a call was due."""
         if not self._due or self._due[0][0] > end:
             self.now = max(self.now, end)
             return False

@@ -5,14 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
 from outrider.draft_tokens_policy import DraftTokensSetting
 from outrider.process.config import Device, Dtype, ScrapedSettings
 
 
-class VerifierSettings(ScrapedSettings):
+class TargetSettings(BaseModel):
+    """Settings of the verifier that `outrider serve` takes under the same names."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    device: Device = "auto"
+    """The target's device: auto (CUDA if there is any), cpu, cuda or cuda:N."""
+
+    draft_tokens: DraftTokensSetting = "goodput"
+    """Draft tokens of a sequence that one step verifies, unless its request says otherwise:
+    goodput (the fastest number by measured acceptance and costs, at most 8; goodput:MAX for another
+    bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
+
+    prefix_caching: bool = True
+    """Share pages of the KV cache between prompts of a tenant that begin alike."""
+
+    trust_draft_distributions: bool = False
+    """Let drafters sample, and accept their drafts by the distribution that they claim. A drafter
+    that claims a wrong one can bias the output."""
+
+    always_draft: bool = False
+    """Wait for every draft, at most a second per step, and pause no drafter, even where that is
+    slower: to measure drafters, not to serve."""
+
+    sampled_rule: Literal["block", "token-wise"] = "block"
+    """Acceptance rule for drafts that a trusted drafter sampled."""
+
+    grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
+    """Library that compiles grammars and computes their masks; llguidance knows no structural
+    tags."""
+
+
+class VerifierSettings(TargetSettings, ScrapedSettings):
     """What `python -m verifier_svc` takes."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
@@ -26,9 +58,6 @@ class VerifierSettings(ScrapedSettings):
     dtype: Dtype = "auto"
     """Type of the weights: auto is the checkpoint's."""
 
-    device: Device = "auto"
-    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
-
     threads: int | None = Field(None, ge=1)
     """Torch's threads on a CPU; unset leaves them to torch."""
 
@@ -40,10 +69,6 @@ class VerifierSettings(ScrapedSettings):
 
     uds: Path | None = None
     """Unix socket to serve on as well, for drafters on this host."""
-
-    draft_tokens: DraftTokensSetting = "goodput"
-    """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what measured acceptance and
-    costs say is fastest, at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
     max_batch_tokens: int = Field(512, ge=1)
     """Tokens in one forward; longer prompts are taken in chunks."""
@@ -63,27 +88,11 @@ class VerifierSettings(ScrapedSettings):
     page_count: int | None = Field(None, ge=1)
     """Pages of the KV cache; unset sizes it by the memory there is."""
 
-    prefix_caching: bool = True
-    """Share pages between prompts that begin alike, within a tenant."""
-
-    trust_draft_distributions: bool = False
-    """Let drafters sample and judge them by the distribution they claim. One that lies can then bias the output."""
-
-    always_draft: bool = False
-    """Wait for every draft, at most a second a step, and pause no drafter, whether that pays or not: to measure drafters, not to
-    serve."""
-
-    sampled_rule: Literal["block", "token-wise"] = "block"
-    """Rule for drafts that a trusted drafter sampled."""
-
     thinking_tokens: str = "<think>,</think>"
     """The tokens that begin and end the thinking phase, where relaxed acceptance applies; ignored when the model lacks them."""
 
     synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
     """For benchmarks alone: let draft tokens stand at this rate, whatever the target says. Every response is marked."""
-
-    grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
-    """What compiles grammars and computes their masks; llguidance knows no structural tags."""
 
     grammar_compile_seconds: float = Field(5.0, gt=0)
     """How long a request's grammar may take to compile."""

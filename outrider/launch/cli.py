@@ -1,19 +1,40 @@
-"""The `outrider` command. Loads neither torch nor a service; what a command needs is imported when it is called."""
+"""The `outrider` command. Loads neither torch nor a service: each command imports its own needs."""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
 
 from outrider import __version__
-from outrider.process.usage import invoke
+from outrider.process.usage import invoke, refuse
+
+# Commands of another package, by their names in the entry-point group (pyproject.toml);
+# `experiment.run` is `outrider experiment run`. Their help texts are here, so that
+# `outrider --help` does not load the package.
+_EXTENSIONS = {
+    "bench": "Measure tokens/s beside transformers' generate. `outrider bench --help` lists the"
+    " options.",
+    "simulate": "Run engine, planner and drafters in virtual time. `outrider simulate --help` lists"
+    " the options.",
+    "experiment.run": "Measure what an experiment file describes.",
+    "experiment.report": "Make tables, plots and a page of a run's measurements.",
+    "experiment.predict": "Run an experiment file in the simulator.",
+    "experiment.papers": "Compare published figures with theory and the simulator.",
+    "profile": "Measure what forwards, drafting and links cost on this machine.",
+    "advise": "Say which placement of a drafter wins, and why.",
+    "agent": "Start and stop processes on this machine for an experiment elsewhere.",
+    "fleet": "Simulate thousands of verifiers and drafters by rates and queues.",
+}
+_ENTRY_POINTS = "outrider.commands"
+_EXTRA = "bench"
+_PASS_ON = {"ignore_unknown_options": True}
 
 
 class _Commands(click.Group):
-    """Puts the command that is made from the settings' schema in place of `serve`, once it is asked for: `health` loads little."""
+    """Makes `serve` from its settings' schema when it is called, so that `health` loads little."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name != "serve":
@@ -52,33 +73,16 @@ def serve() -> None:
     "--max-tokens",
     type=click.IntRange(1, 1024),
     default=128,
-    help="Tokens a prompt is answered with at most.",
+    help="Most tokens of an answer.",
 )
 def demo(models: Path, max_tokens: int) -> int:
-    """Compare plain decoding with each drafter on the bundled pair; exits with 0 only if all texts are identical."""
+    """Compare plain decoding with each drafter on the bundled pair.
+
+    Exits with 0 only if all texts are identical.
+    """
     from outrider.launch.demo import run
 
     return run(models, max_tokens)
-
-
-def _run_bench(module: str, arguments: tuple[str, ...]) -> int:
-    """Run a command of `bench`, which is no part of what `outrider` needs, and which parses the arguments by its own schema."""
-    status: int = import_module(module).main(list(arguments))
-    return status
-
-
-@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench(arguments: tuple[str, ...]) -> int:
-    """Measure tokens/s beside transformers' generate. `outrider bench --help` lists the options."""
-    return _run_bench("bench.__main__", arguments)
-
-
-@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def simulate(arguments: tuple[str, ...]) -> int:
-    """Run engine, planner and drafters in virtual time. `outrider simulate --help` lists the options."""
-    return _run_bench("bench.simulator.__main__", arguments)
 
 
 @app.group()
@@ -86,54 +90,32 @@ def experiment() -> None:
     """Measure and predict where a drafter should sit. docs/placement.md describes the files."""
 
 
-def _passed_on(group: click.Group, name: str, module: str, text: str) -> None:
-    """Add a command of `bench` that parses its own arguments."""
+def _add_extension(name: str, text: str) -> None:
+    """Add a command of another package, which parses its own arguments."""
+    subgroup, _, command = name.rpartition(".")
+    group = experiment if subgroup else app
 
-    @group.command(
-        name, help=text, add_help_option=False, context_settings={"ignore_unknown_options": True}
-    )
+    @group.command(command, help=text, add_help_option=False, context_settings=_PASS_ON)
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def run(arguments: tuple[str, ...]) -> int:
-        return _run_bench(module, arguments)
+        return _run_extension(name, arguments)
 
 
-_passed_on(experiment, "run", "bench.experiment.run", "Measure what an experiment file describes.")
-_passed_on(
-    experiment,
-    "report",
-    "bench.experiment.report",
-    "Make tables, plots and a page of what was measured.",
-)
-_passed_on(
-    experiment, "predict", "bench.experiment.predict", "Run an experiment file in the simulator."
-)
-_passed_on(
-    experiment,
-    "papers",
-    "bench.experiment.papers",
-    "Compare published figures with theory and the simulator.",
-)
-_passed_on(
-    app,
-    "profile",
-    "bench.experiment.profile",
-    "Measure what forwards, drafting and links cost on this machine.",
-)
-_passed_on(
-    app, "advise", "bench.experiment.advise", "Say which placement of a drafter wins, and why."
-)
-_passed_on(
-    app,
-    "agent",
-    "bench.experiment.agent",
-    "Start and stop processes on this machine for an experiment elsewhere.",
-)
-_passed_on(
-    app,
-    "fleet",
-    "bench.fleet.command",
-    "Simulate thousands of verifiers and drafters by rates and queues.",
-)
+def _run_extension(name: str, arguments: tuple[str, ...]) -> int:
+    """Run a command of the entry-point group; exit with status 2 if its extra is not installed."""
+    found = entry_points(group=_ENTRY_POINTS, name=name)
+    try:
+        if not found:
+            raise ModuleNotFoundError("the command is not installed")
+        status: int = next(iter(found)).load()(list(arguments))
+    except ModuleNotFoundError as error:
+        program = f"outrider {name.replace('.', ' ')}"
+        refuse(program, f"{error}; in Outrider's sources, pip install '.[{_EXTRA}]'")
+    return status
+
+
+for _name, _text in _EXTENSIONS.items():
+    _add_extension(_name, _text)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -146,18 +128,18 @@ _passed_on(
 )
 @click.option(
     "--tokenizer",
-    help="Directory or hub id of the tokenizer that the drafter has to have; any, unless given.",
+    help="Directory or hub id of the tokenizer that the drafter must have. Without it, any passes.",
 )
 @click.option(
     "--transcript",
     type=click.Path(path_type=Path),
-    help="File for what was said, a line of JSON each.",
+    help="File for the messages of both sides, one line of JSON each.",
 )
 def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Path | None) -> int:
     """Check that a drafter, or a verifier, keeps the draft stream's contract.
 
-    COMMAND starts a drafter, behind "--"; {address} in it stands for the verifier's host:port. `verifier ADDRESS` checks the
-    verifier that serves there. Exits with 0 if every rule was kept.
+    COMMAND follows "--" and starts a drafter; {address} in it stands for the verifier's host:port.
+    `verifier ADDRESS` checks the verifier that serves there. Exits with 0 if every rule was kept.
     """
     if len(command) == 2 and command[0] == "verifier":
         from outrider.conformance.verifier_side import check_verifier
@@ -168,7 +150,7 @@ def conformance(command: tuple[str, ...], tokenizer: str | None, transcript: Pat
 
     if not any("{address}" in part for part in command):
         raise click.UsageError(
-            "COMMAND has to hold {address}, which stands for the verifier's host:port"
+            "COMMAND must hold {address}, which stands for the verifier's host:port"
         )
     if tokenizer is None:
         return check_drafter(command, transcript=transcript)

@@ -1,62 +1,62 @@
-"""Talks to a stack on this host over HTTP: until it is ready, and one request at a time. For the command line, not for services."""
+"""A client of the stack on this host, over HTTP: waits until it serves, and sends requests.
+
+For the command line, not for services.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-# A start goes through stages that last less, and through the gateway's polls, which come once a second.
-_WORTH_TELLING_S = 10.0
+_POLL_S = 0.2
 
 
 async def until_ready(url: str, tell: Callable[[str], None], drafters: int) -> None:
-    """Wait until the gateway takes requests and as many drafters are connected; `tell` hears once what takes several seconds."""
-    told, stage, since = "", "", time.monotonic()
+    """Wait until the gateway takes requests and `drafters` drafters are connected.
+
+    `tell` is called with each new state of the start.
+    """
+    shown = ""
     async with httpx.AsyncClient(base_url=url, timeout=5) as client:
         while True:
-            before = stage
-            stage, ready = await _stage(client, drafters)
+            state, ready = await _state(client, drafters)
             if ready:
                 return
-            if stage != before:
-                since = time.monotonic()
-            if stage not in ("", told) and time.monotonic() - since > _WORTH_TELLING_S:
-                tell(stage)
-                told = stage
-            await asyncio.sleep(0.2)
+            if state not in ("", shown):
+                tell(state)
+                shown = state
+            await asyncio.sleep(_POLL_S)
 
 
-async def _stage(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
-    """The stage under way ("" if it is no news), and whether all are ready."""
+async def _state(client: httpx.AsyncClient, drafters: int) -> tuple[str, bool]:
+    """The state of the start, "" if it is not known yet, and whether the stack serves."""
     try:
         body = (await client.get("/readyz")).json()
     except (httpx.TransportError, ValueError):
         return "", False
-    if body["status"] == "unavailable":
+    status = body["status"]
+    if status == "unavailable":
         # The verifier does not listen yet. If it never will, its process ends and says why.
         return "", False
-    if body["status"] == "loading":
-        return "; ".join(
-            f"loading {v['model']}: {v['stage_detail']}"
-            for v in body["verifiers"]
-            if not v["ready"]
-        ), False
-    if body["status"] not in ("ready", "degraded"):
-        return f"{body['status']}: {body['detail']}", False
-    connected = sum(
-        drafter["connected"] for verifier in body["verifiers"] for drafter in verifier["drafters"]
-    )
-    return f"{connected} of {drafters} drafters are connected", connected >= drafters
+    if status == "loading":
+        loading = (v for v in body["verifiers"] if not v["ready"])
+        return "; ".join(f"loading {v['model']}: {v['stage_detail']}" for v in loading), False
+    if status not in ("ready", "degraded"):
+        return f"{status}: {body['detail']}", False
+    connected = sum(d["connected"] for v in body["verifiers"] for d in v["drafters"])
+    return f"waiting for {drafters - connected} of {drafters} drafters", connected >= drafters
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion's text and statistics: `speculative` is `metrics.speculative_decoding`, None for plain decoding."""
+    """A completion's text and statistics.
+
+    `speculative` is the answer's `metrics.speculative_decoding`, None for plain decoding.
+    """
 
     text: str
     token_count: int
@@ -67,8 +67,12 @@ class Answer:
 async def complete(
     client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int, speculation: dict[str, Any]
 ) -> Answer:
-    """One greedy completion; raises httpx.HTTPStatusError with the server's message when it is refused."""
-    started = asyncio.get_running_loop().time()
+    """Request one greedy completion, and time it.
+
+    Raises httpx.HTTPStatusError with the server's message if the server refuses the request.
+    """
+    clock = asyncio.get_running_loop().time
+    started = clock()
     body = {
         "model": model,
         "prompt": prompt,
@@ -80,7 +84,7 @@ async def complete(
     if response.is_error:
         raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
     answer = response.json()
-    seconds = asyncio.get_running_loop().time() - started
+    seconds = clock() - started
     speculative = (answer.get("metrics") or {}).get("speculative_decoding")
     return Answer(
         answer["choices"][0]["text"], answer["usage"]["completion_tokens"], seconds, speculative

@@ -1,7 +1,8 @@
-"""`outrider demo`: plain decoding and each drafter on real prompts, as separate processes, with a table for each target.
+"""`outrider demo`: plain decoding and each drafter on real prompts, as separate processes.
 
-The bundled target in float32 shows that texts are identical. Its forward costs so little that drafting brings little, so the
-same function grown to 154 M parameters in bfloat16 shows the speed.
+It prints one table per target. The bundled target in float32 shows that all texts are identical.
+Its forward costs too little for drafts to save much time, so the same function grown to 154 M
+parameters in bfloat16 shows the speed.
 """
 
 from __future__ import annotations
@@ -27,34 +28,49 @@ from outrider.launch.client import Answer, complete, until_ready
 from outrider.launch.grow import MODEST, grown_checkpoint
 from outrider.launch.prompts import DEMO_PROMPTS
 from outrider.launch.stack import ServeSettings, Stack, plan_stack
+from outrider.launch.start_log import start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 
 _LOADING_S = 180.0
-# 154 M parameters.
+_COLUMNS = (
+    "tokens/s",
+    "× plain",
+    "tokens per\nforward",
+    "mean accepted\nlength",
+    "acceptance\nrate",
+)
 
 
 @dataclass
 class Row:
-    """What one way of decoding gave over all prompts."""
+    """One way of decoding, and its answers to all prompts."""
 
     name: str
     speculation: dict[str, Any]
     answers: list[Answer] = field(default_factory=list)
 
     @property
+    def token_count(self) -> int:
+        """Tokens of all answers."""
+        return sum(answer.token_count for answer in self.answers)
+
+    @property
     def tokens_per_s(self) -> float:
-        return sum(a.token_count for a in self.answers) / sum(a.seconds for a in self.answers)
+        """Tokens of all answers per second of all requests."""
+        return self.token_count / sum(answer.seconds for answer in self.answers)
 
     @property
     def texts(self) -> list[str]:
+        """One text per prompt."""
         return [answer.text for answer in self.answers]
 
     def total(self, key: str) -> int:
+        """Sum of one statistic of `metrics.speculative_decoding` over all answers."""
         return sum(a.speculative[key] for a in self.answers if a.speculative is not None)
 
     @property
     def histogram(self) -> Counter[int]:
-        """Accepted tokens of a verifying step, and how many steps accepted so many."""
+        """Number of verifying steps by their number of accepted draft tokens."""
         counts: Counter[int] = Counter()
         for answer in self.answers:
             if answer.speculative is not None:
@@ -64,12 +80,12 @@ class Row:
     @property
     def forward_count(self) -> int:
         """Target forwards: each commits the tokens that it accepted and one of the target's own."""
-        return sum(a.token_count for a in self.answers) - self.total("num_accepted_draft_tokens")
+        return self.token_count - self.total("num_accepted_draft_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A target that the demo decodes with. `is_exact`: texts are compared with plain decoding's."""
+    """A target that the demo decodes with; `is_exact` compares all texts with plain decoding's."""
 
     title: str
     target: Path
@@ -79,21 +95,24 @@ class Part:
 
 
 def run(models: Path, max_tokens: int) -> int:
-    """The exit status: 0 when every drafter's texts in float32 are those of plain decoding."""
-    console = Console() if sys.stdout.isatty() else Console(width=110)
+    """Run both parts, and return the exit status.
+
+    It is 0 if every drafter's texts in float32 are those of plain decoding, 1 if not or if a
+    process failed, 2 without the bundled models, 130 after Ctrl-C.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 110)
     for name in ("target", "draft"):
         if not (models / name / "config.json").is_file():
             console.print(
-                f"outrider demo: {models / name} is not a model; run it where the repository's models are, or say --models"
+                f"outrider demo: {models / name} is not a model; "
+                "run the demo in the repository's folder, or name the models' with --models"
             )
             return 2
+    parts = _parts(models, max_tokens, console)
     try:
-        statuses = [
-            _run_part(part, models / "draft", console)
-            for part in _parts(models, max_tokens, console)
-        ]
+        statuses = [_run_part(part, models / "draft", console) for part in parts]
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print("interrupted; everything is stopped")
+        console.print("interrupted; all processes are stopped")
         return 130
     except (OutriderError, StartFailed, TimeoutError, OSError, httpx.HTTPError) as error:
         console.print(f"outrider demo: {error}", markup=False)
@@ -105,25 +124,21 @@ def _parts(models: Path, max_tokens: int, console: Console) -> Iterator[Part]:
     small = models / "target"
     yield Part("1. Exactness: 12 M parameters, float32", small, "float32", max_tokens, True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-    with console.status("growing the target to 154 M parameters"):
+    with start_status(console, "growing the target to 154 M parameters ..."):
         cache.mkdir(parents=True, exist_ok=True)
         large = grown_checkpoint(small, cache, MODEST, "bfloat16")
-    yield Part(
-        "2. Speed: 154 M parameters, bfloat16", large, "bfloat16", max(1, max_tokens // 2), False
-    )
+    fewer_tokens = max(1, max_tokens // 2)
+    yield Part("2. Speed: 154 M parameters, bfloat16", large, "bfloat16", fewer_tokens, False)
 
 
 def _run_part(part: Part, draft: Path, console: Console) -> int:
     model = f"model={draft}"
+    last_core = max(os.sched_getaffinity(0))
     settings = ServeSettings.model_validate(
         {
             "target": str(part.target),
             "dtype": part.dtype,
-            "drafter": [
-                "ngram",
-                model,
-                f"{model},id=model-pinned,placement=cpu,cores={max(os.sched_getaffinity(0))}",
-            ],
+            "drafter": ["ngram", model, f"{model},id=model-pinned,placement=cpu,cores={last_core}"],
             "http_port": 0,
             "grpc_port": 0,
             "verifier_port": 0,
@@ -148,8 +163,10 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
     try:
         for child in stack.children:
             supervisor.start(child)
-        with console.status(f"loading {settings.target} and {len(settings.drafter)} drafters"):
-            ready = until_ready(stack.http_url, lambda stage: None, len(settings.drafter))
+        drafters = len(settings.drafter)
+        loading = f"loading {settings.target} and {drafters} drafters ..."
+        with start_status(console, loading) as show:
+            ready = until_ready(stack.http_url, show, drafters)
             await asyncio.wait_for(supervisor.settle(ready), _LOADING_S)
         with _progress(console) as progress:
             await _measure(stack.http_url, settings.target, rows, part.max_tokens, progress)
@@ -162,19 +179,18 @@ async def _demo(stack: Stack, settings: ServeSettings, part: Part, console: Cons
 
 
 def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    description = TextColumn("{task.description}")
+    columns = [description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     return Progress(*columns, console=console)
 
 
 async def _measure(
     url: str, model: str, rows: list[Row], max_tokens: int, progress: Progress
 ) -> None:
-    """Every prompt in every way, one request at a time, so that the ways share what the machine does meanwhile."""
+    """Request every prompt in every way, one request at a time.
+
+    The ways take turns, so that other work on the machine slows all of them alike.
+    """
     task = progress.add_task("prompts", total=len(DEMO_PROMPTS) * len(rows))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         for row in rows:
@@ -182,56 +198,43 @@ async def _measure(
         for kind, prompt in DEMO_PROMPTS:
             for row in rows:
                 progress.update(task, description=f"{kind} with {row.name}")
-                row.answers.append(
-                    await complete(client, model, prompt, max_tokens, row.speculation)
-                )
+                answer = await complete(client, model, prompt, max_tokens, row.speculation)
+                row.answers.append(answer)
                 progress.advance(task)
 
 
 def _report(part: Part, rows: list[Row], console: Console) -> int:
+    """Print a part's table, and return its exit status."""
     plain = rows[0]
-    table = Table(
-        title=f"{part.title}; {len(plain.answers)} prompts, greedy",
-        caption="measured on this machine, now",
-    )
-    table.add_column("decoding")
-    columns = [
-        "tokens/s",
-        "× plain",
-        "tokens per\nforward",
-        "mean accepted\nlength",
-        "acceptance\nrate",
-    ]
-    for column in [*columns, *(["identical\nto plain"] if part.is_exact else [])]:
+    title = f"{part.title}; {len(plain.answers)} prompts, greedy"
+    table = Table("decoding", title=title, caption="measured on this machine, now")
+    compared = ["identical\nto plain"] if part.is_exact else []
+    for column in [*_COLUMNS, *compared]:
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(
-            row.name, *_figures(row, plain), *([_identical(row, plain)] if part.is_exact else [])
-        )
+        compared = [_identical(row, plain)] if part.is_exact else []
+        table.add_row(row.name, *_figures(row, plain), *compared)
     console.print(table)
     if not part.is_exact:
         return 0
     for row in rows[1:]:
         _histogram(row, console)
     same = all(row.texts == plain.texts for row in rows)
-    console.print(
-        "All texts are identical."
-        if same
-        else "[bold red]Some texts differ from plain decoding.[/]"
-    )
-    console.print()
-    return 0 if same else 1
+    if same:
+        console.print("All texts are identical.\n")
+    else:
+        console.print("[bold red]Some texts differ from plain decoding.[/]\n")
+    return int(not same)
 
 
 def _figures(row: Row, plain: Row) -> list[str]:
-    steps, drafted, accepted = (
-        row.total(k) for k in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    )
-    tokens = sum(a.token_count for a in row.answers)
+    steps = row.total("num_spec_steps")
+    drafted = row.total("num_draft_tokens")
+    accepted = row.total("num_accepted_draft_tokens")
     return [
         f"{row.tokens_per_s:.1f}",
         f"{row.tokens_per_s / plain.tokens_per_s:.2f}",
-        f"{tokens / row.forward_count:.2f}",
+        f"{row.token_count / row.forward_count:.2f}",
         f"{1 + accepted / steps:.2f}" if steps else "–",
         f"{accepted / drafted:.1%}" if drafted else "–",
     ]
@@ -251,6 +254,5 @@ def _histogram(row: Row, console: Console) -> None:
     console.print(f"\n{row.name}: accepted draft tokens in {total} verifying steps")
     for accepted in range(max(counts) + 1):
         share = counts[accepted] / total
-        console.print(
-            f"  {accepted:>2} │{'█' * round(40 * share):<40}│ {share:6.1%}", highlight=False
-        )
+        bar = "█" * round(40 * share)
+        console.print(f"  {accepted:>2} │{bar:<40}│ {share:6.1%}", highlight=False)

@@ -1,30 +1,38 @@
-"""Grows a Llama checkpoint to a larger shape that computes the same function, so that speed is measured at a real model's cost
-with real text and real acceptance, without downloading weights.
+"""Grows a Llama checkpoint to a larger shape that computes the same function.
 
-The hidden state keeps the small model's values in its first columns and zeros in the rest: embeddings and everything that writes
-to it are padded with zeros, everything that reads it with noise that meets only zeros. RMSNorm divides by the mean over the new
-width, which its weights and epsilon make up for. Added heads and neurons write nothing back, added layers are identities.
+Speed can then be measured at a real model's cost, with real text and real acceptance, without a
+download of weights.
+
+The first columns of the hidden state hold the small model's values, the rest hold zeros. Weights
+that write to the hidden state are padded with zeros; weights that read it are padded with noise,
+which is multiplied by those zeros. RMSNorm divides by the mean over the larger width; its weights
+and epsilon are scaled to cancel that. Added heads and neurons write zeros, and added layers are
+identities.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-# Drawn once and repeated, since drawing it for each of 8 B parameters takes minutes; a prime, so that rows differ.
+# Noise is drawn once and repeated: drawing it for each of 8 B parameters takes minutes. The count
+# is a prime, so that rows differ.
 _NOISE_COUNT = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the grown model; each at least the small one's, and as many query heads to a key/value head as there. The hidden
-    size must be a multiple of the heads."""
+    """Sizes of the grown model, each at least the small one's.
+
+    A key/value head needs at least as many query heads as in the small model. `hidden` must be a
+    multiple of `heads`.
+    """
 
     hidden: int = 1280
     layers: int = 24
@@ -34,21 +42,22 @@ class Shape:
 
 
 MODEST = Shape(hidden=896, layers=18, heads=14, kv_heads=2, intermediate=2432)
-"""154 M parameters: a step costs enough for drafting to pay, and the checkpoint is made in seconds."""
+"""154 M parameters: drafting saves time at this size, and the checkpoint is made in seconds."""
 
 
 def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
-    """The grown model's; raises ValueError for a shape that cannot hold the small model or that no Llama has."""
-    if (
-        shape.hidden < old.hidden_size
-        or shape.layers < old.num_hidden_layers
-        or shape.intermediate < old.intermediate_size
-    ):
+    """The grown model's configuration, from the small one's.
+
+    Raises ValueError for a shape that cannot hold the small model or that transformers refuses.
+    """
+    grown = (shape.hidden, shape.layers, shape.intermediate)
+    small = (old.hidden_size, old.num_hidden_layers, old.intermediate_size)
+    if any(size < least for size, least in zip(grown, small, strict=True)):
         raise ValueError("the grown model must be at least as large as the small one")
     if shape.kv_heads < old.num_key_value_heads or shape.heads // shape.kv_heads < _group(old):
         raise ValueError("each key/value head needs at least the small model's query heads")
     if shape.hidden % shape.heads:
-        raise ValueError("the hidden size must be a multiple of the heads, as transformers has it")
+        raise ValueError("the hidden size must be a multiple of the number of heads")
     return LlamaConfig(
         **{
             **old.to_dict(),
@@ -64,9 +73,13 @@ def grown_config(old: Any, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
 
 
 def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
-    """The grown model, 418 M parameters at the default shape; raises ValueError for the shapes that `grown_config` refuses."""
-    old, config = small.config, grown_config(small.config, shape, dtype)
-    # On no device, so that each tensor is made once, as it stays, and nothing is computed or held before.
+    """The grown model, with 418 M parameters at the default shape.
+
+    Raises ValueError for shapes that `grown_config` refuses.
+    """
+    old = small.config
+    config = grown_config(old, shape, dtype)
+    # The meta device allocates nothing, so each tensor exists only once, in its final form.
     with torch.device("meta"):
         large: Any = LlamaForCausalLM(config)
     source = small.state_dict()
@@ -78,7 +91,7 @@ def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
     }
     large.load_state_dict(state, assign=True)
     large.tie_weights()
-    # Its buffers are no part of a state.
+    # The buffers of the rotary embedding are not in the state dict.
     large.model.rotary_emb = type(large.model.rotary_emb)(config)
     large.generation_config = small.generation_config
     large.train(False)
@@ -86,12 +99,12 @@ def grow(small: Any, shape: Shape, dtype: torch.dtype) -> Any:
 
 
 def _group(config: Any) -> int:
-    """Query heads to a key/value head."""
+    """Number of query heads per key/value head."""
     return int(config.num_attention_heads // config.num_key_value_heads)
 
 
 class _Rows:
-    """Where the small model's attention heads lie among the large one's."""
+    """Rows of the large model's projections that hold the small model's attention heads."""
 
     def __init__(self, head_size: int, kv_heads: int, old_group: int, group: int) -> None:
         lanes = torch.arange(head_size)
@@ -104,7 +117,7 @@ class _Rows:
 def _grown(
     name: str, shape: torch.Size, source: dict[str, torch.Tensor], rows: _Rows, noise: torch.Tensor
 ) -> torch.Tensor:
-    """One tensor of the large model, of the noise's type."""
+    """One tensor of the large model, in the dtype of `noise`."""
     part = source.get(name)
     if name.endswith("norm.weight"):
         out = torch.ones(shape, dtype=noise.dtype)
@@ -128,8 +141,10 @@ def _grown(
 
 
 def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A tensor of this shape filled with `noise`, over and over."""
     out = torch.empty(shape, dtype=noise.dtype)
-    flat, count = out.view(-1), noise.numel()
+    flat = out.view(-1)
+    count = noise.numel()
     whole = flat.numel() // count * count
     flat[:whole].view(-1, count).copy_(noise)
     flat[whole:].copy_(noise[: flat.numel() - whole])
@@ -137,13 +152,11 @@ def _repeated(noise: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
-    """The grown checkpoint of a directory with its tokenizer, made on first use."""
-    sizes = "x".join(
-        map(str, (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.intermediate))
-    )
+    """Path of the grown checkpoint with its tokenizer, in `directory`; it is made on first use."""
+    sizes = "x".join(map(str, astuple(shape)))
     out = directory / f"{small.name}-{sizes}-{dtype}"
     if not out.is_dir():
-        # Renamed when it is whole, so that a growth which is killed leaves nothing that looks like a checkpoint.
+        # Renamed once it is complete: a killed process must not leave half a checkpoint.
         partial = out.with_name(f"{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         model = LlamaForCausalLM.from_pretrained(small, dtype=torch.float32)

@@ -1,10 +1,11 @@
-"""Prompts of the kinds the bundled pair was trained on: code to continue, text to repeat with a change, JSON to extract."""
+"""Prompts of the kinds that the bundled pair was trained on."""
 
 from __future__ import annotations
 
 _CODE = (
     'def parse_args(self, argv):\n    """Parse the arguments',
-    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n\n    def put(self, item):\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n\n"
+    "    def put(self, item):\n",
     "import os\nimport sys\n\n\ndef main():\n    if len(sys.argv) ",
     'def read_file(path, encoding=None):\n    """Return the text of a file."""\n    with open(path',
     "class Node:\n    def __init__(self, name, value, parent=None):\n        self.name = name\n",
@@ -62,4 +63,4 @@ CHAT = tuple(("chat", f"<|user|>{ask}<|end|><|assistant|>") for ask in _TALKS)
 
 KINDS = {"code": CODE, "rewriting": REWRITING, "json": EXTRACTION, "chat": CHAT}
 DEMO_PROMPTS = (*CODE, *REWRITING, *EXTRACTION)
-"""(kind, prompt), 14 of them; the chats are in the pair's own template."""
+"""14 pairs (kind, prompt); chats are rendered in the bundled pair's template."""

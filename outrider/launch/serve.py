@@ -1,4 +1,4 @@
-"""`outrider serve`: the stack's processes under a supervisor, from the first line they print until Ctrl-C."""
+"""`outrider serve`: runs the stack's processes under a supervisor until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.markup import escape
 from outrider.errors import OutriderError, Reason
 from outrider.launch.client import until_ready
 from outrider.launch.stack import DrafterSpec, ServeSettings, Stack, plan_stack
+from outrider.launch.start_log import StartLog, start_status
 from outrider.launch.supervisor import StartFailed, Supervisor
 from outrider.process.output import Output
 
@@ -26,7 +27,10 @@ _LAST_WRITES_S = 1.0
 
 
 def run(settings: ServeSettings) -> int:
-    """Serve until SIGINT or SIGTERM; the exit status."""
+    """Serve until SIGINT or SIGTERM.
+
+    Returns the exit status; 2 means that a port is taken or a model was not found.
+    """
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         try:
             stack = plan_stack(settings, Path(directory))
@@ -48,30 +52,34 @@ def _check_models(settings: ServeSettings) -> None:
 
 
 def _models(settings: ServeSettings) -> list[str]:
-    """Target and draft models, each once."""
+    """Names of the target and the draft models, each once."""
     specs = map(DrafterSpec.parse, settings.drafter)
-    return list(
-        dict.fromkeys(
-            [settings.target, *(spec.options["model"] for spec in specs if "model" in spec.options)]
-        )
-    )
+    models = [spec.options["model"] for spec in specs if "model" in spec.options]
+    return list(dict.fromkeys([settings.target, *models]))
 
 
 async def supervise(stack: Stack, settings: ServeSettings) -> int:
-    """Run the stack's processes until a signal, until nobody reads the log any more, or until one cannot start; the exit status."""
+    """Run the stack's processes, and return the exit status.
+
+    Ends at SIGINT or SIGTERM (0), when a process cannot start (1), or when nobody reads the log
+    any more (1).
+    """
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     output = Output(_stdout(), functools.partial(_stop_soon, stop))
     console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
-    supervisor = Supervisor(
-        lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}")
-    )
+    log = StartLog(lambda name, line: console.print(f"[bold]{name:>10}[/] │ {escape(line)}"))
+    if settings.log_level == "debug":
+        log.ready()
+    supervisor = Supervisor(log.line)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop, stop, 0)
     for child in stack.children:
         supervisor.start(child)
-    announcing = supervisor.watch(_announce(supervisor, stack, settings, console))
+    announcing = supervisor.watch(_announce(supervisor, stack, settings, console, log))
     try:
         await asyncio.wait((stop, supervisor.failed), return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.failed.done():
+            log.failed()
         console.print("stopping")
     finally:
         announcing.cancel()
@@ -91,39 +99,39 @@ def _stop(stop: asyncio.Future[int], status: int) -> None:
 
 
 def _stop_soon(stop: asyncio.Future[int]) -> None:
-    """Called from another thread when nobody reads the log any more, as after `outrider serve | head`."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+    """Stop with status 1. Called from another thread, as after `outrider serve | head`."""
+    # The loop may have ended meanwhile.
+    with contextlib.suppress(RuntimeError):
         stop.get_loop().call_soon_threadsafe(_stop, stop, 1)
 
 
 def _stdout() -> int:
-    """The descriptor to write to; that of the null device when the process was started without standard output."""
-    return sys.stdout.fileno() if sys.stdout is not None else os.open(os.devnull, os.O_WRONLY)
+    """The descriptor of standard output, or of the null device if the process has none."""
+    if sys.stdout is None:
+        return os.open(os.devnull, os.O_WRONLY)
+    return sys.stdout.fileno()
 
 
 def _reason(error: BaseException | None) -> str:
     if isinstance(error, StartFailed):
         return f"{error}; its last lines above say why"
-    return "a task that supervises ended: " + "".join(traceback.format_exception(error)).rstrip()
+    return "a supervising task failed: " + "".join(traceback.format_exception(error)).rstrip()
 
 
 def _complain(text: str) -> None:
-    """Say on standard error why this ends, if that can be written."""
+    """Write to standard error why the command ends, if that can be written."""
     with contextlib.suppress(OSError):
         os.write(2, f"outrider serve: {text}\n".encode(errors="replace"))
 
 
 async def _announce(
-    supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console
+    supervisor: Supervisor, stack: Stack, settings: ServeSettings, console: Console, log: StartLog
 ) -> None:
-    """Print the URLs once requests are taken; raises StartFailed."""
-    console.print(f"loading {' and '.join(_models(settings))} ...", markup=False)
-    ready = until_ready(
-        stack.http_url,
-        lambda stage: console.print(f"[dim]{escape(stage)}[/]"),
-        len(settings.drafter),
-    )
-    await supervisor.settle(ready)
+    """Show how far the start is, then print the URLs; raises StartFailed."""
+    loading = f"loading {' and '.join(_models(settings))} ..."
+    with start_status(console, loading) as show:
+        await supervisor.settle(until_ready(stack.http_url, show, len(settings.drafter)))
+    log.ready()
     console.print(
         f"""
 Ready.

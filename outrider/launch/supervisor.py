@@ -1,6 +1,7 @@
-"""Runs the stack's processes on this host: starts them, passes on what they print, restarts what dies, stops everything.
+"""Runs the stack's processes on this host: starts and stops them, and restarts those that die.
 
-Knows command lines and exit statuses; not models, tokens or protocols.
+It passes on the lines that they print. It knows command lines and exit statuses, but no models,
+tokens or protocols.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 _BACKOFF_S = (0.5, 10.0)
 _STABLE_S = 30.0
 _STOP_S = 12.0
-_SEE_OFF_S = 1.0
+_CLEAN_UP_S = 1.0
 
 
 @dataclass(eq=False)
 class Child:
-    """One process, by the module it runs."""
+    """One process: the module that it runs, and its command line."""
 
     name: str
     module: str
@@ -36,56 +37,64 @@ class Child:
 
     @property
     def pid(self) -> int | None:
+        """Process id of the last run; None before the first."""
         return self.process.pid if self.process is not None else None
 
 
 class StartFailed(Exception):
-    """A child ended with an error before the whole stack was up: trying again would end the same way."""
+    """A child ended with an error before the whole stack was up, and so would its next attempt."""
 
 
 class Supervisor:
-    """Keeps children running from `start` to `stop`. `tell` hears each line they print, with the child's name."""
+    """Keeps children running from `start` to `stop`."""
 
     def __init__(self, tell: Callable[[str, str], None]) -> None:
+        """`tell` is called with the child's name and each line that it prints."""
         self.children: list[Child] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has an exception once a task that supervises has ended with one; then nothing is left but to `stop`."""
+        """Holds the exception of the first task that failed; the caller must then `stop`."""
         self._tell = tell
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._settled = False
 
     def start(self, child: Child) -> None:
-        """Start a child and restart it, with growing delays, whenever it dies."""
+        """Start a child, and restart it with growing delays whenever it dies."""
         self.children.append(child)
         self.watch(self._keep_running(child))
 
     def watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task until `stop`; if it ends with an exception, so does `failed`."""
+        """Run a task until `stop`; `failed` takes over its exception."""
         task = asyncio.create_task(work)
         self._tasks.append(task)
-        task.add_done_callback(self._look)
+        task.add_done_callback(self._on_done)
         return task
 
-    def _look(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)
 
     async def settle(self, ready: Awaitable[None]) -> None:
-        """Wait until `ready`; from then on a child is restarted whatever ended it. Raises StartFailed when one fails
-        before.
+        """Wait until `ready`; after that a child is restarted however it ended.
+
+        Raises StartFailed if a child fails before.
         """
         waiting = asyncio.ensure_future(ready)
         try:
             await asyncio.wait((waiting, self.failed), return_when=asyncio.FIRST_COMPLETED)
-            (self.failed if self.failed.done() else waiting).result()
+            if self.failed.done():
+                self.failed.result()
+            waiting.result()
             self._settled = True
         finally:
             waiting.cancel()
 
     async def stop(self) -> None:
-        """SIGTERM to all, drafters and gateway first, and SIGKILL to whoever is still there after a while or an interrupt."""
+        """Send SIGTERM to all, the gateway and drafters first, then SIGKILL to those that remain.
+
+        SIGKILL follows after 12 s, or at once if this call is cancelled.
+        """
         self._stopping.set()
         for child in reversed(self.children):
             _signal(child, signal.SIGTERM)
@@ -96,21 +105,22 @@ class Supervisor:
         finally:
             for child in self.children:
                 _signal(child, signal.SIGKILL)
-            await self._see_off()
+            await self._clean_up()
 
-    async def _see_off(self) -> None:
-        """Let the tasks see their children end, so that nothing of these is left open; then end the tasks as well."""
+    async def _clean_up(self) -> None:
+        """Let the tasks reap their children and close their pipes, then end the tasks."""
         try:
             if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_SEE_OFF_S)
+                await asyncio.wait(self._tasks, timeout=_CLEAN_UP_S)
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            # What a task that failed left unread keeps its child's pipe open, and the event loop must not end before that.
-            unread = [asyncio.create_task(_drain(child)) for child in self.children]
-            if unread:
-                await asyncio.wait(unread, timeout=_SEE_OFF_S)
+            # A task that failed leaves output unread, which keeps its child's pipe open. The event
+            # loop must not close before the pipe does.
+            drains = [asyncio.create_task(_drain(child)) for child in self.children]
+            if drains:
+                await asyncio.wait(drains, timeout=_CLEAN_UP_S)
 
     async def _keep_running(self, child: Child) -> None:
         backoff_s = _BACKOFF_S[0]
@@ -129,11 +139,14 @@ class Supervisor:
             child.restarts += 1
 
     async def _run(self, child: Child) -> tuple[str, bool]:
-        """Run once, to the end; how it ended, and whether that was an error of its own rather than a signal."""
+        """Run once, to the end.
+
+        Returns how it ended, and whether that was an error of the child's own, not a signal.
+        """
         try:
             child.process = await _spawn(child)
         except OSError as error:
-            # Such as a machine that has no memory or no process left just now.
+            # The machine may be out of memory or of processes just now.
             return f"could not be run: {error}", True
         output = child.process.stdout
         while output is not None and (line := await _line(output)):
@@ -153,37 +166,36 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, **child.environment},
-        # A group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then stops everyone in order.
+        # A group of its own: Ctrl-C in a terminal reaches only the supervisor, which then stops all
+        # children in order.
         start_new_session=True,
     )
 
 
 @functools.cache
 def not_orphaned() -> list[str]:
-    """What has Linux end a program in good order when the thread that started it is gone, even killed; empty where nothing does."""
+    """Prefix of a command that Linux sends SIGTERM when the thread that started it has ended.
+
+    This covers a supervisor that is killed. The prefix is empty where `setpriv` cannot do it.
+    """
     command = ["setpriv", "--pdeathsig", "TERM"]
     try:
-        # Not every setpriv knows of it.
-        known = (
-            subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode
-            == 0
-        )
+        # Older versions of setpriv lack the option.
+        tried = subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False)
     except OSError:
-        known = False
-    return command if known else []
+        return []
+    return command if tried.returncode == 0 else []
 
 
 async def _drain(child: Child) -> None:
-    while (
-        child.process is not None
-        and child.process.stdout is not None
-        and await child.process.stdout.read(1 << 16)
-    ):
+    """Read and drop the child's output until its end."""
+    output = child.process.stdout if child.process is not None else None
+    while output is not None and await output.read(1 << 16):
         pass
 
 
 async def _line(output: asyncio.StreamReader) -> bytes:
-    """The next line; of one that is longer than the reader's buffer, a piece."""
+    """The next line, or a piece of a line that is longer than the reader's buffer."""
     try:
         return await output.readline()
     except ValueError:
@@ -191,7 +203,7 @@ async def _line(output: asyncio.StreamReader) -> bytes:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal the child and whatever it started."""
+    """Signal the child and the processes that it started."""
     if child.process is not None and child.process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, number)

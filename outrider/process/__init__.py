@@ -1,1 +1,1 @@
-"""A process's parts that know no model: settings, gRPC, telemetry, tasks."""
+"""Parts of every process that know no model: settings, gRPC, telemetry, tasks."""

@@ -1,4 +1,4 @@
-"""Whether the OTLP collector takes what this process sends: says once that it is away, and once that it is back."""
+"""Logs once that the OTLP collector takes nothing, and once that it is back."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ _LAST_SEND_S = 3.0
 
 
 class Collector:
-    """One collector. Spans and metrics are sent to it by threads of their own."""
+    """The state of one collector, to which separate threads send spans and metrics."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._failing: set[str] = set()
-        # The exporters log each attempt; what becomes of them is said here.
+        # The exporters log every attempt; this class logs only changes.
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
-    def heard(self, signal: str, *, taken: bool) -> None:
-        """Whether the collector took the last `signal`, "spans" or "metrics", after all attempts."""
+    def record(self, signal: str, *, taken: bool) -> None:
+        """Record whether the collector took the last "spans" or "metrics", after all attempts."""
         with self._lock:
             was_away = bool(self._failing)
-            (self._failing.discard if taken else self._failing.add)(signal)
+            if taken:
+                self._failing.discard(signal)
+            else:
+                self._failing.add(signal)
             away = bool(self._failing)
         if away and not was_away:
             log.warning(
-                "the collector at %s takes no %s; until it does, spans are lost, and metrics go on",
+                "the collector at %s takes no %s; until it does, spans are lost; metrics are not",
                 self._endpoint,
                 signal,
             )
@@ -43,7 +46,10 @@ class Collector:
 
     @contextmanager
     def ending(self, hang_up: Callable[[], None]) -> Iterator[None]:
-        """While the block sends what is left: `hang_up` after some seconds, or at once if the collector is away."""
+        """While the block sends the last data, call `hang_up` after 3 s.
+
+        If the last attempt failed, call it at once.
+        """
         timer = threading.Timer(0.0 if self._failing else _LAST_SEND_S, hang_up)
         timer.daemon = True
         timer.start()
@@ -55,21 +61,23 @@ class Collector:
 
 @functools.cache
 def collector_at(endpoint: str) -> Collector:
-    """The one collector of this process at an endpoint."""
+    """The process's collector at an endpoint; each call returns the same object."""
     return Collector(endpoint)
 
 
 class WatchedSpans(SpanExporter):
-    """Exports spans as another exporter does, and tells the collector's state by what becomes of them."""
+    """Exports spans with another exporter, and reports each outcome to the collector's state."""
 
     def __init__(self, exporter: SpanExporter, collector: Collector) -> None:
         self._exporter = exporter
         self._collector = collector
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send the spans and record the outcome."""
         result = self._exporter.export(spans)
-        self._collector.heard("spans", taken=result is SpanExportResult.SUCCESS)
+        self._collector.record("spans", taken=result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
+        """Close the other exporter."""
         self._exporter.shutdown()

@@ -1,4 +1,7 @@
-"""One pydantic schema a process for flags, environment and YAML; unknown flags and keys are refused."""
+"""Reads a process's settings from flags, environment and YAML by one pydantic schema.
+
+Unknown flags and keys are refused.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +49,23 @@ def _check_device(text: str) -> str:
 Device = Annotated[str, AfterValidator(_check_device)]
 
 
-# Names the argument that stands for a setting.
+# click's name for the argument that may be given in place of a flag.
 _ARGUMENT = "argument"
 _METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
 class Settings(BaseSettings):
-    """Base of each command's settings. Precedence: flags, environment, the YAML file of `--config`, defaults."""
+    """Base of each command's settings.
+
+    Precedence: flags, environment, the YAML file of `--config`, defaults.
+    """
 
     model_config = SettingsConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, enable_decoding=False
     )
 
     argument: ClassVar[str | None] = None
-    """The setting that may also be given without its flag."""
+    """Name of the setting that may also be given without its flag."""
 
     config: Path | None = None
     """YAML file with any of these settings, named with underscores."""
@@ -73,39 +79,42 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources in their order of precedence."""
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
     @field_validator("*", mode="before")
     @classmethod
     def _read_list(cls, value: Any, info: ValidationInfo) -> Any:
-        """A list, or each of its items, may be text: one item as it is, numbers with commas between them, or a list in JSON."""
+        """Read a list setting that is text, or whose items are.
+
+        A text is a JSON list, one string, or numbers with commas between them.
+        """
         annotation = cls.model_fields[info.field_name or ""].annotation
         if get_origin(annotation) is not list or not isinstance(value, str | list | tuple):
             return value
         texts = [value] if isinstance(value, str) else value
-        return [
-            item for text in texts for item in _items(text, is_text=get_args(annotation) == (str,))
-        ]
+        is_text = get_args(annotation) == (str,)
+        return [item for text in texts for item in _items(text, is_text=is_text)]
 
 
 class ServiceSettings(Settings):
-    """Of what runs until it is stopped."""
+    """Base of the settings of a process that runs until it is stopped."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
 
     otlp_endpoint: str = ""
-    """OTLP gRPC endpoint that spans are sent to; empty turns tracing off."""
+    """OTLP gRPC endpoint to which spans are sent; empty turns tracing off."""
 
     trace_sample_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the requests that are traced, unless the caller's traceparent decides."""
 
     otlp_metrics_seconds: float = Field(0.0, ge=0)
-    """How often metrics are sent to the OTLP endpoint as well; 0 leaves them to be scraped."""
+    """Seconds between two exports of the metrics to the OTLP endpoint; 0 exports none."""
 
 
 class ScrapedSettings(ServiceSettings):
-    """Of processes that have no HTTP server but for their metrics."""
+    """Base of the settings of a process whose only HTTP server is that of its metrics."""
 
     metrics_host: str = "127.0.0.1"
     """Address that Prometheus' /metrics listens on."""
@@ -115,85 +124,100 @@ class ScrapedSettings(ServiceSettings):
 
 
 def parse(schema: type[_Settings], program: str, arguments: list[str]) -> _Settings:
-    """Read the settings of a process; prints each problem with its setting's name and exits with status 2 on any."""
+    """Read the settings of a process from its arguments.
+
+    Prints one line per problem and exits with status 2 if there is any.
+    """
     result = invoke(command(schema, program, lambda settings: settings), program, arguments)
     if not isinstance(result, schema):
-        raise SystemExit(result)  # of --help
+        # The exit status of --help.
+        raise SystemExit(result)
     return result
 
 
 def command(schema: type[_Settings], name: str, run: Callable[[_Settings], Any]) -> click.Command:
-    """A command that takes the schema's settings as flags, reads what environment and file say besides, and calls `run`."""
-    # Its own first, then what it shares with others.
-    classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, BaseModel)]
-    parameters = [
-        _option(name, schema.model_fields[name])
-        for names in classes
-        for name in names
-        if name in schema.model_fields
-    ]
-    if schema.argument is not None:
-        metavar = f"[{schema.argument.upper()}]"
-        parameters.append(
-            click.Argument([_ARGUMENT], required=False, metavar=metavar, type=_Text(()))
-        )
+    """Make a click command with the schema's settings as flags.
+
+    It reads the other settings from environment and file, and returns `run(settings)`.
+    """
 
     def called(**values: Any) -> Any:
         context = click.get_current_context()
-        commandline = click.core.ParameterSource.COMMANDLINE
-        given = {
-            field: value
-            for field, value in values.items()
-            if context.get_parameter_source(field) is commandline
-        }
-        if _ARGUMENT in given and schema.argument is not None:
-            if schema.argument in given:
-                raise click.UsageError(f"{schema.argument} is given twice")
-            given[schema.argument] = given.pop(_ARGUMENT)
         try:
-            settings = load(schema, given)
+            settings = load(schema, _given(schema, context, values))
         except ValueError as error:
             refuse(context.command_path, *str(error).splitlines())
         return run(settings)
 
     return click.Command(
         name,
-        params=parameters,
+        params=_parameters(schema),
         callback=called,
         help=schema.__doc__,
         context_settings={"max_content_width": 110},
     )
 
 
+def _parameters(schema: type[Settings]) -> list[click.Parameter]:
+    """A flag per setting: the schema's own first, then those of its bases."""
+    classes = [base.__annotations__ for base in schema.__mro__ if issubclass(base, BaseModel)]
+    names = [name for annotations in classes for name in annotations if name in schema.model_fields]
+    parameters = [_option(name, schema.model_fields[name]) for name in dict.fromkeys(names)]
+    if schema.argument is not None:
+        metavar = f"[{schema.argument.upper()}]"
+        argument = click.Argument([_ARGUMENT], required=False, metavar=metavar, type=_Text(()))
+        parameters.append(argument)
+    return parameters
+
+
+def _given(
+    schema: type[Settings], context: click.Context, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings on the command line; raises UsageError for one that is given twice."""
+    commandline = click.core.ParameterSource.COMMANDLINE
+    given = {
+        field: value
+        for field, value in values.items()
+        if context.get_parameter_source(field) is commandline
+    }
+    if _ARGUMENT in given and schema.argument is not None:
+        if schema.argument in given:
+            raise click.UsageError(f"{schema.argument} is given twice")
+        given[schema.argument] = given.pop(_ARGUMENT)
+    return given
+
+
 def load(schema: type[_Settings], given: Mapping[str, Any]) -> _Settings:
-    """The settings that are given, and those of environment and file; raises ValueError with a line for each problem."""
+    """Complete the given settings with those of environment and file.
+
+    Raises ValueError with one line per problem.
+    """
     named = os.environ.get(f"{schema.model_config.get('env_prefix')}CONFIG")
     path = given.get("config", named and Path(named))
     if path and not Path(path).is_file():
         raise ValueError(f"config: {path} is not a file")
 
-    class WithFile(schema):  # type: ignore[misc, valid-type]  # the file's path is known only now
+    # A class of its own, since the file's path is known only now.
+    class WithFile(schema):  # type: ignore[misc, valid-type]
         model_config = SettingsConfigDict(yaml_file=path)
 
     WithFile.__name__ = schema.__name__
     try:
         return cast(_Settings, WithFile(**given))
     except ValidationError as error:
-        raise ValueError(
-            "\n".join(_problem(schema, details) for details in error.errors())
-        ) from error
+        problems = [_problem(schema, details) for details in error.errors()]
+        raise ValueError("\n".join(problems)) from error
     except YAMLError as error:
         raise ValueError(f"config: {path}: {' '.join(str(error).split())}") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"config: {path} must have one setting and its value a line, as in draft_tokens: auto"
-        ) from error
+        hint = "must have one setting and its value a line, as in draft_tokens: auto"
+        raise ValueError(f"config: {path} {hint}") from error
     except OSError as error:
         raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on alone
-    """Any text, since the schema checks it. A shell completes it to what the schema names, else to a file."""
+    """Any text, which the schema checks. A shell completes it to one of `choices`, or to a file."""
 
     name = "text"
 
@@ -203,6 +227,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        """The completions of `incomplete`."""
         if not self._choices:
             return [CompletionItem(incomplete, type="file")]
         return [CompletionItem(choice) for choice in self._choices if choice.startswith(incomplete)]
@@ -210,11 +235,9 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
 def _option(field: str, info: FieldInfo) -> click.Parameter:
     flag = _flag(field)
-    default = (
-        None
-        if info.is_required()
-        else info.get_default(call_default_factory=True, validated_data={})
-    )
+    default = None
+    if not info.is_required():
+        default = info.get_default(call_default_factory=True, validated_data={})
     shown = "" if default in (None, "", []) else f" [default: {_shown(default)}]"
     text = f"{' '.join((info.description or '').split())}{shown}"
     if info.annotation is bool:
@@ -229,12 +252,15 @@ def _option(field: str, info: FieldInfo) -> click.Parameter:
 
 
 def _flag(field: str) -> str:
-    """A setting's flag without its dashes; an underscore at the end sets a name apart that Python keeps for itself."""
+    """A setting's flag without its dashes.
+
+    A name that is a Python keyword ends with an underscore, which the flag leaves out.
+    """
     return field.rstrip("_").replace("_", "-")
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The types that a value may have, without None; of a list its items'."""
+    """The types of a setting's value without None; for a list, those of its items."""
     if get_origin(annotation) in (Union, types.UnionType, list):
         return [kind for kind in get_args(annotation) if kind is not types.NoneType]
     return [annotation]
@@ -256,7 +282,7 @@ def _items(text: Any, *, is_text: bool) -> Iterator[Any]:
 
 
 def _problem(schema: type[Settings], details: ErrorDetails) -> str:
-    """One line that says what is wrong with which setting."""
+    """One line that names the setting and the problem."""
     name = ".".join(map(str, details["loc"]))
     if details["type"] == "extra_forbidden":
         return f"there is no setting {name}{suggestion(name, schema.model_fields)}"
@@ -265,4 +291,5 @@ def _problem(schema: type[Settings], details: ErrorDetails) -> str:
         return f"{flag}must be given"
     if details["type"] == "value_error":
         return f"{flag}{details['ctx']['error']}"
-    return f"{flag}{details['msg'].replace('Input should be', 'must be')}, not {str(details['input'])[:100]!r}"
+    problem = details["msg"].replace("Input should be", "must be")
+    return f"{flag}{problem}, not {str(details['input'])[:100]!r}"

@@ -1,4 +1,4 @@
-"""Lists of cores as Linux writes them."""
+"""Reads and writes lists of cores in Linux' syntax."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from outrider.errors import invalid
 
 
 def parse_cores(text: str, field: str = "cores") -> list[int]:
-    """Linux' cpulist syntax, such as `0-3,8`; raises OutriderError(INVALID_VALUE) that shows what is wrong."""
+    """Read Linux' cpulist syntax, such as `0-3,8`, into sorted core numbers.
+
+    Raises OutriderError(INVALID_VALUE) for `field` that shows the wrong part.
+    """
     cores: set[int] = set()
     for part in text.strip().split(",") if text.strip() else []:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise invalid(field, f"must be a list such as 0-3,8, not {text!r}")
-        begin, end = int(first), int(last or first)
+        begin = int(first)
+        end = int(last or first)
         if end < begin or end > 65_535:
-            raise invalid(
-                field, f"must hold ranges that rise, of at most 65536 cores, not {part!r}"
-            )
+            raise invalid(field, f"must hold rising ranges of cores below 65536, not {part!r}")
         cores.update(range(begin, end + 1))
     return sorted(cores)
 
 
 def format_cores(cores: list[int]) -> str:
-    """The same syntax back: `0-3,8`."""
+    """Write sorted core numbers in the same syntax, such as `0-3,8`."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""What only some processes need is installed as an extra; says so where it is missing."""
+"""Checks that the libraries of an optional extra are installed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from outrider.errors import OutriderError, Reason
 
 
 def need_models() -> None:
-    """Raises OutriderError(INTERNAL) that names the extra when the libraries that run models are not installed."""
-    missing = [
-        name
-        for name in ("torch", "transformers", "safetensors", "xgrammar", "llguidance")
-        if find_spec(name) is None
-    ]
+    """Raises OutriderError(INTERNAL) that names the missing libraries and the extra with them."""
+    libraries = ("torch", "transformers", "safetensors", "xgrammar", "llguidance")
+    missing = [name for name in libraries if find_spec(name) is None]
     if missing:
-        message = f"running a model needs {', '.join(missing)}; in Outrider's sources, pip install '.[models]'"
-        raise OutriderError(Reason.INTERNAL, message)
+        need = f"running a model needs {', '.join(missing)}"
+        hint = "in Outrider's sources, pip install '.[models]'"
+        raise OutriderError(Reason.INTERNAL, f"{need}; {hint}")

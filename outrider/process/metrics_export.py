@@ -1,7 +1,7 @@
-"""Sends a process's Prometheus metrics where they are wanted: over HTTP to whoever scrapes, and by OTLP to a collector.
+"""Serves a process's Prometheus metrics over HTTP, and sends them by OTLP to a collector.
 
-One registry is the source of both, so they cannot differ. In OTLP `outrider:name` is `outrider.name`, and metrics of
-OpenTelemetry's semantic conventions for generative AI have their own names.
+One registry is the source of both, so they cannot differ. In OTLP, `outrider:name` becomes
+`outrider.name`, and metrics of OpenTelemetry's conventions for generative AI get the names there.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from outrider.process.config import ScrapedSettings, ServiceSettings
 
 log = logging.getLogger(__name__)
 
-# A time series of its own for when each counter began is of no use here.
+# Nothing here needs a further time series with the creation time of each counter.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
-# What the conventions say with dots, Prometheus says with underscores and the unit at the end.
+# The conventions have dots where Prometheus has underscores, and no unit at the end.
 SEMANTIC_NAMES = {
     "gen_ai_server_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
     "gen_ai_server_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
@@ -51,20 +51,25 @@ SEMANTIC_LABELS = {
     "gen_ai_request_model": "gen_ai.request.model",
     "error_type": "error.type",
 }
-# Each scrape is a connection of its own.
+# Scrapes at once; each has its own connection and thread.
 MAX_SCRAPES = 16
 _SCRAPE_S = 10.0
 _CUMULATIVE = export.AggregationTemporality.CUMULATIVE
 
 
 def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> None:
-    """Let Prometheus scrape the registry if the settings say so; raises OutriderError(INVALID_VALUE) when the port is taken."""
+    """Serve /metrics in a thread of its own if the settings name a port.
+
+    Raises OutriderError(INVALID_VALUE) if the port cannot be bound.
+    """
     if not settings.metrics_port:
         return
-    host, port = settings.metrics_host, settings.metrics_port
+    host = settings.metrics_host
+    port = settings.metrics_port
 
     def answer(environ: dict[str, Any], start_response: Any) -> list[bytes]:
-        # Always Prometheus' own format: in OpenMetrics' the client library turns the colon of `outrider:name` into an underscore.
+        # Prometheus' own format, whatever the scraper accepts: in the OpenMetrics format the client
+        # library turns the colon of `outrider:name` into an underscore.
         start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
         return [generate_latest(registry)]
 
@@ -78,7 +83,7 @@ def serve_metrics(registry: CollectorRegistry, settings: ScrapedSettings) -> Non
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    """Few connections at once, each with a thread and for a short time."""
+    """Takes at most 16 connections at once, each in its own thread and for at most 10 s."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -88,18 +93,24 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
         super().__init__(*args, **kwargs)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for another connection."""
         return len(self._open) < MAX_SCRAPES
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a connection's thread, and note when."""
         self._open[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
         self._open.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called twice a second. A thread whose connection is shut down reads the end of it, and ends."""
+        """Shut down old connections, so that their threads read the end and return.
+
+        The server calls this twice a second.
+        """
         for request, began in list(self._open.items()):
             if time.monotonic() - began > _SCRAPE_S:
                 with suppress(OSError):
@@ -108,14 +119,14 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody wants to read who scraped when."""
+        """Log no scrapes."""
 
 
 @contextmanager
 def sending_metrics(
     registry: CollectorRegistry, service: str, settings: ServiceSettings
 ) -> Iterator[None]:
-    """Send the registry by OTLP while the block runs, if the settings say so."""
+    """Send the registry by OTLP while the block runs, if the settings ask for it."""
     if not settings.otlp_endpoint or not settings.otlp_metrics_seconds:
         yield
         return
@@ -127,12 +138,12 @@ def sending_metrics(
 
 
 class MetricsSender:
-    """Sends all metrics of a registry every `interval_s` seconds until `stop`, which sends them once more."""
+    """Sends all metrics of a registry every `interval_s` seconds, and once more at `stop`."""
 
     def __init__(
         self, registry: CollectorRegistry, service: str, endpoint: str, interval_s: float
     ) -> None:
-        # Loaded only here: the exporter costs start-up time that a process without it should not pay.
+        # Loaded only here, so that a process that sends no metrics starts faster.
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         self._registry = registry
@@ -148,7 +159,7 @@ class MetricsSender:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what is left and hang up; a collector that does not answer is not waited for long."""
+        """Send the last metrics and hang up, after 3 s at most."""
         self._stopping.set()
         with self._collector.ending(self._exporter.shutdown):
             self._thread.join()
@@ -163,8 +174,8 @@ class MetricsSender:
         try:
             self._send()
         except Exception:
-            # This thread is the only one that sends, and nobody would see it end.
-            log.exception("metrics could not be made ready for OTLP")
+            # Only this thread sends, and nobody would notice its end.
+            log.exception("metrics could not be converted for OTLP")
 
     def _send(self) -> None:
         metrics = [
@@ -177,11 +188,15 @@ class MetricsSender:
         scope = export.ScopeMetrics(InstrumentationScope("outrider", __version__), metrics, "")
         data = export.MetricsData([export.ResourceMetrics(self._resource, [scope], "")])
         taken = self._exporter.export(data) is export.MetricExportResult.SUCCESS
-        self._collector.heard("metrics", taken=taken)
+        self._collector.record("metrics", taken=taken)
 
 
 def convert(family: Metric, started_ns: int) -> export.Metric | None:
-    """A Prometheus metric in OpenTelemetry's terms; None for kinds that Outrider does not use, or without samples."""
+    """Convert a Prometheus metric to an OpenTelemetry one.
+
+    `started_ns` is when the process began to count. Returns None for a metric without samples, and
+    for types that Outrider does not use.
+    """
     samples = family.samples
     unit = "s" if family.name.endswith("_seconds") else "1"
     name = SEMANTIC_NAMES.get(family.name, family.name.replace(":", "."))
@@ -190,9 +205,8 @@ def convert(family: Metric, started_ns: int) -> export.Metric | None:
     if not samples:
         return None
     if family.type == "counter":
-        data = export.Sum(
-            list(_numbers(samples, started_ns, now_ns)), _CUMULATIVE, is_monotonic=True
-        )
+        points = list(_numbers(samples, started_ns, now_ns))
+        data = export.Sum(points, _CUMULATIVE, is_monotonic=True)
     elif family.type == "gauge":
         data = export.Gauge(list(_numbers(samples, started_ns, now_ns)))
     elif family.type == "histogram":
@@ -203,9 +217,9 @@ def convert(family: Metric, started_ns: int) -> export.Metric | None:
 
 
 def _attributes(labels: Mapping[str, str]) -> dict[str, str]:
-    return {
-        SEMANTIC_LABELS.get(name, name): value for name, value in labels.items() if name != "le"
-    }
+    named = {SEMANTIC_LABELS.get(name, name): value for name, value in labels.items()}
+    named.pop("le", None)
+    return named
 
 
 def _numbers(
@@ -218,19 +232,20 @@ def _numbers(
 def _histograms(
     samples: Iterable[Sample], started_ns: int, now_ns: int
 ) -> Iterator[export.HistogramDataPoint]:
-    """One point for each set of labels, its cumulative buckets taken apart."""
+    """One point for each set of labels, with a count per bucket in place of cumulative ones."""
     groups: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
     for sample in samples:
         attributes = tuple(_attributes(sample.labels).items())
-        groups.setdefault(attributes, {})[
-            sample.labels.get("le") or sample.name.rpartition("_")[2]
-        ] = sample.value
+        # A bucket's upper bound, else "sum" or "count".
+        key = sample.labels.get("le") or sample.name.rpartition("_")[2]
+        groups.setdefault(attributes, {})[key] = sample.value
     for attributes, values in groups.items():
-        total, count = values.pop("sum"), int(values.pop("count"))
+        total = values.pop("sum")
+        count = int(values.pop("count"))
         cumulative = [0, *(int(value) for value in values.values())]
         bounds = [float(bound) for bound in values if bound != "+Inf"]
         counts = [high - low for low, high in pairwise(cumulative)]
-        # Prometheus keeps no extremes, and what is None is left out of the message.
+        # Prometheus keeps no minimum and maximum; None leaves them out of the message.
         unknown = cast(float, None)
         yield export.HistogramDataPoint(
             dict(attributes), started_ns, now_ns, count, total, counts, bounds, unknown, unknown

@@ -1,4 +1,4 @@
-"""Standard output that may be full, slow or gone: what writes here neither waits nor fails. Knows text, not what it means."""
+"""A text file whose writers never wait or fail, even if the disk is full or no reader is left."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _RETRY_S = 0.5
 
 
 class Output(io.TextIOBase):
-    """A text file for `print` and rich, which a thread of its own writes to a file descriptor.
+    """A text file for `print` and rich, with a thread that writes to a file descriptor.
 
-    While the descriptor takes nothing (a full disk, a terminal that was stopped), up to 1000 writes wait; later ones are dropped,
-    and a line says how many. `on_closed` is called once, from the thread, when nobody will ever read again: the other end of the
-    pipe is gone.
+    While the descriptor takes nothing (a full disk, a stopped terminal), up to 1000 writes wait.
+    Later ones are dropped, and one line says how many.
     """
 
     def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
+        """The thread calls `on_closed` once if the other end of the pipe is closed."""
         self._descriptor = descriptor
         self._on_closed = on_closed
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING_WRITES)
@@ -33,15 +33,14 @@ class Output(io.TextIOBase):
         self._thread.start()
 
     def isatty(self) -> bool:
+        """Whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def write(self, text: str, /) -> int:
-        """Leave the text to the thread; never waits, never raises."""
-        notice = (
-            f"{self._dropped_count} lines were dropped: the log could not be written\n"
-            if self._dropped_count
-            else ""
-        )
+        """Queue the text for the thread; never waits, never raises."""
+        notice = ""
+        if self._dropped_count:
+            notice = f"{self._dropped_count} lines were dropped: the log could not be written\n"
         try:
             self._waiting.put_nowait(f"{notice}{text}".encode(errors="replace"))
             self._dropped_count = 0
@@ -50,7 +49,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def finish(self, timeout_s: float) -> None:
-        """Write what waits, unless that takes longer or fails."""
+        """Write the queued text, for at most about `timeout_s`, and end the thread."""
         self._ending.set()
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=timeout_s)
@@ -65,7 +64,7 @@ class Output(io.TextIOBase):
                 return
 
     def _put(self, text: bytes) -> None:
-        """Write all of it, trying again until `finish`; raises BrokenPipeError."""
+        """Write all of it, with further attempts until `finish`; raises BrokenPipeError."""
         while text:
             try:
                 text = text[os.write(self._descriptor, text) :]

@@ -1,4 +1,4 @@
-"""gRPC as every process of Outrider uses it: bounded, kept alive, with health, reflection and google.rpc error details."""
+"""gRPC channels and servers with limits, keepalive, health, reflection and error details."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_STREAMS = 4096
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
-# Both ends notice within 12 s that the other has vanished: after 4 s in which nothing came they send a ping, and wait 8 s for
-# its answer. gRPC sends other pings too, to measure the link. Their time-out is 60 s by default, and while one of them is under
-# way no other is sent, so it must be as short. The server must allow such pings: by default it answers pings more frequent than
-# every 5 minutes with GOAWAY "too_many_pings".
+# Both ends notice within 12 s that the other has vanished: after 4 s without data they send a ping,
+# and wait 8 s for its answer. gRPC also sends pings that measure the link. Their time-out is 60 s
+# by default, and no other ping is sent while one is in flight, so theirs must be as short. The
+# server must allow such pings: by default it answers pings more frequent than every 5 minutes with
+# GOAWAY "too_many_pings".
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -44,32 +45,35 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 ]
-# A lost peer is redialled quickly: these are processes on one host or in one rack, not clients across the internet.
+# A lost peer is redialled quickly: peers are on one host or in one rack, not across the internet.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
-    # Otherwise a new channel would use the connection of an older one to the same address, which may be half open.
+    # Otherwise a new channel would reuse an older one's connection to the same address, which may
+    # be half open.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 def dial(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to `host:port` or `unix:/path`, with TLS where credentials are given."""
+    """A channel to `host:port` or `unix:/path`, with TLS if credentials are given."""
     if credentials is not None:
         return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def status_of(error: OutriderError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: ErrorInfo always, BadRequest when a field is at fault, RetryInfo when waiting helps."""
-    details: list[Any] = [
-        error_details_pb2.ErrorInfo(
-            reason=error.reason.name, domain=DOMAIN, metadata=error.metadata
-        )
-    ]
+    """The google.rpc.Status of an error.
+
+    Its details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if it has a
+    delay after which a retry may succeed.
+    """
+    name = error.reason.name
+    info = error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN, metadata=error.metadata)
+    details: list[Any] = [info]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=error.message
@@ -79,9 +83,8 @@ def status_of(error: OutriderError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(
-        code=code_pb2.Code.Value(error.reason.kind.status), message=error.message
-    )
+    code = code_pb2.Code.Value(error.reason.kind.status)
+    status = status_pb2.Status(code=code, message=error.message)
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
@@ -92,18 +95,25 @@ def status_of(error: OutriderError) -> status_pb2.Status:
 def error_of(
     failure: grpc.aio.AioRpcError, otherwise: Reason = Reason.VERIFIER_UNAVAILABLE
 ) -> OutriderError:
-    """The error that a peer reported; `otherwise` is the reason for a failure that no Outrider process described."""
+    """The error that a peer reported with a call's status.
+
+    `otherwise` is the reason for a failure without Outrider's error details.
+    """
     error = OutriderError(otherwise, failure.details() or failure.code().name)
     try:
-        status = rpc_status.from_call(failure)  # type: ignore[arg-type]  # reads code, details and trailing metadata alone
+        # It reads only code, details and trailing metadata, which an AioRpcError has too.
+        status = rpc_status.from_call(failure)  # type: ignore[arg-type]
         return error if status is None else _with_details(error, status)
     except (DecodeError, ValueError):
-        # Details that cannot be read, or that contradict the call's status.
+        # The details cannot be read, or contradict the call's status.
         return error
 
 
 def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> OutriderError:
-    """The error that a peer reported in a message, as a serialized google.rpc.Status; `otherwise` as in `error_of`."""
+    """The error that a peer reported in a message, as a serialized google.rpc.Status.
+
+    `otherwise` is the reason if the status has none of Outrider's error details.
+    """
     try:
         status = status_pb2.Status.FromString(serialized)
         return _with_details(OutriderError(otherwise, status.message), status)
@@ -112,14 +122,14 @@ def error_in(serialized: bytes, otherwise: Reason = Reason.INTERNAL) -> Outrider
 
 
 def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderError:
+    """The error with reason, metadata, field and delay from the status' details."""
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
     for packed in status.details:
-        info, bad, retry = (
-            error_details_pb2.ErrorInfo(),
-            error_details_pb2.BadRequest(),
-            error_details_pb2.RetryInfo(),
-        )
         if packed.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
-            error.reason, error.metadata = Reason[info.reason], dict(info.metadata)
+            error.reason = Reason[info.reason]
+            error.metadata = dict(info.metadata)
         elif packed.Unpack(bad) and bad.field_violations:
             error.field = bad.field_violations[0].field
         elif packed.Unpack(retry):
@@ -129,7 +139,8 @@ def _with_details(error: OutriderError, status: status_pb2.Status) -> OutriderEr
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
     """End the call with the error's status and details."""
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))  # type: ignore[attr-defined]  # grpc-stubs lack it
+    status = rpc_status.to_status(status_of(error))
+    await context.abort_with_status(status)  # type: ignore[attr-defined]  # grpc-stubs lack it
     raise AssertionError("abort_with_status returned")
 
 
@@ -138,31 +149,22 @@ _Message = TypeVar("_Message")
 
 
 def unexpected(method: str) -> OutriderError:
-    """Log the exception that is being handled, and what to answer: not its text, which may hold a user's data."""
+    """Log the current exception, and return the error to answer with.
+
+    The error does not hold the exception's text, which may contain a user's data.
+    """
     log.exception("%s failed", method)
     return OutriderError(Reason.INTERNAL, f"{method} failed; the server's log has the reason")
 
 
 def reports_errors(handler: _Handler) -> _Handler:
-    """Decorate a servicer method, unary or streaming, so that a raised OutriderError becomes the call's status.
+    """Decorate a servicer method so that a raised OutriderError becomes the call's status.
 
-    Anything else that is raised is logged and becomes INTERNAL without its text, which may hold a user's data.
+    The method answers with one message or a stream. Any other exception is logged and becomes
+    INTERNAL, without its text, which may contain a user's data.
     """
     if inspect.isasyncgenfunction(handler):
-
-        @functools.wraps(handler)
-        async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async for response in handler(self, request, context):
-                    yield response
-            except OutriderError as error:
-                await abort(context, error)
-            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-                raise
-            except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
-                await abort(context, unexpected(handler.__name__))
-
-        return cast(_Handler, stream)
+        return cast(_Handler, _reports_errors_of_stream(handler))
 
     @functools.wraps(handler)
     async def unary(self: Any, request: Any, context: Any) -> Any:
@@ -172,69 +174,87 @@ def reports_errors(handler: _Handler) -> _Handler:
             await abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+        # `unexpected` logs it.
+        except Exception:  # noqa: BLE001
             await abort(context, unexpected(handler.__name__))
 
     return cast(_Handler, unary)
 
 
-class _Unreadable:
-    """Stands for a request that is no message of its type, until its handler is asked for an answer."""
+def _reports_errors_of_stream(handler: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    @functools.wraps(handler)
+    async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in handler(self, request, context):
+                yield response
+        except OutriderError as error:
+            await abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+            raise
+        # `unexpected` logs it.
+        except Exception:  # noqa: BLE001
+            await abort(context, unexpected(handler.__name__))
+
+    return stream
 
 
-_UNREADABLE = _Unreadable()
+_UNPARSABLE = object()
+"""Takes the place of a request whose bytes are not a message of the method's type."""
 
 
-class _RefusesUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Answers what cannot be parsed with INVALID_ARGUMENT: gRPC itself logs a traceback and says UNKNOWN.
+class _ParseErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only the stubs are generic
+    """Answers requests that cannot be parsed with INVALID_ARGUMENT.
 
-    To a handler of a stream it is an OutriderError(MALFORMED_REQUEST), raised where the handler reads.
+    gRPC itself would log a traceback and answer UNKNOWN. The handler of a stream sees an
+    OutriderError(MALFORMED_REQUEST) where it reads.
     """
 
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
+        """The method's handler, made to refuse such requests."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = ("stream" if handler.request_streaming else "unary") + (
-            "_stream" if handler.response_streaming else "_unary"
-        )
+        request_kind = "stream" if handler.request_streaming else "unary"
+        response_kind = "stream" if handler.response_streaming else "unary"
+        kind = f"{request_kind}_{response_kind}"
         behaviour = getattr(handler, kind)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        readable = _readable_all if handler.request_streaming else _readable
+        check = _checked_stream if handler.request_streaming else _checked
         deserializer = functools.partial(_parsed, handler.request_deserializer)
-        return make(_refusing(behaviour, readable), deserializer, handler.response_serializer)
+        return make(_refusing(behaviour, check), deserializer, handler.response_serializer)
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
     try:
         return parse(data)
     except DecodeError:
-        return _UNREADABLE
+        return _UNPARSABLE
 
 
-def _readable(request: Any) -> Any:
-    if request is _UNREADABLE:
-        raise OutriderError(
-            Reason.MALFORMED_REQUEST,
-            "the request cannot be parsed: it is no message of the method's type",
-        )
+def _checked(request: Any) -> Any:
+    if request is _UNPARSABLE:
+        message = "the request cannot be parsed: it is not a message of the method's type"
+        raise OutriderError(Reason.MALFORMED_REQUEST, message)
     return request
 
 
-async def _readable_all(requests: Any) -> AsyncIterator[Any]:
+async def _checked_stream(requests: Any) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _readable(request)
+        yield _checked(request)
 
 
-def _refusing(behaviour: Callable[..., Any], readable: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The handler, of the same kind; gRPC looks at that to know how to call it."""
+def _refusing(behaviour: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The handler with checked requests.
+
+    It stays an asynchronous generator or a coroutine function: gRPC calls the two differently.
+    """
     if inspect.isasyncgenfunction(behaviour):
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                async for response in behaviour(readable(request), context):
+                async for response in behaviour(check(request), context):
                     yield response
             except OutriderError as error:
                 await abort(context, error)
@@ -243,7 +263,7 @@ def _refusing(behaviour: Callable[..., Any], readable: Callable[[Any], Any]) -> 
 
     async def answer(request: Any, context: Any) -> Any:
         try:
-            return await behaviour(readable(request), context)
+            return await behaviour(check(request), context)
         except OutriderError as error:
             await abort(context, error)
 
@@ -251,35 +271,44 @@ def _refusing(behaviour: Callable[..., Any], readable: Callable[[Any], Any]) -> 
 
 
 def readable(message: _Message | None) -> _Message:
-    """The peer's message; raises OutriderError(PROTOCOL_VIOLATION) for None, which gRPC returns for bytes that it cannot parse."""
+    """Return the peer's message.
+
+    Raises OutriderError(PROTOCOL_VIOLATION) for None, which gRPC returns for bytes that it cannot
+    parse.
+    """
     if message is None:
-        raise OutriderError(
-            Reason.PROTOCOL_VIOLATION,
-            "the peer sent what cannot be parsed as a message of the method's type",
-        )
+        problem = "the peer sent bytes that are not a message of the method's type"
+        raise OutriderError(Reason.PROTOCOL_VIOLATION, problem)
     return message
 
 
 class Server:
-    """A grpc.aio server with the standard health service and reflection; every service starts as NOT_SERVING.
+    """A grpc.aio server with the standard health service and reflection.
 
-    Usage: add servicers to `.grpc`, then `await start(address)`, `await set_serving(True)`, and at the end `await stop(grace_s)`.
+    Usage: add servicers to `.grpc`, then `await start(address)`, `await set_serving(True)`, and at
+    the end `await stop(grace_s)`. Every service starts as NOT_SERVING.
     """
 
     def __init__(self, *services: str, max_request_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """`services` are full names, for health and reflection."""
         self.services = services
         self.ports: list[int] = []
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)]
-        self.grpc = grpc.aio.server(interceptors=[_RefusesUnreadable()], options=options)
-        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # grpc-stubs lack it
+        self.grpc = grpc.aio.server(interceptors=[_ParseErrors()], options=options)
+        # grpc-stubs lack it.
+        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._enable_reflection()
 
     def _enable_reflection(self) -> None:
-        """Under both of its names; the messages are the same, and grpcio-reflection has the older one alone."""
+        """Serve reflection under both of its names.
+
+        The messages are the same, and grpcio-reflection has only the older name.
+        """
         names = (*self.services, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
         reflection.enable_server_reflection(names, self.grpc)
-        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # grpc-stubs lack it
+        # grpc-stubs lack it.
+        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
         handler = grpc.stream_stream_rpc_method_handler(
             servicer.ServerReflectionInfo,
             reflection_pb2.ServerReflectionRequest.FromString,
@@ -293,18 +322,18 @@ class Server:
     async def start(
         self, *addresses: str, credentials: grpc.ServerCredentials | None = None
     ) -> list[int]:
-        """Listen on each `host:port` or `unix:/path`, with TLS where credentials are given; the ports that were bound (for port 0).
+        """Listen on each `host:port` or `unix:/path`, with TLS if credentials are given.
 
-        Raises OutriderError(INVALID_VALUE) when an address cannot be bound.
+        Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if an address cannot
+        be bound.
         """
         await self.set_serving(False)
         for address in addresses:
             try:
                 self.ports.append(self._bind(address, credentials))
             except RuntimeError as cause:
-                raise OutriderError(
-                    Reason.INVALID_VALUE, f"cannot listen on {address}: {cause}", "listen"
-                ) from cause
+                message = f"cannot listen on {address}: {cause}"
+                raise OutriderError(Reason.INVALID_VALUE, message, "listen") from cause
         await self.grpc.start()
         return self.ports
 
@@ -315,15 +344,13 @@ class Server:
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of every service and of the server as a whole (the empty name)."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
+        status = health_pb2.HealthCheckResponse.NOT_SERVING
+        if serving:
+            status = health_pb2.HealthCheckResponse.SERVING
         for service in ("", *self.services):
             await self._health.set(service, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Say NOT_SERVING, let running calls finish for `grace_s`, then cancel them."""
+        """Report NOT_SERVING, let running calls finish for `grace_s`, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)

@@ -1,4 +1,4 @@
-"""Long-lived asyncio tasks that cannot end unseen: what ends one is logged, and the work begins anew or the owner is told."""
+"""Long-lived asyncio tasks: exceptions are logged at once, and end no work unnoticed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def watch(
     name: str,
     failed: Callable[[BaseException], object] | None = None,
 ) -> asyncio.Task[_Result]:
-    """Begin a task that somebody awaits too late, or never. If it raises, that is logged at once, and `failed` is called with the
-    exception. Cancellation is no failure.
+    """Start a task that its owner awaits late or never.
+
+    If it raises, the exception is logged at once and passed to `failed`. Cancellation is not a
+    failure.
     """
     task = asyncio.create_task(work, name=name)
 
@@ -41,10 +43,10 @@ def watch(
 def keep_running(
     work: Callable[[], Awaitable[None]], name: str, backoff_s: tuple[float, float] = _BACKOFF_S
 ) -> asyncio.Task[None]:
-    """Begin a task that calls `work` and, whenever that raises, logs the exception and calls it again; until it returns.
+    """Start a task that calls `work` until it returns; logs each exception and calls it again.
 
-    The delay before the next call doubles from the first to the second of `backoff_s`; it is short again after a minute without
-    an exception.
+    The delay before the next call doubles from the first to the second of `backoff_s`, and is reset
+    after a minute without an exception.
     """
 
     async def run() -> None:
@@ -54,7 +56,8 @@ def keep_running(
             try:
                 return await work()
             except Exception:
-                delay_s = backoff_s[0] if time.monotonic() - began > _GOOD_S else delay_s
+                if time.monotonic() - began > _GOOD_S:
+                    delay_s = backoff_s[0]
                 log.exception("%s failed; it begins again in %.1f s", name, delay_s)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, backoff_s[1])

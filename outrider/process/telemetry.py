@@ -1,7 +1,8 @@
-"""Traces: OpenTelemetry spans that cross the draft stream, off by default and free when off; and logs that name their trace.
+"""OpenTelemetry traces, which cost nothing while they are off, and logs that name their trace.
 
-A trace context travels as a W3C `traceparent` string: in gRPC metadata for calls of one request, in the messages of those
-that many sequences share. The empty string means "not sampled", and every span under it is the one no-op span.
+A trace context travels as a W3C `traceparent` string: in the gRPC metadata of a call for one
+request, in the messages of a call that many sequences share. The empty string means "not sampled";
+every span under it is the same no-op span.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.process.collector import WatchedSpans, collector_at
+from outrider.process.runtime import exit_now
 
 Attribute = str | int | float | bool | Sequence[str]
 Kind = trace.SpanKind
@@ -35,13 +35,14 @@ _propagator = TraceContextTextMapPropagator()
 _tracer: trace.Tracer | None = None
 _provider: TracerProvider | None = None
 _ending: Callable[[], AbstractContextManager[None]] = nullcontext
+# The traceparent that records of the current task are logged with.
 _logged: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 class Span:
-    """A span, or nothing at all when tracing is off or the trace is not sampled.
+    """A span, or a no-op if tracing is off or the trace is not sampled.
 
-    As a context manager it ends with the block, and what the block logs carries its ids.
+    As a context manager it ends with the block, and log records of the block carry its ids.
     """
 
     __slots__ = ("_before", "_span", "traceparent")
@@ -62,27 +63,28 @@ class Span:
                 self._span.set_attribute(name.replace("__", "."), value)
 
     def ended_by(self, error: BaseException) -> None:
-        """Say what ended the work: `error.type` is an error's reason or an exception's class.
+        """Record what ended the work: `error.type` is an error's reason or an exception's class.
 
-        The status is ERROR for faults of the server's alone. As OpenTelemetry's conventions want it for servers, the status stays
-        unset where the caller is at fault (4xx). A caller that went away, which cancels the work, leaves no mark here.
+        Only faults of the server set the status to ERROR. By OpenTelemetry's conventions for
+        servers, the status stays unset for the caller's faults (4xx). Cancellation, by a caller
+        that went away, is not recorded.
         """
         if self._span is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):
             return
         if isinstance(error, OutriderError):
-            kind, message, fault = (
-                error.reason.name.lower(),
-                error.message,
-                error.reason.kind.http >= 500,
-            )
+            kind = error.reason.name.lower()
+            message = error.message
+            is_servers_fault = error.reason.kind.http >= 500
         else:
             kind = type(error).__name__
-            message, fault = f"{kind}: {error}", True
+            message = f"{kind}: {error}"
+            is_servers_fault = True
         self.set(error__type=kind)
-        if fault:
+        if is_servers_fault:
             self._span.set_status(trace.StatusCode.ERROR, message)
 
     def end(self) -> None:
+        """End the span now."""
         if self._span is not None:
             self._span.end()
 
@@ -120,12 +122,15 @@ def setup(
     endpoint: str = "",
     sample_ratio: float = 1.0,
 ) -> None:
-    """Turn tracing on when there is somewhere to send spans: an OTLP gRPC `endpoint`, or a `processor` (for tests)."""
+    """Turn tracing on if spans have a destination.
+
+    It is an OTLP gRPC `endpoint`, or a `processor` in tests.
+    """
     global _tracer, _provider, _ending
     if processor is None and not endpoint:
         return
     if processor is None:
-        # Loaded only here: the exporter costs start-up time that a process without tracing should not pay.
+        # Loaded only here, so that a process without tracing starts faster.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
@@ -140,7 +145,7 @@ def setup(
 
 
 def shutdown() -> None:
-    """Send what is left and turn tracing off; a collector that does not answer is not waited for long."""
+    """Send the last spans, for 3 s at most, and turn tracing off."""
     global _tracer, _provider, _ending
     if _provider is not None:
         with _ending():
@@ -150,28 +155,17 @@ def shutdown() -> None:
 
 
 def leave() -> NoReturn:
-    """Send what is left and end the process with status 0.
-
-    Without the interpreter's teardown, in which a library that torch loads lists what it leaked, a hundred lines of it.
-    """
+    """Send the remaining spans and end the process with status 0, without teardown."""
     shutdown()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    exit_now(0)
 
 
 def start_root(name: str, headers: Mapping[str, str], **attributes: Attribute) -> Span:
-    """A server's span that may begin a trace, under the caller's `traceparent` header when it sent one."""
+    """Start a server's span: in the trace of the `traceparent` header, or else in a new one."""
     if _tracer is None:
         return NO_SPAN
-    return _start(
-        _tracer,
-        name,
-        {key.lower(): value for key, value in headers.items()},
-        attributes,
-        kind=Kind.SERVER,
-    )
+    carrier = {key.lower(): value for key, value in headers.items()}
+    return _start(_tracer, name, carrier, attributes, kind=Kind.SERVER)
 
 
 def start(
@@ -183,22 +177,21 @@ def start(
     kind: Kind = Kind.INTERNAL,
     **attributes: Attribute,
 ) -> Span:
-    """A child of `traceparent` that began `seconds_ago`; nothing when there is no parent or tracing is off.
+    """Start a child of `traceparent` that began `seconds_ago`.
 
-    `links` are the traceparents of spans that it has to do with and is no child of.
+    `links` are traceparents of related spans that are not its parent. Returns the no-op span if
+    `traceparent` is empty or tracing is off.
     """
     if _tracer is None or not traceparent:
         return NO_SPAN
     linked = [trace.Link(_context(other)) for other in links if other]
-    return _start(
-        _tracer, name, {"traceparent": traceparent}, attributes, seconds_ago, linked, kind
-    )
+    carrier = {"traceparent": traceparent}
+    return _start(_tracer, name, carrier, attributes, seconds_ago, linked, kind)
 
 
 def _context(traceparent: str) -> trace.SpanContext:
-    return trace.get_current_span(
-        _propagator.extract({"traceparent": traceparent})
-    ).get_span_context()
+    context = _propagator.extract({"traceparent": traceparent})
+    return trace.get_current_span(context).get_span_context()
 
 
 def _start(
@@ -222,22 +215,23 @@ def _start(
 
 
 def setup_logging(level: str) -> None:
-    """One line a record on stderr; within a traced request it ends with the ids of its trace and span."""
+    """Log to stderr, one line per record; the records of a traced request end with their ids."""
     handler = logging.StreamHandler()
     handler.setFormatter(TraceFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":
-        # Each start and stop of uvicorn is one of the process, which says so itself.
+        # uvicorn would repeat each start and stop, which the process logs itself.
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 class TraceFormatter(logging.Formatter):
-    """Puts the ids of trace and span behind what a traced request logs.
+    """Appends the ids of trace and span to the records of a traced request.
 
-    `extra={"traceparent": ...}` names a trace where no span is entered, as on the engine's thread.
+    On a thread that entered no span, such as the engine's, `extra={"traceparent": ...}` names it.
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Format the record; the ids follow its first line."""
         line = super().format(record)
         traceparent: str = getattr(record, "traceparent", "") or _logged.get()
         if not traceparent:

@@ -1,4 +1,4 @@
-"""Runs click's commands; what a caller got wrong is one line, not how to call the command. Loads little."""
+"""Runs click commands, and prints one line per wrong argument, not the usage. Loads little."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import click
 
 
 def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> Any:
-    """Return the command's result, or an exit status; print the reason and exit with status 2 if the arguments are wrong."""
+    """Return the command's result, or its exit status.
+
+    Prints the reason and exits with status 2 if the arguments are wrong.
+    """
     try:
         return command.main(arguments, prog_name=program, standalone_mode=False)
     except click.NoSuchOption as error:
         context = error.ctx or click.Context(command, info_name=program)
         flags = [flag for parameter in context.command.params for flag in parameter.opts]
         path = context.command_path
-        refuse(
-            path,
-            f"there is no setting {error.option_name}{suggestion(error.option_name, flags)}; {path} --help lists them",
-        )
+        unknown = f"{error.option_name}{suggestion(error.option_name, flags)}"
+        refuse(path, f"there is no setting {unknown}; {path} --help lists them")
     except click.UsageError as error:
-        refuse(error.ctx.command_path if error.ctx is not None else program, error.format_message())
+        path = error.ctx.command_path if error.ctx is not None else program
+        refuse(path, error.format_message())
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Ends a sentence about an unknown name with the known one that is most like it, if any is."""
+    """Return " (did you mean NAME?)" with the most similar known name, or "" if none is similar."""
     alike = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f" (did you mean {alike[0]}?)" if alike else ""
 

@@ -1,4 +1,4 @@
-"""Real stacks for all end-to-end tests: a verifier and both kinds of drafter, each a process of its own."""
+"""Real stacks for all end-to-end tests: a verifier and two drafters, each in its own process."""
 
 import sys
 from collections.abc import Iterator
@@ -15,13 +15,14 @@ from stack import Stack, running  # lies beside this file
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
+    """A stack with default settings."""
     with _with_both_drafters() as stack:
         yield stack
 
 
 @pytest.fixture(scope="session")
 def always_drafting() -> Iterator[Stack]:
-    """Every draft is waited for, since whether they pay on a busy machine is not what is tested."""
+    """A stack that waits for every draft, whether it pays on this machine or not."""
     with _with_both_drafters("--always-draft") as stack:
         yield stack
 

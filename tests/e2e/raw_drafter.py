@@ -1,4 +1,4 @@
-"""A drafter that says what a test tells it to, over real gRPC."""
+"""A drafter whose messages a test chooses, over real gRPC."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from outrider.v1 import drafts_pb2, verifier_pb2
 
 
 class RawDrafter:
-    """A draft stream in the test's hands."""
+    """The drafter's end of a draft stream, driven by a test."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
 
     async def say(self, **message: Any) -> None:
+        """Send one message with these fields."""
         await self.call.write(verifier_pb2.StreamDraftsRequest(**message))
 
     async def propose(self, **fields: Any) -> None:
+        """Send one proposal with these fields."""
         await self.say(drafts=drafts_pb2.DraftBatch(proposals=[drafts_pb2.Proposal(**fields)]))
 
     async def hear(self) -> verifier_pb2.StreamDraftsResponse:
+        """The verifier's next message, or EOF; waits for at most 10 s."""
         return await asyncio.wait_for(self.call.read(), 10)
 
     async def opened(self) -> drafts_pb2.Opened:
+        """The first sequence of the next message that opens one."""
         while True:
             response = await self.hear()
             assert response != grpc.aio.EOF, await self.error()
@@ -39,43 +43,39 @@ class RawDrafter:
                 return response.step.opened[0]
 
     async def insist(self, **fields: Any) -> OutriderError:
-        """Answer one verdict after another until the stream ends.
+        """Answer verdicts with a proposal of these fields until the stream ends.
 
-        With a rest in between, long enough on a busy machine: grpc.aio forgets the status of a call that is being written to when
-        it ends.
+        At most one in 0.2 s: grpc.aio loses the status of a call that ends during a write.
         """
-        rested_at = 0.0
+        next_at = 0.0
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while (response := await self.hear()) != grpc.aio.EOF:
-                for said in response.step.verdicts:
-                    if time.monotonic() > rested_at:
-                        await self.propose(
-                            **{
-                                "sequence_id": said.sequence_id,
-                                "base_length": said.committed_length,
-                                **fields,
-                            }
-                        )
-                        rested_at = time.monotonic() + 0.2
+                for verdict in response.step.verdicts:
+                    if time.monotonic() > next_at:
+                        place = {
+                            "sequence_id": verdict.sequence_id,
+                            "base_length": verdict.committed_length,
+                        }
+                        await self.propose(**place | fields)
+                        next_at = time.monotonic() + 0.2
         return await self.error()
 
     async def error(self) -> OutriderError:
-        """What the verifier ended the stream with; the status comes behind the messages, so those are read first."""
+        """The error that ended the stream; the messages before it are read and dropped."""
         with suppress(grpc.aio.AioRpcError):
             while await self.hear() != grpc.aio.EOF:
                 pass
-        code, trailing = await self.call.code(), await self.call.trailing_metadata()
+        code = await self.call.code()
         assert code is not grpc.StatusCode.OK
-        return rpc.error_of(
-            grpc.aio.AioRpcError(
-                code, grpc.aio.Metadata(), trailing, await self.call.details(), None
-            )
-        )
+        trailing = await self.call.trailing_metadata()
+        details = await self.call.details()
+        failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, None)
+        return rpc.error_of(failure)
 
 
 @asynccontextmanager
 async def dialled(client: Client, name: str, **hello: Any) -> AsyncIterator[RawDrafter]:
-    """A drafter that has said Hello."""
+    """A drafter that has sent its Hello."""
     fingerprint = (await client.model()).tokenizer_fingerprint
     call = client.stub.StreamDrafts()
     drafter = RawDrafter(call)

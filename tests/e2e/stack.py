@@ -1,4 +1,4 @@
-"""Starts Outrider's processes for tests, and talks to a verifier as a client would."""
+"""Starts Outrider's processes for tests, and a client of a verifier."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from outrider.wire import model as wire_model
 from outrider.wire import requests as wire_requests
 
 ROOT = Path(__file__).parents[2]
-TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
+TARGET = str(ROOT / "models/target")
+DRAFT = str(ROOT / "models/draft")
 
 
 def free_port() -> int:
+    """A port of the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -34,15 +36,17 @@ def free_port() -> int:
 
 
 class Process:
-    """One process of the stack with its output in a file."""
+    """One process of the stack, with its output in a file."""
 
     def __init__(self, module: str, *arguments: str, command: Sequence[str] = ()) -> None:
-        """Of a module of this repository, or of `command` where it is no Python."""
+        """Run a module of this repository, or `command` for another program."""
         self.arguments = [*(command or (sys.executable, "-m", module)), *arguments]
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process object
+        # The test closes it.
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.start()
 
     def start(self) -> None:
+        """Start the process, or start it again."""
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         self.popen = subprocess.Popen(
             self.arguments,
@@ -54,16 +58,17 @@ class Process:
         )
 
     def output(self) -> str:
+        """Everything that the process has printed."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """As a crash would."""
+        """Send SIGKILL, as a crash."""
         self.popen.kill()
         self.popen.wait()
 
     def stop(self, timeout_s: float = 15.0) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM, and return the exit status."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
         try:
@@ -78,23 +83,25 @@ class Stack:
 
     def __init__(self, *verifier_flags: str) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        # One thread: OpenMP's threads meet at barriers, which on a machine that is busy with tests costs more than they bring.
+        # One thread: OpenMP's threads meet at barriers, which cost more than they gain on a machine
+        # that is busy with tests.
         flags = ["--dtype", "float32", "--threads", "1", "--listen", self.address, *verifier_flags]
         self.verifier = Process("verifier_svc", "--target", TARGET, *flags)
         self.drafters: dict[str, Process] = {}
 
     def add_drafter(self, name: str, family: str, *flags: str) -> None:
-        model = (
-            ["--model", DRAFT, "--dtype", "float32", "--threads", "1"] if family == "model" else []
-        )
-        arguments = ["--family", family, "--verifier", self.address, "--id", name, *model, *flags]
-        self.drafters[name] = Process("drafter_svc", *arguments)
+        """Start a drafter; the family `model` gets the bundled draft model in float32."""
+        arguments = ["--family", family, "--verifier", self.address, "--id", name]
+        if family == "model":
+            arguments += ["--model", DRAFT, "--dtype", "float32", "--threads", "1"]
+        self.drafters[name] = Process("drafter_svc", *arguments, *flags)
 
     def wait_ready(self, timeout_s: float = 90.0) -> ModelInfo:
-        """Until the target is loaded and every drafter is connected."""
+        """Wait until the target is loaded and every drafter is connected."""
+        processes = (self.verifier, *self.drafters.values())
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            for process in (self.verifier, *self.drafters.values()):
+            for process in processes:
                 assert process.popen.poll() is None, process.output()
             info = self._model()
             if info is not None and info.stage is Stage.READY:
@@ -102,22 +109,20 @@ class Stack:
                 if connected >= set(self.drafters):
                     return info
             time.sleep(0.1)
-        raise AssertionError(
-            f"not ready after {timeout_s} s:\n"
-            + "\n".join(p.output() for p in (self.verifier, *self.drafters.values()))
-        )
+        outputs = "\n".join(process.output() for process in processes)
+        raise AssertionError(f"not ready after {timeout_s} s:\n{outputs}")
 
     def _model(self) -> ModelInfo | None:
         with grpc.insecure_channel(self.address) as channel:
+            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
             try:
-                response = verifier_pb2_grpc.VerifierServiceStub(channel).GetModel(
-                    verifier_pb2.GetModelRequest(), timeout=5
-                )
+                response = stub.GetModel(verifier_pb2.GetModelRequest(), timeout=5)
             except grpc.RpcError:
                 return None
         return wire_model.model_from_proto(response)
 
     def stop(self) -> None:
+        """Stop all processes; each must end with SIGTERM."""
         for process in (*self.drafters.values(), self.verifier):
             process.stop()
             process.log.close()
@@ -137,20 +142,23 @@ class Client:
         await self.channel.close()
 
     async def model(self) -> ModelInfo:
-        return wire_model.model_from_proto(
-            await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
-        )
+        """The verifier's model, with its drafters."""
+        response = await self.stub.GetModel(verifier_pb2.GetModelRequest(), timeout=10)
+        return wire_model.model_from_proto(response)
 
     async def generate(self, request: TokenRequest) -> list[TokenChunk]:
+        """All chunks of one request."""
         call = self.stub.GenerateTokens(wire_requests.request_to_proto(request), timeout=120)
         return [wire_requests.chunk_from_proto(response) async for response in call]
 
     async def tokens(self, request: TokenRequest) -> list[int]:
+        """All generated tokens of one request."""
         return [token for chunk in await self.generate(request) for token in chunk.token_ids]
 
 
 @contextmanager
 def running(stack: Stack) -> Iterator[Stack]:
+    """Wait until the stack is ready, and stop it after the block."""
     try:
         stack.wait_ready()
         yield stack

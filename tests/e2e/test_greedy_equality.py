@@ -1,4 +1,4 @@
-"""Greedy output in float32 is that of transformers' `generate`, token for token, whoever drafts."""
+"""Greedy output in float32 equals transformers' `generate`, token for token, with any drafter."""
 
 import asyncio
 import inspect
@@ -25,26 +25,24 @@ CONFIGURATIONS = {
 
 
 class Reference:
-    """The prompts, and what transformers makes of them.
+    """The prompts, and the texts that transformers' `generate` writes for them.
 
-    A text is what `generate` writes if each of its tokens is the likeliest behind those before it, which one forward tells.
+    Greedy `generate` writes a text if each token is the likeliest one after those before it. One
+    forward over the text checks that.
     """
 
     def __init__(self) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             TARGET, dtype=torch.float32
         )
-        self.prompts = [
-            encoding.ids
-            for encoding in AutoTokenizer.from_pretrained(TARGET).backend_tokenizer.encode_batch(
-                texts()
-            )
-        ]
+        tokenizer = AutoTokenizer.from_pretrained(TARGET).backend_tokenizer
+        self.prompts = [encoding.ids for encoding in tokenizer.encode_batch(texts())]
         ends = self.model.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         self._right: set[tuple[int, ...]] = set()
 
     def generate(self, index: int) -> list[int]:
+        """The new tokens that `generate` writes after a prompt."""
         prompt = self.prompts[index]
         ids = torch.tensor([prompt])
         out = self.model.generate(
@@ -53,45 +51,47 @@ class Reference:
         return out[0, len(prompt) :].tolist()
 
     def check(self, index: int, tokens: list[int]) -> None:
-        """The likeliest at each place, or within `TIE` of it, up to the end of the text or to `TOKENS`."""
+        """Assert that each token is the likeliest, or within `TIE` of it in logits.
+
+        The text must have `TOKENS` tokens or end with the first end-of-text token.
+        """
         prompt = self.prompts[index]
         if (index, *tokens) in self._right:
             return
-        assert len(tokens) == TOKENS or tokens[-1] in self._ends, (
-            f"prompt {index} ends after {len(tokens)} tokens: {tokens}"
-        )
-        assert not self._ends & set(tokens[:-1]), f"prompt {index} goes on behind its end: {tokens}"
+        is_complete = len(tokens) == TOKENS or tokens[-1] in self._ends
+        assert is_complete, f"prompt {index} ends after {len(tokens)} tokens: {tokens}"
+        assert not self._ends & set(tokens[:-1]), f"prompt {index} goes on after its end: {tokens}"
         with torch.no_grad():
             logits = self.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        lacking = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(
-            -1
-        )
-        wrong = (lacking > TIE).nonzero().flatten().tolist()
-        assert not wrong, (
-            f"prompt {index}: token {wrong[0]} is {tokens[wrong[0]]}, not {logits[wrong[0]].argmax()}"
-        )
+        own = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+        wrong = (logits.amax(-1) - own > TIE).nonzero().flatten().tolist()
+        if wrong:
+            likeliest = logits[wrong[0]].argmax()
+            raise AssertionError(
+                f"prompt {index}: token {wrong[0]} is {tokens[wrong[0]]}, not {likeliest}"
+            )
         self._right.add((index, *tokens))
 
 
 def texts() -> list[str]:
-    """40 prompts of the kinds the pair was trained on: code to go on with, text to repeat, JSON to extract."""
+    """40 prompts of the kinds that the bundled pair was trained on."""
     modules = (textwrap, json, inspect, asyncio.queues, asyncio.locks)
     sources = ["\n".join(inspect.getsource(module).splitlines()[20:]) for module in modules]
     code = [source[i * 500 : i * 500 + 40 + 60 * i] for source in sources for i in range(4)]
     rewrite = [
         f"{source[1000:1400]}\n\n# The same again:\n{source[1000:1060]}" for source in sources
     ]
-    names = ["Ada", "Ben", "Chen", "Dora", "Eli"]
     people = [
-        f"<|user|>Extract name, age, job and city as JSON: {n}, {30 + i}, works as a baker in Oslo.<|end|><|assistant|>"
-        for i, n in enumerate(names)
+        f"Extract name, age, job and city as JSON: {name}, {30 + i}, works as a baker in Oslo."
+        for i, name in enumerate(("Ada", "Ben", "Chen", "Dora", "Eli"))
     ]
     orders = [
-        f"<|user|>List the items as JSON: Order: {i} x lamp at 3.5, {i + 1} x rope at {i}.<|end|><|assistant|>"
+        f"List the items as JSON: Order: {i} x lamp at 3.5, {i + 1} x rope at {i}."
         for i in range(1, 6)
     ]
+    chats = [f"<|user|>{text}<|end|><|assistant|>" for text in (*people, *orders)]
     short = ["def ", "import os\n", "class A:\n    ", "    return ", "#"]
-    return [*code, *rewrite, *people, *orders, *short]
+    return [*code, *rewrite, *chats, *short]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_there_are_forty_prompts(reference: Reference) -> None:
     assert min(map(len, reference.prompts)) >= 1
 
 
-def test_the_reference_takes_what_generate_writes_and_nothing_else(reference: Reference) -> None:
+def test_the_reference_accepts_exactly_the_texts_of_generate(reference: Reference) -> None:
     for index in range(0, 40, 8):
         text = reference.generate(index)
         reference.check(index, text)
@@ -130,41 +130,47 @@ QUICK_AND_SLOW = [
 
 
 @pytest.mark.parametrize("name", QUICK_AND_SLOW)
-async def test_alone(stack: Stack, reference: Reference, name: str) -> None:
+async def test_greedy_texts_equal_generate_one_request_at_a_time(
+    stack: Stack, reference: Reference, name: str
+) -> None:
     async with Client(stack.address) as client:
         for index, prompt in enumerate(reference.prompts):
             reference.check(index, await client.tokens(request(prompt, CONFIGURATIONS[name])))
 
 
 @pytest.mark.parametrize("name", QUICK_AND_SLOW)
-async def test_in_mixed_batches_of_eight(stack: Stack, reference: Reference, name: str) -> None:
+async def test_greedy_texts_equal_generate_in_batches_of_eight(
+    stack: Stack, reference: Reference, name: str
+) -> None:
     places = asyncio.Semaphore(8)
 
     async def one(client: Client, index: int) -> None:
         async with places:
-            reference.check(
-                index, await client.tokens(request(reference.prompts[index], CONFIGURATIONS[name]))
-            )
+            asked = request(reference.prompts[index], CONFIGURATIONS[name])
+            reference.check(index, await client.tokens(asked))
 
     async with Client(stack.address) as client:
         await asyncio.gather(*(one(client, index) for index in range(len(reference.prompts))))
 
 
-async def test_every_configuration_mixed_in_one_batch(stack: Stack, reference: Reference) -> None:
+async def test_greedy_texts_equal_generate_with_all_drafters_in_one_batch(
+    stack: Stack, reference: Reference
+) -> None:
     options = list(CONFIGURATIONS.values())
     async with Client(stack.address) as client:
         requests = [request(reference.prompts[index], options[index % 4]) for index in range(16)]
-        for index, tokens in enumerate(
-            await asyncio.gather(*(client.tokens(one) for one in requests))
-        ):
-            reference.check(index, tokens)
+        answers = await asyncio.gather(*(client.tokens(one) for one in requests))
+    for index, tokens in enumerate(answers):
+        reference.check(index, tokens)
 
 
 @pytest.mark.slow
-async def test_while_drafters_are_killed_and_restarted(stack: Stack, reference: Reference) -> None:
+async def test_greedy_texts_equal_generate_while_drafters_are_killed(
+    stack: Stack, reference: Reference
+) -> None:
     stopping = asyncio.Event()
 
-    async def torment() -> int:
+    async def kill_drafters() -> int:
         kills = 0
         while not stopping.is_set():
             for process in stack.drafters.values():
@@ -176,18 +182,15 @@ async def test_while_drafters_are_killed_and_restarted(stack: Stack, reference: 
         return kills
 
     async with Client(stack.address) as client:
-        tormentor = asyncio.create_task(torment())
+        killing = asyncio.create_task(kill_drafters())
         started = time.monotonic()
         while time.monotonic() - started < 12:
             for index in range(0, 40, 8):
-                requests = [
-                    request(reference.prompts[i], SpeculationOptions())
-                    for i in range(index, index + 8)
-                ]
-                for i, tokens in enumerate(
-                    await asyncio.gather(*(client.tokens(one) for one in requests))
-                ):
+                prompts = reference.prompts[index : index + 8]
+                requests = [request(prompt, SpeculationOptions()) for prompt in prompts]
+                answers = await asyncio.gather(*(client.tokens(one) for one in requests))
+                for i, tokens in enumerate(answers):
                     reference.check(index + i, tokens)
         stopping.set()
-        assert await tormentor >= 6
+        assert await killing >= 6
     stack.wait_ready()

@@ -1,4 +1,4 @@
-"""Guided decoding with real processes: what comes back is valid whoever drafts, and a bad grammar harms no one."""
+"""Guided decoding with real processes: valid output with any drafter, and bad grammars refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def guided(
 
 
 async def check(stack: Stack, values: list[Any], options: SpeculationOptions) -> int:
-    """Every answer is complete and valid; the number of draft tokens that were accepted."""
+    """Check that every answer is complete and valid; return the number of accepted draft tokens."""
     places = asyncio.Semaphore(32)
 
     async def one(client: Client, i: int, value: Any) -> int:
@@ -65,13 +65,15 @@ async def check(stack: Stack, values: list[Any], options: SpeculationOptions) ->
         return sum(await asyncio.gather(*(one(client, i, value) for i, value in enumerate(values))))
 
 
-async def test_a_dozen_schemas_are_kept_to_whoever_drafts(stack: Stack) -> None:
+async def test_a_dozen_schemas_give_valid_json_with_all_drafters(stack: Stack) -> None:
     assert await check(stack, schemas(12, seed=3), DRAFTERS["all"]) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
-async def test_two_hundred_schemas_give_valid_json_every_time(stack: Stack, drafter: str) -> None:
+async def test_two_hundred_schemas_give_valid_json_with_each_drafter(
+    stack: Stack, drafter: str
+) -> None:
     accepted = await check(stack, schemas(200), DRAFTERS[drafter])
     assert accepted > 0 or drafter == "none"
 
@@ -86,13 +88,12 @@ async def test_a_seed_gives_the_same_guided_text_with_and_without_drafters(stack
             assert texts == [texts[0]] * len(texts)
 
 
-async def test_a_grammar_that_cannot_be_compiled_is_refused_by_name_while_others_go_on(
+async def test_an_invalid_grammar_is_refused_and_other_requests_go_on(
     stack: Stack,
 ) -> None:
     async with Client(stack.address) as client:
-        other = asyncio.create_task(
-            client.tokens(guided({"type": "string", "maxLength": 40}, DRAFTERS["none"]))
-        )
+        harmless = guided({"type": "string", "maxLength": 40}, DRAFTERS["none"])
+        other = asyncio.create_task(client.tokens(harmless))
         for bad in ({"type": "strange"}, {"not": {}}, {"enum": []}, {"$ref": "http://x.example/y"}):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.tokens(guided(bad, DRAFTERS["none"]))
@@ -101,14 +102,13 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_by_name_while_others
         assert await other
 
 
-async def test_settings_that_leave_nothing_to_say_end_that_request_with_a_reason(
+async def test_a_grammar_whose_tokens_are_banned_is_an_error_of_that_request(
     stack: Stack,
 ) -> None:
     request = guided({"const": 7}, DRAFTERS["none"])
     banned = tuple(i for i in range(TOKENIZER.get_vocab_size()) if "7" in TOKENIZER.decode([i]))
-    contradiction = TokenRequest(
-        PROMPT, 20, SamplingParams(banned_token_ids=banned), grammar=request.grammar
-    )
+    sampling = SamplingParams(banned_token_ids=banned)
+    contradiction = TokenRequest(PROMPT, 20, sampling, grammar=request.grammar)
     async with Client(stack.address) as client:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await client.tokens(contradiction)

@@ -1,4 +1,4 @@
-"""A drafter that lies, errs or stalls gets a clear answer, and no request notices."""
+"""A drafter that lies, errs or stalls gets a clear error and changes no request's text."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,12 +21,11 @@ PROMPT = list(range(40, 70))
 
 @asynccontextmanager
 async def a_request(client: Client, drafter: str) -> AsyncIterator[None]:
-    """A long request that the drafter is handed; it ends well, whatever the drafter does."""
+    """A long request with this drafter; its text must equal plain decoding's."""
     options = SpeculationOptions(drafter=drafter)
     request = TokenRequest(PROMPT, 300, GREEDY, ignore_eos=True, speculation=options)
-    plain = asyncio.create_task(
-        client.tokens(replace(request, speculation=SpeculationOptions(enabled=False)))
-    )
+    without = replace(request, speculation=SpeculationOptions(enabled=False))
+    plain = asyncio.create_task(client.tokens(without))
     task = asyncio.create_task(client.tokens(request))
     try:
         yield
@@ -45,7 +44,7 @@ BAD_PROPOSALS: dict[str, tuple[dict[str, Any], str, str]] = {
         r"must be in \[0, 4096\), not 4096",
     ),
     "no tokens": ({"token_ids": []}, "proposal.token_ids", "must hold 1 to 1024 tokens, not 0"),
-    "a parent behind its child": (
+    "a parent after its child": (
         {"token_ids": [5], "parents": [1]},
         "proposal.parents",
         "at most 0 at place 0, not 1",
@@ -113,9 +112,7 @@ _QUICK = ("an id out of range", "a proposed token of probability zero")
         for kind in BAD_PROPOSALS
     ],
 )
-async def test_a_malformed_proposal_ends_that_stream_with_the_reason_and_no_request_suffers(
-    stack: Stack, kind: str
-) -> None:
+async def test_a_malformed_proposal_ends_only_its_own_stream(stack: Stack, kind: str) -> None:
     fields, field, message = BAD_PROPOSALS[kind]
     name = kind.replace(" ", "-")
     async with Client(stack.address) as client, dialled(client, name) as drafter:
@@ -149,20 +146,20 @@ async def test_another_tokenizer_is_refused_with_both_fingerprints(stack: Stack)
         ({"family": "x" * 200}, "hello.family"),
     ],
 )
-async def test_a_hello_out_of_range_is_refused_by_the_field_at_fault(
+async def test_a_hello_out_of_range_is_refused_and_the_field_is_named(
     stack: Stack, hello: dict[str, Any], field: str
 ) -> None:
     async with Client(stack.address) as client, dialled(client, "odd", **hello) as drafter:
         assert (await drafter.error()).field == field
 
 
-async def test_a_taken_id_is_refused(stack: Stack) -> None:
+async def test_an_id_in_use_is_refused(stack: Stack) -> None:
     async with Client(stack.address) as client, dialled(client, "ngram-1") as drafter:
         error = await drafter.error()
         assert error.reason is Reason.DRAFTER_ID_TAKEN
 
 
-async def test_the_first_message_must_be_a_hello_and_no_later_one(stack: Stack) -> None:
+async def test_only_the_first_message_may_and_must_be_a_hello(stack: Stack) -> None:
     async with Client(stack.address) as client:
         drafter = RawDrafter(client.stub.StreamDrafts())
         await drafter.say(drafts=drafts_pb2.DraftBatch())
@@ -173,22 +170,20 @@ async def test_the_first_message_must_be_a_hello_and_no_later_one(stack: Stack) 
             assert (await polite.error()).reason is Reason.PROTOCOL_VIOLATION
 
 
-async def test_proposals_for_finished_or_older_things_are_ignored(stack: Stack) -> None:
+async def test_proposals_for_finished_sequences_or_old_prefixes_are_ignored(stack: Stack) -> None:
     async with Client(stack.address) as client, dialled(client, "late") as drafter:
         assert (await drafter.hear()).HasField("welcome")
         async with a_request(client, "late"):
             opened = await drafter.opened()
-            await drafter.propose(
-                sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5]
-            )
-        await drafter.propose(
-            sequence_id=opened.sequence_id, base_length=len(opened.token_ids), token_ids=[5]
-        )
+            base = len(opened.token_ids)
+            proposal = {"sequence_id": opened.sequence_id, "base_length": base, "token_ids": [5]}
+            await drafter.propose(**proposal)
+        await drafter.propose(**proposal)
         infos = {info.drafter_id: info for info in (await client.model()).drafters}
         assert infos["late"].connected
 
 
-async def test_a_repeat_offender_is_quarantined_and_told_for_how_long(stack: Stack) -> None:
+async def test_three_violations_quarantine_a_drafter_for_a_stated_time(stack: Stack) -> None:
     async with Client(stack.address) as client:
         for _ in range(3):
             async with dialled(client, "offender") as drafter:
@@ -202,26 +197,23 @@ async def test_a_repeat_offender_is_quarantined_and_told_for_how_long(stack: Sta
     assert 20 < error.retry_after_s <= 30
 
 
-async def test_a_drafter_that_never_answers_costs_little(stack: Stack) -> None:
+async def test_a_drafter_that_never_answers_does_not_block_requests(stack: Stack) -> None:
     async with Client(stack.address) as client, dialled(client, "mute") as drafter:
         assert (await drafter.hear()).HasField("welcome")
         async with asyncio.timeout(30), a_request(client, "mute"):
             pass
 
 
-async def test_a_lost_drafter_is_told_from_one_that_said_goodbye(stack: Stack) -> None:
+async def test_a_lost_drafter_stays_listed_and_one_that_drained_does_not(stack: Stack) -> None:
     async with Client(stack.address) as client:
         async with dialled(client, "polite") as polite:
             assert (await polite.hear()).HasField("welcome")
             await polite.say(draining=drafts_pb2.Draining(reason="done"))
-            await polite.say(
-                draining=drafts_pb2.Draining(reason="said twice, which changes nothing")
-            )
+            await polite.say(draining=drafts_pb2.Draining(reason="a second time"))
             await polite.call.done_writing()
             assert await polite.call.read() == grpc.aio.EOF
-        async with dialled(
-            client, "crashed", placement=common_pb2.Placement(kind="local", host="there")
-        ) as crashed:
+        placement = common_pb2.Placement(kind="local", host="there")
+        async with dialled(client, "crashed", placement=placement) as crashed:
             assert (await crashed.hear()).HasField("welcome")
         await asyncio.sleep(0.3)
         known = {info.drafter_id: info.connected for info in (await client.model()).drafters}

@@ -1,4 +1,4 @@
-"""A prompt's log probabilities, from the target to OpenAI's client and over gRPC, are those of a forward of transformers."""
+"""A prompt's log probabilities, over HTTP and gRPC, are those of transformers' forward."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from outrider.v1 import common_pb2, generation_pb2_grpc
 from outrider.v1.generation_pb2 import GenerateTextRequest, TokenPrompt
 
 TOKENIZER = load_tokenizer(TARGET)
-# Several chunks of 64 tokens, and characters of several tokens among them.
+# Several chunks of 64 tokens, with characters that take several tokens.
 TEXT = "# naïve 日本語 😀\n" + (ROOT / "outrider/errors.py").read_text()[:900]
 IDS: list[int] = TOKENIZER.encode(TEXT).ids
 TOP = 3
 
 
-# A stack of its own, for what tests/gateway has with a verifier that is scripted.
+# Starts a stack of its own; tests/gateway covers the same with a scripted verifier.
 pytestmark = pytest.mark.slow
 
 
@@ -48,7 +48,8 @@ async def gateway(stack: Stack) -> AsyncIterator[Gateway]:
     )
     async with gateway_running(settings, Metrics()) as made:
         async with asyncio.timeout(10):
-            while not made.router.ready:  # noqa: ASYNC110  # a poll of the verifier has no event to wait for
+            # The router has no event for its polls of the verifier.
+            while not made.router.ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         yield made
 
@@ -67,25 +68,25 @@ def target() -> Any:
 
 
 def rescored(target: Any, ids: list[int]) -> torch.Tensor:
-    """Log probabilities [T - 1, V] of the token behind each but the last."""
+    """Log probabilities [T - 1, V] of the token after each but the last."""
     with torch.inference_mode():
         logits: torch.Tensor = target(torch.tensor([ids])).logits[0, :-1]
     return logits.log_softmax(-1)
 
 
-def check(target: Any, told: Any, ids: list[int]) -> None:
-    """`told` is OpenAI's logprobs of the tokens `ids`, the first of which has none."""
+def check(target: Any, scores: Any, ids: list[int]) -> None:
+    """`scores` holds OpenAI's logprobs of the tokens `ids`; the first token has none."""
     expected = rescored(target, ids)
     own = expected.gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
-    assert told.tokens == [TOKENIZER.decode([token], skip_special_tokens=False) for token in ids]
-    assert told.token_logprobs[0] is None
-    assert told.token_logprobs[1:] == pytest.approx(own.tolist(), abs=1e-4)
-    assert told.top_logprobs[0] is None
-    best = [max(top.values()) for top in told.top_logprobs[1:]]
+    assert scores.tokens == [TOKENIZER.decode([token], skip_special_tokens=False) for token in ids]
+    assert scores.token_logprobs[0] is None
+    assert scores.token_logprobs[1:] == pytest.approx(own.tolist(), abs=1e-4)
+    assert scores.top_logprobs[0] is None
+    best = [max(top.values()) for top in scores.top_logprobs[1:]]
     assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
 
 
-async def test_the_openai_client_reads_an_echos_log_probabilities(
+async def test_the_openai_client_reads_log_probabilities_of_an_echo(
     client: openai.AsyncOpenAI, target: Any
 ) -> None:
     settings: Any = {
@@ -98,9 +99,8 @@ async def test_the_openai_client_reads_an_echos_log_probabilities(
     again = await client.completions.create(prompt=TEXT, **settings)
     assert again.usage is not None
     assert again.usage.prompt_tokens_details is not None
-    assert (again.usage.prompt_tokens_details.cached_tokens or 0) > len(IDS) // 2, (
-        "the prefix cache should have the prompt by now"
-    )
+    cached = again.usage.prompt_tokens_details.cached_tokens or 0
+    assert cached > len(IDS) // 2, "the prefix cache should have the prompt by now"
     generated = TOKENIZER.encode(plain.choices[0].text).ids
     for prompt in (TEXT, IDS):
         scored = await client.completions.create(
@@ -115,7 +115,9 @@ async def test_the_openai_client_reads_an_echos_log_probabilities(
         check(target, only.choices[0].logprobs, IDS)
 
 
-async def test_a_streamed_echo_tells_the_same(client: openai.AsyncOpenAI, target: Any) -> None:
+async def test_a_streamed_echo_has_the_same_log_probabilities(
+    client: openai.AsyncOpenAI, target: Any
+) -> None:
     settings: Any = {
         "model": TARGET,
         "max_tokens": 2,
@@ -123,29 +125,36 @@ async def test_a_streamed_echo_tells_the_same(client: openai.AsyncOpenAI, target
         "extra_body": {"ignore_eos": True},
     }
     whole = await client.completions.create(prompt=TEXT, echo=True, logprobs=TOP, **settings)
-    told: dict[str, list[Any]] = {}
+    scores: dict[str, list[Any]] = {}
     async for chunk in await client.completions.create(
         prompt=TEXT, echo=True, logprobs=TOP, stream=True, **settings
     ):
         if chunk.choices[0].logprobs is not None:
             for name, values in chunk.choices[0].logprobs.model_dump().items():
-                told.setdefault(name, []).extend(values)
+                scores.setdefault(name, []).extend(values)
     assert whole.choices[0].logprobs is not None
     expected = whole.choices[0].logprobs.model_dump()
-    assert (told["tokens"], told["text_offset"]) == (expected["tokens"], expected["text_offset"])
-    assert told["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
+    assert (scores["tokens"], scores["text_offset"]) == (
+        expected["tokens"],
+        expected["text_offset"],
+    )
+    assert scores["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
 
 
 def lm_eval_score(answer: Any, context_length: int) -> tuple[float, bool]:
-    """How lm-evaluation-harness reads the answer to `max_tokens: 1, logprobs: 1, echo: true`: all but the context and the end."""
+    """Read an answer as lm-evaluation-harness does, for `max_tokens: 1, logprobs: 1, echo: true`.
+
+    Returns the sum of the log probabilities of the continuation, without the context and the last
+    token, and whether the continuation is greedy.
+    """
     logprobs = answer.choices[0].logprobs
-    own, top = logprobs.token_logprobs[context_length:-1], logprobs.top_logprobs[context_length:-1]
-    return sum(own), all(
-        value == max(likely.values()) for value, likely in zip(own, top, strict=True)
-    )
+    own = logprobs.token_logprobs[context_length:-1]
+    top = logprobs.top_logprobs[context_length:-1]
+    is_greedy = all(value == max(likely.values()) for value, likely in zip(own, top, strict=True))
+    return sum(own), is_greedy
 
 
-async def test_lm_eval_harness_gets_its_scores_even_if_the_text_would_end(
+async def test_lm_eval_harness_gets_its_scores_even_before_a_stop_token(
     client: openai.AsyncOpenAI, target: Any
 ) -> None:
     settings: Any = {
@@ -162,19 +171,14 @@ async def test_lm_eval_harness_gets_its_scores_even_if_the_text_would_end(
     greedy = TOKENIZER.encode(continued.choices[0].text).ids
     for continuation, is_greedy in ((greedy, True), ([*greedy[:-1], 7], False)):
         ids = [*IDS, *continuation]
-        own = rescored(target, ids)[len(IDS) - 1 :].gather(
-            -1, torch.tensor(continuation).unsqueeze(-1)
-        )
-        # Whatever comes next ends the text.
-        for stop in (
-            {},
-            {"stop_token_ids": [int(target(torch.tensor([ids])).logits[0, -1].argmax())]},
-        ):
+        own = rescored(target, ids)[len(IDS) - 1 :]
+        score = own.gather(-1, torch.tensor(continuation).unsqueeze(-1)).sum().item()
+        next_token = int(target(torch.tensor([ids])).logits[0, -1].argmax())
+        # In the second case the next token ends the text.
+        for stop in ({}, {"stop_token_ids": [next_token]}):
             answer = await client.completions.create(prompt=[ids], extra_body=stop, **settings)
-            assert lm_eval_score(answer, len(IDS)) == (
-                pytest.approx(own.sum().item(), abs=1e-3),
-                is_greedy,
-            )
+            expected = (pytest.approx(score, abs=1e-3), is_greedy)
+            assert lm_eval_score(answer, len(IDS)) == expected
 
 
 async def test_vllms_prompt_logprobs_name_each_token_with_its_rank(
@@ -184,23 +188,22 @@ async def test_vllms_prompt_logprobs_name_each_token_with_its_rank(
     chat = await client.chat.completions.create(
         model=TARGET, messages=[{"role": "user", "content": TEXT}], max_tokens=1, extra_body=extra
     )
-    first, *told = (chat.model_extra or {})["prompt_logprobs"]
+    first, *scores = (chat.model_extra or {})["prompt_logprobs"]
     ids = TOKENIZER.encode(f"<|user|>{TEXT}<|end|><|assistant|>").ids
     expected = rescored(target, ids)
     assert first is None
-    assert len(told) == len(expected)
-    for token, row, entry in zip(ids[1:], expected, told, strict=True):
+    assert len(scores) == len(expected)
+    for token, row, entry in zip(ids[1:], expected, scores, strict=True):
         own = entry[str(token)]
         assert own["logprob"] == pytest.approx(row[token].item(), abs=1e-4)
-        assert (
-            abs(own["rank"] - 1 - int((row > row[token]).sum()))
-            <= int(((row - row[token]).abs() < 1e-4).sum()) - 1
-        )
+        rank = 1 + int((row > row[token]).sum())
+        ties = int(((row - row[token]).abs() < 1e-4).sum()) - 1
+        assert abs(own["rank"] - rank) <= ties
         assert own["decoded_token"] == TOKENIZER.decode([token], skip_special_tokens=False)
         assert len(entry) in (TOP, TOP + 1)
 
 
-async def test_grpc_tells_the_same(gateway: Gateway, target: Any) -> None:
+async def test_grpc_has_the_same_prompt_log_probabilities(gateway: Gateway, target: Any) -> None:
     settings: Any = {
         "max_tokens": 0,
         "prompt_logprob_count": TOP,
@@ -210,11 +213,9 @@ async def test_grpc_tells_the_same(gateway: Gateway, target: Any) -> None:
     async with rpc.dial(gateway.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         for source in ({"prompt": TEXT}, {"tokens": TokenPrompt(token_ids=IDS)}):
-            responses = [
-                r async for r in stub.GenerateText(GenerateTextRequest(**source, **settings))
-            ]
-            told = [
-                logprob.logprob for response in responses for logprob in response.prompt_logprobs
-            ]
-            assert told == pytest.approx(expected.tolist(), abs=1e-4)
+            call = stub.GenerateText(GenerateTextRequest(**source, **settings))
+            responses = [response async for response in call]
+            found = [logprob for response in responses for logprob in response.prompt_logprobs]
+            scores = [logprob.logprob for logprob in found]
+            assert scores == pytest.approx(expected.tolist(), abs=1e-4)
             assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH

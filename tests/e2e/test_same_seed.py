@@ -1,6 +1,7 @@
-"""The same seed gives the same text: with any drafter, with none, with two, across a crash, in any batch, and when preempted.
+"""The same seed gives the same text with any drafters, in any batch, after crash and preemption.
 
-Where the two best candidates of a draw are as close as float32 rounding a text may differ; none of these prompts has such a draw.
+A text may differ where the two best candidates of a draw are as close as float32 rounding. None of
+these prompts has such a draw.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from outrider.tokenizer import load_tokenizer
 TEXTS = (
     "def read(path):\n    ",
     "import os\n\nclass Cache:\n    def get(self, key):\n",
-    "<|user|>Extract name, age, job and city as JSON: Ada, 31, works as a baker in Oslo.<|end|><|assistant|>",
+    "<|user|>Extract name, age, job and city as JSON: Ada, 31, works as a baker in Oslo."
+    "<|end|><|assistant|>",
     "for i in range(10):\n    print(i)\nfor i in range(10):\n    print(",
     "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [",
     "# The parser\n",
@@ -37,7 +39,8 @@ SETTINGS = (
 def request(
     index: int, options: SpeculationOptions, sampling: SamplingParams = SETTINGS[0]
 ) -> TokenRequest:
-    seeded = replace(sampling, seed=(index + 1) * 0x9E3779B97F4A7C15 % 2**64)  # all of the 64 bits
+    # A seed uses all 64 bits.
+    seeded = replace(sampling, seed=(index + 1) * 0x9E3779B97F4A7C15 % 2**64)
     return TokenRequest(PROMPTS[index], 48, seeded, speculation=options, ignore_eos=True)
 
 
@@ -58,7 +61,7 @@ async def texts(
     sampling: SamplingParams = SETTINGS[0],
     count: int = len(PROMPTS),
 ) -> list[list[int]]:
-    """Of the first `count` prompts, one after the other."""
+    """Texts of the first `count` prompts, one request after the other."""
     return [await client.tokens(request(i, options, sampling)) for i in range(count)]
 
 
@@ -69,7 +72,7 @@ async def texts(
         pytest.param(SETTINGS[1], id="many settings", marks=pytest.mark.slow),
     ],
 )
-async def test_with_each_drafter_both_and_none_alone_and_in_a_batch_of_eight(
+async def test_a_seed_gives_the_same_text_with_every_set_of_drafters(
     client: Client, sampling: SamplingParams
 ) -> None:
     expected = await texts(client, PLAIN, sampling)
@@ -80,23 +83,23 @@ async def test_with_each_drafter_both_and_none_alone_and_in_a_batch_of_eight(
         SpeculationOptions(),
     ):
         assert await texts(client, options, sampling, 3) == expected[:3]
-        together = await asyncio.gather(
-            *(client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS)))
-        )
+        requests = [request(i, options, sampling) for i in range(len(PROMPTS))]
+        together = await asyncio.gather(*(client.tokens(one) for one in requests))
         assert together == expected
 
 
-async def test_the_drafters_really_drafted(client: Client) -> None:
+async def test_both_drafters_have_tokens_accepted(client: Client) -> None:
     for drafter in ("ngram-1", "model-1"):
-        stats = [
-            (await client.generate(request(i, SpeculationOptions(drafter=drafter))))[-1].stats
-            for i in range(3)
-        ]
+        options = SpeculationOptions(drafter=drafter)
+        answers = [await client.generate(request(i, options)) for i in range(3)]
+        stats = [chunks[-1].stats for chunks in answers]
         assert sum(found.accepted_token_count for found in stats if found is not None) > 0
 
 
 @pytest.mark.slow
-async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) -> None:
+async def test_a_seed_gives_the_same_text_when_a_drafter_is_killed(
+    stack: Stack, client: Client
+) -> None:
     expected = await texts(client, PLAIN)
     tasks = [
         asyncio.create_task(client.tokens(request(i, SpeculationOptions(drafter="model-1"))))
@@ -110,9 +113,9 @@ async def test_while_a_drafter_is_killed_midway(stack: Stack, client: Client) ->
 
 
 @pytest.mark.slow
-async def test_when_sequences_are_preempted(client: Client) -> None:
+async def test_a_seed_gives_the_same_text_when_sequences_are_preempted(client: Client) -> None:
     metrics_port = free_port()
-    # Of 16 tokens: three of the eight texts fit at once.
+    # A page has 16 tokens, so three of the eight texts fit at once.
     small = Stack("--always-draft", "--page-count", "20", "--metrics-port", str(metrics_port))
     small.add_drafter("ngram-1", "ngram")
     with running(small):

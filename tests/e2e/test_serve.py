@@ -1,4 +1,4 @@
-"""`outrider serve` as a user starts it: it answers, and no process of it is left, however it ends."""
+"""`outrider serve` as a user starts it: it answers, and leaves no process, however it ends."""
 
 import os
 import signal
@@ -19,20 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def serving(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The process, and the URL at which it answers."""
+    """Start `outrider serve`; yields its process and URL once it is ready."""
     port = free_port("127.0.0.1")
-    flags = [
-        "--target",
-        "models/target",
-        "--drafter",
-        "ngram",
-        "--http-port",
-        str(port),
-        "--grpc-port",
-        str(free_port("127.0.0.1")),
-        "--verifier-port",
-        "0",
-    ]
+    flags = ["--target", "models/target", "--drafter", "ngram", "--http-port", str(port)]
+    flags += ["--grpc-port", str(free_port("127.0.0.1")), "--verifier-port", "0"]
     with log.open("wb") as output:
         command = [sys.executable, "-m", "outrider.launch.cli", "serve", *flags]
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -72,20 +62,20 @@ def runs(pid: int) -> bool:
     ],
     ids=lambda number: number.name,
 )
-def test_it_answers_and_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_serve_answers_and_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     with serving(tmp_path / "log") as (process, url):
         body = {"model": "models/target", "prompt": "def main(", "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 8
         started = children(process.pid)
-        assert len(started) == 3  # a verifier, a drafter and the gateway
+        assert len(started) == len(("verifier", "drafter", "gateway"))
         os.kill(process.pid, number)
         status = process.wait(20)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
         until(lambda: not any(map(runs, started)), 15)
-        said = (tmp_path / "log").read_text()
-        assert "leaked" not in said
-        assert said.startswith("loading models/target ...\n")
-        # What would look like a failure, or was a progress bar.
+        printed = (tmp_path / "log").read_text()
+        assert "leaked" not in printed
+        assert printed.startswith("loading models/target ...\n")
+        # Nothing in it looks like a failure, or comes from a progress bar.
         for word in ("refused", "unavailable", "UNAVAILABLE", "Loading weights", "0 of 1"):
-            assert word not in said
+            assert word not in printed

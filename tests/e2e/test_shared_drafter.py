@@ -1,4 +1,4 @@
-"""One drafter process with one draft model for two verifiers: their texts are what each would write alone."""
+"""One drafter process drafts for two verifiers; their texts are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ GREEDY = SamplingParams(0.0)
 @pytest.fixture
 def verifiers() -> Iterator[tuple[Stack, Stack]]:
     """Two verifiers that wait for drafts, and one drafter process for both."""
-    first, second = Stack("--always-draft"), Stack("--always-draft")
+    first = Stack("--always-draft")
+    second = Stack("--always-draft")
     first.add_drafter("shared", "model", "--verifier", second.address)
-    # Of the first stack's process, to wait for it at both.
+    # The first stack's process; both stacks wait until it is connected.
     second.drafters["shared"] = first.drafters["shared"]
     with running(first), running(second):
         yield first, second
@@ -31,22 +32,20 @@ def verifiers() -> Iterator[tuple[Stack, Stack]]:
 async def texts(
     client: Client, options: SpeculationOptions, sampling: SamplingParams
 ) -> list[list[int]]:
-    """Of all prompts at once."""
-    return await asyncio.gather(
-        *(client.tokens(request(i, options, sampling)) for i in range(len(PROMPTS)))
-    )
+    """Texts of all prompts, requested at once."""
+    requests = [request(i, options, sampling) for i in range(len(PROMPTS))]
+    return await asyncio.gather(*(client.tokens(one) for one in requests))
 
 
 async def accepted(client: Client) -> int:
-    """Draft tokens of the shared drafter that stood, of some requests."""
+    """Number of the shared drafter's tokens that were accepted in four requests."""
     answers = await asyncio.gather(*(client.generate(request(i, SHARED)) for i in range(4)))
-    return sum(
-        answer[-1].stats.accepted_token_count for answer in answers if answer[-1].stats is not None
-    )
+    stats = [answer[-1].stats for answer in answers]
+    return sum(found.accepted_token_count for found in stats if found is not None)
 
 
-async def torment(verifier: Process, until: asyncio.Event) -> int:
-    """Pause the verifier and go on, kill it and start it anew, until told to stop; how often."""
+async def disturb(verifier: Process, until: asyncio.Event) -> int:
+    """Pause and resume, kill and restart the verifier, `until` is set; return the rounds."""
     rounds = 0
     while not until.is_set():
         verifier.popen.send_signal(signal.SIGSTOP)
@@ -61,34 +60,33 @@ async def torment(verifier: Process, until: asyncio.Event) -> int:
 
 
 @pytest.mark.slow
-async def test_texts_of_both_verifiers_under_load_equal_plain_decoding(
+async def test_texts_of_both_verifiers_equal_plain_decoding_under_load(
     verifiers: tuple[Stack, Stack],
 ) -> None:
     async with Client(verifiers[0].address) as one, Client(verifiers[1].address) as two:
         for sampling in (GREEDY, SETTINGS[0]):
             expected = await texts(one, PLAIN, sampling)
             for _ in range(2):
-                assert await asyncio.gather(
-                    texts(one, SHARED, sampling), texts(two, SHARED, sampling)
-                ) == [expected, expected]
+                both = (texts(one, SHARED, sampling), texts(two, SHARED, sampling))
+                assert await asyncio.gather(*both) == [expected, expected]
         assert min(await asyncio.gather(accepted(one), accepted(two))) > 20
 
 
 @pytest.mark.slow
-async def test_a_verifier_that_hangs_dies_and_restarts_costs_the_other_no_drafts(
+async def test_a_failing_verifier_does_not_disturb_the_drafts_of_the_other(
     verifiers: tuple[Stack, Stack],
 ) -> None:
     stays, suffers = verifiers
     stopping = asyncio.Event()
     async with Client(stays.address) as client:
         expected = await texts(client, PLAIN, GREEDY)
-        tormentor = asyncio.create_task(torment(suffers.verifier, stopping))
+        disturbing = asyncio.create_task(disturb(suffers.verifier, stopping))
         began = time.monotonic()
         while time.monotonic() - began < 10:
             assert await texts(client, SHARED, GREEDY) == expected
             assert await accepted(client) > 20
         stopping.set()
-        assert await tormentor >= 2
+        assert await disturbing >= 2
     suffers.wait_ready()
     async with Client(suffers.address) as client:
         assert await texts(client, SHARED, GREEDY) == expected

@@ -1,4 +1,4 @@
-"""One request is one connected trace through gateway, verifier and drafter, as a collector sees it."""
+"""One request makes one connected trace through gateway, verifier and drafters."""
 
 import asyncio
 import time
@@ -16,33 +16,36 @@ from stack import TARGET, Process, Stack, free_port
 from outrider import __version__
 
 LEFT = "c" * 32
-"""The trace of a request whose client leaves."""
+"""Trace id of a request whose client leaves."""
+
+
+def attributes(owner: Any) -> dict[str, Any]:
+    """The values by name of a span's or a resource's attributes."""
+    return {attribute.key: attribute.value for attribute in owner.attributes}
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it is sent: (service, span)."""
+    """Collects pairs of service and span."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []
 
     async def Export(self, request: Any, context: Any) -> Any:
+        """Take one batch of spans."""
         for resource in request.resource_spans:
-            known = {
-                attribute.key: attribute.value.string_value
-                for attribute in resource.resource.attributes
-            }
-            assert known["service.version"] == __version__
-            self.spans += [
-                (known["service.name"], span)
-                for scope in resource.scope_spans
-                for span in scope.spans
-            ]
+            known = attributes(resource.resource)
+            assert known["service.version"].string_value == __version__
+            name = known["service.name"].string_value
+            spans = [span for scope in resource.scope_spans for span in scope.spans]
+            self.spans += [(name, span) for span in spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    server, collector = grpc.aio.server(), Collector()
+    """Run a collector; yields it and its URL."""
+    server = grpc.aio.server()
+    collector = Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -51,7 +54,7 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 
 async def complete(url: str) -> None:
-    """One completion, as soon as the gateway takes it."""
+    """Request one completion as soon as the gateway takes requests."""
     body = {
         "model": TARGET,
         "prompt": "def read_file(path, encoding=None):\n    ",
@@ -72,7 +75,7 @@ async def complete(url: str) -> None:
 
 
 async def hang_up(url: str) -> None:
-    """A streamed completion whose client leaves after the first chunk."""
+    """Request a streamed completion, and leave after the first chunk."""
     body = {
         "model": TARGET,
         "prompt": "def read_file(",
@@ -88,8 +91,8 @@ async def hang_up(url: str) -> None:
         await anext(response.aiter_lines())
 
 
-@pytest.mark.slow
-async def test_one_request_makes_one_connected_trace() -> None:
+async def traced_requests() -> list[tuple[str, Any]]:
+    """Every (service, span) of a stack that answered one request and lost a client."""
     async with collecting() as (collector, endpoint):
         tracing = ("--otlp-endpoint", endpoint)
         stack = Stack(*tracing, "--always-draft")
@@ -98,33 +101,20 @@ async def test_one_request_makes_one_connected_trace() -> None:
         await asyncio.to_thread(stack.wait_ready)
         port = free_port()
         addresses = ["--http-port", str(port), "--grpc-listen", "127.0.0.1:0"]
-        gateway = Process(
-            "gateway", "--verifier", stack.address, "--tokenizer", TARGET, *addresses, *tracing
-        )
+        model = ["--verifier", stack.address, "--tokenizer", TARGET]
+        gateway = Process("gateway", *model, *addresses, *tracing)
         await complete(f"http://127.0.0.1:{port}")
         await hang_up(f"http://127.0.0.1:{port}")
-        # Stopping sends what is left.
+        # Each process sends its last spans when it stops.
         await asyncio.to_thread(gateway.stop)
         gateway.log.close()
         await asyncio.to_thread(stack.stop)
-    failed = [
-        (span.name, span.status)
-        for _, span in collector.spans
-        if span.status.code != Status.STATUS_CODE_UNSET
-    ]
-    assert failed == [], "neither a finished request nor a client that leaves is an error"
-    traces = {span.trace_id for service, span in collector.spans if span.name == "generate_tokens"}
-    assert bytes.fromhex(LEFT) in traces
-    traces.remove(bytes.fromhex(LEFT))
-    assert len(traces) == 1
-    spans = [(service, span) for service, span in collector.spans if span.trace_id in traces]
-    assert {service for service, _ in spans} == {
-        "outrider-gateway",
-        "outrider-verifier",
-        "outrider-drafter",
-    }
-    names = {(service.removeprefix("outrider-"), span.name) for service, span in spans}
-    assert names == {
+    return collector.spans
+
+
+def check_tree(spans: list[tuple[str, Any]]) -> None:
+    """The spans of a request are those of all three services, below one root of the gateway."""
+    assert {(service.removeprefix("outrider-"), span.name) for service, span in spans} == {
         ("gateway", f"text_completion {TARGET}"),
         ("verifier", "generate_tokens"),
         ("verifier", "queue"),
@@ -133,30 +123,35 @@ async def test_one_request_makes_one_connected_trace() -> None:
         ("drafter", "propose"),
         ("drafter", "rewind"),
     }
-    known = {span.span_id for _, span in spans}
-    roots = [(service, span) for service, span in spans if span.parent_span_id not in known]
-    assert [service for service, _ in roots] == ["outrider-gateway"]
-    proposals = [span for _, span in spans if span.name == "propose"]
-    proposed = [
-        {attribute.key: attribute.value for attribute in span.attributes} for span in proposals
-    ]
-    assert {attributes["outrider.family"].string_value for attributes in proposed} == {
-        "ngram",
-        "model",
-    }
-    assert all(attributes["outrider.draft_tokens"].int_value > 0 for attributes in proposed)
-    parents = {span.span_id: span.name for _, span in spans}
-    assert {parents[span.parent_span_id] for span in proposals} == {"generate_tokens", "verify"}, (
-        "the first follows the prompt"
-    )
-    steps = [
-        {attribute.key: attribute.value for attribute in span.attributes}
-        for _, span in spans
-        if span.name == "verify"
-    ]
+    names = {span.span_id: span.name for _, span in spans}
+    roots = [service for service, span in spans if span.parent_span_id not in names]
+    assert roots == ["outrider-gateway"]
+    # The first proposal follows the prompt, later ones follow a step.
+    parents = {names[span.parent_span_id] for _, span in spans if span.name == "propose"}
+    assert parents == {"generate_tokens", "verify"}
+
+
+def check_attributes(spans: list[tuple[str, Any]]) -> None:
+    """Proposals have family and length, steps have their wait and the lookups of drafts."""
+    proposals = [attributes(span) for _, span in spans if span.name == "propose"]
+    families = {proposal["outrider.family"].string_value for proposal in proposals}
+    assert families == {"ngram", "model"}
+    assert all(proposal["outrider.draft_tokens"].int_value > 0 for proposal in proposals)
+    steps = [attributes(span) for _, span in spans if span.name == "verify"]
     assert all(step["outrider.wait_seconds"].double_value >= 0 for step in steps)
-    assert any(
-        "wasted" in step["outrider.lookups"].string_value
-        for step in steps
-        if "outrider.lookups" in step
-    )
+    lookups = [step["outrider.lookups"] for step in steps if "outrider.lookups" in step]
+    assert any("wasted" in value.string_value for value in lookups)
+
+
+@pytest.mark.slow
+async def test_one_request_makes_one_connected_trace() -> None:
+    spans = await traced_requests()
+    states = {span.status.code for _, span in spans}
+    assert states == {Status.STATUS_CODE_UNSET}, "a client that leaves is not an error"
+    traces = {span.trace_id for _, span in spans if span.name == "generate_tokens"}
+    assert bytes.fromhex(LEFT) in traces
+    traces.remove(bytes.fromhex(LEFT))
+    assert len(traces) == 1
+    request = [(service, span) for service, span in spans if span.trace_id in traces]
+    check_tree(request)
+    check_attributes(request)

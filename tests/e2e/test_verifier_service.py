@@ -1,4 +1,4 @@
-"""The verifier's gRPC service: bad input is named, clients may leave, health and reflection tell the truth."""
+"""The verifier's gRPC service: invalid input, cancellation, health, reflection and draining."""
 
 import asyncio
 import time
@@ -28,12 +28,12 @@ NAN = float("nan")
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty prompt": ({"prompt": []}, "prompt_token_ids", "must hold at least 1 token"),
     "no tokens to generate": ({"max_tokens": 0}, "max_tokens", "must be at least 1, not 0"),
-    "less than no tokens, with a scored prompt": (
+    "a negative number of tokens, with a scored prompt": (
         {"max_tokens": -1, "prompt_logprobs": 0},
         "max_tokens",
         "must be at least 0, not -1",
     ),
-    "too many alternatives to a prompt's tokens": (
+    "too many alternatives for a prompt's tokens": (
         {"prompt_logprobs": 21},
         "prompt_logprob_count",
         r"must be in \[0, 20\], not 21",
@@ -93,27 +93,26 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_REQUESTS)
-async def test_bad_input_is_refused_with_the_field_and_the_limit(stack: Stack, kind: str) -> None:
+async def test_invalid_requests_are_refused_with_the_field_and_the_limit(
+    stack: Stack, kind: str
+) -> None:
     changes, field, message = BAD_REQUESTS[kind]
     async with Client(stack.address) as client:
         with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
             await client.generate(replace(GOOD, **changes))
         error = rpc.error_of(caught.value)
         assert error.field == field
-        expected = (
-            grpc.StatusCode.NOT_FOUND
-            if kind == "an unknown drafter"
-            else grpc.StatusCode.INVALID_ARGUMENT
-        )
+        expected = grpc.StatusCode.INVALID_ARGUMENT
+        if kind == "an unknown drafter":
+            expected = grpc.StatusCode.NOT_FOUND
         assert caught.value.code() is expected
         assert len(await client.tokens(GOOD)) >= 1
 
 
-async def test_a_client_that_goes_away_frees_its_sequence_within_a_second(stack: Stack) -> None:
+async def test_a_cancelled_request_frees_its_sequence_within_a_second(stack: Stack) -> None:
     async with Client(stack.address) as client:
-        call = client.stub.GenerateTokens(
-            wire_requests.request_to_proto(replace(GOOD, max_tokens=2000, ignore_eos=True))
-        )
+        long = replace(GOOD, max_tokens=2000, ignore_eos=True)
+        call = client.stub.GenerateTokens(wire_requests.request_to_proto(long))
         await call.read()
         call.cancel()
         deadline = time.monotonic() + 1
@@ -132,19 +131,15 @@ async def test_a_seed_gives_the_same_text_with_any_drafter_and_in_any_batch(stac
     async with Client(stack.address) as client:
         plain = await client.tokens(replace(sampled, speculation=SpeculationOptions(enabled=False)))
         for drafter in ("", "ngram", "model"):
-            assert (
-                await client.tokens(
-                    replace(sampled, speculation=SpeculationOptions(drafter=drafter))
-                )
-                == plain
-            )
+            drafted = replace(sampled, speculation=SpeculationOptions(drafter=drafter))
+            assert await client.tokens(drafted) == plain
         others = (
             client.tokens(replace(sampled, sampling=SamplingParams(1.0, seed=i))) for i in range(7)
         )
         assert (await asyncio.gather(client.tokens(sampled), *others))[0] == plain
 
 
-async def test_health_is_told_by_service_and_reflection_lists_them(stack: Stack) -> None:
+async def test_health_is_per_service_and_reflection_lists_the_services(stack: Stack) -> None:
     async with rpc.dial(stack.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "outrider.v1.VerifierService"):
@@ -158,7 +153,7 @@ async def test_health_is_told_by_service_and_reflection_lists_them(stack: Stack)
 
 
 @pytest.mark.slow
-async def test_a_verifier_that_loads_says_so_and_takes_nothing(tmp_path: Any) -> None:
+async def test_a_verifier_without_a_tokenizer_file_ends_with_the_reason(tmp_path: Any) -> None:
     address = f"127.0.0.1:{free_port()}"
     process = Process("verifier_svc", "--target", str(tmp_path), "--listen", address)
     assert process.popen.wait(60) == 1
@@ -167,14 +162,16 @@ async def test_a_verifier_that_loads_says_so_and_takes_nothing(tmp_path: Any) ->
 
 
 @pytest.mark.slow
-async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
-    long = replace(GOOD, max_tokens=2000, ignore_eos=True)  # for seconds, whatever the machine
+async def test_a_draining_verifier_finishes_requests_and_takes_no_new_ones() -> None:
+    # It runs for seconds on any machine.
+    long = replace(GOOD, max_tokens=2000, ignore_eos=True)
     with running(Stack("--drain-seconds", "60")) as stack:
         async with Client(stack.address) as client, dialled(client, "mute") as drafter:
             running_call = aiter(client.stub.GenerateTokens(wire_requests.request_to_proto(long)))
             chunks = [wire_requests.chunk_from_proto(await anext(running_call))]
             stack.verifier.popen.terminate()
-            while (await client.model()).stage is not Stage.DRAINING:  # noqa: ASYNC110  # another process has no event to wait for
+            # Another process has no event to wait for.
+            while (await client.model()).stage is not Stage.DRAINING:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await client.generate(GOOD)
@@ -182,9 +179,9 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(aiter(TokenStreamServiceStub(client.channel).StreamTokens(iter([]))))
             assert rpc.error_of(caught.value).reason is Reason.DRAINING
-            while not (heard := await drafter.hear()).HasField("draining"):
+            while not (message := await drafter.hear()).HasField("draining"):
                 pass
-            assert heard.draining.grace_time.seconds == 60
+            assert message.draining.grace_time.seconds == 60
             chunks += [wire_requests.chunk_from_proto(response) async for response in running_call]
             ended = await drafter.error()
             assert (ended.reason, ended.retry_after_s) == (Reason.DRAINING, 1.0)

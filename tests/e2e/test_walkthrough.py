@@ -1,4 +1,4 @@
-"""The walk-throughs of docs/first-drafter.md and docs/placement.md, run as they stand there but for the ports."""
+"""Runs the walk-throughs of docs/first-drafter.md and docs/placement.md, with other ports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = re.compile(r"```(sh|ruby)\n(.*?)```", re.DOTALL)
 
 
 def script() -> str:
-    """All of the page's commands; its Ruby is the file that the text above it names."""
+    """All commands of the page; its Ruby block becomes the file that the page names."""
     parts = ["set -euo pipefail"]
     for language, text in BLOCK.findall(PAGE):
         if language == "sh":
@@ -33,7 +33,7 @@ def script() -> str:
 
 
 def with_ports(text: str) -> str:
-    """As the page says it, on ports that are free."""
+    """The commands with free ports in place of the default ones."""
     http, verifier = (str(free_port("127.0.0.1")) for _ in range(2))
     ports = f"serve --grpc-port 0 --http-port {http} --verifier-port {verifier}"
     return (
@@ -44,7 +44,7 @@ def with_ports(text: str) -> str:
 
 
 def run_commands(commands: str, tmp_path: Path, timeout_s: float) -> str:
-    """Run a page's commands in a directory that looks like the repository; returns what they printed."""
+    """Run commands in a directory with the repository's layout; return their output."""
     for name in ("protos", "models"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -64,37 +64,39 @@ def run_commands(commands: str, tmp_path: Path, timeout_s: float) -> str:
         try:
             code = shell.wait(timeout_s)
         finally:
-            # A page may leave its servers running; they are of the shell's session.
+            # A page may leave its servers running, in the shell's session.
             with suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGTERM)
-    said = (tmp_path / "log").read_text()
-    assert code == 0, said
-    return said
+    printed = (tmp_path / "log").read_text()
+    assert code == 0, printed
+    return printed
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="the page installs Debian packages")
-def test_the_walk_through_ends_with_accepted_guesses(tmp_path: Path) -> None:
-    said = run_commands(with_ports(script()), tmp_path, 180)
-    # What the servers log stands on the same line.
-    answer, _ = json.JSONDecoder().raw_decode(said[said.index('{"id":"cmpl') :])
+def test_the_first_drafter_walkthrough_ends_with_accepted_tokens(tmp_path: Path) -> None:
+    printed = run_commands(with_ports(script()), tmp_path, 180)
+    # The servers may log on the same line.
+    answer, _ = json.JSONDecoder().raw_decode(printed[printed.index('{"id":"cmpl') :])
     details = answer["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 20
 
 
 @pytest.mark.slow
-def test_one_command_says_whether_to_move_a_drafter_to_another_host(tmp_path: Path) -> None:
-    """Runs the walk-through of docs/placement.md. It measures a profile, which takes most of the time."""
+def test_the_placement_walkthrough_says_whether_to_move_a_drafter(tmp_path: Path) -> None:
+    """It measures a profile, which takes most of the time."""
     page = (ROOT / "docs/placement.md").read_text()
     _, _, section = page.partition("## Is it worth moving my drafter to another host 2 ms away?\n")
     section, _, _ = section.partition("\n## ")
     commands = "\n".join(["set -euo pipefail", *[text for _, text in BLOCK.findall(section)]])
-    said = run_commands(commands, tmp_path, 600)
-    answers = [line for line in said.splitlines() if "2 ms away brings" in line]
-    assert len(answers) == 1, said
+    printed = run_commands(commands, tmp_path, 600)
+    answers = [line for line in printed.splitlines() if "2 ms away brings" in line]
+    assert len(answers) == 1, printed
+    ratio = r"\d\.\d\d ×"
     assert re.fullmatch(
-        r"(Yes|No)[^:]*: a draft model 2 ms away brings \d\.\d\d × plain decoding at batch 1 \(\d\.\d\d × on this host\)\.",
+        rf"(Yes|No)[^:]*: a draft model 2 ms away brings {ratio} plain decoding at batch 1 "
+        rf"\({ratio} on this host\)\.",
         answers[0],
-    ), said
-    assert "E = (1 − a^(k+1)) / (1 − a)" in said
-    assert "break-even round trip" in said
+    ), printed
+    assert "E = (1 − a^(k+1)) / (1 − a)" in printed
+    assert "break-even round trip" in printed

@@ -1,4 +1,4 @@
-"""Every query of the dashboard says something of a real stack that a real Prometheus scrapes by the shipped configuration."""
+"""Every query of the dashboard has an answer from a real stack, scraped by a real Prometheus."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sy
 
 @contextmanager
 def redis_server(directory: Path) -> Iterator[int]:
+    """Run a Redis; yields its port."""
     port = free_port()
     arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
     binary = shutil.which("redis-server")
@@ -46,22 +47,23 @@ def redis_server(directory: Path) -> Iterator[int]:
 
 @contextmanager
 def prometheus(directory: Path, targets: dict[str, list[int]]) -> Iterator[str]:
-    """Prometheus with the shipped configuration, but for names, which only Compose resolves, and a shorter interval."""
+    """Run Prometheus with the shipped configuration; yields its URL.
+
+    Ports replace the names, which only Compose resolves, and the interval is shorter.
+    """
     config = yaml.safe_load((SHIPPED / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
     for job in config["scrape_configs"]:
         del job["dns_sd_configs"]
-        job["static_configs"] = [
-            {"targets": [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]}
-        ]
+        addresses = [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]
+        job["static_configs"] = [{"targets": addresses}]
     (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
     port = free_port()
     binary = shutil.which("prometheus")
     assert binary is not None, "no Prometheus on this machine; `make test` installs one"
     flags = [f"--config.file={directory}/prometheus.yaml", f"--storage.tsdb.path={directory}/data"]
-    with Popen(
-        [binary, *flags, f"--web.listen-address=127.0.0.1:{port}"], stdout=DEVNULL, stderr=DEVNULL
-    ) as process:
+    command = [binary, *flags, f"--web.listen-address=127.0.0.1:{port}"]
+    with Popen(command, stdout=DEVNULL, stderr=DEVNULL) as process:
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -70,7 +72,7 @@ def prometheus(directory: Path, targets: dict[str, list[int]]) -> Iterator[str]:
 
 @contextmanager
 def observed_stack(directory: Path, redis_port: int) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Verifier, drafters of two families and a gateway, its URL, and where each can be scraped."""
+    """Run verifier, two drafters and a gateway; yields its URL and the metrics ports by job."""
     gateway_port, verifier_port, *drafter_ports = (free_port() for _ in range(4))
     secret = directory / "secret"
     secret.write_text("s" * 32)
@@ -93,40 +95,34 @@ def observed_stack(directory: Path, redis_port: int) -> Iterator[tuple[str, dict
 
 
 async def traffic(url: str) -> None:
-    """Requests of every kind that a panel tells of: streamed and whole, completions and chats, one refused, one given up."""
+    """Send requests of every kind that a panel counts.
+
+    They are completions and a chat, two that are refused, and a stream whose client leaves.
+    """
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         deadline = time.monotonic() + 30
         while (await client.get("/readyz")).status_code != 200:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
         for drafter in ("ngram", "model", ""):
-            common: dict[str, Any] = {
-                "max_tokens": 40,
-                "temperature": 0,
-                "speculation": {"drafter": drafter},
-            }
-            await asyncio.gather(
-                *(
-                    client.post("/v1/completions", json={**common, "prompt": prompt})
-                    for prompt in PROMPTS
-                )
-            )
+            speculation = {"drafter": drafter}
+            common = {"max_tokens": 40, "temperature": 0, "speculation": speculation}
+            bodies: list[dict[str, Any]] = [common | {"prompt": prompt} for prompt in PROMPTS]
+            await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
         chat = {"messages": [{"role": "user", "content": "Say x."}], "max_completion_tokens": 16}
         await client.post("/v1/chat/completions", json=chat)
-        assert (
-            await client.post("/v1/completions", json={"prompt": "x", "max_tokens": -1})
-        ).status_code == 400
+        negative = {"prompt": "x", "max_tokens": -1}
+        assert (await client.post("/v1/completions", json=negative)).status_code == 400
         unknown = {"prompt": "x", "speculation": {"drafter": "nobody"}}
         assert (await client.post("/v1/completions", json=unknown)).is_client_error
-        async with client.stream(
-            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900, "stream": True}
-        ) as response:
+        long = {"prompt": "x", "max_tokens": 900, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=long) as response:
             await anext(response.aiter_bytes())
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Prometheus that has scraped a stack before, during and after its traffic."""
+    """URL of a Prometheus that has scraped a stack before, during and after its traffic."""
     directory = tmp_path_factory.mktemp("observability")
     with (
         redis_server(directory) as redis_port,
@@ -141,13 +137,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def all_scraped(url: str, count: int) -> None:
-    """Until every process was scraped, so that what follows counts as growth."""
+    """Wait until every process was scraped, so that later counts are growth."""
     async with httpx.AsyncClient() as client:
         deadline = time.monotonic() + 60
         while True:
             try:
                 answer = await client.get(f"{url}/api/v1/query", params={"query": "up == 1"})
-                # Unavailable while it starts.
+                # Prometheus answers 503 while it starts.
                 up = answer.raise_for_status().json()["data"]["result"]
             except httpx.HTTPError:
                 up = []
@@ -158,7 +154,7 @@ async def all_scraped(url: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("expression", QUERIES)
-def test_each_query_has_an_answer(url: str, expression: str) -> None:
+def test_every_query_of_the_dashboard_returns_a_number(url: str, expression: str) -> None:
     query = expression.replace("$__rate_interval", "1m")
     answer = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", answer
@@ -167,7 +163,7 @@ def test_each_query_has_an_answer(url: str, expression: str) -> None:
     assert not all(math.isnan(value) for value in values), "nothing but NaN"
 
 
-def test_every_metric_of_ours_that_a_query_names_is_exposed_and_every_panel_has_a_query(
+def test_every_metric_in_a_query_is_exposed_and_every_panel_has_a_query(
     url: str,
 ) -> None:
     exposed = set(httpx.get(f"{url}/api/v1/label/__name__/values").json()["data"])

@@ -1,4 +1,4 @@
-"""The benchmark's own parts: the proxy really delays, peers that die say why, and tables say what was measured."""
+"""The benchmark's own parts: proxy, peers, ways of decoding, tables and records."""
 
 import asyncio
 import sys
@@ -25,14 +25,15 @@ MODELS = Path(__file__).parents[2] / "models"
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.08])
-async def test_a_round_trip_through_the_proxy_takes_as_much_longer_as_asked(delay_s: float) -> None:
+async def test_the_proxy_delays_a_round_trip_by_the_given_time(delay_s: float) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):
             writer.write(data)
         writer.close()
         await writer.wait_closed()
 
-    far, front = free_port("127.0.0.1"), free_port("127.0.0.1")
+    far = free_port("127.0.0.1")
+    front = free_port("127.0.0.1")
     server = await asyncio.start_server(echo, "127.0.0.1", far)
     proxy = Proxy(far, delay_s)
     async with proxy.listen(front):
@@ -51,8 +52,9 @@ async def test_a_round_trip_through_the_proxy_takes_as_much_longer_as_asked(dela
     assert proxy.byte_count == 6
 
 
-async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_dies() -> None:
-    code = "import sys; input(); print('{\"tokens\": 6, \"seconds\": 2.0}', flush=True); input(); sys.exit('out of cake')"
+async def test_a_peer_that_dies_raises_an_error_with_its_last_line() -> None:
+    answer = '{"tokens": 6, "seconds": 2.0}'
+    code = f"import sys; input(); print('{answer}', flush=True); input(); sys.exit('out of cake')"
     async with line_peer(sys.executable, "-c", code) as ask:
         assert (await ask({})).tokens_per_s == 3.0
         with pytest.raises(RuntimeError, match="out of cake"):
@@ -60,11 +62,10 @@ async def test_a_peer_answers_line_by_line_and_its_last_words_are_told_when_it_d
 
 
 @pytest.mark.slow
-def test_seeds_texts_are_compared_under_drafts_batches_and_cached_prefixes() -> None:
+def test_seeds_compares_texts_by_drafts_batch_and_cached_prefix() -> None:
     _, found = seeds.measure(MODELS, 12, ["float32"])
-    assert {"drafts of 3, alone", "cached prefix, batch 8, drafts of 4"} <= set(
-        found["torch, float32"]
-    )
+    names = {"drafts of 3, alone", "cached prefix, batch 8, drafts of 4"}
+    assert names <= set(found["torch, float32"])
     for counts in found.values():
         for name, count in counts.items():
             assert count["differing"] == 0
@@ -73,7 +74,7 @@ def test_seeds_texts_are_compared_under_drafts_batches_and_cached_prefixes() -> 
             assert (count["cached"] > 0) is ("cached" in name)
 
 
-async def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_stack_that_cannot_start_raises_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"could not start(.|\n)*tokenizer\.json"):
         async with serving(tmp_path, []):
             pass
@@ -86,7 +87,7 @@ async def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
         [b'HTTP/1.1 400 \r\n\r\n{"error": "no such model"}'],
     ],
 )
-async def test_a_stream_is_read_to_its_end_and_an_error_is_raised(blocks: list[bytes]) -> None:
+async def test_a_stream_is_read_to_its_end_or_raises_the_servers_error(blocks: list[bytes]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"}"))
         for block in blocks:
@@ -132,7 +133,8 @@ def results() -> Results:
     }
     for batch in (1, 8):
         found.add(Cell("code", 0.0, batch), "transformers", Sample(30, 3.0))
-        # Two requests of 15 tokens; while both are under way, the first second, 15 of the one come and 8 of the other.
+        # Two requests of 15 tokens. In the first second, with both under way, 15 tokens of one come
+        # and 8 of the other.
         requests = [(0.0, 1.0, 15), (0.5, 1.5, 15)]
         found.add(
             Cell("code", 0.0, batch),
@@ -146,24 +148,18 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
     console = Console(record=True, width=220, file=(tmp_path / "printed").open("w"))
     for table in tables(results(), ["transformers", "outrider, ngram"]):
         console.print(table)
-    paths = write(
-        tmp_path,
-        "bench",
-        {"pairs": results().as_json()},
-        console,
-        plot(results(), ["transformers"]),
-    )
+    record = {"pairs": results().as_json()}
+    paths = write(tmp_path, "bench", record, console, plot(results(), ["transformers"]))
     console.file.close()
     printed = (tmp_path / "printed").read_text()
     assert "20.0 (20.0–20.0)" in printed
     assert "2.00" in printed
-    # While batches are full, which of transformers is not known.
+    # The rate while batches are full, which is not known for transformers.
     full = next(line for line in printed.splitlines() if "23.0 (23.0–23.0)" in line)
     assert full.count("1.00") == 2
     assert "Median TPOT (ms)" in printed
-    step = next(
-        line for line in printed.splitlines() if "outrider, ngram" in line and "0.75" in line
-    )
+    rows = [line for line in printed.splitlines() if "outrider, ngram" in line]
+    step = next(row for row in rows if "0.75" in row)
     cells = [cell.strip() for cell in step.split("│")]
     assert {"3.00", "26.7", "0.75", "0.25"} <= set(cells)
     assert [path.suffix for path in paths] == [".json", ".html", ".png"]
@@ -184,7 +180,7 @@ def test_tables_hold_rates_latencies_and_the_share_of_the_limit(tmp_path: Path) 
         ("outrider, [np]*", True, ["ngram", "model"], ["plain", "ngram"]),
     ],
 )
-async def test_suffix_drafters_run_where_a_wanted_way_may_use_them_and_their_package_is_there(
+async def test_suffix_drafters_start_if_a_chosen_way_can_use_them(
     monkeypatch: pytest.MonkeyPatch, wanted: str, trees: bool, drafters: list[str], ways: list[str]
 ) -> None:
     started: list[list[str]] = []
@@ -195,8 +191,9 @@ async def test_suffix_drafters_run_where_a_wanted_way_may_use_them_and_their_pac
         yield lambda speculation: speculation
 
     monkeypatch.setattr(bench, "outrider_stack", stack_of)
-    # None is what an import fails on.
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", sys if trees else None)
+    # An import fails if None is in its place.
+    module = sys if trees else None
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
     pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1000)
     console = Console(record=True)
     async with AsyncExitStack() as stack:
@@ -206,14 +203,13 @@ async def test_suffix_drafters_run_where_a_wanted_way_may_use_them_and_their_pac
     assert ("without suffix drafters" in console.export_text()) == (not trees)
 
 
-def test_a_record_names_the_versions_and_the_gpu_where_there_is_one_and_needs_no_git(
+def test_a_record_names_versions_and_the_gpu_even_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    versions = (
-        f", torch {torch.__version__}, transformers {transformers.__version__}, commit unknown"
-    )
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    versions = f", {libraries}, commit unknown"
     alone = bench._machine()
     assert alone.endswith(versions)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -221,7 +217,7 @@ def test_a_record_names_the_versions_and_the_gpu_where_there_is_one_and_needs_no
     assert bench._machine() == alone.replace(versions, f", a GPU{versions}")
 
 
-def test_lengths_that_vary_are_as_many_tokens_in_all_as_those_that_do_not() -> None:
+def test_varied_lengths_have_the_same_total_as_equal_ones() -> None:
     prompts = [[1]] * 100
     even, varied = (Task(prompts, 8, 40, 0.0, varied=wanted).lengths for wanted in (False, True))
     assert set(even) == {40}
@@ -230,7 +226,7 @@ def test_lengths_that_vary_are_as_many_tokens_in_all_as_those_that_do_not() -> N
 
 
 @pytest.mark.slow
-async def test_transformers_ways_decode_all_that_is_asked_for() -> None:
+async def test_transformers_ways_decode_every_requested_token() -> None:
     pair = Pair("tiny", MODELS / "draft", MODELS / "draft", "float32", 4, shared_threads=1)
     task = Task([[5, 6, 7], [8, 9]], batch=2, max_tokens=6, temperature=0.0)
     async with transformers_ways(pair) as ways:

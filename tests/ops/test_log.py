@@ -1,4 +1,4 @@
-"""What `outrider serve` does with a log that is full, unread or gone, and with a task of its own that fails."""
+"""`outrider serve` with a full, unread or closed log, and with a failing task of its own."""
 
 import os
 import signal
@@ -28,12 +28,12 @@ from outrider.launch.supervisor import Child
 stack = Stack([Child("talks", "talks", [])], "http://127.0.0.1:1", "", "")
 sys.exit(asyncio.run(supervise(stack, ServeSettings(target="t"))))
 """
-# More than pipes and queues between the child and the log can hold.
+# More lines than the pipes and queues between the child and the log can hold.
 MANY = 6_000
 
 
 class Rig:
-    """`outrider serve`'s own process, with a program that never stops talking for its only child."""
+    """The process of `outrider serve`, whose only child never stops printing."""
 
     def __init__(self, directory: Path, program: str = SUPERVISES) -> None:
         self.directory = directory
@@ -42,6 +42,7 @@ class Rig:
         (directory / "talks.py").write_text(TALKS)
 
     def start(self, stdout: int) -> subprocess.Popen[str]:
+        """Start it with this standard output."""
         return subprocess.Popen(
             self.command,
             cwd=self.directory,
@@ -68,7 +69,7 @@ def rig(tmp_path: Path) -> Rig:
 
 @contextmanager
 def small_file_system(directory: Path) -> Iterator[Path | None]:
-    """256 KiB of a tmpfs; None where this user may not mount one."""
+    """Mount a tmpfs of 256 KiB; yields None if this user may not mount one."""
     directory.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", directory],
@@ -89,8 +90,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def goes_on(rig: Rig, serving: subprocess.Popen[str]) -> None:
-    """The child's pipe is read, and a child that is killed comes back."""
+def assert_goes_on(rig: Rig, serving: subprocess.Popen[str]) -> None:
+    """Assert that the child's pipe is read, and that a killed child is restarted."""
     until(lambda: rig.progress[1] > MANY)
     first = rig.progress[0]
     os.kill(first, signal.SIGKILL)
@@ -98,58 +99,56 @@ def goes_on(rig: Rig, serving: subprocess.Popen[str]) -> None:
     assert serving.poll() is None
 
 
-def stops_in_good_order(rig: Rig, serving: subprocess.Popen[str]) -> None:
+def assert_stops(rig: Rig, serving: subprocess.Popen[str]) -> None:
+    """Assert that SIGTERM ends it with status 0, and its child too."""
     serving.terminate()
     assert serving.wait(20) == 0, serving.communicate()[1]
     serving.communicate()
     assert not Path(f"/proc/{rig.progress[0]}").exists()
 
 
-def test_a_log_on_a_full_disk_holds_up_nothing_and_goes_on_when_there_is_space(
+def test_a_log_on_a_full_disk_blocks_nothing_and_resumes_with_space(
     rig: Rig, tmp_path: Path
 ) -> None:
     with small_file_system(tmp_path / "small") as small:
-        path = small / "log" if small else Path("/dev/full")
+        path = Path("/dev/full")
         if small:
+            path = small / "log"
             (small / "filler").write_bytes(bytes(192 * 1024))
         with path.open("wb") as log:
             serving = rig.start(log.fileno())
-        goes_on(rig, serving)
+        assert_goes_on(rig, serving)
         if small:
             assert path.stat().st_size <= 64 * 1024
             (small / "filler").unlink()
             until(lambda: "lines were dropped: the log could not be written" in path.read_text())
-            assert all(
-                line.endswith(("xxx", "restarting it in 0.5 s", "written", "..."))
-                for line in path.read_text().splitlines()[:-1]
-            )
-        stops_in_good_order(rig, serving)
+            ends = ("xxx", "restarting it in 0.5 s", "written", "...")
+            assert all(line.endswith(ends) for line in path.read_text().splitlines()[:-1])
+        assert_stops(rig, serving)
 
 
 @pytest.mark.slow
-def test_a_log_that_nobody_reads_holds_up_nothing(rig: Rig) -> None:
+def test_a_log_without_a_reader_blocks_nothing(rig: Rig) -> None:
     serving = rig.start(subprocess.PIPE)
-    goes_on(rig, serving)
-    stops_in_good_order(rig, serving)
+    assert_goes_on(rig, serving)
+    assert_stops(rig, serving)
 
 
-def test_a_reader_that_leaves_ends_it_without_a_traceback(rig: Rig) -> None:
+def test_a_closed_pipe_ends_serve_without_a_traceback(rig: Rig) -> None:
     """As `outrider serve | head -3` does."""
     serving = rig.start(subprocess.PIPE)
     assert serving.stdout is not None
     assert all(serving.stdout.readline() for _ in range(3))
     serving.stdout.close()
     serving.stdout = None
-    assert (
-        serving.communicate(timeout=20)[1]
-        == "outrider serve: stopped, since nobody reads its output any more\n"
-    )
+    _, errors = serving.communicate(timeout=20)
+    assert errors == "outrider serve: stopped, since nobody reads its output any more\n"
     assert serving.returncode == 1
     assert not Path(f"/proc/{rig.progress[0]}").exists()
 
 
-def test_a_supervising_task_that_fails_ends_it_with_the_reason(tmp_path: Path) -> None:
-    """Made to fail by a reader of pipes that has a bug."""
+def test_a_failed_supervising_task_ends_serve_with_the_reason(tmp_path: Path) -> None:
+    """A reader of pipes with a bug makes the task fail."""
     broken = """
 import outrider.launch.supervisor
 calls = []
@@ -163,8 +162,8 @@ outrider.launch.supervisor._line = line
 """
     rig = Rig(tmp_path, broken + SUPERVISES)
     serving = rig.start(subprocess.DEVNULL)
-    _, said = serving.communicate(timeout=30)
+    _, errors = serving.communicate(timeout=30)
     assert serving.returncode == 1
-    assert said.startswith("outrider serve: a task that supervises ended: ")
-    assert said.endswith("RuntimeError: a bug\n")
+    assert errors.startswith("outrider serve: a supervising task failed: ")
+    assert errors.endswith("RuntimeError: a bug\n")
     assert not Path(f"/proc/{rig.progress[0]}").exists()

@@ -1,4 +1,4 @@
-"""The supervisor: what dies comes back, what cannot start is said, and nothing is left running."""
+"""The supervisor restarts children that die, reports failed starts, and leaves nothing running."""
 
 import asyncio
 import os
@@ -15,7 +15,12 @@ from outrider.launch.supervisor import Child, StartFailed, Supervisor
 
 LIVES = "import time; print('up', flush=True); time.sleep(60)"
 FAILS = "raise SystemExit('no such model')"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(60)
+"""
 WITH_CHILD = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '60'])"
 LEAVES_A_NOTE = """
 import pathlib, signal, sys, time
@@ -27,14 +32,15 @@ SUPERVISES = """
 import asyncio
 from outrider.launch.supervisor import Child, Supervisor
 async def main():
-    Supervisor(lambda name, line: print(f"{name}: {line}", flush=True)).start(Child("waits", "waits", []))
+    supervisor = Supervisor(lambda name, line: print(f"{name}: {line}", flush=True))
+    supervisor.start(Child("waits", "waits", []))
     await asyncio.sleep(60)
 asyncio.run(main())
 """
 
 
 class Rig:
-    """A supervisor whose children are small programs, and what they printed."""
+    """A supervisor whose children are small programs, and the lines that they printed."""
 
     def __init__(self, directory: Path) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -42,14 +48,17 @@ class Rig:
         self._directory = directory
 
     def start(self, name: str, program: str) -> Child:
+        """Start a child that runs this program."""
         (self._directory / f"{name}.py").write_text(program)
         child = Child(name, name, [], {"PYTHONPATH": str(self._directory)})
         self.supervisor.start(child)
         return child
 
     async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds, for at most 10 s."""
         async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            # The conditions have no events.
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -68,7 +77,7 @@ def group_exists(group: int) -> bool:
     return True
 
 
-async def test_a_child_that_is_killed_comes_back_after_a_moment(rig: Rig) -> None:
+async def test_a_killed_child_is_restarted_after_a_delay(rig: Rig) -> None:
     child = rig.start("lives", LIVES)
     await rig.until(lambda: ("lives", "up") in rig.lines)
     first = child.pid
@@ -86,13 +95,13 @@ async def test_a_child_that_fails_while_the_stack_starts_ends_the_start(rig: Rig
     assert ("fails", "no such model") in rig.lines
 
 
-async def test_once_all_are_up_a_failing_child_is_tried_again(rig: Rig) -> None:
+async def test_a_child_that_fails_after_the_start_is_restarted(rig: Rig) -> None:
     await rig.supervisor.settle(asyncio.sleep(0))
     child = rig.start("fails", FAILS)
     await rig.until(lambda: child.restarts == 1)
 
 
-def test_children_end_in_good_order_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+def test_children_get_sigterm_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(LEAVES_A_NOTE)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", SUPERVISES]
@@ -108,7 +117,7 @@ def test_children_end_in_good_order_when_their_supervisor_is_killed(tmp_path: Pa
         time.sleep(0.02)
 
 
-async def test_stopping_ends_a_child_and_what_it_started(rig: Rig) -> None:
+async def test_stopping_ends_a_child_and_its_own_children(rig: Rig) -> None:
     child = rig.start("parent", WITH_CHILD)
     await rig.until(lambda: ("parent", "up") in rig.lines)
     group = child.pid
@@ -118,7 +127,7 @@ async def test_stopping_ends_a_child_and_what_it_started(rig: Rig) -> None:
     assert child.restarts == 0
 
 
-async def test_an_interrupted_stop_still_kills_who_ignores_sigterm(rig: Rig) -> None:
+async def test_an_interrupted_stop_still_kills_a_child_that_ignores_sigterm(rig: Rig) -> None:
     child = rig.start("stubborn", STUBBORN)
     await rig.until(lambda: ("stubborn", "up") in rig.lines)
     stopping = asyncio.create_task(rig.supervisor.stop())
@@ -130,12 +139,7 @@ async def test_an_interrupted_stop_still_kills_who_ignores_sigterm(rig: Rig) -> 
     await rig.until(lambda: not group_exists(group))
 
 
-async def test_a_line_longer_than_any_buffer_does_no_harm(rig: Rig) -> None:
-    rig.start(
-        "loud", "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)"
-    )
-    await rig.until(
-        lambda: (
-            ("loud", "after") in rig.lines or any(line.endswith("after") for _, line in rig.lines)
-        )
-    )
+async def test_a_line_longer_than_any_buffer_does_not_end_the_output(rig: Rig) -> None:
+    program = "print('x' * 300_000); print('after', flush=True); import time; time.sleep(60)"
+    rig.start("loud", program)
+    await rig.until(lambda: any(line.endswith("after") for _, line in rig.lines))

@@ -1,4 +1,4 @@
-"""Placement is chosen from the topology, checked against it, and taken before torch starts."""
+"""Placement is chosen from the topology, checked against it, and applied before torch is loaded."""
 
 import json
 import os
@@ -19,7 +19,7 @@ GRACE_MIDR = "0x00000000410fd4f0"
 
 
 def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor: str = "") -> Path:
-    """A /sys with what placement reads of it."""
+    """Make a /sys with the files that placement reads."""
     system = root / "devices/system"
     (system / "cpu").mkdir(parents=True)
     (system / "cpu/online").write_text(online + "\n")
@@ -37,7 +37,7 @@ def tree(root: Path, online: str, nodes: dict[int, str], midr: str = "", vendor:
 
 
 def gb200(root: Path) -> Path:
-    """Two Grace CPUs of 72 cores, nodes 0 and 1; the GPUs' memory as nodes without cores."""
+    """Two Grace CPUs of 72 cores, nodes 0 and 1; GPU memory makes nodes without cores."""
     nodes = {0: "0-71", 1: "72-143", **dict.fromkeys(range(2, 34), "")}
     return tree(root, "0-143", nodes, GRACE_MIDR, "NVIDIA")
 
@@ -47,23 +47,23 @@ def two_sockets(root: Path) -> Path:
 
 
 @given(st.sets(st.integers(0, 300), max_size=40))
-def test_a_list_of_cores_survives_writing_and_reading(cores: set[int]) -> None:
+def test_a_list_of_cores_is_the_same_after_writing_and_reading(cores: set[int]) -> None:
     assert parse_cores(format_cores(sorted(cores))) == sorted(cores)
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "0x3", "0-99999"])
-def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
+def test_an_invalid_list_of_cores_is_refused(text: str) -> None:
     with pytest.raises(OutriderError) as caught:
         parse_cores(text)
     assert caught.value.field == "cores"
 
 
-def test_grace_takes_the_first_cpus_cores_and_memory_by_itself(tmp_path: Path) -> None:
+def test_grace_defaults_to_the_first_cpus_cores_and_memory(tmp_path: Path) -> None:
     chosen = plan("grace", None, None, None, gb200(tmp_path))
     assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72)), 0, 72)
 
 
-def test_grace_can_be_told_which_socket_and_cores(tmp_path: Path) -> None:
+def test_grace_accepts_a_socket_and_cores(tmp_path: Path) -> None:
     chosen = plan("grace", "72-79", 1, 4, gb200(tmp_path))
     assert (chosen.cores, chosen.numa_node, chosen.threads) == (tuple(range(72, 80)), 1, 4)
 
@@ -76,7 +76,7 @@ def test_grace_can_be_told_which_socket_and_cores(tmp_path: Path) -> None:
         (GRACE_MIDR, "Amazon EC2", "in a machine that calls itself Amazon EC2"),
     ],
 )
-def test_grace_fails_with_the_reason_on_a_machine_that_has_none(
+def test_grace_is_refused_with_the_reason_on_other_machines(
     tmp_path: Path, midr: str, vendor: str, reason: str
 ) -> None:
     with pytest.raises(OutriderError, match=reason) as caught:
@@ -84,7 +84,7 @@ def test_grace_fails_with_the_reason_on_a_machine_that_has_none(
     assert caught.value.field == "placement"
 
 
-def test_cpu_takes_a_nodes_cores_or_all_there_are(tmp_path: Path) -> None:
+def test_cpu_takes_the_cores_of_a_node_or_of_the_whole_machine(tmp_path: Path) -> None:
     root = two_sockets(tmp_path)
     assert plan("cpu", None, 1, None, root).cores == (*range(8, 16), *range(24, 32))
     assert plan("cpu", None, None, None, root).cores == tuple(range(32))
@@ -100,7 +100,7 @@ def test_cpu_takes_a_nodes_cores_or_all_there_are(tmp_path: Path) -> None:
         ("0-1", None, 3, "threads", "must be at most the 2 cores, not 3"),
     ],
 )
-def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
+def test_absent_cores_and_nodes_are_refused_with_the_present_ones(
     tmp_path: Path,
     cores: str | None,
     node: int | None,
@@ -113,19 +113,21 @@ def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
     assert caught.value.field == field
 
 
-def test_a_node_of_gpu_memory_has_no_cores_to_run_on(tmp_path: Path) -> None:
+def test_a_numa_node_without_cores_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"numa_node 2 has no cores.*nodes with cores: 0, 1"):
         plan("cpu", None, 2, None, gb200(tmp_path))
 
 
 @pytest.mark.parametrize(("cores", "node"), [("0", None), (None, 0)])
-def test_local_pins_nothing_and_takes_no_request(cores: str | None, node: int | None) -> None:
+def test_local_pins_nothing_and_refuses_cores_and_nodes(
+    cores: str | None, node: int | None
+) -> None:
     assert plan("local", None, None, 2).cores == ()
     with pytest.raises(OutriderError, match="goes with placement cpu or grace, not local"):
         plan("local", cores, node, None)
 
 
-def test_a_process_is_really_pinned_before_torch_is_there() -> None:
+def test_a_process_is_pinned_before_torch_is_imported() -> None:
     core = max(os.sched_getaffinity(0))
     program = f"""
 import json, os, sys
@@ -135,15 +137,15 @@ chosen.apply()
 early = "torch" in sys.modules
 import torch
 place = chosen.describe("cpu")
-print(json.dumps([early, sorted(os.sched_getaffinity(0)), torch.get_num_threads(), list(place.cores), place.kind]))
+cores = sorted(os.sched_getaffinity(0))
+print(json.dumps([early, cores, torch.get_num_threads(), list(place.cores), place.kind]))
 """
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(output) == [False, [core], 1, [core], "cpu"]
 
 
-def test_a_socket_that_answers_is_preferred_and_anything_else_is_not(tmp_path: Path) -> None:
+def test_only_a_unix_socket_that_answers_replaces_the_address(tmp_path: Path) -> None:
     path = tmp_path / "verifier.sock"
     assert choose_address("host:1", None) == "host:1"
     assert choose_address("host:1", path) == "host:1"

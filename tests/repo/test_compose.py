@@ -1,4 +1,4 @@
-"""What compose.yaml promises for every service, and that its settings are ones that the processes have."""
+"""compose.yaml: limits and rights of every service, and settings that the processes have."""
 
 import re
 from pathlib import Path
@@ -24,18 +24,20 @@ SETTINGS: dict[str, list[type[Settings]]] = {
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_no_service_can_write_gain_rights_or_take_all_there_is(name: str) -> None:
+def test_every_service_is_read_only_unprivileged_and_limited(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service.get("cap_add", []) == (["SYS_NICE"] if name == "drafter-grace" else [])
+    # set_mempolicy needs SYS_NICE.
+    added = ["SYS_NICE"] if name == "drafter-grace" else []
+    assert service.get("cap_add", []) == added
     assert service["pids_limit"] > 0
     assert not service.get("privileged")
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - {"secrets", "redis-cluster-join"}))
-def test_every_service_that_stays_is_limited_and_restarted(name: str) -> None:
+def test_every_long_lived_service_has_a_memory_limit_and_restarts(name: str) -> None:
     assert SERVICES[name]["mem_limit"]
     assert SERVICES[name]["restart"] == "unless-stopped"
 
@@ -45,41 +47,32 @@ def test_compose_waits_longer_than_any_process_drains() -> None:
         schema.model_fields["drain_seconds"].default
         for schema in (VerifierSettings, GatewaySettings)
     ]
-    assert {
-        float(service["stop_grace_period"].removesuffix("s")) > max(drains)
-        for service in SERVICES.values()
-    } == {True}
+    for service in SERVICES.values():
+        assert float(service["stop_grace_period"].removesuffix("s")) > max(drains)
 
 
-def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> None:
+def test_ports_are_published_on_loopback_by_default() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert len(ports) >= 3
-    assert [
-        port
-        for port in ports
-        if not re.match(r"\$\{OUTRIDER_(VERIFIER_)?BIND:-127\.0\.0\.1\}:", port)
-    ] == []
+    loopback = re.compile(r"\$\{OUTRIDER_(VERIFIER_)?BIND:-127\.0\.0\.1\}:")
+    assert [port for port in ports if not loopback.match(port)] == []
 
 
-def test_only_redis_and_ngram_drafters_see_secrets_and_each_other() -> None:
+def test_only_redis_and_ngram_drafters_share_secrets_and_a_network() -> None:
     with_secrets = {
         name
         for name, service in SERVICES.items()
         if any("/run/outrider/secrets" in v for v in service.get("volumes", []))
     }
     assert all(name.startswith(("redis", "secrets", "drafter-ngram")) for name in with_secrets)
-    assert {
-        name for name, service in SERVICES.items() if "pool" in service.get("networks", [])
-    } == with_secrets - {"secrets"}
+    in_pool = {name for name, service in SERVICES.items() if "pool" in service.get("networks", [])}
+    assert in_pool == with_secrets - {"secrets"}
 
 
-def test_every_setting_is_one_of_its_process() -> None:
+def test_every_variable_is_a_setting_of_its_process() -> None:
     files = TEXT + (COMPOSE / "Dockerfile").read_text()
-    named = set(
-        re.findall(
-            r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]", files, re.MULTILINE
-        )
-    )
+    variable = r"^ +(?:ENV )?OUTRIDER_(VERIFIER|DRAFTER|GATEWAY)_([A-Z_]+)[:=]"
+    named = set(re.findall(variable, files, re.MULTILINE))
     assert len(named) > 20
     known = {
         process: {name for schema in schemas for name in schema.model_fields}
@@ -89,9 +82,7 @@ def test_every_setting_is_one_of_its_process() -> None:
 
 
 def test_every_variable_is_in_the_readme() -> None:
-    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT)) | set(
-        re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE)
-    )
-    assert [
-        name for name in variables if f"`{name}`" not in (COMPOSE / "README.md").read_text()
-    ] == []
+    variables = set(re.findall(r"\$\{([A-Z_]+):-", TEXT))
+    variables |= set(re.findall(r"^ +([A-Z_]+):$", TEXT, re.MULTILINE))
+    readme = (COMPOSE / "README.md").read_text()
+    assert [name for name in variables if f"`{name}`" not in readme] == []

@@ -1,23 +1,35 @@
-"""Who may import whom, and what each process starts without."""
+"""Which package may import which, and what no module may do."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("verifier_svc", "drafter_svc", "gateway")
+BENCH = "bench"
+PACKAGES = ("outrider", *SERVICES, BENCH)
+RUNTIME = ROOT / "outrider/process/runtime.py"
+WRITES = (
+    "os.environ[",
+    "os.environ.setdefault",
+    "os.environ.update",
+    "os.environ.pop",
+    "os.putenv",
+)
 
 
 def sources(package: str) -> Iterator[Path]:
+    """The package's files but for generated ones."""
     return (path for path in sorted((ROOT / package).rglob("*.py")) if "v1" not in path.parts)
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of everything a file imports, wherever in it."""
+    """Full names of everything that a file imports, in functions too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -28,51 +40,100 @@ def imported(path: Path) -> set[str]:
 
 
 def roots(path: Path) -> set[str]:
+    """Names of the packages that a file imports."""
     return {name.partition(".")[0] for name in imported(path)}
+
+
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """Names of all attributes, and of everything that is imported."""
+    nodes = list(ast.walk(tree))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return attributes | {node.name for node in nodes if isinstance(node, ast.alias)}
+
+
+def environment_writes(nodes: Iterator[ast.AST]) -> list[str]:
+    """Targets and calls that change the environment of the process."""
+    targets: list[ast.expr] = []
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets += node.targets
+        elif isinstance(node, ast.AugAssign):
+            targets.append(node.target)
+        elif isinstance(node, ast.Call):
+            targets.append(node.func)
+    texts = map(ast.unparse, targets)
+    return [text for text in texts if text == "os.environ" or text.startswith(WRITES)]
+
+
+def executed_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes outside of functions."""
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from executed_at_import(child)
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_imports_no_other_service(service: str) -> None:
-    others = set(SERVICES) - {service} | {"bench"}
+    others = set(SERVICES) - {service} | {BENCH}
     for path in sources(service):
         assert not roots(path) & others, path
 
 
-def test_what_is_shared_imports_no_service() -> None:
-    """But for what `outrider serve` starts: it checks a drafter's settings against their schema before anything runs."""
+def test_outrider_imports_no_service_but_for_the_settings_of_serve() -> None:
+    """`outrider serve` takes over settings of the verifier, and checks those of drafters."""
+    settings = ("verifier_svc.config.", "drafter_svc.config.", "drafter_svc.families.registry.")
     for path in sources("outrider"):
         services = {name for name in imported(path) if name.partition(".")[0] in SERVICES}
-        settings = ("drafter_svc.config.", "drafter_svc.families.registry.")
-        allowed = (
-            {name for name in services if name.startswith(settings)}
-            if path.name == "stack.py"
-            else set()
-        )
-        assert services == allowed, path
+        if path.name == "stack.py":
+            services = {name for name in services if not name.startswith(settings)}
+        assert not services, path
 
 
-def test_protobuf_stays_in_wire_servicers_and_streams() -> None:
+def test_outrider_never_imports_bench() -> None:
+    """Its commands are found through entry points, so not even their names are in the code."""
+    for path in sources("outrider"):
+        assert BENCH not in roots(path), path
+        texts = {node.value for node in ast.walk(ast.parse(path.read_text())) if is_text(node)}
+        assert not [text for text in texts if text.startswith(f"{BENCH}.")], path
+
+
+def test_only_one_module_sets_environment_variables_when_imported() -> None:
+    assert environment_writes(ast.walk(ast.parse(RUNTIME.read_text())))
+    for package in PACKAGES:
+        for path in set(sources(package)) - {RUNTIME}:
+            assert not environment_writes(executed_at_import(ast.parse(path.read_text()))), path
+
+
+def test_only_one_module_ends_the_process_without_teardown() -> None:
+    assert "os._exit(" in RUNTIME.read_text()
+    for package in PACKAGES:
+        for path in set(sources(package)) - {RUNTIME}:
+            assert "_exit" not in names_in(ast.parse(path.read_text())), path
+
+
+def test_only_wire_servicers_and_streams_import_protobuf() -> None:
     streams = {"stream.py", "draft_streams.py", "token_stream.py", "token_streams.py"}
     allowed = streams | {"servicer.py", "connect.py", "routing.py", "__main__.py", "server.py"}
     for package in ("outrider", *SERVICES):
         for path in sources(package):
-            # The conformance kit is about the messages themselves.
-            if path.parent.name not in ("conformance", "wire") and any(
-                name.startswith("outrider.v1") for name in imported(path)
-            ):
+            # The conformance kit checks the messages themselves.
+            if path.parent.name in ("conformance", "wire"):
+                continue
+            if any(name.startswith("outrider.v1") for name in imported(path)):
                 assert path.name in allowed, path
 
 
-def test_what_is_no_service_or_stream_of_the_verifier_knows_no_grpc() -> None:
+def test_only_servers_and_streams_of_the_verifier_import_grpc() -> None:
+    grpc = ("grpc", "google", "outrider.process.rpc", "outrider.v1", "outrider.wire")
     speaks = {"server.py", "servicer.py", "draft_streams.py", "token_streams.py"}
     for path in sources("verifier_svc"):
-        known = any(
-            name.startswith(
-                ("grpc", "google", "outrider.process.rpc", "outrider.v1", "outrider.wire")
-            )
-            for name in imported(path)
-        )
-        assert known == (path.name in speaks), path
+        known = [name for name in imported(path) if name.startswith(grpc)]
+        assert bool(known) == (path.name in speaks), path
 
 
 def test_http_validation_loads_no_protobuf_and_no_grpc() -> None:
@@ -81,16 +142,13 @@ def test_http_validation_loads_no_protobuf_and_no_grpc() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-def test_drafter_families_and_sampling_know_no_grpc() -> None:
-    for path in (
-        *sources("drafter_svc/families"),
-        *sources("drafter_svc/pools"),
-        *sources("outrider/sampling"),
-    ):
-        assert "grpc" not in roots(path), path
+def test_drafter_families_and_sampling_do_not_import_grpc() -> None:
+    for package in ("drafter_svc/families", "drafter_svc/pools", "outrider/sampling"):
+        for path in sources(package):
+            assert "grpc" not in roots(path), path
 
 
-def test_state_policy_and_drafts_of_the_verifier_know_no_torch() -> None:
+def test_state_policy_and_drafts_of_the_verifier_do_not_import_torch() -> None:
     for room in ("state", "policy", "drafts"):
         for path in sources(f"verifier_svc/{room}"):
             assert "torch" not in roots(path), path
@@ -100,13 +158,13 @@ LAYERS = ("state", "policy", "verification", "drafts", "engine", "streams")
 
 
 @pytest.mark.parametrize("room", LAYERS)
-def test_no_room_of_the_verifier_imports_a_higher_one(room: str) -> None:
+def test_no_layer_of_the_verifier_imports_a_higher_one(room: str) -> None:
     higher = tuple(f"verifier_svc.{name}." for name in LAYERS[LAYERS.index(room) + 1 :])
     for path in sources(f"verifier_svc/{room}"):
         assert not [name for name in imported(path) if name.startswith(higher)], path
 
 
-def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
+def test_the_verifier_reads_time_only_from_its_clock() -> None:
     for path in sources("verifier_svc"):
         assert "time" not in roots(path), path
 
@@ -123,41 +181,31 @@ def test_the_verifier_reads_time_only_from_the_clock_it_is_given() -> None:
         "outrider.launch.cli",
     ],
 )
-def test_what_needs_no_model_starts_without_torch(module: str) -> None:
-    program = (
-        f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
+def test_modules_that_run_no_model_load_without_torch(module: str) -> None:
+    loaded = "'torch' in sys.modules or 'transformers' in sys.modules"
+    program = f"import sys, {module}; sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
     "command", ["verifier_svc --target x", "drafter_svc --family model --model x"]
 )
-def test_what_runs_a_model_names_the_extra_that_is_missing(command: str) -> None:
-    """As after `pip install outrider` alone: None in sys.modules is how Python marks a module that cannot be found."""
+def test_a_process_without_torch_names_the_missing_extra(command: str) -> None:
+    """As after `pip install outrider` without extras: an import of None in sys.modules fails."""
     module, *arguments = command.split()
     without = f"import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = {arguments}"
     program = f"{without}; runpy.run_module({module!r}, run_name='__main__')"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    line = [sys.executable, "-c", program]
+    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert "needs torch; in Outrider's sources" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_nothing_unpickles_or_evaluates() -> None:
+def test_no_module_unpickles_or_evaluates_data() -> None:
     for package in ("outrider", *SERVICES):
         for path in sources(package):
             assert not roots(path) & {"pickle", "marshal", "shelve", "dill"}, path
-            called = {
-                ast.unparse(node.func)
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.Call)
-            }
+            nodes = ast.walk(ast.parse(path.read_text()))
+            called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
             assert not called & {"eval", "exec", "torch.load"}, path

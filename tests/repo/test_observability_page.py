@@ -1,4 +1,4 @@
-"""docs/observability.md has everything that processes say of themselves."""
+"""docs/observability.md describes every metric and span attribute."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ REGISTRIES = {
 
 
 @pytest.mark.parametrize("process", REGISTRIES)
-def test_every_metric_is_described(process: str) -> None:
+def test_every_metric_is_documented(process: str) -> None:
     registry: CollectorRegistry = REGISTRIES[process]
     names = [family.name for family in registry.collect()]
     assert len(names) > 3
     assert [name for name in names if f"`{name}`" not in PAGE] == []
 
 
-def test_every_attribute_of_ours_is_described() -> None:
-    """OpenTelemetry's own are listed there together."""
+def test_every_span_attribute_is_documented() -> None:
+    """OpenTelemetry's own attributes are listed there together."""
     packages = ("outrider", "gateway", "verifier_svc", "drafter_svc")
     sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
     attributes = {name for source in sources for name in re.findall(r"\b(outrider__\w+)=", source)}

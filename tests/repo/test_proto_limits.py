@@ -1,4 +1,4 @@
-"""The limits that the protos' comments state are those that the code holds."""
+"""The code enforces exactly the limits that the protos' comments state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from outrider.wire import settings as wire_settings
 from outrider.wire.model import placement_from_proto
 
 ROOT = Path(__file__).parents[2]
-VOCAB, MAX_TOKENS = 5000, 2000
+VOCAB = 5000
+MAX_TOKENS = 2000
 FIELD = re.compile(r"^(?:optional |repeated )?[\w.<>, ]+ (\w+) = \d+;$")
 RANGE = re.compile(r"Range ([\[(])([^,]+), ([^\])]+)\]")
 COUNT = re.compile(r"\b(?:(\d+) to|[Aa]t most) (\d+)\b(?! MiB)")
@@ -30,7 +31,7 @@ NAMES = {"vocabulary size": VOCAB, "max_tokens": MAX_TOKENS}
 
 @dataclass(frozen=True)
 class Limit:
-    """What a comment says of a field: its value, or how many entries or characters it has."""
+    """A documented range: of a field's value or, with `counts`, of its entries or characters."""
 
     field: str
     low: float
@@ -40,10 +41,10 @@ class Limit:
 
 
 def limits() -> list[Limit]:
-    """Of all fields that are read from the network."""
+    """The limits of all fields in the protos."""
     found: list[Limit] = []
     for path in sorted((ROOT / "protos/outrider/v1").glob("*.proto")):
-        message, comment = "", ""
+        message = comment = ""
         for line in map(str.strip, path.read_text().splitlines()):
             if line.startswith("//"):
                 comment += line.removeprefix("//")
@@ -62,7 +63,9 @@ def stated(field: str, comment: str) -> list[Limit]:
         bounds = [float(NAMES.get(bound, bound)) for bound in (low, high)]
         return [Limit(field, *bounds, low_is_open=bracket == "(")]
     counted = COUNT.search(comment)
-    return [Limit(field, float(counted[1] or 0), float(counted[2]), counts=True)] if counted else []
+    if counted is None:
+        return []
+    return [Limit(field, float(counted[1] or 0), float(counted[2]), counts=True)]
 
 
 def request(**fields: Any) -> object:
@@ -128,7 +131,7 @@ SAMPLING = [
 ]
 SAMPLING += ["frequency_penalty", "min_tokens"]
 SPECULATION = ["draft_tokens", "typical_epsilon", "relaxed_topk", "relaxed_delta"]
-# For each limit, what reads a value of the field, or so many entries of it.
+# For each limit a function that reads a value of the field, or a number of its entries.
 READERS: dict[str, Callable[[Any], object]] = {
     **{f"SamplingParams.{name}": named(sampling, name) for name in SAMPLING},
     "SamplingParams.logit_bias": lambda n: sampling(logit_bias=dict.fromkeys(range(n), 0.5)),
@@ -159,30 +162,32 @@ READERS: dict[str, Callable[[Any], object]] = {
 LIMITS = limits()
 
 
-def test_every_limit_in_a_comment_is_tried() -> None:
+def test_every_limit_in_a_comment_has_a_test() -> None:
     assert {limit.field for limit in LIMITS} == set(READERS)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.field)
-def test_what_a_comment_allows_is_taken_and_what_lies_beyond_is_refused(limit: Limit) -> None:
+def test_values_are_accepted_exactly_within_the_documented_limits(limit: Limit) -> None:
     read = READERS[limit.field]
-    step = 1.0 if limit.counts or whole(read, limit) else 1e-6
-    kind = int if step == 1.0 else float
-    inside = [limit.high, *([] if limit.low_is_open else [limit.low])]
-    outside = [limit.high + step, limit.low if limit.low_is_open else limit.low - step]
+    is_whole = limit.counts or whole(read, limit)
+    kind = int if is_whole else float
+    step = 1.0 if is_whole else 1e-6
+    inside = [limit.high] if limit.low_is_open else [limit.high, limit.low]
     for value in inside:
         read(kind(value))
-    for value in outside:
+    below = limit.low if limit.low_is_open else limit.low - step
+    outside = [(limit.high + step, limit.high), (below, limit.low)]
+    for value, bound in outside:
         if limit.counts and value < 0:
             continue
         with pytest.raises(OutriderError) as caught:
             read(kind(value))
         assert caught.value.field is not None
-        assert f"{limit.high if value > limit.high else limit.low:g}" in caught.value.message
+        assert f"{bound:g}" in caught.value.message
 
 
 def whole(read: Callable[[Any], object], limit: Limit) -> bool:
-    """Whether the field takes whole numbers alone, which protobuf says with a TypeError."""
+    """Whether the field takes only whole numbers: protobuf then raises TypeError for others."""
     try:
         read(limit.high - 0.5)
     except TypeError:

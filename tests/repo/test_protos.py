@@ -1,4 +1,4 @@
-"""The contract is documented to the last field, and the committed stubs are what it generates."""
+"""Every declaration of the protos is documented, and the committed stubs are up to date."""
 
 import re
 import subprocess
@@ -12,25 +12,22 @@ from outrider.v1 import errors_pb2
 
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
-DECLARATION = re.compile(
-    r"^\s*(message|enum|service|rpc|oneof|(optional |repeated )?[\w.]+ \w+ = \d+;|[A-Z_0-9]+ = \d+;)"
-)
+FIELD = r"(optional |repeated )?[\w.]+ \w+ = \d+;"
+DECLARATION = re.compile(rf"^\s*(message|enum|service|rpc|oneof|{FIELD}|[A-Z_0-9]+ = \d+;)")
 
 
 @pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)
 def test_every_declaration_has_a_comment_above_it(path: Path) -> None:
     lines = path.read_text().splitlines()
     pairs = zip(["", *lines], lines, strict=False)
-    assert [
-        line.strip() for before, line in pairs if DECLARATION.match(line) and "//" not in before
-    ] == []
+    declared = [(before, line) for before, line in pairs if DECLARATION.match(line)]
+    assert [line for before, line in declared if "//" not in before] == []
 
 
 def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "protos/generate.sh"), str(tmp_path)]
-    subprocess.run(
-        command, check=True, env={"PYTHON": sys.executable, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    )
+    environment = {"PYTHON": sys.executable, "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    subprocess.run(command, check=True, env=environment)
     made = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*_pb2*")}
     folders = (ROOT / "outrider/v1", ROOT / "outrider/internal/v1")
     committed = {
@@ -46,11 +43,11 @@ ERROR = re.compile(
 )
 
 
-def test_the_contract_lists_every_error_with_its_status_and_retry_rule() -> None:
+def test_the_protos_list_every_error_with_its_status_and_retry_rule() -> None:
     text = (ROOT / "protos/outrider/v1/errors.proto").read_text()
     listed = {name: (status, retry) for status, retry, name in ERROR.findall(text)}
-    assert listed == {
-        reason.name: (reason.kind.status, reason.kind.retry.value) for reason in Reason
-    }
-    names = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()}  # noqa: SIM118  # no mapping
+    kinds = {reason.name: reason.kind for reason in Reason}
+    assert listed == {name: (kind.status, kind.retry.value) for name, kind in kinds.items()}
+    declared = errors_pb2.ErrorReason.keys()
+    names = {name.removeprefix("ERROR_REASON_") for name in declared}
     assert names - {"UNSPECIFIED"} == set(Reason.__members__)

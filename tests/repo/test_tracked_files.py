@@ -1,4 +1,4 @@
-"""What is in the repository was written here: no packages of others, nothing that was built, nothing large."""
+"""Every tracked file was written here: no foreign packages, no build output, nothing large."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 MOST_BYTES = 2**20
 # The bundled pair of models, without which nothing runs.
 LARGE = {"models/target/model.safetensors", "models/draft/model.safetensors"}
-# Generated from protos/, and compared with what they generate by CI.
+# Generated from protos/; CI generates them again and compares.
 GENERATED = {"outrider/v1", "outrider/internal/v1"}
 FOLDERS = {
     "node_modules",
@@ -27,7 +27,7 @@ FOLDERS = {
     "target",
     "__pycache__",
 }
-# The bundled target model is no build output.
+# The folder of the bundled target model is not a build folder.
 NAMED_ALIKE = ("models/target/",)
 BUILT = re.compile(
     r"\.(o|a|so|dll|dylib|class|jar|war|exe|pyc|whl|egg|gem|tgz|zip|tar|gz|wasm|map)$|\.min\.(js|css)$"
@@ -39,18 +39,14 @@ LOCKS = re.compile(r"(^|/)(package-lock\.json|yarn\.lock|pnpm-lock\.yaml|Cargo\.
 @cache
 def tracked() -> tuple[str, ...]:
     """Paths of all files in git's index, from the repository's root."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
-    ).stdout.decode()
-    return tuple(
-        path
-        for path in listed.split("\0")
-        if path and (ROOT / path).is_file() and not (ROOT / path).is_symlink()
-    )
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    paths = [path for path in listed.split("\0") if path and (ROOT / path).is_file()]
+    return tuple(path for path in paths if not (ROOT / path).is_symlink())
 
 
 def problem(path: str, size: int) -> str | None:
-    """Why a file of so many bytes does not belong into the repository; None if it does."""
+    """Why a file of `size` bytes does not belong in the repository; None if it does."""
     if size > MOST_BYTES and path not in LARGE:
         return f"has {size} bytes, more than {MOST_BYTES}"
     parents = path.rpartition("/")[0]
@@ -60,18 +56,18 @@ def problem(path: str, size: int) -> str | None:
         return "was built, or packed"
     if PROTOBUF.search(path) and parents not in GENERATED:
         return "was generated from a proto"
-    return "pins packages of others" if LOCKS.search(path) else None
+    if LOCKS.search(path):
+        return "pins packages of others"
+    return None
 
 
 def test_every_tracked_file_was_written_here() -> None:
     assert len(tracked()) > 300
-    problems = {
-        path: found for path in tracked() if (found := problem(path, (ROOT / path).stat().st_size))
-    }
-    assert not problems
+    found = {path: problem(path, (ROOT / path).stat().st_size) for path in tracked()}
+    assert {path: reason for path, reason in found.items() if reason} == {}
 
 
-def test_every_exception_is_still_there() -> None:
+def test_every_excepted_file_exists() -> None:
     assert set(tracked()) >= LARGE
 
 
@@ -92,6 +88,9 @@ def test_every_exception_is_still_there() -> None:
         ("clients/go/client/client.go", 10, None),
     ],
 )
-def test_what_does_not_belong_is_found(path: str, size: int, found: str | None) -> None:
-    said = problem(path, size)
-    assert said is None if found is None else found in (said or "")
+def test_foreign_and_built_files_are_found(path: str, size: int, found: str | None) -> None:
+    reason = problem(path, size)
+    if found is None:
+        assert reason is None
+    else:
+        assert found in (reason or "")

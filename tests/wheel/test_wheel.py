@@ -1,4 +1,4 @@
-"""What a wheel holds, where the engine's step is compiled, does what the sources do."""
+"""A wheel, in which the engine's step is compiled, behaves as the sources do."""
 
 import os
 import shutil
@@ -14,11 +14,14 @@ COMPILED = ["verifier_svc.engine.loop", "verifier_svc.state.trie", "outrider.mes
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what is under version control, as building leaves something behind; without the C sources, which take long."""
+    """A copy of the tracked files, in which a build may leave its output.
+
+    The kernels in C are not built, since that takes long.
+    """
     copy = tmp_path / "tree"
-    for name in subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines():
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
         if not name.startswith(("models/", "tests/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
@@ -28,24 +31,16 @@ def tree(tmp_path: Path) -> Path:
 
 
 def install(tree: Path, folder: Path, **environment: str) -> Path:
-    """Install what the tree's wheel holds, and nothing else, into a folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(folder),
-        str(tree),
-    ]
+    """Install the tree's wheel, without dependencies, into a folder."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command = [*pip, "--target", str(folder), str(tree)]
     subprocess.run(command, env=os.environ | environment, check=True)
     return folder
 
 
 def run(command: list[str], installed: Path) -> str:
-    # Not from the tree, which would come first.
+    """Run a command on the installed files, and return its output."""
+    # Not in the tree, whose packages would be imported instead.
     environment = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(
         command, cwd=installed, env=environment, capture_output=True, text=True, check=False
@@ -55,60 +50,34 @@ def run(command: list[str], installed: Path) -> str:
 
 
 def where(module: str, installed: Path) -> Path:
-    found = Path(
-        run([sys.executable, "-c", f"import {module} as it; print(it.__file__)"], installed).strip()
-    )
+    """The file of an installed module."""
+    program = f"import {module} as it; print(it.__file__)"
+    found = Path(run([sys.executable, "-c", program], installed).strip())
     assert found.is_relative_to(installed)
     return found
 
 
 @pytest.mark.slow
-def test_the_step_is_compiled_and_passes_the_verifiers_and_the_drafters_tests(
-    tree: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_has_the_compiled_step_which_passes_the_tests(tree: Path, tmp_path: Path) -> None:
     installed = install(tree, tmp_path / "installed")
     for library in (ROOT / "outrider/lm/cpu").glob("_cpu*.so"):
         shutil.copy(library, installed / "outrider/lm/cpu")
     assert {where(module, installed).suffix for module in COMPILED} == {".so"}
-    assert {path.name for path in (installed / "gateway/web/vendor").iterdir()} == {
-        "uPlot.iife.js",
-        "uPlot.min.css",
-    }
+    vendored = {path.name for path in (installed / "gateway/web/vendor").iterdir()}
+    assert vendored == {"uPlot.iife.js", "uPlot.min.css"}
     # A wheel has no examples, but the drafters' tests run one.
     shutil.copytree(ROOT / "examples", installed / "examples")
     pytest_here = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
-    told = run(
-        [
-            *pytest_here,
-            "-q",
-            "-m",
-            "not slow",
-            str(ROOT / "tests/verifier"),
-            str(ROOT / "tests/drafter"),
-        ],
-        installed,
-    )
-    assert "passed" in told
-    drafters = '[{"name": "d", "acceptance": 0.8}]'
-    told = run(
-        [
-            sys.executable,
-            "-m",
-            "bench.simulator",
-            "--seconds",
-            "1",
-            "--sequences",
-            "2",
-            "--drafters",
-            drafters,
-        ],
-        installed,
-    )
-    assert "simulated, drafted" in told
+    folders = [str(ROOT / "tests/verifier"), str(ROOT / "tests/drafter")]
+    assert "passed" in run([*pytest_here, "-q", "-m", "not slow", *folders], installed)
+    simulate = [sys.executable, "-m", "outrider.launch.cli", "simulate"]
+    scenario = ["--seconds", "1", "--sequences", "2"]
+    drafters = ["--drafters", '[{"name": "d", "acceptance": 0.8}]']
+    assert "simulated, drafted" in run([*simulate, *scenario, *drafters], installed)
 
 
 @pytest.mark.slow
-def test_where_part_of_it_cannot_be_compiled_a_wheel_has_the_sources(
+def test_a_wheel_has_the_sources_if_part_of_the_step_cannot_compile(
     tree: Path, tmp_path: Path
 ) -> None:
     fails = tmp_path / "cc"

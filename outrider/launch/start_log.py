@@ -1,0 +1,61 @@
+"""Output of `outrider serve` and `outrider demo` while their processes start.
+
+A start is one status: a line with a spinner on a terminal, elsewhere one plain line per change.
+Warnings, errors and tracebacks of the processes appear at once. Their INFO records and their own
+announcements do not: these only repeat the status, or say that one process waits for another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+# A record as `telemetry.setup_logging` formats it (date, time, level), or an announcement.
+_PROGRESS = re.compile(
+    r"\S+ \S+ INFO |(gateway|verifier) listening on |verifier ready: |drafter \S+ registered with "
+)
+_MOST_HELD = 100
+
+
+class StartLog:
+    """Passes lines of processes on to `write`; holds reports of progress back until `ready`."""
+
+    def __init__(self, write: Callable[[str, str], None]) -> None:
+        """`write` takes the name of a process and one line of its output."""
+        self._write = write
+        self._held: deque[tuple[str, str]] = deque(maxlen=_MOST_HELD)
+        self._is_ready = False
+
+    def line(self, name: str, text: str) -> None:
+        """Take one line of a process."""
+        if not self._is_ready and _PROGRESS.match(text):
+            self._held.append((name, text))
+        else:
+            self._write(name, text)
+
+    def ready(self) -> None:
+        """Drop what is held, and pass on everything from now on: all processes serve."""
+        self._is_ready = True
+        self._held.clear()
+
+    def failed(self) -> None:
+        """Write what is held: the start has failed, and the last 100 lines may say why."""
+        for name, text in self._held:
+            self._write(name, text)
+        self._held.clear()
+
+
+@contextmanager
+def start_status(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """Show `text` while the block runs; yields a function that replaces it."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        console.print(text, markup=False)
+        yield lambda state: console.print(state, markup=False)
+        return
+    with console.status(escape(text)) as status:
+        yield lambda state: status.update(escape(state))

@@ -1,0 +1,47 @@
+"""Environment variables that libraries read once, and the end of a process without teardown.
+
+`outrider` imports this module before anything else, so that the variables are set before torch,
+gRPC or Hugging Face's libraries are loaded. No other module sets a variable when it is imported.
+A variable that the caller has set keeps its value.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import NoReturn
+
+
+def _set_defaults() -> None:
+    # An idle OpenMP worker spins for some 16 ms before it sleeps. Between two forwards verifier,
+    # drafters and gateway need its core. 20,000 rounds take 1 ms, longer than the gap between two
+    # loops of one forward.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # gRPC's fork handlers serve children that go on using gRPC. Outrider's children are always
+    # other programs. With the handlers, one that was forked while other threads were inside gRPC
+    # sometimes crashed before it could start its program.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    # Torch allocates weights and caches in huge pages. A CPU that reads a whole model for each
+    # token otherwise spends much of its time in address translation.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # A progress bar rewrites one line, which fills a log file with fragments.
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Outrider logs a failed download itself, after the last attempt.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+
+
+_set_defaults()
+
+
+def exit_now(status: int) -> NoReturn:
+    """Flush logs and standard streams, and end the process without the interpreter's teardown.
+
+    During teardown a library that torch loads would print a hundred lines about leaked objects.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
