@@ -58,7 +58,7 @@ def show(console: Console, drafter: str, advice: Sequence[BatchAdvice]) -> None:
 
 
 def as_json(drafter: str, advice: Sequence[BatchAdvice]) -> dict[str, Any]:
-    """All of it, in the units that names end with.
+    """Everything, in the units that names end with.
 
     A break-even is null where nothing pays, and a round trip also where all up to the limit pay.
     """
@@ -96,7 +96,7 @@ def _batch_json(found: BatchAdvice) -> dict[str, Any]:
 
 
 def difference(place: Place, found: BatchAdvice) -> float | None:
-    """By what share of the arithmetic the simulation is above it; None up to 10 %."""
+    """How far the simulation is above the arithmetic, as a share; None if within 10 %."""
     share = found.simulated[place.key].speed / found.arithmetic[place.key].expected.speed - 1.0
     return share if abs(share) > _DIFFERS else None
 
@@ -113,7 +113,7 @@ def _reason(place: Place, found: BatchAdvice) -> str:
 
 
 def _source(situation: Situation) -> str:
-    """Its first sentence; sources and assumptions follow."""
+    """The first sentence of the costs' source; sources and assumptions follow it."""
     return situation.costs.source.partition(". ")[0]
 
 
@@ -158,7 +158,7 @@ def _placements(advice: Sequence[BatchAdvice]) -> Table:
 def _symbols(situation: Situation, shown: Arithmetic) -> str:
     times, depth = shown.times, shown.expected.depth
     return (
-        f"a = {situation.acceptance:.2f} acceptance   p = {_ms(times.plain_s)} plain step   "
+        f"a = {situation.acceptance:.2f} acceptance   p = {_ms(times.decode_step_s)} plain step   "
         f"v = {_ms(times.verify_s[depth])} verifying step, k = {depth}   "
         f"c = {_ms(times.draft_token_s)} a draft token   "
         f"c₀ = {_ms(times.draft_round_s)} a drafting round\n"
@@ -218,7 +218,7 @@ def _share(value: float | None) -> str:
 
 
 def _speed(place: Place, found: BatchAdvice) -> str:
-    """The speed, with a mark on the best and what is within 1 % of it."""
+    """The speed, with a mark on the best and on those within 1 % of it."""
     speed = found.simulated[place.key].speed
     if found.best is None or speed < (1 - _TIE) * found.simulated[found.best].speed:
         return f"{speed:.2f}  "
@@ -235,7 +235,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """The value with None for infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -10,15 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.experiment.records import (
-    DRAFTED,
-    IDLE,
-    PLAIN,
-    Folder,
-    LinkTraffic,
-    Machine,
-    Measurement,
-)
+from bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder, LinkTraffic, Machine, Measurement
 from bench.experiment.spec import Cell, Experiment
 from bench.simulator.scenario import Scenario
 from bench.simulator.simulation import Simulation
@@ -80,7 +72,7 @@ PLACEMENT: Settings = {
             ["ngram-own-core"],
             ["ngram-socket"],
             ["far"],
-        ],
+        ]
     },
     "baseline": {"use": ["own-core"]},
     "trace": True,
@@ -102,10 +94,7 @@ TURNS: Settings = {
     "name": "pool",
     "question": "Does a shared pool help the second user?",
     "target": {"count": 2},
-    "drafters": {
-        "own": {"family": "ngram"},
-        "shared": {"family": "ngram", "pool": "redis"},
-    },
+    "drafters": {"own": {"family": "ngram"}, "shared": {"family": "ngram", "pool": "redis"}},
     "workload": {"batch": 2, "output_tokens": 48, "verifiers": "in-turn"},
     "sweep": {"use": [["own"], ["shared"]]},
 }
@@ -164,13 +153,7 @@ def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     return measured
 
 
-def _simulate(
-    cell: Cell,
-    way: str,
-    seed: int,
-    noise: float,
-    turn: int,
-) -> tuple[Sample, list[int]]:
+def _simulate(cell: Cell, way: str, seed: int, noise: float, turn: int) -> tuple[Sample, list[int]]:
     workload = cell.experiment.workload
     scenario = Scenario.model_validate(
         {

@@ -1,4 +1,4 @@
-"""The formulas of speculative decoding agree with hand-computed values, with each other and with the simulator."""
+"""The formulas of speculative decoding agree with values by hand and with the simulator."""
 
 import math
 from dataclasses import replace
@@ -53,8 +53,7 @@ def test_block_efficiency_is_the_sum_of_all_chances(acceptance: float, depth: in
 
 
 @pytest.mark.parametrize(
-    ("way", "speed"),
-    [(arithmetic.synchronous, 1.9), (arithmetic.chain, 2.1), (pushed, 3.2)],
+    ("way", "speed"), [(arithmetic.synchronous, 1.9), (arithmetic.chain, 2.1), (pushed, 3.2)]
 )
 def test_the_example_of_the_design_comes_out(way: arithmetic.Way, speed: float) -> None:
     assert best(way, EXAMPLE, 0.8).speed == pytest.approx(speed, abs=0.05)

@@ -1,4 +1,4 @@
-"""Tables for hardware that is not here: they load, say that nothing was measured, and can be made again."""
+"""Tables for hardware that is not here load, are marked as not measured, and can be made again."""
 
 from pathlib import Path
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +16,7 @@ from waiting import until
 
 from bench.experiment.hosts import Launch, LocalHost
 from bench.experiment.link_process import LinkControl
+from bench.experiment.links import ShapedLink, _End
 from bench.experiment.spec import Link
 from outrider.launch.stack import free_port
 
@@ -112,7 +115,7 @@ async def test_bandwidth_is_kept_within_five_percent() -> None:
         started = time.perf_counter()
         writer.write(b"x" * count)
         await reader.readexactly(count)
-        # Both directions carry it at the same time, the second one behind the first one's first segment.
+        # Both directions carry it at the same time, one segment apart.
         expected = count * 8 / 40e6
         assert expected * 0.99 < time.perf_counter() - started < expected * 1.05
         writer.close()
@@ -186,6 +189,22 @@ async def test_the_end_of_a_stream_comes_through_behind_its_bytes() -> None:
         writer.write_eof()
         assert await reader.read() == b"last words"
         writer.close()
+
+
+async def test_an_end_of_stream_meets_a_connection_that_was_reset() -> None:
+    loop = asyncio.get_running_loop()
+    link = ShapedLink(Link.model_validate({}))
+    with socket.create_server((_HOST, 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    await loop.create_connection(lambda: _End(link, None), sock=accepted)
+    [end] = link._ends
+    # Closing sends RST, which the loop has not seen when the end of stream comes.
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    end._take(b"")
+    await asyncio.sleep(0)
+    assert not link._ends
 
 
 async def test_a_shape_out_of_range_is_refused_by_its_field() -> None:

@@ -207,9 +207,7 @@ def test_validation_agrees_with_the_report(reports: dict[str, Path]) -> None:
 
 
 def test_parquet_is_written_where_pyarrow_is(
-    reports: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    reports: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(reports["pool"].parent), "--out", str(tmp_path)]) == 0
     installed = find_spec("pyarrow") is not None
@@ -240,10 +238,7 @@ def test_a_file_stands_for_its_latest_run(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(
-    about: object,
-    reason: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    about: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if about is not None:
         (tmp_path / "run.json").write_text(json.dumps(about))

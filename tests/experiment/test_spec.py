@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.experiment.hosts import LocalPlaces
+from bench.experiment.places import Places
+from bench.experiment.remote import Hosts
 from bench.experiment.schedule import groups, ways_of
 from bench.experiment.spec import Experiment, load
 from bench.experiment.stack import check
@@ -123,7 +124,7 @@ def test_what_no_process_would_take_is_refused_before_any_starts(
 ) -> None:
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
-        check(experiment, LocalPlaces())
+        check(experiment, Places(Hosts(), None, False, {}))
 
 
 def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:

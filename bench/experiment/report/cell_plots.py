@@ -58,10 +58,7 @@ def heat_maps(results: Results) -> Iterator[Picture]:
             "faster than plain decoding, red is slower."
         )
         yield picture(
-            "heat-map",
-            "Drafter × placement",
-            caption,
-            lambda: _heat_map(rows, columns, values),
+            "heat-map", "Drafter × placement", caption, lambda: _heat_map(rows, columns, values)
         )
 
 

@@ -58,11 +58,7 @@ def write_parquet(rows: list[dict[str, Any]], path: Path) -> bool:
     return True
 
 
-def as_json(
-    results: Results,
-    answer: list[str],
-    validation: Validation | None,
-) -> dict[str, Any]:
+def as_json(results: Results, answer: list[str], validation: Validation | None) -> dict[str, Any]:
     """The report for programs: the answer, and each cell's figures over the repetitions."""
     checked, differing = equal_texts(results)
     return {

@@ -47,10 +47,7 @@ def speed_pictures(results: Results) -> Iterator[Picture]:
     if any(row.source == "predicted" for row in results.rows):
         caption += " Hollow marks on thin lines are predicted."
     yield picture(
-        "speed",
-        f"Speed by {titles([path])[path]}",
-        caption,
-        lambda: _speed(results, path, lines),
+        "speed", f"Speed by {titles([path])[path]}", caption, lambda: _speed(results, path, lines)
     )
 
 
@@ -140,11 +137,7 @@ def _zoom(axes: Axes) -> None:
 
 
 def _draw_line(
-    axes: Axes,
-    points: list[tuple[float, Spread]],
-    source: Source,
-    style: _Style,
-    line: Line,
+    axes: Axes, points: list[tuple[float, Spread]], source: Source, style: _Style, line: Line
 ) -> None:
     if not points:
         return

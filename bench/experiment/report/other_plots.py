@@ -65,10 +65,7 @@ def validation_pictures(validation: Validation | None) -> Iterator[Picture]:
             "above 0 the prediction is too fast; the bands are errors of up to 5 and 12 %."
         )
         yield picture(
-            "validation",
-            "Predicted and measured",
-            caption,
-            lambda: _validation(validation),
+            "validation", "Predicted and measured", caption, lambda: _validation(validation)
         )
 
 

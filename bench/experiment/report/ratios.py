@@ -55,10 +55,7 @@ def baseline_of(results: Results, cell: Cell) -> Cell | None:
 
 
 def _plain(
-    rows: dict[tuple[str, ...], Row],
-    row: Row,
-    alike: list[str],
-    figure: str,
+    rows: dict[tuple[str, ...], Row], row: Row, alike: list[str], figure: str
 ) -> float | None:
     """A figure of plain decoding in the same repetition.
 

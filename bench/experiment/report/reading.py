@@ -47,8 +47,7 @@ def read(folder: Folder) -> Results:
 
 
 def _rows(
-    cell: Cell,
-    measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]],
+    cell: Cell, measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]]
 ) -> Iterator[Row]:
     in_turn = cell.experiment.workload.verifiers == "in-turn"
     for source in SOURCES:

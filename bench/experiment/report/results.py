@@ -74,12 +74,7 @@ class Results:
         return sorted(most, key=lambda event: float(event["at"]))
 
     def values(
-        self,
-        cell: Cell,
-        source: Source,
-        way: str,
-        figure: str,
-        verifier: str = ALL,
+        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
     ) -> list[float]:
         """A figure of each repetition that has it."""
         wanted = (cell.key, source, way, verifier)
@@ -90,12 +85,7 @@ class Results:
         ]
 
     def spread(
-        self,
-        cell: Cell,
-        source: Source,
-        way: str,
-        figure: str,
-        verifier: str = ALL,
+        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
     ) -> Spread | None:
         """A figure over the repetitions; None if no repetition has it."""
         return Spread.of(self.values(cell, source, way, figure, verifier))

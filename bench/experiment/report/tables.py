@@ -78,10 +78,7 @@ class Subject:
 
 
 def make(
-    results: Results,
-    table: Table,
-    columns: Sequence[Column],
-    subjects: Sequence[Subject],
+    results: Results, table: Table, columns: Sequence[Column], subjects: Sequence[Subject]
 ) -> Iterator[Table]:
     """Fill a table, without columns and lines that would be empty; yields nothing if all are."""
     grid = [[_spread(results, subject, column) for column in columns] for subject in subjects]

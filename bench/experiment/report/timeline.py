@@ -17,8 +17,7 @@ _WINDOW_TENTHS = 10
 
 
 def timeline_figures(
-    timeline: Sequence[int],
-    events: Sequence[Mapping[str, Any]],
+    timeline: Sequence[int], events: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
     """The longest gap, and for each event the rate before it and its recovery.
 
