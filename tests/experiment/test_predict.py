@@ -1,4 +1,4 @@
-"""Predictions: a cell becomes the right scenario, and the same cell and profile always give the same figures."""
+"""A cell becomes the right scenario, and equal cells and profiles have equal predictions."""
 
 import json
 from pathlib import Path

@@ -8,11 +8,11 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from agents import OUTRIDER
 from rich.console import Console
 
 from bench.experiment import machine, run
@@ -104,16 +104,7 @@ def test_a_wrong_file_ends_with_status_2(
 
 
 def _start(out: Path) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "outrider.launch.cli",
-        "experiment",
-        "run",
-        str(_SMALL),
-        "--out",
-        str(out),
-    ]
+    command = [*OUTRIDER, "experiment", "run", str(_SMALL), "--out", str(out)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

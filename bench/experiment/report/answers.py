@@ -41,7 +41,7 @@ class Rated:
 
 
 def marked(source: Source) -> str:
-    """What follows a predicted figure in running text."""
+    """The words that follow a predicted figure; none follow a measured one."""
     return " (predicted)" if source == "predicted" else ""
 
 

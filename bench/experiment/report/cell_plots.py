@@ -34,7 +34,7 @@ Split = list[tuple[str, float]]
 
 
 def speed_bars(results: Results) -> Iterator[Picture]:
-    """× plain by cell with the range, for cells that lie on no numeric axis."""
+    """× plain by cell with its range, for sweeps without a numeric axis."""
     rated = rated_cells(results)[:_MOST_BARS]
     if len(rated) > 1:
         caption = (
@@ -96,7 +96,7 @@ def _bars(rated: list[Rated]) -> Figure:
 
 
 def _heat_place(results: Results, cell: Cell) -> tuple[str, str]:
-    """Row and column of a cell: its drafter, and where that runs or all else that was swept."""
+    """Row and column of a cell: its drafter, and the drafter's place or the rest of the sweep."""
     experiment = results.experiment
     if list(experiment.sweep) == ["use"]:
         families = [cell.experiment.drafters[name].family for name in cell.experiment.use]
@@ -147,14 +147,13 @@ def _write_values(
 
 
 def _splits(results: Results) -> Iterator[tuple[str, Source, Split]]:
-    """Bars with their labels; plain decoding first, once, since cells do not change it."""
-    for way in (PLAIN, DRAFTED):
-        for cell, source in results.found():
-            split = _phases(results, cell, source, way)
-            if split:
-                yield ("plain decoding" if way == PLAIN else point_words(cell.point)), source, split
-                if way == PLAIN:
-                    break
+    """Bars with their labels; plain decoding is the first one, once, since all cells share it."""
+    plain = [(source, _phases(results, cell, source, PLAIN)) for cell, source in results.found()]
+    yield from [("plain decoding", source, split) for source, split in plain if split][:1]
+    for cell, source in results.found():
+        split = _phases(results, cell, source, DRAFTED)
+        if split:
+            yield point_words(cell.point), source, split
 
 
 def _phases(results: Results, cell: Cell, source: Source, way: str) -> Split:

@@ -22,7 +22,7 @@ _KEYS = ("cell", "source", "way", "repetition", "verifier")
 def figure_rows(results: Results) -> list[dict[str, Any]]:
     """One dictionary a cell, source, way, repetition and verifier, all with the same keys.
 
-    Values of the sweep stand under `sweep.<path>`. A figure that a row does not have is None.
+    Values of the sweep have the keys `sweep.<path>`. A missing figure is None.
     """
     cells = {cell.key: cell for cell in results.cells}
     names = sorted({name for row in results.rows for name in row.figures})
@@ -94,7 +94,7 @@ def _validation_json(validation: Validation | None) -> dict[str, Any] | None:
 
 
 def _plain(path: str, value: Any) -> Any:
-    """Numbers and words as they are; lists as words."""
+    """A value of a sweep, with lists as words."""
     return value if isinstance(value, str | int | float | bool) else words(path, value)
 
 

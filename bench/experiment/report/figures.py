@@ -25,8 +25,8 @@ Figures = dict[str, float]
 def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
     """The figures of all verifiers of one repetition together.
 
-    Rates of verifiers that serve at the same time add up. With `in_turn`, the rate is that of all
-    tokens over all time.
+    Rates of verifiers that serve at the same time are added up. With `in_turn`, the rate is that of
+    all tokens in the sum of all times.
     """
     samples = measurement.samples
     tokens = sum(sample.tokens for sample in samples)
@@ -58,7 +58,7 @@ def sample_figures(sample: Sample) -> Figures:
 
 
 def _full(measurement: Measurement) -> list[int]:
-    """The timeline until a verifier has fewer requests than its batch, where it is known."""
+    """The timeline until a verifier has fewer requests than its batch, if that is known."""
     ends_s = [sample.full_s for sample in measurement.samples if sample.full_s > 0.0]
     ends = [int(TENTHS_PER_S * end_s) for end_s in ends_s]
     return measurement.timeline[: min(ends, default=None)]
@@ -73,12 +73,12 @@ def _total(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
-    """Numerator over denominator by name, without those whose denominator is 0."""
+    """Numerator over denominator by name; pairs with a denominator of 0 are left out."""
     return {name: over / under for name, (over, under) in parts.items() if under}
 
 
 def _full_rate(samples: Sequence[Sample]) -> Figures:
-    """tokens/s while as many requests were under way as the batch is large."""
+    """tokens/s while a full batch of requests was under way."""
     rates = [sample.full_tokens_per_s for sample in samples]
     known = [rate for rate in rates if rate is not None]
     return {"full_tokens_per_s": sum(known)} if rates and len(known) == len(rates) else {}
@@ -96,7 +96,7 @@ def _latencies(samples: Sequence[Sample]) -> Figures:
 
 
 def _drafts(counters: Mapping[str, float]) -> Figures:
-    """Acceptance by vLLM's definitions, and what commits found of the next draft."""
+    """Acceptance by vLLM's definitions, and commits by the state of the next draft."""
     tokens = counters.get("generation_tokens", 0.0)
     drafts = counters.get("spec_decode_num_drafts", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)
@@ -120,8 +120,8 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
 def _step(counters: Mapping[str, float], split_s: Mapping[str, float]) -> Figures:
     """Mean milliseconds of a step by phase, from the verifier's counters.
 
-    Counters know the wait for drafts only as a whole. Where spans were recorded, their proportion
-    of computing to network divides it.
+    Counters have the wait for drafts only as a whole. Recorded spans divide it into computing and
+    network, in proportion to their times.
     """
     steps = counters.get("step_seconds_count", 0.0)
     phases_s = {phase: counters.get(f"step_phase_seconds.{phase}", 0.0) for phase in PHASES}

@@ -41,10 +41,10 @@ def add_ratios(results: Results) -> None:
 
 
 def baseline_of(results: Results, cell: Cell) -> Cell | None:
-    """The cell that stands for colocated drafting in what `cell` is compared with.
+    """The baseline cell to compare `cell` with.
 
-    It agrees with `cell` on all that the baseline does not fix. If there is none such, the only
-    baseline cell is taken.
+    It agrees with `cell` on all paths that the baseline does not fix. Without such a cell it is the
+    only baseline cell, if there is one.
     """
     bases = [other for other in results.cells if other.is_baseline]
     wanted = {**cell.point, **results.experiment.baseline}
@@ -59,7 +59,7 @@ def _plain(
 ) -> float | None:
     """A figure of plain decoding in the same repetition.
 
-    Links and drafters do not touch plain decoding, so a cell without plain decoding of its own
+    Links and drafters do not change plain decoding. So a cell without a figure of plain decoding
     takes the median of the cells with the same target and workload.
     """
     own = _figure(rows, replace(row, way=PLAIN), figure)
@@ -79,7 +79,7 @@ def _alike(cells: list[Cell]) -> dict[str, list[str]]:
 
 
 def load_of(cell: Cell) -> str:
-    """Equal for cells in which plain decoding does the same: those with one target and workload."""
+    """A key of target and workload, equal for cells with the same plain decoding."""
     return cell.experiment.model_dump_json(include={"target", "workload"})
 
 
