@@ -104,7 +104,7 @@ def difference(place: Place, found: BatchAdvice) -> float | None:
 def _reason(place: Place, found: BatchAdvice) -> str:
     expected, simulated = found.arithmetic[place.key].expected, found.simulated[place.key]
     if simulated.speed > expected.speed:
-        return "late drafts are used for what is still right, and some run ahead of the verdict"
+        return "the rest of a late draft is used, and some drafts run ahead of the verdict"
     if place.on_target_cores:
         return "drafting overlaps forwards and makes them longer; in the arithmetic they take turns"
     if simulated.undrafted_share > expected.undrafted_share + _SEEN:

@@ -28,7 +28,7 @@ _WIDTH = 132
 
 
 class Question(Settings):
-    """Say which placement of a drafter wins, by how much, and what limits it.
+    """Name the best placement of a drafter, its gain and its limit.
 
     Compares a drafter on the target's cores, on other cores of its host, and on another host over a
     link: simulated, with the arithmetic beside it.

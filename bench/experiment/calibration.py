@@ -100,7 +100,7 @@ async def _serve(pair: Pair) -> list[Served]:
         verifier_port=verifier,
     ) as way:
         ways: dict[str, Measure] = {name: way(speculation) for name, speculation in WAYS.items()}
-        # The first round warms up: planner and drafters learn what pays.
+        # In the first round planner and drafters learn the costs; it does not count.
         for number in range(_ROUNDS + 1):
             for batch, task in tasks.items():
                 for name, run in ways.items():

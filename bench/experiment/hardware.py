@@ -57,11 +57,12 @@ class Model:
 
     @property
     def weight_bytes(self) -> float:
+        """Bytes of the weights."""
         return self.parameters * _BYTES_EACH
 
     @property
     def kv_bytes(self) -> float:
-        """Of a token: a key and a value in each layer."""
+        """Bytes of a token's keys and values in all layers."""
         return 2.0 * self.layers * self.kv_heads * self.head_size * _BYTES_EACH
 
 

@@ -1,7 +1,7 @@
 """Hosts start an experiment's processes. The host here is this machine, with child processes.
 
-Knows command lines, signals and CPU time, but not what a process does. `containers` and `remote`
-implement `Host` and `Handle` for a container engine and for an agent on another machine.
+Knows command lines, signals and CPU time, but no services. `containers` and `remote` implement
+`Host` and `Handle` for a container engine and for an agent on another machine.
 """
 
 from __future__ import annotations

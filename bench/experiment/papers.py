@@ -97,7 +97,7 @@ class Pair:
         return self._simulate(k, in_turn=True)
 
     def pushed(self, k: int) -> float:
-        """The same with a drafter that runs ahead and a planner that waits only where it pays."""
+        """As `si`, with a drafter that runs ahead and a planner that waits only if that pays."""
         return self._simulate(k, in_turn=False)
 
     def _simulate(self, k: int, *, in_turn: bool) -> float:

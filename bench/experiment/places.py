@@ -21,7 +21,7 @@ _LINK = "link-"
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What the command line says of places."""
+    """The settings of the command line for places."""
 
     addresses: Mapping[str, str]
     """Addresses of agents by the names of their machines."""

@@ -121,7 +121,7 @@ def measure(settings: ProfileSettings) -> Profile:
     interference = probes.interference(target, draft, settings.dtype, threads, cores)
     print("serving a fixed load", flush=True)
     served = calibration.calibrate(target, draft, settings.dtype, threads)
-    print("fitting what serving costs", flush=True)
+    print("fitting the costs of serving", flush=True)
     fitted = serving.fit(served, costs, target, draft, settings.dtype)
     print("comparing guesses with the target's texts", flush=True)
     guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype)

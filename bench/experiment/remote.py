@@ -98,11 +98,12 @@ class RemoteHost:
 
     @property
     def machine(self) -> Machine:
-        """What the agent measured of its machine."""
+        """The agent's description of its machine."""
         return machine_from_json(self._held.machine_json)
 
     @property
     def commit(self) -> str:
+        """The commit that the agent runs."""
         return self._held.commit
 
     @property

@@ -36,7 +36,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class RunSettings(Settings):
-    """Measure what an experiment file describes. FILE is the same as --file.
+    """Measure the cells of an experiment file. FILE is the same as --file.
 
     A run that was interrupted goes on where it stopped when it is started again.
     """

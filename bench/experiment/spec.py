@@ -1,4 +1,4 @@
-"""The schema of an experiment file: target, drafters, links, workload, and what is varied.
+"""The schema of an experiment file: target, drafters, links, workload and sweep.
 
 Knows no processes and no results. Refuses unknown keys.
 """
@@ -80,7 +80,7 @@ class Drafter(_Part):
     """The link to Redis, with a pool in Redis."""
 
     pool: Literal["memory", "redis"] = "memory"
-    """Where an n-gram drafter keeps what it learns."""
+    """The place of an n-gram drafter's pool."""
 
     cores: str | None = None
     """Cores that it is pinned to; unset takes any."""

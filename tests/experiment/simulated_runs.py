@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder, LinkTraffic, Machine, Measurement
+from bench.experiment.records import DRAFTED, Folder, LinkTraffic, Machine, Measurement
+from bench.experiment.schedule import ways_of
 from bench.experiment.spec import Cell, Experiment
 from bench.simulator.scenario import Scenario
 from bench.simulator.simulation import Simulation
@@ -29,7 +30,7 @@ MACHINE = Machine(
     torch="2.11.0",
 )
 ACCEPTANCE = {"ngram": 0.45, "model": 0.8}
-"""Of a drafter by its family."""
+"""A drafter's acceptance by its family."""
 
 Settings = dict[str, Any]
 
@@ -119,9 +120,8 @@ def make_run(
             "command": f"outrider experiment run experiments/{experiment.name}.yaml",
         }
     )
-    ways = [PLAIN, *([IDLE] if experiment.with_idle else []), DRAFTED]
     for cell in experiment.cells():
-        for way in ways:
+        for way in ways_of(cell):
             if "measured" in sources:
                 for number in range(repetitions):
                     folder.save(cell.key, number, measure(cell, way, seed=number, noise=0.05))
@@ -138,7 +138,8 @@ def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     samples = [sample for sample, _ in simulations]
     measured = Measurement(way, samples)
     measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()
-    tokens, seconds = samples[0].tokens, sum(sample.seconds for sample in samples)
+    tokens = samples[0].tokens
+    seconds = sum(sample.seconds for sample in samples)
     measured.cpu_s = {"verifier-1": 0.95 * seconds, "gateway-1": 0.0002 * tokens}
     measured.watts = 40.0
     if way == DRAFTED:
@@ -213,7 +214,7 @@ def _round_trip_ms(cell: Cell) -> float:
 
 
 def _split(sample: Sample, round_trip_ms: float) -> dict[str, float]:
-    """The verifier's phases, the wait divided as 2 ms of drafting are to the round trip."""
+    """The verifier's phases. The wait is divided in the ratio of 2 ms to the round trip."""
     prefix = "step_phase_seconds."
     counters = sample.counters
     phases = {name.removeprefix(prefix): s for name, s in counters.items() if prefix in name}

@@ -1,4 +1,4 @@
-"""`outrider advise` answers in words, shows why, and names what is wrong with its input."""
+"""`outrider advise` answers in words, shows the reasons, and names the errors of its input."""
 
 import io
 import json
@@ -69,7 +69,7 @@ def test_the_first_line_says_no_half_a_second_away(distant: list[BatchAdvice]) -
     assert line.startswith("No: an n-gram drafter 500 ms away brings 1.00 × plain decoding")
 
 
-def test_the_first_line_tells_the_batches_that_pay_from_the_others() -> None:
+def test_the_first_line_names_the_batches_that_pay() -> None:
     found = [_fake(1, 1.1), _fake(8, 1.0)]
     line = advice_text.answer("suffix", found)
     assert line.startswith(
@@ -178,7 +178,7 @@ def test_a_break_even_beyond_the_limit_is_null_in_json() -> None:
     assert advice_text.finite({"pays": [1.5, math.inf]}) == {"pays": [1.5, None]}
 
 
-def test_the_limit_is_what_would_bring_most_if_it_were_halved() -> None:
+def test_the_limit_is_the_one_whose_halving_brings_most() -> None:
     slow = GPU.drafting["model"].model_copy(update={"token_s": {1: 0.008}})
     asked = situation(0.0, 0.95)
     cases = {
@@ -235,7 +235,7 @@ def test_a_profile_gives_the_costs_of_a_machine_that_serves(tmp_path: Path) -> N
     assert at_batch(load(file, None), "ngram", 1).acceptance is None
 
 
-def test_lookups_guess_what_stands_in_the_text_before() -> None:
+def test_lookups_guess_from_the_text_before() -> None:
     # The text repeats itself behind 5 and 6; nothing is known behind 9, and 4 was never there.
     assert lookups([5, 6, 7, 8, 9], [5, 6, 7, 8, 4]) == ".+++-"
     assert lookups([1], [2, 3]) == ".."

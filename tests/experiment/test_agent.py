@@ -36,7 +36,7 @@ async def test_a_remote_process_is_started_watched_and_stopped() -> None:
         assert (await handle.tail())[-1] == "ended with status 0"
 
 
-async def test_a_killed_process_tells_its_signal() -> None:
+async def test_the_tail_of_a_killed_process_has_its_signal() -> None:
     launch, port = proxy()
     async with agent() as near, held(near) as hosts:
         handle = await hosts.remote["near"].start(launch)
@@ -63,7 +63,7 @@ async def test_a_paused_process_answers_again_after_it_is_resumed() -> None:
         await writer.wait_closed()
 
 
-async def test_two_agents_stand_for_two_machines() -> None:
+async def test_two_agents_serve_as_two_machines() -> None:
     first, first_port = proxy("first")
     second, second_port = proxy("second")
     async with agent() as far, agent() as near:
@@ -184,7 +184,7 @@ REFUSED = [
 ]
 
 
-async def test_an_agent_refuses_whatever_is_not_of_outrider() -> None:
+async def test_an_agent_refuses_to_start_programs_of_others() -> None:
     async with agent() as near, held(near) as hosts:
         for launch, reason in REFUSED:
             assert reason in await refused(hosts.remote["near"], launch)

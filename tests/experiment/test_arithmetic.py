@@ -76,7 +76,7 @@ def test_a_chain_saves_the_wait_as_often_as_it_hits() -> None:
     assert found.step_s == pytest.approx(0.125 * 11.0 + 0.875 * 18.5)
 
 
-def test_a_late_draft_is_worth_what_is_left_of_it() -> None:
+def test_a_late_draft_is_worth_its_remaining_tokens() -> None:
     # Three plain steps pass. All three tokens are right in 1 of 8 drafts, and 5 are left of them.
     found = arithmetic.late(Times((1.0,) * 9, 0.0, 0.0, 2.5), 0.5, 8)
     assert found.undrafted_share == pytest.approx(0.75)

@@ -110,7 +110,7 @@ def test_a_process_on_a_gpu_has_that_gpu_and_the_image_for_it() -> None:
 
 
 def test_arguments_reach_the_process_as_they_are() -> None:
-    """Compose would replace what follows a dollar sign by a variable."""
+    """Compose would take the word behind a dollar sign for a variable."""
     assert services(REDIS)["redis"]["entrypoint"] == ["redis-server", "--requirepass", "a$$b"]
 
 

@@ -47,7 +47,7 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     except ConnectionError:
-        pass  # a reset, which is what some tests ask for
+        pass  # some tests reset the connection
     writer.close()
 
 
@@ -94,7 +94,7 @@ async def _round_trips_ms(rig: Rig, count: int) -> list[float]:
     return found
 
 
-async def test_a_round_trip_takes_what_the_link_adds_within_a_millisecond() -> None:
+async def test_a_link_lengthens_round_trips_to_within_a_millisecond() -> None:
     async with _running() as rig:
         bare = median(await _round_trips_ms(rig, 50))
         for added in (1.0, 5.0, 20.0):

@@ -1,4 +1,4 @@
-"""Published figures: theory holds its own limits, and the simulator reproduces what it can."""
+"""Theory keeps to its limits, and the simulator reproduces the papers' figures."""
 
 from statistics import median
 

@@ -69,7 +69,7 @@ def test_a_run_records_its_command_line(
     assert "'*far'" in command
 
 
-def test_what_is_measured_is_missing_no_more(tmp_path: Path) -> None:
+def test_saved_measurements_are_not_missing(tmp_path: Path) -> None:
     experiment = _experiment()
     folder = Folder(tmp_path)
     cells = experiment.cells()
@@ -85,7 +85,7 @@ def test_patterns_leave_cells_out_and_must_match_one() -> None:
         chosen(_experiment(), ["*moon"])
 
 
-def test_a_link_carried_what_its_counters_grew_by() -> None:
+def test_traffic_is_the_growth_of_a_links_counters() -> None:
     before, after = LinkTraffic(10, 20, 1, 0), LinkTraffic(15, 40, 1, 2)
     assert _carried({"wire": before}, {"wire": after}) == {"wire": LinkTraffic(5, 20, 0, 2)}
 

@@ -192,7 +192,7 @@ def _recoveries(results: Results) -> Iterator[str]:
 def _back(times: list[float], watched: list[float]) -> str:
     """`times` are of the repetitions in which the speed came back, `watched` are of all."""
     if not times and max(watched) < 1.0:
-        return "the requests ended too soon after it to tell what it cost"
+        return "the requests ended too soon after it to see its cost"
     if not times:
         within = f"within the {min(watched):.1f} s of traffic that followed"
         return f"90 % of the speed before it did not come back {within}"

@@ -68,8 +68,8 @@ def split_pictures(results: Results) -> Iterator[Picture]:
     shown = bars[:_MOST_BARS]
     if shown:
         caption = (
-            "Mean time of an engine step by phase: how much of it the target computed, how much it "
-            "waited for a draft, and what the host took."
+            "Mean time of an engine step by phase: the target's forward, the wait for a draft, and "
+            "the host's work."
         )
         if len(bars) > len(shown):
             caption += f" The first {len(shown)} of {len(bars)} bars; the table has all."

@@ -21,7 +21,7 @@ class ValidationRow:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of the measurement; positive where it is too fast."""
+        """The prediction's error as a share of the measurement; positive if it is too fast."""
         return self.predicted / self.measured - 1.0
 
 

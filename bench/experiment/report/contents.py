@@ -28,7 +28,7 @@ PHASE_TITLES = {
 
 _PLAIN_ONCE = "Plain decoding has one line for each target and workload."
 _SPEED_NOTE = "Median of the repetitions (range). Ratios are taken within each repetition."
-_BASELINE_NOTE = " The baseline is the cell that stands for colocated drafting."
+_BASELINE_NOTE = " The baseline is the cell of colocated drafting."
 _LATENCY_NOTE = (
     "TPOT is the time per output token of a request, TTFT its time to the first token. "
     "Percentiles are over the requests of a repetition; the median repetition is shown."
