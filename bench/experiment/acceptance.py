@@ -38,7 +38,7 @@ def share_of_right(guesses: Sequence[str]) -> float:
     1 / (1 − share), which is the block efficiency at this acceptance.
     """
     total = sum([len(each) for each in guesses])
-    return sum([each.count(RIGHT) for each in guesses]) / total if total else 0.0
+    return sum([each.count(RIGHT) for each in guesses]) / max(total, 1)
 
 
 def _lookups(request: RecordedRequest) -> str:
@@ -61,12 +61,14 @@ def lookups(prompt: Sequence[int], output: Sequence[int]) -> str:
         if not run:
             ending = text[-options.max_matching_ngram_size :]
             run = pool.continuation(ending, options.max_draft_len)
-        right = run[:1] == [token]
         if not run:
             found += NO_GUESS
+        elif run[0] == token:
+            found += RIGHT
+            run = run[1:]
         else:
-            found += RIGHT if right else WRONG
-        run = run[1:] if right else []
+            found += WRONG
+            run = []
         text.append(token)
         pool.index(text, len(text) - 1)
     return found

@@ -202,7 +202,8 @@ class Simulator:
             "on_target_cores": place.on_target_cores,
             "interference": place.interference,
         }
-        scenario = self._scenario(self._cheap if cheap_verifying else self._drafted, drafter)
+        table = self._cheap if cheap_verifying else self._drafted
+        scenario = self._scenario(table, drafter)
         return self._simulated(simulate(scenario, self.batch).sample)
 
     def _scenario(self, table: Path, *drafters: dict[str, Any]) -> Scenario:
@@ -231,7 +232,7 @@ class Simulator:
             tokens_per_s=rate,
             tokens=tokens,
             step_s=tokens * (sequences / steps) / rate,
-            depth=counters.get("spec_decode_num_draft_tokens", 0.0) / drafts if drafts else 0.0,
+            depth=counters.get("spec_decode_num_draft_tokens", 0.0) / max(drafts, 1.0),
             undrafted_share=1.0 - drafts / sequences,
         )
 

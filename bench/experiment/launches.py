@@ -64,7 +64,7 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         "model_name": endpoint.model,
         "dtype": target.dtype,
         "listen": endpoint.verifier,
-        "uds": str(endpoint.uds) if endpoint.uds is not None else None,
+        "uds": _path(endpoint.uds),
         "threads": threads,
         "metrics_host": endpoint.address,
         "metrics_port": endpoint.metrics_port,
@@ -81,7 +81,7 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         _flags(options),
         environment=_environment(otlp_endpoint),
         cores=target.cores,
-        shares=(model, *([endpoint.uds.parent] if endpoint.uds is not None else [])),
+        shares=(model, *_shares({"uds": options["uds"]})),
     )
 
 
@@ -135,7 +135,7 @@ def _drafter_options(
     """The drafter's fields of the file, by the names of its process's settings."""
     options: dict[str, Setting | None] = {
         "family": drafter.family,
-        "uds": str(dial.uds) if dial.uds is not None else None,
+        "uds": _path(dial.uds),
         "threads": drafter.threads,
     }
     if drafter.cores is not None:
@@ -172,7 +172,9 @@ def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
 def process_names(experiment: Experiment, name: str) -> list[str]:
     """The processes of a drafter: the first verifier's, the second's and so on, or shared ones."""
     drafter = experiment.drafters[name]
-    count = drafter.count * (1 if drafter.shared else experiment.target.count)
+    count = drafter.count
+    if not drafter.shared:
+        count *= experiment.target.count
     return [f"{name}-{number + 1}" for number in range(count)]
 
 
@@ -202,9 +204,15 @@ def _flags(options: Mapping[str, Setting | None]) -> tuple[str, ...]:
 
 def _flag(name: str, value: Setting) -> list[str]:
     flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
+    if value is True:
+        return [f"--{flag}"]
+    if value is False:
+        return [f"--no-{flag}"]
     return [f"--{flag}", str(value)]
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _text(value: Setting | None) -> str:
@@ -212,4 +220,6 @@ def _text(value: Setting | None) -> str:
 
 
 def _environment(otlp_endpoint: str) -> dict[str, str]:
-    return {**_OFFLINE, **(_PROMPT_SPANS if otlp_endpoint else {})}
+    if not otlp_endpoint:
+        return _OFFLINE
+    return {**_OFFLINE, **_PROMPT_SPANS}

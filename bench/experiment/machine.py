@@ -67,7 +67,9 @@ def commit(root: Path) -> str:
         digest.update(name.encode())
         if (root / name).is_file():
             digest.update((root / name).read_bytes())
-    return head[:12] + (f"+{digest.hexdigest()[:8]}" if changes or new else "")
+    if not changes and not new:
+        return head[:12]
+    return f"{head[:12]}+{digest.hexdigest()[:8]}"
 
 
 def check(experiment: Experiment) -> None:
@@ -140,7 +142,9 @@ def _git(root: Path, *words: str) -> str:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=False)
     except OSError:
         return ""
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout.decode(errors="replace").strip()
 
 
 def _cpu_times() -> dict[str, int]:

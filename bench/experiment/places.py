@@ -43,8 +43,10 @@ class Places:
     @property
     def digest(self) -> str:
         """Eight hexadecimal digits of a hash of `about`; empty if `about` is."""
+        if not self.about:
+            return ""
         text = json.dumps(dict(self.about), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:8] if self.about else ""
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
     def here(self) -> str:

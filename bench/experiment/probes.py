@@ -115,7 +115,9 @@ def interference(
     own, rest = cores[:threads], cores[threads:]
     runner = ModelRunner.load(str(target), dtype=dtype, threads=threads, page_count=64)
     before = os.sched_getaffinity(0)
-    places = {**({"other_cores": rest[:1]} if rest else {}), "same_cores": own[:1]}
+    places = {"same_cores": own[:1]}
+    if rest:
+        places["other_cores"] = rest[:1]
     try:
         _pin(own)
         alone_s = _forward_s(runner)

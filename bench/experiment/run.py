@@ -155,8 +155,9 @@ def open_folder(
     A new folder records the machine, the commit and `command`, the command line.
     """
     here, commit = machine.this_machine(), machine.commit(_ROOT)
-    digest = f"-{found.digest}" if found is not None and found.digest else ""
-    folder = Folder.of(out, experiment, here, f"{commit}{digest}")
+    about = found.about if found is not None else {}
+    version = f"{commit}-{found.digest}" if found is not None and about else commit
+    folder = Folder.of(out, experiment, here, version)
     others = [other for other in folder.path.parent.glob("*") if other != folder.path]
     if others and not folder.path.exists():
         runs = "1 earlier run was" if len(others) == 1 else f"{len(others)} earlier runs were"
@@ -165,7 +166,7 @@ def open_folder(
         {
             "machine": dataclasses.asdict(here),
             "commit": commit,
-            "places": dict(found.about) if found is not None else {},
+            "places": dict(about),
             "experiment": experiment.model_dump(mode="json"),
             "command": command,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),

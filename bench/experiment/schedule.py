@@ -28,7 +28,9 @@ def ways_of(cell: Cell) -> list[str]:
     """The ways in which a cell is measured."""
     if not cell.experiment.use:
         return [PLAIN]
-    return [PLAIN, *([IDLE] if cell.experiment.with_idle else []), DRAFTED]
+    if not cell.experiment.with_idle:
+        return [PLAIN, DRAFTED]
+    return [PLAIN, IDLE, DRAFTED]
 
 
 def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:

@@ -28,9 +28,10 @@ class Place:
 
     def round_trip_s(self, batch: int) -> float:
         """Seconds of the round trip of a verdict and a draft for each of `batch` sequences."""
-        bytes_per_s = self.mbit_s * 125_000
-        transfer_s = _round_trip_bytes(batch) / bytes_per_s if bytes_per_s else 0.0
-        return self.round_trip_ms / 1000 + transfer_s
+        network_s = self.round_trip_ms / 1000
+        if self.mbit_s == 0.0:
+            return network_s
+        return network_s + _round_trip_bytes(batch) / (self.mbit_s * 125_000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,8 @@ class Experiment(_Part):
             *((f"scenes.{name}", of) for name, of in self.scenes.items()),
         ):
             self._check_events(field, events)
-        _refuse_unknown("scene", [] if self.scene is None else [self.scene], self.scenes)
+        if self.scene is not None:
+            _refuse_unknown("scene", [self.scene], self.scenes)
         for name in self.drafters:
             if name in _RESERVED:
                 raise ValueError(f"drafters.{name}: another process has this name")
@@ -315,10 +316,8 @@ class Experiment(_Part):
             place[last] = value
         try:
             experiment = Experiment.model_validate(data)
-            scene = experiment.scenes[experiment.scene] if experiment.scene is not None else []
-            return experiment.model_copy(
-                update={"events": [*experiment.events, *scene], "scenes": {}, "scene": None}
-            )
+            events = [*experiment.events, *experiment.scenes.get(experiment.scene or "", [])]
+            return experiment.model_copy(update={"events": events, "scenes": {}, "scene": None})
         except ValidationError as error:
             shown = ", ".join(f"{path} = {json.dumps(value)}" for path, value in point.items())
             raise ValueError(f"sweep, at {shown}: {first_problem(error)}") from error

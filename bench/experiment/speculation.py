@@ -43,5 +43,8 @@ def acceptance_of(rate: float, v: float, c: float, k: int) -> float:
         raise ValueError(f"no acceptance gives {rate} tokens/s with {k} draft tokens")
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if si_rate(v, c, middle, k) < rate else (low, middle)
+        if si_rate(v, c, middle, k) < rate:
+            low = middle
+        else:
+            high = middle
     return low

@@ -12,12 +12,13 @@ from bench.experiment.records import Machine
 from bench.experiment.serving import Serving
 from bench.experiment.spec import Experiment
 from bench.simulator import costs
+from bench.simulator.costs import LinkCost
 
 TOPOLOGIES: dict[str, dict[int, list[int]]] = {"gb200": {0: [*range(72)], 1: [*range(72, 144)]}}
 """Cores by NUMA node, by cost table: those of the two Grace CPUs of a GB200 board."""
 _ONE_NODE = {0: [*range(64)]}
 # Between two processes on a host, for a table without a link from drafter to verifier.
-_ROUND_TRIP_MS = 0.4
+_NO_LINK = LinkCost(round_trip_ms=0.4)
 _WAYS = ("plain", "ngram", "model")
 
 
@@ -34,8 +35,8 @@ def profile_of(experiment: Experiment) -> Profile:
         raise ValueError(f"costs: {error}") from error
     nodes = TOPOLOGIES.get(str(experiment.costs), _ONE_NODE)
     cores = [core for node in nodes.values() for core in node]
-    link = table.links.get("drafter")
-    round_trip_s = (link.round_trip_ms if link is not None else _ROUND_TRIP_MS) / 1000
+    link = table.links.get("drafter", _NO_LINK)
+    round_trip_s = link.round_trip_ms / 1000
     same = RoundTrip(median_s=round_trip_s, p90_s=round_trip_s)
     target = experiment.target
     return Profile(

@@ -54,12 +54,8 @@ def held(near: Agent) -> AbstractAsyncContextManager[Hosts]:
 def proxy(name: str = "proxy", **more: object) -> tuple[Launch, int]:
     """A light process of Outrider, and the port that it listens on while it runs."""
     control, listen = free_port("127.0.0.1"), free_port("127.0.0.1")
-    arguments = (
-        "--control",
-        f"127.0.0.1:{control}",
-        "--forward",
-        f"127.0.0.1:{listen}=127.0.0.1:1",
-    )
+    forward = f"127.0.0.1:{listen}=127.0.0.1:1"
+    arguments = ("--control", f"127.0.0.1:{control}", "--forward", forward)
     return Launch(name, "bench.experiment.link_process", arguments, **more), control  # type: ignore[arg-type]
 
 

@@ -191,18 +191,10 @@ async def test_an_agent_refuses_to_start_programs_of_others() -> None:
 
 
 async def test_files_reach_the_remote_process_and_no_one_else() -> None:
-    arguments = (
-        "--family",
-        "ngram",
-        "--verifier",
-        "127.0.0.1:1",
-        "--redis",
-        "redis://127.0.0.1:1/0",
-    )
-    arguments += ("--pool-secret-file", "{files}/secret")
-    launch = Launch(
-        "drafter", "drafter_svc", arguments, files={"secret": "a secret of 32 bytes and a few more"}
-    )
+    arguments = "--family ngram --verifier 127.0.0.1:1 --redis redis://127.0.0.1:1/0"
+    words = (*arguments.split(), "--pool-secret-file", "{files}/secret")
+    files = {"secret": "a secret of 32 bytes and a few more"}
+    launch = Launch("drafter", "drafter_svc", words, files=files)
     async with agent() as near, held(near) as hosts:
         handle = await hosts.remote["near"].start(launch)
         path = await asyncio.to_thread(secret_of_child, near.process.pid)
@@ -213,7 +205,7 @@ async def test_files_reach_the_remote_process_and_no_one_else() -> None:
 
 
 def secret_of_child(parent: int) -> Path:
-    """The path that the drafter which `parent` started was given."""
+    """The path of the secret in the command line of the drafter that `parent` started."""
     for _ in range(200):
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             words = Path(f"/proc/{child}/cmdline").read_text().split("\0")

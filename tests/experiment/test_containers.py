@@ -86,11 +86,8 @@ def test_a_container_can_write_nothing_and_gain_no_rights() -> None:
 
 def test_a_container_has_the_cores_that_the_launch_or_the_drafter_names() -> None:
     written = services(VERIFIER, NGRAM, MODEL)
-    assert [written[name].get("cpuset") for name in ("verifier-1", "near-1", "far-1")] == [
-        "0-1",
-        "1",
-        None,
-    ]
+    found = {name: service.get("cpuset") for name, service in written.items()}
+    assert found == {"verifier-1": "0-1", "near-1": "1", "far-1": None}
 
 
 def test_memory_of_a_numa_node_needs_the_one_capability_for_it() -> None:

@@ -56,12 +56,8 @@ async def _running() -> AsyncIterator[Rig]:
     server = await asyncio.start_server(_echo, _HOST, 0)
     target = server.sockets[0].getsockname()[1]
     port, control_port = free_port(_HOST), free_port(_HOST)
-    arguments = (
-        "--control",
-        f"{_HOST}:{control_port}",
-        "--forward",
-        f"{_HOST}:{port}={_HOST}:{target}",
-    )
+    forward = f"{_HOST}:{port}={_HOST}:{target}"
+    arguments = ("--control", f"{_HOST}:{control_port}", "--forward", forward)
     handle = await LocalHost().start(Launch("link", "bench.experiment.link_process", arguments))
     control = LinkControl(_HOST, control_port)
 

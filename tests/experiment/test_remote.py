@@ -17,36 +17,17 @@ from bench.experiment.tls import Tls
 from outrider.errors import OutriderError
 
 
-def openssl(directory: Path, *words: str) -> None:
-    subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True)
+def openssl(directory: Path, words: str) -> None:
+    subprocess.run(["openssl", *words.split()], cwd=directory, check=True, capture_output=True)
 
 
 def authority(directory: Path) -> Path:
     """A new directory with an authority and a certificate that it signed for 127.0.0.1."""
     directory.mkdir()
-    new = (
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    )
-    openssl(directory, *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    signed = (
-        "-CA",
-        "ca.pem",
-        "-CAkey",
-        "ca.key",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-subj",
-        "/CN=agent",
-    )
-    openssl(directory, *new, *signed, "-keyout", "key.pem", "-out", "cert.pem")
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    openssl(directory, f"{new} -keyout ca.key -out ca.pem -subj /CN=authority")
+    signed = "-CA ca.pem -CAkey ca.key -addext subjectAltName=IP:127.0.0.1 -subj /CN=agent"
+    openssl(directory, f"{new} {signed} -keyout key.pem -out cert.pem")
     return directory
 
 

@@ -232,7 +232,8 @@ def equal_texts(results: Results) -> tuple[int, list[str]]:
         digests = [found.texts_sha256 for _, found in measured if found.texts_sha256]
         if cell.experiment.workload.temperature == 0 and len(digests) > 1:
             checked += 1
-            differing += [point_words(cell.point)] if len(set(digests)) > 1 else []
+            if len(set(digests)) > 1:
+                differing.append(point_words(cell.point))
     return checked, differing
 
 

@@ -99,10 +99,8 @@ def _plain(path: str, value: Any) -> Any:
 
 
 def _of_one_kind(values: list[Any]) -> list[Any]:
-    numeric = all(value is None or isinstance(value, int | float) for value in values)
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) < 2:
         return values
-    if numeric:
-        return [None if value is None else float(value) for value in values]
-    return [None if value is None else str(value) for value in values]
+    convert = float if kinds <= {int, float, bool} else str
+    return [None if value is None else convert(value) for value in values]

@@ -104,6 +104,7 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
     lookups = {result: counters.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS}
     looked_up = sum(lookups.values())
     forwards = counters.get("step_sequences_sum", 0.0)
+    drafted_tokens = tokens if drafted else 0.0
     return _quotients(
         {
             "acceptance": (accepted, drafted),
@@ -111,8 +112,8 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
             "tokens_per_forward": (tokens, forwards),
             "accepted_per_forward": (accepted, forwards if drafted else 0.0),
             **{f"lookup_{result}": (count, looked_up) for result, count in lookups.items()},
-            "wasted_per_token": (counters.get("wasted_tokens", 0.0), tokens if drafted else 0.0),
-            "draft_bytes_per_token": (counters.get("draft_bytes", 0.0), tokens if drafted else 0.0),
+            "wasted_per_token": (counters.get("wasted_tokens", 0.0), drafted_tokens),
+            "draft_bytes_per_token": (counters.get("draft_bytes", 0.0), drafted_tokens),
         }
     )
 

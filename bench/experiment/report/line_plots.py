@@ -77,8 +77,9 @@ class _Style:
 
     def panel(self, line: Line) -> str:
         """The title of the line's panel."""
-        shown = {path: line.point[path] for path in self._panel_paths}
-        return point_words(shown) if shown else ""
+        if not self._panel_paths:
+            return ""
+        return point_words({path: line.point[path] for path in self._panel_paths})
 
     def label(self, line: Line) -> str:
         """The line's label within its panel."""
@@ -95,7 +96,9 @@ class _Style:
         }
 
     def _place(self, path: str | None, line: Line) -> int:
-        return self._values[path].index(words(path, line.point[path])) if path is not None else 0
+        if path is None:
+            return 0
+        return self._values[path].index(words(path, line.point[path]))
 
 
 def _speed(results: Results, path: str, lines: list[Line]) -> Figure:
