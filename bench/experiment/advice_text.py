@@ -194,11 +194,12 @@ def _figures(depth: str, found: Estimate | Simulated) -> list[str]:
 
 
 def _break_evens(shown: Arithmetic) -> str:
-    round_trip_s, acceptance = shown.break_even_round_trip_s, shown.break_even_acceptance
     longest = "at no round trip"
-    if round_trip_s is not None:
-        longest = f"up to r = {_ms(min(round_trip_s, MAX_ROUND_TRIP_S))}"
-    lowest = "at no acceptance" if acceptance is None else f"from acceptance {acceptance:.2f} on"
+    if shown.break_even_round_trip_s is not None:
+        longest = f"up to r = {_ms(min(shown.break_even_round_trip_s, MAX_ROUND_TRIP_S))}"
+    lowest = "at no acceptance"
+    if shown.break_even_acceptance is not None:
+        lowest = f"from acceptance {shown.break_even_acceptance:.2f} on"
     return f"By arithmetic the better of the first two pays {longest}, and {lowest} at this r."
 
 

@@ -56,8 +56,10 @@ class Launch:
 
     def command(self, files: str, python: str = sys.executable) -> list[str]:
         """The words of the command line; `files` is the directory of the launch's files."""
-        words = [python, "-m", self.module] if self.module else [self.program]
-        return [*words, *(argument.replace(FILES, files) for argument in self.arguments)]
+        arguments = [argument.replace(FILES, files) for argument in self.arguments]
+        if self.module:
+            return [python, "-m", self.module, *arguments]
+        return [self.program, *arguments]
 
 
 class Handle(Protocol):

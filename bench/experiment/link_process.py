@@ -1,7 +1,7 @@
 """Runs a link in its own process, so that no other work delays it.
 
 The control port takes JSON objects, one a line, that change the link. The answer to each has the
-link's traffic and lateness.
+link's traffic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bench.experiment.links import Lateness, ShapedLink, exact_loop
+from bench.experiment.links import ShapedLink, exact_loop
 from bench.experiment.records import LinkTraffic
 from bench.experiment.spec import Link
 
@@ -45,10 +45,6 @@ class LinkControl:
     async def traffic(self) -> LinkTraffic:
         """Bytes and connections since the link's start."""
         return LinkTraffic(**(await self._ask({}))["traffic"])
-
-    async def lateness(self) -> Lateness:
-        """How late the link's own work made the last deliveries."""
-        return Lateness(**(await self._ask({}))["lateness"])
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         async with asyncio.timeout(_ANSWER_S):
@@ -91,7 +87,7 @@ def _answer(link: ShapedLink, line: bytes) -> dict[str, Any]:
             link.reset()
     except (ValueError, TypeError, ValidationError) as error:
         return {"error": str(error)}
-    return {"traffic": asdict(link.traffic), "lateness": asdict(link.lateness)}
+    return {"traffic": asdict(link.traffic)}
 
 
 def address_of(text: str) -> tuple[str, int]:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from statistics import quantiles
 
 from bench.experiment.records import LinkTraffic
 from bench.experiment.spec import Link
@@ -22,7 +21,6 @@ from bench.experiment.spec import Link
 SEGMENT_BYTES = 1_460
 """The payload of a TCP segment over Ethernet."""
 
-_LATENESS_COUNT = 20_000
 _LEAST_QUEUE_BYTES = 1 << 20
 _LINGER = struct.pack("ii", 1, 0)
 
@@ -30,14 +28,6 @@ _LINGER = struct.pack("ii", 1, 0)
 def exact_loop() -> asyncio.AbstractEventLoop:
     """An event loop that does not round timers to milliseconds, as epoll and libuv do."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
-
-
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """Milliseconds by which the proxy's own work delayed deliveries."""
-
-    p50_ms: float
-    p99_ms: float
 
 
 @dataclass(slots=True)
@@ -65,7 +55,6 @@ class ShapedLink:
     def __post_init__(self) -> None:
         self.up = _Wire()
         self.down = _Wire()
-        self.late_s: deque[float] = deque(maxlen=_LATENESS_COUNT)
         self._random = random.Random(self.seed)
         self._ends: set[_End] = set()
 
@@ -89,14 +78,6 @@ class ShapedLink:
         return LinkTraffic(
             self.up.byte_count, self.down.byte_count, self.connection_count, self.lost_segment_count
         )
-
-    @property
-    def lateness(self) -> Lateness:
-        """The lateness of the last deliveries; zero if there were fewer than two."""
-        if len(self.late_s) < 2:
-            return Lateness(0.0, 0.0)
-        cuts = quantiles(self.late_s, n=100)
-        return Lateness(1000 * cuts[49], 1000 * cuts[98])
 
     @property
     def round_trip_s(self) -> float:
@@ -262,7 +243,6 @@ class _End(asyncio.Protocol):
             due = max(self.queue[0][0], self.link.held_until)
             if due > self._loop.time():
                 break
-            self.link.late_s.append(self._loop.time() - due)
             _, piece = self.queue.popleft()
             peer._take(piece)
             self._waiting_bytes -= len(piece or b"")

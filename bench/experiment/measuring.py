@@ -32,8 +32,7 @@ class Bench:
         """Send requests that are not counted, so that the verifiers learn the costs of steps."""
         workload = experiment.workload
         requests = warm_up_of(workload, self.tokenizer)
-        batch = workload.batch if workload.arrivals == "closed" else 1
-        closed = workload.model_copy(update={"arrivals": "closed", "batch": batch})
+        closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
         asked = _asked(experiment, way, "warm-up")
         began = time.perf_counter()
         endpoints = self.backend.endpoints

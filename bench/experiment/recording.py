@@ -107,5 +107,7 @@ def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> s
     likeliest_RK = logits_RV.topk(1 + _ALTERNATIVES).indices
     found_RK = likeliest_RK == torch.tensor(output).unsqueeze(1)
     characters = [RIGHT, *map(str, range(1, 1 + _ALTERNATIVES))]
-    ranks = [row.index(True) if True in row else None for row in found_RK.tolist()]
-    return "".join([WRONG if rank is None else characters[rank] for rank in ranks])
+    guesses = ""
+    for row in found_RK.tolist():
+        guesses += characters[row.index(True)] if True in row else WRONG
+    return guesses

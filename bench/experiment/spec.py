@@ -183,6 +183,11 @@ class Workload(_Part):
             raise ValueError("recording and arrivals: recorded go together")
         return self
 
+    @property
+    def under_way(self) -> int:
+        """Requests under way at each verifier while it warms up: `batch` if closed, else 1."""
+        return self.batch if self.arrivals == "closed" else 1
+
 
 class Event(_Part):
     """A disturbance during the traffic of each cell."""

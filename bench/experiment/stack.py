@@ -199,7 +199,9 @@ class _Starter:
     ) -> Dial:
         """The addresses that a drafter's process dials; `place` is its number in the stack."""
         endpoints = self._running.backend.endpoints
-        mine = endpoints if drafter.shared else [endpoints[place // drafter.count]]
+        mine = endpoints
+        if not drafter.shared:
+            mine = [endpoints[place // drafter.count]]
         to_verifiers = fronts.get(drafter.link or "", {})
         to_redis = fronts.get(drafter.redis_link or "", {})
         return Dial(

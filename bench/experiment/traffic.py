@@ -55,9 +55,8 @@ def warm_up_of(workload: Workload, tokenizer: Tokenizer) -> list[Request]:
     Two for each request under way, and at least one of each kind.
     """
     prompts = _Prompts(workload, tokenizer)
-    under_way = workload.batch if workload.arrivals == "closed" else 1
     found = []
-    for i in range(max(2 * under_way, len(workload.kinds))):
+    for i in range(max(2 * workload.under_way, len(workload.kinds))):
         kind = workload.kinds[i % len(workload.kinds)]
         prompt = prompts.kept(kind)
         found.append(Request(0.0, kind, prompt, workload.output_tokens, _seed(workload, i)))

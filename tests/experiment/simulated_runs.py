@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.experiment.records import DRAFTED, Folder, LinkTraffic, Machine, Measurement
 from bench.experiment.schedule import ways_of
-from bench.experiment.spec import Cell, Experiment
+from bench.experiment.spec import Cell, Experiment, Link
 from bench.simulator.scenario import Scenario
 from bench.simulator.simulation import Simulation
 from bench.ways import Sample
@@ -32,6 +32,7 @@ MACHINE = Machine(
 ACCEPTANCE = {"ngram": 0.45, "model": 0.8}
 """A drafter's acceptance by its family."""
 
+NO_LINK = Link.model_validate({})
 Settings = dict[str, Any]
 
 ROUND_TRIP: Settings = {
@@ -183,15 +184,15 @@ def _drafters(cell: Cell, turn: int) -> list[Settings]:
     for name in cell.experiment.use:
         drafter = cell.experiment.drafters[name]
         learned = 0.25 if turn and drafter.pool == "redis" else 0.0
-        link = cell.experiment.links.get(drafter.link or "")
+        link = cell.experiment.links.get(drafter.link or "", NO_LINK)
         found.append(
             {
                 "name": name,
                 "cost": drafter.family,
                 "acceptance": ACCEPTANCE[drafter.family] + learned,
                 "round_trip_ms": 0.4 + _round_trip_ms(cell) - 0.2 * (drafter.transport == "unix"),
-                "jitter_ms": link.jitter_ms if link is not None else 0.0,
-                "mbit_s": link.mbit_s if link is not None else 0.0,
+                "jitter_ms": link.jitter_ms,
+                "mbit_s": link.mbit_s,
                 "on_target_cores": drafter.cores == cell.experiment.target.cores is not None,
             }
         )
@@ -209,8 +210,8 @@ def _schedule(cell: Cell) -> list[Settings]:
 
 def _round_trip_ms(cell: Cell) -> float:
     [name] = cell.experiment.use
-    link = cell.experiment.links.get(cell.experiment.drafters[name].link or "")
-    return link.round_trip_ms if link is not None else 0.0
+    link = cell.experiment.drafters[name].link or ""
+    return cell.experiment.links.get(link, NO_LINK).round_trip_ms
 
 
 def _split(sample: Sample, round_trip_ms: float) -> dict[str, float]:

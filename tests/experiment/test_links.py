@@ -98,9 +98,6 @@ async def test_a_link_lengthens_round_trips_to_within_a_millisecond() -> None:
             found = await _round_trips_ms(rig, 20)
             assert added <= min(found)
             assert median(found) < added + bare + 1.0
-        late = await rig.control.lateness()
-        assert 0 <= late.p50_ms <= late.p99_ms
-        assert late.p50_ms < 1.0
 
 
 async def test_bandwidth_is_kept_within_five_percent() -> None:

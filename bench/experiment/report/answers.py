@@ -128,9 +128,10 @@ def _floor(rated: list[Rated]) -> Iterator[str]:
     below = [one for one in rated if one.times_plain.median < FLOOR]
     if below:
         named = "; ".join(f"{one.label} ({one.times_plain.median:.2f})" for one in below[:5])
-        more = f" and {len(below) - 5} more" if len(below) > 5 else ""
+        if len(below) > 5:
+            named += f" and {len(below) - 5} more"
         count = f"{len(below)} of {len(rated)} cells are"
-        yield f"{count} slower than {FLOOR} of plain decoding: {named}{more}."
+        yield f"{count} slower than {FLOOR} of plain decoding: {named}."
     elif rated:
         yield f"No cell of {len(rated)} is slower than {FLOOR} of plain decoding."
 
@@ -196,9 +197,11 @@ def _back(times: list[float], watched: list[float]) -> str:
     if not times:
         within = f"within the {min(watched):.1f} s of traffic that followed"
         return f"90 % of the speed before it did not come back {within}"
-    count = len(watched) - len(times)
     back = f"90 % of the speed before it is back after {median(times):.1f} s"
-    return f"{back}, in {count} of {len(watched)} repetitions not at all" if count else back
+    if len(times) == len(watched):
+        return back
+    count = len(watched) - len(times)
+    return f"{back}, in {count} of {len(watched)} repetitions not at all"
 
 
 def _gaps(results: Results) -> Iterator[str]:

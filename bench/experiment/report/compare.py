@@ -45,5 +45,7 @@ def compare(results: Results) -> Validation | None:
             if measured and predicted:
                 label = point_words(cell.point)
                 rows.append(ValidationRow(cell.key, label, way, measured.median, predicted.median))
+    if not rows:
+        return None
     errors = [abs(row.error) for row in rows]
-    return Validation(rows, median(errors), max(errors)) if rows else None
+    return Validation(rows, median(errors), max(errors))

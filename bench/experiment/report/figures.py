@@ -30,12 +30,15 @@ def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
     """
     samples = measurement.samples
     tokens = sum(sample.tokens for sample in samples)
-    seconds = sum(sample.seconds for sample in samples)
-    rate = tokens / seconds if in_turn else measurement.tokens_per_s
     counters = _total(sample.counters for sample in samples)
+    if in_turn:
+        rate = tokens / sum(sample.seconds for sample in samples)
+        rates = {"tokens_per_s": rate}
+    else:
+        rate = measurement.tokens_per_s
+        rates = {"tokens_per_s": rate, **_full_rate(samples)}
     return {
-        "tokens_per_s": rate,
-        **({} if in_turn else _full_rate(samples)),
+        **rates,
         **_latencies(samples),
         **_drafts(counters),
         **_step(counters, measurement.step_split_s),
@@ -81,7 +84,9 @@ def _full_rate(samples: Sequence[Sample]) -> Figures:
     """tokens/s while a full batch of requests was under way."""
     rates = [sample.full_tokens_per_s for sample in samples]
     known = [rate for rate in rates if rate is not None]
-    return {"full_tokens_per_s": sum(known)} if rates and len(known) == len(rates) else {}
+    if not known or len(known) < len(rates):
+        return {}
+    return {"full_tokens_per_s": sum(known)}
 
 
 def _latencies(samples: Sequence[Sample]) -> Figures:

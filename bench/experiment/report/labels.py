@@ -43,11 +43,11 @@ def words(path: str, value: Any) -> str:
         return " + ".join(map(str, value)) or "none"
     if _last(path) == "mbit_s" and not value:
         return "no limit"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if isinstance(value, bool | None):
+        return {True: "yes", False: "no", None: "unset"}[value]
     if isinstance(value, int | float):
         return f"{value:g} {unit(path)}".strip()
-    return "unset" if value is None else str(value)
+    return str(value)
 
 
 def point_words(point: Mapping[str, Any], without: Sequence[str] = ()) -> str:
@@ -64,8 +64,9 @@ def _named(name: str, path: str, value: Any) -> str:
     """A value with its name, unless its unit or word is enough."""
     if _last(path) == "mbit_s" and not value:
         return "no bandwidth limit"
-    alone = _last(path) in _PLAIN_UNITS or not isinstance(value, bool | int | float)
-    return words(path, value) if alone else f"{name} {words(path, value)}"
+    if _last(path) in _PLAIN_UNITS or not isinstance(value, bool | int | float):
+        return words(path, value)
+    return f"{name} {words(path, value)}"
 
 
 def placement(experiment: Experiment) -> str:

@@ -73,10 +73,11 @@ def _machine(machine: Mapping[str, Any]) -> str:
         return _UNKNOWN
     cores = machine.get("cores") or []
     nodes = machine.get("numa_nodes") or {}
+    plural = "s" if len(nodes) != 1 else ""
     parts = [
         str(machine.get("host", "")),
         str(machine.get("processor", "")),
-        f"{len(cores)} cores in {len(nodes)} NUMA node{'s' if len(nodes) != 1 else ''}",
+        f"{len(cores)} cores in {len(nodes)} NUMA node{plural}",
         f"{machine.get('memory_bytes', 0) / 2**30:.0f} GiB of memory",
     ]
     speed = machine.get("memory_bytes_per_s") or 0.0

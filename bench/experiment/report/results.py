@@ -30,7 +30,9 @@ class Spread:
     @classmethod
     def of(cls, values: list[float]) -> Spread | None:
         """None without values."""
-        return cls(median(values), min(values), max(values), len(values)) if values else None
+        if not values:
+            return None
+        return cls(median(values), min(values), max(values), len(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,13 @@ class Results:
     def source_of(self, cell: Cell) -> Source | None:
         """The source of a cell's figures in tables: measurement, else prediction, else None."""
         known = [source for source in SOURCES if (cell.key, source) in self.measurements]
-        return known[0] if known else None
+        return next(iter(known), None)
 
     def events(self, cell: Cell, source: Source) -> list[dict[str, Any]]:
         """The events during a cell's drafted decoding, in order of time."""
         found = self.measurements.get((cell.key, source), [])
         played = [measured.events for _, measured in found if measured.way == DRAFTED]
-        most = max(played, key=len) if played else []
+        most = max(played, key=len, default=[])
         return sorted(most, key=lambda event: float(event["at"]))
 
     def values(

@@ -73,8 +73,8 @@ def is_round_trip(path: str) -> bool:
 
 def axis_title(path: str) -> str:
     """The title of a path's axis, with its unit."""
-    title = titles([path])[path]
-    return f"{title}, {unit(path)}" if unit(path) else title
+    words = [titles([path])[path], unit(path)]
+    return ", ".join(word for word in words if word)
 
 
 def lines_of(results: Results, path: str) -> list[Line]:

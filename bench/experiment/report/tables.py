@@ -120,7 +120,8 @@ def _entry(column: Column, spread: Spread | None, subject: Subject) -> Entry:
     if spread is None:
         return Entry(MISSING)
     numbers = [f"{value:.{column.digits}f}" for value in (spread.median, spread.least, spread.most)]
-    ranged = column.ranged and spread.count > 1
-    between = f"{numbers[1]}–{numbers[2]}" if ranged else ""
+    between = ""
+    if column.ranged and spread.count > 1:
+        between = f"{numbers[1]}–{numbers[2]}"
     figure = column.figure.format(event=subject.event)
     return Entry(numbers[0], between, figure, column.way or subject.way)
