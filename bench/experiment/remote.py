@@ -175,8 +175,8 @@ def check_hosts(experiments: Iterable[Experiment], addresses: Mapping[str, str])
     """
     named: set[str] = set()
     for experiment in experiments:
-        users = [experiment.target, *experiment.drafters.values()]
-        named.update(user.host for user in users if user.host is not None)
+        hosts = [drafter.host for drafter in experiment.drafters.values()]
+        named.update(host for host in (experiment.target.host, *hosts) if host is not None)
     missing = ", ".join(sorted(named - set(addresses)))
     unknown = ", ".join(sorted(set(addresses) - named))
     if missing:

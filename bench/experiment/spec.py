@@ -377,8 +377,8 @@ def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
 def _refuse_unknown(field: str, names: list[str], known: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
-            names = ", ".join(known) or "(none)"
-            raise ValueError(f"{field}: must be one of {names}, not {name!r}")
+            listed = ", ".join(known) or "(none)"
+            raise ValueError(f"{field}: must be one of {listed}, not {name!r}")
 
 
 def _agrees(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

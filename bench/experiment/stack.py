@@ -86,7 +86,7 @@ async def backend(
                 address = host.address
                 verifier = f"{address}:{await host.free_port()}"
                 uds = Path(sockets, f"{name}.sock") if target.host is None else None
-                ports = [await host.free_port(), await host.free_port()]
+                ports = (await host.free_port(), await host.free_port())
                 endpoint = Endpoint(name, str(target.model), address, *ports, verifier, uds)
                 await processes.start(host, verifier_launch(target, model, endpoint, otlp_endpoint))
                 gateway = gateway_launch(endpoint, model, await host.free_port(), otlp_endpoint)

@@ -164,8 +164,8 @@ def _validation(validation: Validation) -> Figure:
         own = [row for row in validation.rows if row.way == way]
         rates = [row.measured for row in own]
         errors = [100 * row.error for row in own]
-        look = {"color": COLOURS[number], "marker": MARKERS[number]}
-        axes.scatter(rates, errors, label=way, zorder=3, **look)
+        colour = COLOURS[number]
+        axes.scatter(rates, errors, color=colour, marker=MARKERS[number], label=way, zorder=3)
     reach = max(15.0, 115 * validation.worst_error)
     axes.set_ylim(-reach, reach)
     axes.set_xlim(left=0)
