@@ -240,13 +240,14 @@ class Simulator:
 @contextmanager
 def simulating(situation: Situation) -> Iterator[Simulator]:
     """A simulator with its cost tables in files, until the context ends."""
-    cheap = _with_cheap_verifying(situation.costs)
     with tempfile.TemporaryDirectory() as directory:
-        paths = [Path(directory, f"{name}.json") for name in ("plain", "drafted", "cheap")]
-        tables = (situation.plain_costs, situation.costs, cheap)
-        for path, table in zip(paths, tables, strict=True):
-            path.write_text(table.model_dump_json())
-        yield Simulator(*paths, situation.batch)
+        plain = Path(directory, "plain.json")
+        drafted = Path(directory, "drafted.json")
+        cheap = Path(directory, "cheap.json")
+        plain.write_text(situation.plain_costs.model_dump_json())
+        drafted.write_text(situation.costs.model_dump_json())
+        cheap.write_text(_with_cheap_verifying(situation.costs).model_dump_json())
+        yield Simulator(plain, drafted, cheap, situation.batch)
 
 
 def _with_cheap_verifying(costs: Costs) -> Costs:

@@ -77,8 +77,9 @@ class Question(Settings):
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit status; exit with 2 for wrong arguments."""
     ask = command(Question, _PROGRAM, _run)
-    json_flag = {"is_flag": True, "expose_value": False, "callback": _note}
-    ask.params.append(click.Option(["--json"], help="Print everything as JSON.", **json_flag))
+    as_json = click.Option(["--json"], is_flag=True, expose_value=False, callback=_note)
+    as_json.help = "Print everything as JSON."
+    ask.params.append(as_json)
     status: int = invoke(ask, _PROGRAM, arguments)
     return status
 
