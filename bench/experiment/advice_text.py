@@ -178,8 +178,10 @@ _FORMULAS = {
 
 def _ways(shown: Arithmetic, simulated: Simulated) -> Table:
     table = Table()
-    for name in ("way", "time of a step", "best k", "tokens a step", "ms a step", "× plain"):
-        table.add_column(name, justify="left" if name in ("way", "time of a step") else "right")
+    for name in ("way", "time of a step"):
+        table.add_column(name)
+    for name in ("best k", "tokens a step", "ms a step", "× plain"):
+        table.add_column(name, justify="right")
     for estimate in shown.ways:
         formula = _FORMULAS[estimate.way].format(hit_rate=estimate.hit_rate)
         table.add_row(estimate.way, formula, *_figures(str(estimate.depth), estimate))
@@ -207,7 +209,9 @@ def _round_trip(found: BatchAdvice) -> str:
     value = found.break_even_round_trip_ms
     if value is None:
         return "none pays"
-    return "over 1000 ms" if value == math.inf else f"{value:.3g} ms"
+    if value == math.inf:
+        return "over 1000 ms"
+    return f"{value:.3g} ms"
 
 
 def _limit(found: BatchAdvice) -> str:
@@ -232,7 +236,9 @@ def _ms(seconds: float) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     *others, last = map(str, numbers)
-    return f"{', '.join(others)} and {last}" if others else last
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"
 
 
 def finite(value: Any) -> Any:

@@ -123,7 +123,9 @@ class ShapedLink:
         size = SEGMENT_BYTES if rate or shape.loss else len(data)
         for start in range(0, len(data), size):
             piece = data[start : start + size]
-            wire.free_at = max(wire.free_at, leaves) + (len(piece) / rate if rate else 0.0)
+            wire.free_at = max(wire.free_at, leaves)
+            if rate:
+                wire.free_at += len(piece) / rate
             at = wire.free_at + self.round_trip_s / 2 + jitter_s
             if shape.loss and self._random.random() < shape.loss:
                 self.lost_segment_count += 1

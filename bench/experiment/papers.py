@@ -218,9 +218,10 @@ def _dsi_table(points: list[Point]) -> Table:
 
 def _ssd_table(found: list[Prediction]) -> Table:
     table = Table(title="SSD: tokens/s")
-    names = ("dataset", "a", "SD", "SD, simulated", "SSD", "all hits", "implied hit rate")
+    table.add_column("dataset")
+    names = ("a", "SD", "SD, simulated", "SSD", "all hits", "implied hit rate")
     for name in (*names, "Outrider, a chain"):
-        table.add_column(name, justify="left" if name == "dataset" else "right")
+        table.add_column(name, justify="right")
     for row in found:
         rates = [f"{rate:.0f}" for rate in (row.sd, row.simulated_sd, row.ssd, row.all_hits)]
         last = (f"{row.hit_rate:.2f}", f"{row.pushed:.0f}")

@@ -142,7 +142,9 @@ def _write_values(
             continue
         speed = one.times_plain.median
         colour = "white" if abs(speed - 1.0) > 0.6 * reach else "black"
-        text = f"{speed:.2f}" + ("\npredicted" if one.source == "predicted" else "")
+        text = f"{speed:.2f}"
+        if one.source == "predicted":
+            text += "\npredicted"
         axes.text(*place, text, ha="center", va="center", color=colour)
 
 

@@ -109,7 +109,9 @@ def tables(results: Results) -> Iterator[Table]:
     by_event = [*heads, "event"]
     step_title = "Where the time of a step went, ms"
     spans_title = "Where the time of a step went, by spans"
-    speed_note = _SPEED_NOTE + (_BASELINE_NOTE if results.experiment.baseline else "")
+    speed_note = _SPEED_NOTE
+    if results.experiment.baseline:
+        speed_note += _BASELINE_NOTE
     cells, ways = _by_cell(results), _by_way(results)
     verifiers = Table("verifiers", "Verifiers", _VERIFIERS_NOTE, by_verifier)
     for table, columns, subjects in (

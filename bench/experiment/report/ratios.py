@@ -67,7 +67,9 @@ def _plain(
         return own
     others = [_figure(rows, replace(row, way=PLAIN, cell=key), figure) for key in alike]
     known = [value for value in others if value is not None]
-    return median(known) if known else None
+    if not known:
+        return None
+    return median(known)
 
 
 def _alike(cells: list[Cell]) -> dict[str, list[str]]:
