@@ -27,8 +27,9 @@ def titles(paths: Sequence[str]) -> dict[str, str]:
     found = {}
     for path, title in short.items():
         parent = path.split(".")[-2] if "." in path else path
-        alone = list(short.values()).count(title) == 1
-        found[path] = title if alone else f"{title} of {parent}"
+        found[path] = title
+        if list(short.values()).count(title) > 1:
+            found[path] += f" of {parent}"
     return found
 
 
