@@ -1,1 +1,1 @@
-"""Placement experiments: where should a drafter sit, measured on real processes and predicted by simulation."""
+"""Placement experiments measure and predict where a drafter should run."""

@@ -1,4 +1,4 @@
-"""How often drafters guess right on a fixed load, by the target's greedy texts. No clock is looked at."""
+"""Counts how often drafters guess the target's greedy tokens on a fixed load. Reads no clock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _POOL_ENTRIES = 1_000_000
 def acceptances(target: Path, draft: Path, dtype: str) -> dict[str, float]:
     """The share of the calibration load's tokens that each family guesses right.
 
-    No guess counts as wrong. N-grams are looked up in the request's own text alone, so a pool that
-    knows earlier requests guesses more.
+    A missing guess counts as wrong. N-grams are looked up in the request's own text alone, so a
+    pool that knows earlier requests guesses more.
     """
     task = task_of(target, 1)
     asked = [
@@ -32,13 +32,13 @@ def acceptances(target: Path, draft: Path, dtype: str) -> dict[str, float]:
 
 
 def share_of_right(guesses: Sequence[str]) -> float:
-    """The chance of an accepted token that gives the same block efficiency at unlimited depth.
+    """The acceptance that gives the same block efficiency with drafts of any length.
 
     With drafts of any depth a round ends at each token that is not guessed. So tokens / rounds is
     1 / (1 − share), which is the block efficiency at this acceptance.
     """
     total = sum([len(each) for each in guesses])
-    return sum([each.count(RIGHT) for each in guesses]) / total if total else 0.0
+    return sum([each.count(RIGHT) for each in guesses]) / max(total, 1)
 
 
 def _lookups(request: RecordedRequest) -> str:
@@ -46,24 +46,29 @@ def _lookups(request: RecordedRequest) -> str:
 
 
 def lookups(prompt: Sequence[int], output: Sequence[int]) -> str:
-    """A character for each token of `output`, by what n-grams find in the text before it.
+    """Say for each token of `output` whether n-grams of the text before it guess it.
 
-    A run of guesses goes on until it is wrong or at its end, as in a draft.
+    Returns a character a token: right, wrong or no guess. A run of guesses goes on until one is
+    wrong or the run ends, as in a draft.
     """
     options = NgramOptions()
-    pool, text, found = MemoryPool(options, _POOL_ENTRIES), list(prompt), ""
+    pool = MemoryPool(options, _POOL_ENTRIES)
+    text = list(prompt)
+    found = ""
     pool.index(text, 0)
     run: list[int] = []
     for token in output:
-        run = run or pool.continuation(
-            text[-options.max_matching_ngram_size :], options.max_draft_len
-        )
-        right = run[:1] == [token]
+        if not run:
+            ending = text[-options.max_matching_ngram_size :]
+            run = pool.continuation(ending, options.max_draft_len)
         if not run:
             found += NO_GUESS
+        elif run[0] == token:
+            found += RIGHT
+            run = run[1:]
         else:
-            found += RIGHT if right else WRONG
-        run = run[1:] if right else []
+            found += WRONG
+            run = []
         text.append(token)
         pool.index(text, len(text) - 1)
     return found

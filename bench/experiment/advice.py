@@ -1,4 +1,4 @@
-"""Works out advice: each place for a drafter, simulated and by arithmetic. Prints nothing."""
+"""Works out advice: simulates each place for a drafter, and does the arithmetic. Prints nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.ways import Sample
 
 _TOKENS = 2000
 _OUTPUT_TOKENS = [64, 192]
-# All requests end long before.
+# Longer than all requests take.
 _SECONDS = 1e6
 _BISECTIONS = 6
 _LEAST_ROUND_TRIP_MS = 0.05
@@ -29,48 +29,52 @@ LIMITS = ("the drafter's speed", "the link", "acceptance", "the target's saturat
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The result of a simulation. `depth` is of the steps that verified a draft.
-
-    `undrafted_share` of the steps of sequences verified none.
-    """
+    """The result of a simulation."""
 
     speed: float
+    """In multiples of plain decoding."""
     tokens_per_s: float
     tokens: float
+    """Tokens of a sequence in a mean step."""
     step_s: float
     depth: float
+    """Mean draft tokens of the steps that verified any."""
     undrafted_share: float
+    """Share of the steps that verified none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """By theory, of one place at one batch. The simulation is compared with `expected`."""
+    """The theory of one place at one batch."""
 
     times: Times
     ways: list[Estimate]
     expected: Estimate
+    """Compared with the simulation."""
     break_even_round_trip_s: float | None
     break_even_acceptance: float | None
 
 
 @dataclass(slots=True)
 class BatchAdvice:
-    """The advice for a batch. `simulated` and `arithmetic` are by place, the rest of the far one.
-
-    A break-even is None where drafting never pays. That of the round trip is infinite where
-    drafting pays up to a second. `halved` has the speed when one of `LIMITS` is half as bad.
-    """
+    """The advice for a batch. Break-evens and `halved` are those of another host."""
 
     situation: Situation
     plain_tokens_per_s: float
     simulated: dict[str, Simulated] = field(default_factory=dict)
+    """By the key of the place."""
     arithmetic: dict[str, Arithmetic] = field(default_factory=dict)
+    """By the key of the place."""
     break_even_round_trip_ms: float | None = None
+    """None if drafting never pays, infinity if it pays up to a second."""
     break_even_acceptance: float | None = None
+    """None if drafting never pays."""
     halved: dict[str, float] = field(default_factory=dict)
+    """The speed when one of `LIMITS` is half as bad."""
 
     @property
     def batch(self) -> int:
+        """The number of sequences."""
         return self.situation.batch
 
     @property
@@ -81,12 +85,12 @@ class BatchAdvice:
 
     @property
     def limit(self) -> str:
-        """What of drafter, link, acceptance and target would bring most, were it half as bad."""
+        """The limit whose halving would bring the most."""
         return max(self.halved, key=lambda name: self.halved[name])
 
 
 def advise(situation: Situation) -> BatchAdvice:
-    """Simulate and compute all of it; takes some ten seconds."""
+    """Simulate and compute everything; takes about ten seconds."""
     acceptance = situation.acceptance
     with simulating(situation) as simulator:
         advice = BatchAdvice(situation, simulator.plain_tokens_per_s)
@@ -121,10 +125,7 @@ def halved(simulator: Simulator, far: Place, acceptance: float) -> dict[str, flo
     verifying adds half as much to a plain step.
     """
     nearer = replace(
-        far,
-        round_trip_ms=far.round_trip_ms / 2,
-        jitter_ms=far.jitter_ms / 2,
-        mbit_s=2 * far.mbit_s,
+        far, round_trip_ms=far.round_trip_ms / 2, jitter_ms=far.jitter_ms / 2, mbit_s=2 * far.mbit_s
     )
     speeds = [
         simulator.run(far, acceptance, slowness=0.5).speed,
@@ -137,13 +138,14 @@ def halved(simulator: Simulator, far: Place, acceptance: float) -> dict[str, flo
 
 def times_of(situation: Situation, place: Place) -> Times:
     """The times of a place by the cost tables."""
-    costs, batch = situation.costs, situation.batch
-    plain_s = arithmetic.step_s(situation.plain_costs, batch, 0)
+    costs = situation.costs
+    batch = situation.batch
+    decode_step_s = arithmetic.step_s(situation.plain_costs, batch, 0)
     depths = range(1, arithmetic.MAX_DRAFT_TOKENS + 1)
     verify_s = [arithmetic.step_s(costs, batch, depth) for depth in depths]
     cost = costs.drafting[place.cost]
     return Times(
-        (plain_s, *verify_s),
+        (decode_step_s, *verify_s),
         place.slowness * cost.round_s,
         place.slowness * cost.of_token(batch),
         place.round_trip_s(batch),
@@ -151,7 +153,8 @@ def times_of(situation: Situation, place: Place) -> Times:
 
 
 def _arithmetic(situation: Situation, place: Place) -> Arithmetic:
-    acceptance, times = situation.acceptance, times_of(situation, place)
+    acceptance = situation.acceptance
+    times = times_of(situation, place)
 
     def pushed(times: Times, acceptance: float, depth: int) -> Estimate:
         return arithmetic.pushed(times, acceptance, depth, situation.hit_rate)
@@ -168,12 +171,11 @@ def _arithmetic(situation: Situation, place: Place) -> Arithmetic:
 
 
 class Simulator:
-    """Simulates a batch. `plain`, `drafted` and `cheap` are files of cost tables.
-
-    `drafted` holds while a drafter is at work. In `cheap` verifying adds half as much.
-    """
+    """Simulates a batch."""
 
     def __init__(self, plain: Path, drafted: Path, cheap: Path, batch: int) -> None:
+        """The paths are files of cost tables: without a drafter, with one, and with one where
+        draft tokens add half as much to a step."""
         self.batch = batch
         self._drafted = drafted
         self._cheap = cheap
@@ -200,7 +202,8 @@ class Simulator:
             "on_target_cores": place.on_target_cores,
             "interference": place.interference,
         }
-        scenario = self._scenario(self._cheap if cheap_verifying else self._drafted, drafter)
+        table = self._cheap if cheap_verifying else self._drafted
+        scenario = self._scenario(table, drafter)
         return self._simulated(simulate(scenario, self.batch).sample)
 
     def _scenario(self, table: Path, *drafters: dict[str, Any]) -> Scenario:
@@ -218,8 +221,10 @@ class Simulator:
         )
 
     def _simulated(self, sample: Sample) -> Simulated:
-        counters, rate = sample.counters, _tokens_per_s(sample)
-        steps, sequences = counters["step_seconds_count"], counters["step_sequences_sum"]
+        counters = sample.counters
+        rate = _tokens_per_s(sample)
+        steps = counters["step_seconds_count"]
+        sequences = counters["step_sequences_sum"]
         drafts = counters.get("spec_decode_num_drafts", 0.0)
         tokens = counters["generation_tokens"] / sequences
         return Simulated(
@@ -227,30 +232,26 @@ class Simulator:
             tokens_per_s=rate,
             tokens=tokens,
             step_s=tokens * (sequences / steps) / rate,
-            depth=counters.get("spec_decode_num_draft_tokens", 0.0) / drafts if drafts else 0.0,
+            depth=counters.get("spec_decode_num_draft_tokens", 0.0) / max(drafts, 1.0),
             undrafted_share=1.0 - drafts / sequences,
         )
 
 
 @contextmanager
 def simulating(situation: Situation) -> Iterator[Simulator]:
-    """A scenario names its cost table by file."""
+    """A simulator with its cost tables in files, until the context ends."""
     with tempfile.TemporaryDirectory() as directory:
-        tables = {
-            "plain": situation.plain_costs,
-            "drafted": situation.costs,
-            "cheap": _with_cheap_verifying(situation.costs),
-        }
-        paths = []
-        for name, table in tables.items():
-            paths.append(Path(directory, f"{name}.json"))
-            paths[-1].write_text(table.model_dump_json())
-        plain, drafted, cheap = paths
+        plain = Path(directory, "plain.json")
+        drafted = Path(directory, "drafted.json")
+        cheap = Path(directory, "cheap.json")
+        plain.write_text(situation.plain_costs.model_dump_json())
+        drafted.write_text(situation.costs.model_dump_json())
+        cheap.write_text(_with_cheap_verifying(situation.costs).model_dump_json())
         yield Simulator(plain, drafted, cheap, situation.batch)
 
 
 def _with_cheap_verifying(costs: Costs) -> Costs:
-    """The table of a target for which tokens beyond the first of each sequence cost half."""
+    """The table with half the cost of tokens beyond the first of each sequence."""
     forwards = []
     for forward in costs.forwards:
         plain_s = costs.forward_s(forward.sequences, forward.sequences)
@@ -259,5 +260,5 @@ def _with_cheap_verifying(costs: Costs) -> Costs:
 
 
 def _tokens_per_s(sample: Sample) -> float:
-    """While the batch is full: how a run ends depends on which request is the last."""
+    """The rate while the batch is full, since the end of a run depends on its last request."""
     return sample.full_tokens_per_s or sample.tokens_per_s

@@ -58,7 +58,7 @@ def show(console: Console, drafter: str, advice: Sequence[BatchAdvice]) -> None:
 
 
 def as_json(drafter: str, advice: Sequence[BatchAdvice]) -> dict[str, Any]:
-    """All of it, in the units that names end with.
+    """Everything, in the units that names end with.
 
     A break-even is null where nothing pays, and a round trip also where all up to the limit pay.
     """
@@ -96,7 +96,7 @@ def _batch_json(found: BatchAdvice) -> dict[str, Any]:
 
 
 def difference(place: Place, found: BatchAdvice) -> float | None:
-    """By what share of the arithmetic the simulation is above it; None up to 10 %."""
+    """How far the simulation is above the arithmetic, as a share; None if within 10 %."""
     share = found.simulated[place.key].speed / found.arithmetic[place.key].expected.speed - 1.0
     return share if abs(share) > _DIFFERS else None
 
@@ -104,7 +104,7 @@ def difference(place: Place, found: BatchAdvice) -> float | None:
 def _reason(place: Place, found: BatchAdvice) -> str:
     expected, simulated = found.arithmetic[place.key].expected, found.simulated[place.key]
     if simulated.speed > expected.speed:
-        return "late drafts are used for what is still right, and some run ahead of the verdict"
+        return "the rest of a late draft is used, and some drafts run ahead of the verdict"
     if place.on_target_cores:
         return "drafting overlaps forwards and makes them longer; in the arithmetic they take turns"
     if simulated.undrafted_share > expected.undrafted_share + _SEEN:
@@ -113,7 +113,7 @@ def _reason(place: Place, found: BatchAdvice) -> str:
 
 
 def _source(situation: Situation) -> str:
-    """Its first sentence; sources and assumptions follow."""
+    """The first sentence of the costs' source; sources and assumptions follow it."""
     return situation.costs.source.partition(". ")[0]
 
 
@@ -158,7 +158,7 @@ def _placements(advice: Sequence[BatchAdvice]) -> Table:
 def _symbols(situation: Situation, shown: Arithmetic) -> str:
     times, depth = shown.times, shown.expected.depth
     return (
-        f"a = {situation.acceptance:.2f} acceptance   p = {_ms(times.plain_s)} plain step   "
+        f"a = {situation.acceptance:.2f} acceptance   p = {_ms(times.decode_step_s)} plain step   "
         f"v = {_ms(times.verify_s[depth])} verifying step, k = {depth}   "
         f"c = {_ms(times.draft_token_s)} a draft token   "
         f"c₀ = {_ms(times.draft_round_s)} a drafting round\n"
@@ -178,8 +178,10 @@ _FORMULAS = {
 
 def _ways(shown: Arithmetic, simulated: Simulated) -> Table:
     table = Table()
-    for name in ("way", "time of a step", "best k", "tokens a step", "ms a step", "× plain"):
-        table.add_column(name, justify="left" if name in ("way", "time of a step") else "right")
+    for name in ("way", "time of a step"):
+        table.add_column(name)
+    for name in ("best k", "tokens a step", "ms a step", "× plain"):
+        table.add_column(name, justify="right")
     for estimate in shown.ways:
         formula = _FORMULAS[estimate.way].format(hit_rate=estimate.hit_rate)
         table.add_row(estimate.way, formula, *_figures(str(estimate.depth), estimate))
@@ -194,11 +196,12 @@ def _figures(depth: str, found: Estimate | Simulated) -> list[str]:
 
 
 def _break_evens(shown: Arithmetic) -> str:
-    round_trip_s, acceptance = shown.break_even_round_trip_s, shown.break_even_acceptance
     longest = "at no round trip"
-    if round_trip_s is not None:
-        longest = f"up to r = {_ms(min(round_trip_s, MAX_ROUND_TRIP_S))}"
-    lowest = "at no acceptance" if acceptance is None else f"from acceptance {acceptance:.2f} on"
+    if shown.break_even_round_trip_s is not None:
+        longest = f"up to r = {_ms(min(shown.break_even_round_trip_s, MAX_ROUND_TRIP_S))}"
+    lowest = "at no acceptance"
+    if shown.break_even_acceptance is not None:
+        lowest = f"from acceptance {shown.break_even_acceptance:.2f} on"
     return f"By arithmetic the better of the first two pays {longest}, and {lowest} at this r."
 
 
@@ -206,7 +209,9 @@ def _round_trip(found: BatchAdvice) -> str:
     value = found.break_even_round_trip_ms
     if value is None:
         return "none pays"
-    return "over 1000 ms" if value == math.inf else f"{value:.3g} ms"
+    if value == math.inf:
+        return "over 1000 ms"
+    return f"{value:.3g} ms"
 
 
 def _limit(found: BatchAdvice) -> str:
@@ -218,7 +223,7 @@ def _share(value: float | None) -> str:
 
 
 def _speed(place: Place, found: BatchAdvice) -> str:
-    """The speed, with a mark on the best and what is within 1 % of it."""
+    """The speed, with a mark on the best and on those within 1 % of it."""
     speed = found.simulated[place.key].speed
     if found.best is None or speed < (1 - _TIE) * found.simulated[found.best].speed:
         return f"{speed:.2f}  "
@@ -231,11 +236,13 @@ def _ms(seconds: float) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     *others, last = map(str, numbers)
-    return f"{', '.join(others)} and {last}" if others else last
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """The value with None for infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

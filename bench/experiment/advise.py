@@ -6,10 +6,10 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import click
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import track
@@ -18,7 +18,7 @@ from bench.experiment import advice_text, machine_costs
 from bench.experiment.advice import advise
 from bench.experiment.arithmetic import MAX_ACCEPTANCE
 from bench.experiment.machine_costs import MachineCosts, at_batch, elsewhere
-from bench.experiment.situation import Place, Situation, measured_acceptance
+from bench.experiment.situation import Place, Situation
 from bench.simulator.costs import Costs
 from outrider.process.config import Settings, command
 from outrider.process.usage import invoke, refuse
@@ -28,7 +28,7 @@ _WIDTH = 132
 
 
 class Question(Settings):
-    """Say which placement of a drafter wins, by how much, and what limits it.
+    """Name the best placement of a drafter, its gain and its limit.
 
     Compares a drafter on the target's cores, on other cores of its host, and on another host over a
     link: simulated, with the arithmetic beside it.
@@ -43,62 +43,43 @@ class Question(Settings):
     """Instead of a profile: a cost table of the simulator by its name, or a file of one."""
 
     round_trip_ms: float = Field(ge=0, le=1000)
-    """Round trip of the link to the other host, as ping shows it. That on one host is added."""
+    """Round trip of the link to the other host, as ping shows it, without the hosts' own time."""
 
     mbit_s: float = Field(0.0, ge=0)
     """Bandwidth of the link in each direction; 0 is no limit."""
 
     jitter_ms: float = Field(0.0, ge=0, le=1000)
-    """By how much a message may be later on the link, in each direction."""
+    """The most that a message is late on the link, in each direction."""
 
     acceptance: float | None = Field(None, ge=0, le=MAX_ACCEPTANCE)
-    """Chance that a draft token stands if those before it do; unset is that of the profile."""
-
-    recording: Path | None = None
-    """Instead of an acceptance: recorded requests with the drafter's guesses, as simulated ones."""
+    """Chance that a draft token is accepted if those before it are; unset takes the profile's."""
 
     batch: list[Annotated[int, Field(ge=1, le=256)]] = Field([1, 8, 32], min_length=1, max_length=8)
     """Requests under way; the first one is answered in words."""
 
     drafter: str = "model"
-    """The cost table's way of drafting on the target's cores, or on its GPU."""
+    """The cost table's entry for drafting on the target's cores, or on its GPU."""
 
     host_drafter: str | None = None
-    """The same on other cores of the host, such as a CPU's beside a GPU; unset is as `drafter`."""
+    """The entry for other cores of the host, such as a CPU beside a GPU; unset is as `drafter`."""
 
     far_drafter: str | None = None
-    """The same on the other host; unset is as `drafter`."""
+    """The entry for the other host; unset is as `drafter`."""
 
     host_round_trip_ms: float | None = Field(None, ge=0, le=1000)
-    """Round trip between two processes on one host, with what gRPC takes; unset is the profile's,
-    or 0.4 ms with a cost table."""
-
-    interference: float | None = Field(None, ge=0, le=1)
-    """Share of the drafting time that forwards lose to drafting on other cores of the host; unset
-    is the profile's, or 0 with a cost table."""
+    """Round trip between two processes on one host over gRPC; unset takes the profile's, or 0.4 ms
+    with a cost table."""
 
     hit_rate: float = Field(0.85, ge=0, le=1)
-    """Of the bound of pushed outcomes: chance that one of the pushed drafts fits the outcome."""
-
-    @model_validator(mode="after")
-    def _has_one_acceptance(self) -> Self:
-        if self.acceptance is not None and self.recording is not None:
-            raise ValueError("recording: give either --acceptance or --recording, not both")
-        return self
+    """For the bound of pushed outcomes: chance that a pushed draft fits the outcome."""
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status; prints what is wrong with the arguments and exits with 2."""
+    """Run the command and return its exit status; exit with 2 for wrong arguments."""
     ask = command(Question, _PROGRAM, _run)
-    ask.params.append(
-        click.Option(
-            ["--json"],
-            is_flag=True,
-            expose_value=False,
-            callback=_note,
-            help="Print all of it as JSON.",
-        )
-    )
+    as_json = click.Option(["--json"], is_flag=True, expose_value=False, callback=_note)
+    as_json.help = "Print everything as JSON."
+    ask.params.append(as_json)
     status: int = invoke(ask, _PROGRAM, arguments)
     return status
 
@@ -113,38 +94,28 @@ def situations_of(question: Question) -> list[Situation]:
             known = ", ".join(sorted(table.drafting)) or "(none)"
             flag = name.replace("_", "-")
             raise ValueError(f"{flag}: must be one of {known} of the cost table, not {way!r}")
-    acceptance = question.acceptance
-    if question.recording is not None:
-        acceptance = measured_acceptance(question.recording, question.drafter)
     batches = dict.fromkeys(question.batch)
-    figures = {batch: at_batch(found, question.drafter, batch) for batch in batches}
-    return [_situation(question, batch, figures[batch], acceptance) for batch in batches]
+    return [_situation(question, b, at_batch(found, question.drafter, b)) for b in batches]
 
 
-def _situation(
-    question: Question,
-    batch: int,
-    costs: MachineCosts,
-    acceptance: float | None,
-) -> Situation:
-    chance = costs.acceptance if acceptance is None else acceptance
-    if chance is None:
-        limits = f"from 0 to {MAX_ACCEPTANCE}"
-        raise ValueError(f"acceptance: give --acceptance, {limits}, or --recording")
+def _situation(question: Question, batch: int, costs: MachineCosts) -> Situation:
+    acceptance = costs.acceptance if question.acceptance is None else question.acceptance
+    if acceptance is None:
+        raise ValueError(f"acceptance: give --acceptance, from 0 to {MAX_ACCEPTANCE}")
     places = _places(question, costs)
-    chance = min(chance, MAX_ACCEPTANCE)
-    return Situation(costs.plain, costs.drafted, places, chance, question.hit_rate, batch)
+    acceptance = min(acceptance, MAX_ACCEPTANCE)
+    return Situation(costs.plain, costs.drafted, places, acceptance, question.hit_rate, batch)
 
 
 def _places(question: Question, costs: MachineCosts) -> tuple[Place, Place, Place]:
-    given_ms, given = question.host_round_trip_ms, question.interference
+    given_ms = question.host_round_trip_ms
     host = Place(
         "host",
         "on other cores of the host",
         question.host_drafter or question.drafter,
         costs.round_trip_ms if given_ms is None else given_ms,
         costs.jitter_ms,
-        interference=costs.interference if given is None else given,
+        interference=costs.interference,
         slowness=costs.slowness,
     )
     own = replace(

@@ -1,4 +1,4 @@
-"""`outrider agent`: starts and stops Outrider's processes on this machine for an experiment that runs elsewhere."""
+"""`outrider agent`: starts and stops Outrider's processes for an experiment on another machine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _MAX_REQUEST_BYTES = 2 * 1024 * 1024
 
 
 class AgentSettings(Settings):
-    """Start and stop Outrider's processes on this machine for an experiment that runs elsewhere, until Ctrl-C.
+    """Start and stop Outrider's processes here for an experiment elsewhere, until Ctrl-C.
 
-    Whoever may connect may start them, so an address beyond loopback needs mutual TLS.
+    Every client that can connect can start processes, so an address beyond loopback needs mutual
+    TLS.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_AGENT_")
@@ -40,7 +41,7 @@ class AgentSettings(Settings):
     """host:port to serve on; port 0 takes any."""
 
     tls_cert: Path | None = None
-    """PEM file with the certificate of this agent, for the name or address that the controller dials."""
+    """PEM file with this agent's certificate, for the name or address that controllers dial."""
 
     tls_key: Path | None = None
     """PEM file with its key."""
@@ -50,7 +51,7 @@ class AgentSettings(Settings):
 
     @property
     def tls(self) -> Tls | None:
-        """Raises OutriderError(INVALID_VALUE) unless all of the files are there, or none is named."""
+        """The files, if named; raises OutriderError(INVALID_VALUE) if some are missing."""
         return Tls.of(self.tls_cert, self.tls_key, self.tls_ca)
 
     @model_validator(mode="after")
@@ -79,7 +80,10 @@ def _run(settings: AgentSettings) -> int:
 
 
 async def serve(settings: AgentSettings) -> None:
-    """Serve until SIGTERM or SIGINT, then end the processes; raises OutriderError when the address cannot be bound."""
+    """Serve until SIGTERM or SIGINT, then end the processes.
+
+    Raises OutriderError when the address cannot be bound.
+    """
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -94,9 +98,8 @@ async def serve(settings: AgentSettings) -> None:
         await server.set_serving(True)
         host, _ = split_address("listen", settings.listen)
         protection = "mutual TLS" if tls is not None else "no TLS"
-        print(
-            f"agent listens on {host}:{port} with {protection} and runs commit {code}", flush=True
-        )
+        place = f"{host}:{port} with {protection}"
+        print(f"agent listens on {place} and runs commit {code}", flush=True)
         await stopped.wait()
     finally:
         await server.stop(0.0)

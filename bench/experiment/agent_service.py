@@ -1,4 +1,4 @@
-"""The agent's gRPC service: one controller at a time holds the machine, and its processes end with its lease."""
+"""The agent's gRPC service. One controller at a time has a lease, which its processes end with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from outrider.process.rpc import reports_errors
 
 SERVICE = "outrider.internal.v1.AgentService"
 MAX_PROCESSES = 256
-"""Processes of a lease, ended ones counted."""
+"""Most processes of a lease, including those that ended."""
 
 _Context = Any
 
 
 class Lease:
-    """What one controller started."""
+    """The processes that one controller started."""
 
     def __init__(self) -> None:
         self.lease_id = secrets.token_urlsafe(16)
@@ -35,17 +35,15 @@ class Lease:
         self._has_ended = False
 
     async def start(self, launch: Launch) -> str:
-        """The id of the new process; raises OutriderError when it cannot be run."""
+        """Start a process and return its id; raises OutriderError when it cannot be run."""
         if len(self.handles) >= MAX_PROCESSES:
-            raise invalid(
-                "name", f"{launch.name} would be more than {MAX_PROCESSES} processes of one lease"
-            )
+            limit = f"more than {MAX_PROCESSES} processes of one lease"
+            raise invalid("name", f"{launch.name} would be {limit}")
         try:
             handle = await self._host.start(launch)
         except OSError as error:
-            raise invalid(
-                "program", f"of {launch.name} cannot be run: {error.strerror or error}"
-            ) from error
+            reason = error.strerror or error
+            raise invalid("program", f"of {launch.name} cannot be run: {reason}") from error
         if self._has_ended:
             await handle.kill()
             raise OutriderError(Reason.CLIENT_GONE, "the lease ended while the process started")
@@ -54,19 +52,20 @@ class Lease:
         return process_id
 
     def process(self, process_id: str) -> Handle:
+        """The process with this id; raises OutriderError(INVALID_VALUE) if there is none."""
         handle = self.handles.get(process_id)
         if handle is None:
             raise invalid("process_id", f"{process_id[:100]!r} is none of this lease's processes")
         return handle
 
     async def end(self) -> None:
-        """Stop all processes, together."""
+        """Stop all processes at the same time."""
         self._has_ended = True
         await asyncio.gather(*(handle.stop() for handle in self.handles.values()))
 
 
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
-    """Every call but HoldMachine names the lease that holds the machine."""
+    """Serves one lease at a time. Every call but HoldMachine must name the present lease."""
 
     def __init__(self, machine_json: str, commit: str) -> None:
         self._machine_json = machine_json
@@ -75,7 +74,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self._ending: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """End what still runs."""
+        """End the processes that still run."""
         self._end_lease()
         if self._ending is not None:
             await self._ending
@@ -85,12 +84,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self, request: agent_pb2.HoldMachineRequest, context: _Context
     ) -> AsyncIterator[agent_pb2.HoldMachineResponse]:
         if self._lease is not None:
-            raise OutriderError(
-                Reason.OVERLOADED,
-                "another experiment holds this machine, and an agent serves one at a time",
-            )
+            problem = "another experiment holds this machine, and an agent serves one at a time"
+            raise OutriderError(Reason.OVERLOADED, problem)
         lease = self._lease = Lease()
-        # Called however the call ends, also when the connection is lost.
+        # gRPC calls this however the call ends, also when the connection is lost.
         context.add_done_callback(lambda _: self._end_lease())
         yield agent_pb2.HoldMachineResponse(
             lease_id=lease.lease_id,
@@ -101,7 +98,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         await asyncio.Event().wait()
 
     def _end_lease(self) -> None:
-        """The machine is free again once the last process has ended."""
+        """Begin to end the lease. The machine is free once the last process has ended."""
         if self._ending is None and self._lease is not None:
             self._ending = asyncio.create_task(self._end(self._lease))
 
@@ -112,12 +109,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             self._lease = self._ending = None
 
     def _held(self, lease_id: str) -> Lease:
-        lease = self._lease
-        if (
-            lease is None
-            or self._ending is not None
-            or not secrets.compare_digest(lease.lease_id.encode(), lease_id.encode())
-        ):
+        lease = self._lease if self._ending is None else None
+        given = lease_id.encode()
+        if lease is None or not secrets.compare_digest(lease.lease_id.encode(), given):
             raise invalid("lease_id", "is not that of the lease that holds this machine")
         return lease
 
@@ -175,7 +169,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 
 
 def peer_address(peer: str) -> str:
-    """The IP address of gRPC's name of a peer, such as ipv4:10.0.0.1:5000 or ipv6:%5B::1%5D:5000."""
+    """The IP address in gRPC's name of a peer, such as `ipv6:%5B::1%5D:5000`."""
     _, _, rest = unquote(peer).partition(":")
     address = rest.rpartition(":")[0].strip("[]")
     return str(ipaddress.ip_address(address))

@@ -2,7 +2,7 @@
 
 Knows no simulator. Times are in seconds, speeds are multiples of plain decoding. The symbols are
 
-    a  acceptance: chance that a draft token stands if those before it do
+    a  acceptance: chance that a draft token is accepted if those before it are
     k  depth: draft tokens in a round
     E  block efficiency: tokens that a round commits
     p  plain step: a forward of one token a sequence, and the host's work
@@ -30,7 +30,7 @@ _BISECTIONS = 40
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times of a batch. `verify_s[k]` is v at depth k; `verify_s[0]` is the plain step p."""
+    """Times of a batch: `verify_s[k]` is v with k draft tokens, and `verify_s[0]` is p."""
 
     verify_s: tuple[float, ...]
     draft_round_s: float
@@ -38,7 +38,8 @@ class Times:
     round_trip_s: float
 
     @property
-    def plain_s(self) -> float:
+    def decode_step_s(self) -> float:
+        """p, the time of a plain step."""
         return self.verify_s[0]
 
     def draft_s(self, depth: int) -> float:
@@ -47,7 +48,7 @@ class Times:
 
 
 def step_s(costs: Costs, batch: int, depth: int) -> float:
-    """A step that verifies `depth` draft tokens of each of `batch` sequences."""
+    """Seconds of a step that verifies `depth` draft tokens of each of `batch` sequences."""
     host_s = costs.plan_step_s + costs.host_step_s
     each_s = costs.plan_sequence_s + costs.host_sequence_s
     return costs.forward_s(batch, batch * (depth + 1)) + host_s + batch * each_s
@@ -66,17 +67,17 @@ def block_efficiency(acceptance: float, depth: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A way of using a drafter at a depth. `tokens` and `step_s` are of an average step.
-
-    `undrafted_share` of the steps verify no draft.
-    """
+    """The gain of one way of using a drafter at a depth."""
 
     way: str
     depth: int
     tokens: float
+    """Tokens of a mean step."""
     step_s: float
+    """Seconds of a mean step."""
     hit_rate: float
     undrafted_share: float
+    """Share of the steps that verify no draft."""
     speed: float
 
 
@@ -88,49 +89,51 @@ def synchronous(times: Times, acceptance: float, depth: int) -> Estimate:
 def chain(times: Times, acceptance: float, depth: int) -> Estimate:
     """The drafter runs ahead of the verdict (PEARL, arXiv 2408.11850).
 
-    If all k tokens and the guess behind them stand, h = a^(k+1), the next draft was made meanwhile
-    and the round takes max(v, d + r), else v + d + r.
+    With probability h = a^(k+1) all k tokens and the guess behind them are accepted. Then the next
+    draft was made meanwhile and the round takes max(v, d + r), else v + d + r.
     """
     return _overlapped("chain that runs ahead", times, acceptance, depth, acceptance ** (depth + 1))
 
 
 def pushed(times: Times, acceptance: float, depth: int, hit_rate: float) -> Estimate:
-    """A bound: drafts for a round's likely outcomes are pushed before its verdict, and one of them
-    fits with probability h (SSD/Saguaro, arXiv 2603.03251)."""
+    """A bound: the drafter pushes drafts for a round's likely outcomes before the verdict.
+
+    One of them fits with probability h (SSD/Saguaro, arXiv 2603.03251).
+    """
     return _overlapped("pushed outcomes, a bound", times, acceptance, depth, hit_rate)
 
 
 def late(times: Times, acceptance: float, depth: int) -> Estimate:
-    """The verifier waits for nobody: meanwhile it takes m = ⌈(d + r) / p⌉ plain steps.
+    """The verifier does not wait: it takes m = ⌈(d + r) / p⌉ plain steps until the draft comes.
 
-    With probability a^m the draft foresaw the m tokens that these commit. Then the rest of it is
-    verified. The figures are means of m + 1 steps. This is Outrider's own rule for late drafts.
+    With probability a^m the draft begins with the m tokens of these steps. Then the verifier
+    verifies the rest of it. The figures are means of m + 1 steps. Outrider uses late drafts so.
     """
-    steps = math.ceil((times.draft_s(depth) + times.round_trip_s) / times.plain_s - 1e-9)
+    plain_s = times.decode_step_s
+    steps = math.ceil((times.draft_s(depth) + times.round_trip_s) / plain_s - 1e-9)
     left = max(depth - steps, 0)
     tokens = steps + 1 + acceptance**steps * (block_efficiency(acceptance, left) - 1)
-    seconds = steps * times.plain_s + times.verify_s[left]
+    seconds = steps * plain_s + times.verify_s[left]
     count = steps + 1
-    speed = tokens * times.plain_s / seconds
+    speed = tokens * plain_s / seconds
     share = steps / count
     way = "late draft, no waiting"
     return Estimate(way, depth, tokens / count, seconds / count, 0.0, share, speed)
 
 
 def _overlapped(way: str, times: Times, acceptance: float, depth: int, hit_rate: float) -> Estimate:
-    verify_s, draft_s = times.verify_s[depth], times.draft_s(depth) + times.round_trip_s
-    if depth == 0:
-        draft_s = 0.0
+    verify_s = times.verify_s[depth]
+    draft_s = times.draft_s(depth) + times.round_trip_s if depth else 0.0
     step_s = hit_rate * max(verify_s, draft_s) + (1.0 - hit_rate) * (verify_s + draft_s)
     tokens = block_efficiency(acceptance, depth)
-    speed = tokens * times.plain_s / step_s
+    speed = tokens * times.decode_step_s / step_s
     return Estimate(way, depth, tokens, step_s, hit_rate, 0.0, speed)
 
 
 Way = Callable[[Times, float, int], Estimate]
-"""Of times, acceptance and depth."""
+"""A function of times, acceptance and depth."""
 Strategy = Callable[[Times, float], Estimate]
-"""Of times and acceptance."""
+"""A function of times and acceptance."""
 
 
 def best(way: Way, times: Times, acceptance: float) -> Estimate:
@@ -142,7 +145,7 @@ def best(way: Way, times: Times, acceptance: float) -> Estimate:
 def expected(times: Times, acceptance: float) -> Estimate:
     """The better of waiting for each draft and of waiting for none.
 
-    Neither counts on the next draft being there early.
+    In neither does the drafter run ahead of the verdict.
     """
     return max([best(way, times, acceptance) for way in (synchronous, late)], key=_speed)
 
@@ -157,9 +160,9 @@ def _speed(estimate: Estimate) -> float:
 
 
 def break_even_round_trip_s(strategy: Strategy, times: Times, acceptance: float) -> float | None:
-    """The longest round trip at which it pays.
+    """The longest round trip in seconds at which drafting pays.
 
-    None if it never does, infinity if it does at `MAX_ROUND_TRIP_S`.
+    None if it never pays, infinity if it pays at `MAX_ROUND_TRIP_S`.
     """
 
     def speed(round_trip_s: float) -> float:
@@ -169,7 +172,7 @@ def break_even_round_trip_s(strategy: Strategy, times: Times, acceptance: float)
 
 
 def break_even_acceptance(strategy: Strategy, times: Times) -> float | None:
-    """The lowest acceptance at which it pays; None if it does not at `MAX_ACCEPTANCE`."""
+    """The lowest acceptance at which drafting pays; None if it does not at `MAX_ACCEPTANCE`."""
 
     def speed(acceptance: float) -> float:
         return strategy(times, acceptance).speed
@@ -178,15 +181,11 @@ def break_even_acceptance(strategy: Strategy, times: Times) -> float | None:
 
 
 def longest_that_pays(
-    speed: Callable[[float], float],
-    low: float,
-    high: float,
-    bisections: int,
+    speed: Callable[[float], float], low: float, high: float, bisections: int
 ) -> float | None:
-    """Where a speed that falls from `low` to `high` ends to pay.
+    """The largest value between `low` and `high` that pays, of a speed that falls with it.
 
-    None if it does not pay at `low`, infinity if it still does at `high`. With a `low` above 0 the
-    interval is halved by ratio.
+    None if `low` does not pay, infinity if `high` pays. The search is geometric if `low` > 0.
     """
     if speed(low) < PAYS:
         return None
@@ -194,16 +193,22 @@ def longest_that_pays(
         return math.inf
     for _ in range(bisections):
         middle = math.sqrt(low * high) if low > 0.0 else (low + high) / 2
-        low, high = (middle, high) if speed(middle) >= PAYS else (low, middle)
+        if speed(middle) >= PAYS:
+            low = middle
+        else:
+            high = middle
     return low
 
 
 def lowest_that_pays(speed: Callable[[float], float], high: float, bisections: int) -> float | None:
-    """Where a speed that rises from 0 to `high` begins to pay; None if it does not at `high`."""
+    """The least value that pays, of a speed that rises with it; None if `high` does not pay."""
     if speed(high) < PAYS:
         return None
     low = 0.0
     for _ in range(bisections):
         middle = (low + high) / 2
-        low, high = (low, middle) if speed(middle) >= PAYS else (middle, high)
+        if speed(middle) >= PAYS:
+            high = middle
+        else:
+            low = middle
     return high

@@ -1,6 +1,7 @@
-"""A fixed load on the whole stack, by which a profile learns what serving costs beside the forwards.
+"""Measures the costs of serving on top of forwards, with a fixed load on the whole stack.
 
-The load is the same whatever is predicted later: closed, at batch 1 and 8, plain, with n-gram drafters and with a draft model.
+The load is the same for all predictions: closed, at batch 1 and 8, plain, with n-gram drafters and
+with a draft model.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ class Step(BaseModel):
     before_s: float = Field(ge=0)
     """The host's work before the forward."""
     after_s: float = Field(ge=0)
-    """The host's work behind it."""
+    """The host's work after the forward."""
     wait_s: float = Field(ge=0)
     """Until the step begins: planning, and waiting for drafts."""
     between_s: float = Field(ge=0)
-    """Of a token's time, what is in no step."""
+    """The part of a token's time that lies in no step."""
     sequences: float = Field(gt=0)
     draft_tokens: float = Field(ge=0)
-    """Verified, of all sequences."""
+    """Verified draft tokens of all sequences."""
     drafts: float = Field(ge=0)
-    """Verified."""
+    """Verified drafts."""
     proposed_tokens: float = Field(ge=0)
     answers: float = Field(ge=0)
     """Drafts that answer a verdict."""
@@ -60,7 +61,7 @@ class Step(BaseModel):
 
 
 class Served(BaseModel):
-    """What one kind of load showed, at one batch size."""
+    """The figures of one way of decoding at one batch size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,11 +72,12 @@ class Served(BaseModel):
     first_token_s: float = Field(ge=0)
     """From a request to its first token, at the client."""
     client_s: float = Field(ge=0)
-    """From a client to the verifier, and the same back: half of what the verifier does not account for."""
+    """From a client to the verifier, and the same back: half of the first token's time outside the
+    verifier."""
     round_trip_s: NotNegative = 0.0
-    """From a verdict to a draft without the drafting, as the verifier measures it."""
+    """From a verdict to a draft without the drafting, by the verifier's measurement."""
     draft_token_s: NotNegative = 0.0
-    """Drafting a token, as the verifier measures it."""
+    """Time of drafting a token, by the verifier's measurement."""
     step: Step
 
 
@@ -98,7 +100,7 @@ async def _serve(pair: Pair) -> list[Served]:
         verifier_port=verifier,
     ) as way:
         ways: dict[str, Measure] = {name: way(speculation) for name, speculation in WAYS.items()}
-        # The first round warms up: planner and drafters learn what pays.
+        # In the first round planner and drafters learn the costs; it does not count.
         for number in range(_ROUNDS + 1):
             for batch, task in tasks.items():
                 for name, run in ways.items():
@@ -112,7 +114,10 @@ async def _serve(pair: Pair) -> list[Served]:
 
 
 async def _speed(family: str, port: int) -> tuple[float, float]:
-    """What the verifier measured of a drafter of this family: round trip and seconds of a token; zeros for no drafter."""
+    """Round trip and seconds of a draft token that the verifier measured of a drafter's family.
+
+    Both are 0 without such a drafter.
+    """
     async with rpc.dial(f"127.0.0.1:{port}") as channel:
         info = await wait_until_ready(channel)
     found = [

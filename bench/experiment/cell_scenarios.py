@@ -1,4 +1,4 @@
-"""Turns a cell of an experiment and a way of decoding into a scenario of the simulator, with the costs of a profile.
+"""Makes a scenario of the simulator of an experiment's cell, a way of decoding and a profile.
 
 Starts nothing and measures nothing.
 """
@@ -22,7 +22,7 @@ from bench.simulator.scenario import Scenario
 from outrider.process.cores import parse_cores
 
 _PREDICTED = ("ngram", "model")
-# A drafter whose connection was cut dials again after about so long; see outrider.drafter.stream.
+# Seconds until a drafter whose connection was cut dials again, about; see outrider.drafter.stream.
 _AGAIN_S = 0.1
 _SETTINGS = ("max_draft_len", "max_matching_ngram_size", "is_public_pool", "branches")
 _VERIFIER_SETTINGS = (
@@ -35,19 +35,23 @@ _VERIFIER_SETTINGS = (
 )
 _LONGEST_S = 36_000.0
 Asked = tuple[float, str, list[int], int]
-"""A request: when it comes, its kind, its prompt and the length of its answer."""
+"""A request: its time, kind, prompt and length of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests of a cell, those that warm up first."""
+    """The requests of a cell: first those that warm up, then the measured ones."""
 
     warm_up: list[Asked]
     measured: list[Asked]
 
 
 def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
-    """What the clients ask for. Requests of verifiers that serve together take turns, as the simulator hands them out."""
+    """The clients' requests.
+
+    Requests of verifiers that serve together alternate, in the order in which the simulator assigns
+    them.
+    """
     workload = experiment.workload
     together = experiment.target.count if workload.verifiers == "together" else 1
     warm_up = [
@@ -65,7 +69,7 @@ def load_of(experiment: Experiment, tokenizer: Tokenizer) -> Load:
 
 
 def check(experiment: Experiment, profile: Profile) -> None:
-    """Raises ValueError that names the field of the file for what cannot be predicted with this profile."""
+    """Raise ValueError if the profile cannot predict this cell; it names the field of the file."""
     target, cores = experiment.target, profile.cores
     name = str(target.model) + (" grown" if target.grown else "")
     if name != profile.target:
@@ -73,17 +77,18 @@ def check(experiment: Experiment, profile: Profile) -> None:
     if target.dtype != profile.dtype:
         raise ValueError(f"target.dtype: the profile is of {profile.dtype}, not of {target.dtype}")
     if threads_of(target, cores) != profile.threads:
-        raise ValueError(
-            f"target.threads: the profile has {profile.threads}, the cell {threads_of(target, cores)}"
-        )
+        threads = threads_of(target, cores)
+        raise ValueError(f"target.threads: the profile has {profile.threads}, the cell {threads}")
     if experiment.workload.temperature > 0.0:
         raise ValueError(
-            "workload.temperature: only 0 can be predicted, since guesses are recorded for greedy texts"
+            "workload.temperature: only 0 can be predicted, since guesses are recorded for greedy "
+            "texts"
         )
     for name, drafter in drafters_of(experiment):
         if drafter.family not in _PREDICTED:
             raise ValueError(
-                f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, not {drafter.family}"
+                f"drafters.{name}.family: must be one of {', '.join(_PREDICTED)} to be predicted, "
+                f"not {drafter.family}"
             )
         cost = cost_of(drafter, cores)
         if cost not in profile.costs.drafting:
@@ -103,7 +108,7 @@ def threads_of(target: Target, cores: list[int]) -> int:
 
 
 def cost_of(drafter: Drafter, cores: list[int]) -> str:
-    """Which of the profile's ways of drafting it is."""
+    """The drafter's name in the profile's `drafting`."""
     if drafter.cost is not None:
         return drafter.cost
     if drafter.family != "model":
@@ -119,7 +124,7 @@ def _cores(text: str | None, all_cores: list[int]) -> list[int]:
 def scenario_of(
     experiment: Experiment, way: str, profile: Profile, load: Load, directory: Path
 ) -> Scenario:
-    """The scenario; its cost table is written to `directory`, where `requests.jsonl` is the recording of the load."""
+    """The scenario. Writes its cost table to `directory`, where `requests.jsonl` has the load."""
     target, workload = experiment.target, experiment.workload
     drafters = [] if way == PLAIN else list(drafters_of(experiment))
     families = {drafter.family for _, drafter in drafters}
@@ -141,7 +146,7 @@ def scenario_of(
         "sequences": [(workload.batch if workload.arrivals == "closed" else 1) * verifiers],
         "verifiers": verifiers,
         "client_ms": 1000 * serving.client_s,
-        # The verifier's defaults, and those of a run.
+        # The defaults of the verifier and of a run.
         "max_sequences": 64,
         "prefix_caching": False,
         **settings,
@@ -160,7 +165,7 @@ def scenario_of(
 
 
 def at_batch(servings: list[Serving], batch: int) -> Serving:
-    """What serving costs at a batch size, on the line between the two that the profile has."""
+    """The costs of serving at a batch size, interpolated between the profile's two."""
     low, high = servings[0], servings[-1]
     share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
     names = ("client_s", "round_trip_s", "jitter_s", "slowness", "message_s", "interference")
@@ -172,7 +177,7 @@ def at_batch(servings: list[Serving], batch: int) -> Serving:
 
 
 def _costs(experiment: Experiment, profile: Profile, served: str) -> Costs:
-    """The profile's table while it serves in this way, with verifiers that share the cores slowed down."""
+    """The profile's table while it serves in this way, slower if verifiers share the cores."""
     plains, own = profile.at("plain"), profile.at(served)
     pairs = zip(plains, own, strict=True)
     low, high = (
@@ -213,7 +218,7 @@ def _specs(
 
 
 def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[str, Any]:
-    """What the place of a drafter does to its own speed and to the target's."""
+    """The effects of a drafter's place on its own speed and on the target's."""
     workload = experiment.workload
     serving = at_batch(
         profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
@@ -226,7 +231,7 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
     own = set(_cores(experiment.target.cores, profile.cores))
     fills = profile.threads >= len(own)
     place = set(_cores(drafter.cores, profile.cores))
-    # A container has a host name of its own, so that the verifier takes it for one elsewhere.
+    # A container has its own host name, so the verifier assumes that it is on another machine.
     believed = fills and bool(place & own) and not drafter.container
     placed = {
         "on_target_cores": believed,
@@ -247,7 +252,10 @@ def _placed(experiment: Experiment, drafter: Drafter, profile: Profile) -> dict[
 def _linked(
     experiment: Experiment, drafter: Drafter, link: Link | None, profile: Profile
 ) -> dict[str, Any]:
-    """The way to the verifier: over TCP as the calibration load went, or changed by what the profile says of other ways."""
+    """The network between drafter and verifier.
+
+    The calibration load went over TCP; the profile has the differences of other transports.
+    """
     workload = experiment.workload
     serving = at_batch(
         profile.at(drafter.family), workload.batch if workload.arrivals == "closed" else 1
@@ -273,7 +281,10 @@ def _linked(
 
 
 def _events(experiment: Experiment, event: Event, verifiers: int) -> Iterator[dict[str, Any]]:
-    """What an event is to each connection that it meets. A held link and a stopped process both leave a drafter silent."""
+    """An event as the simulator's events of each connection that it meets.
+
+    A held link and a stopped process both leave a drafter silent.
+    """
     for name, drafter in drafters_of(experiment):
         if event.who not in (name, drafter.link):
             continue

@@ -1,6 +1,6 @@
-"""Writes the compose file of an experiment: a service for each process, a network for each link, and fixed addresses.
+"""Writes the compose file of an experiment, with a network for each link and fixed addresses.
 
-Knows no engine. The images are those that compose/compose.yaml builds.
+Knows no engine. compose/compose.yaml builds the images.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.experiment.hosts import Launch
 from outrider.errors import invalid
 
 CORE = "core"
-"""The network of what no link separates."""
+"""The network of processes that no link separates."""
 
 FILES_DIRECTORY = "/run/outrider/files"
 _SUBNET = "10.213"
@@ -33,60 +33,54 @@ _DRAFTER_IMAGES = {"ngram": "outrider-drafter-ngram", "model": "outrider-drafter
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Which images containers are made of."""
+    """The images of containers."""
 
     tag: str = "dev"
     redis: str = "redis:7-bookworm"
 
     @classmethod
     def from_environment(cls) -> Images:
-        """By the variables of compose/compose.yaml."""
-        given = {
-            "tag": os.environ.get("OUTRIDER_TAG"),
-            "redis": os.environ.get("OUTRIDER_REDIS_IMAGE"),
-        }
-        return cls(**{name: value for name, value in given.items() if value})
+        """Read the variables of compose/compose.yaml."""
+        tag = os.environ.get("OUTRIDER_TAG") or cls().tag
+        return cls(tag, os.environ.get("OUTRIDER_REDIS_IMAGE") or cls().redis)
 
     @property
     def names(self) -> list[str]:
-        """Those that compose/compose.yaml builds for the CPU."""
+        """The images that compose/compose.yaml builds for the CPU."""
         built = {*_IMAGES.values(), *_DRAFTER_IMAGES.values()}
         return [f"{name}:{self.tag}" for name in sorted(built)]
 
     def of(self, launch: Launch) -> str:
-        """The image of a process; raises OutriderError(INVALID_VALUE) where there is none."""
+        """The image of a process; raises OutriderError(INVALID_VALUE) if no image has it."""
         if launch.program == "redis-server":
             return self.redis
         family = value_of(launch, "--family") or ""
-        name = (
-            _DRAFTER_IMAGES.get(family)
-            if launch.module == "drafter_svc"
-            else _IMAGES.get(launch.module)
-        )
+        if launch.module == "drafter_svc":
+            name = _DRAFTER_IMAGES.get(family)
+        else:
+            name = _IMAGES.get(launch.module)
         if name is None:
-            raise invalid(
-                "container",
-                f"{launch.name} runs {launch.module or launch.program} {family}, which is in no image",
-            )
-        return f"{name}{'-gpu' if gpu_of(launch) is not None else ''}:{self.tag}"
+            program = f"{launch.module or launch.program} {family}"
+            raise invalid("container", f"{launch.name} runs {program}, which is in no image")
+        variant = "-gpu" if gpu_of(launch) is not None else ""
+        return f"{name}{variant}:{self.tag}"
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process with its place.
-
-    `addresses` has its address by network. It shares the network of the service `beside` where that is given, and that
-    of the machine where it has no address at all. `files` is a directory here with the launch's files.
-    """
+    """A process with its networks."""
 
     launch: Launch
     addresses: Mapping[str, str]
+    """Its address by network; without any it uses the machine's network."""
     beside: str | None = None
+    """The service whose network it shares, if any."""
     files: Path | None = None
+    """A directory of this machine with the launch's files."""
 
 
 class Subnets:
-    """Gives each network a subnet, in the order in which they are asked for."""
+    """Gives each network a subnet, in the order of the first calls."""
 
     def __init__(self) -> None:
         self._networks = [CORE]
@@ -98,18 +92,16 @@ class Subnets:
         return f"{_SUBNET}.{self._networks.index(network)}"
 
     def address(self, network: str, number: int) -> str:
-        """That of the process with this number, 1 to 250."""
+        """The address of the process with this number, 1 to 250."""
         if not 1 <= number <= 250:
             raise invalid("drafters", f"make more than 250 containers: number {number}")
         # The first address is the machine's.
         return f"{self.of(network)}.{number + 1}"
 
     def named_in(self, launch: Launch) -> list[str]:
-        """The networks of the processes whose addresses the command line has."""
-        found = [
-            match.group(1) for argument in launch.arguments for match in _ADDRESS.finditer(argument)
-        ]
-        return list(dict.fromkeys(self._networks[int(network)] for network in found))
+        """The networks of the addresses in a command line."""
+        numbers = _ADDRESS.findall(" ".join(launch.arguments))
+        return list(dict.fromkeys(self._networks[int(number)] for number in numbers))
 
 
 def compose_file(services: Sequence[Service], subnets: Subnets, images: Images) -> str:
@@ -119,19 +111,22 @@ def compose_file(services: Sequence[Service], subnets: Subnets, images: Images) 
     networks = {
         name: {"ipam": {"config": [{"subnet": f"{subnets.of(name)}.0/24"}]}} for name in names
     }
-    content = {"version": "2.4", "services": described} | (
-        {"networks": networks} if networks else {}
-    )
+    content: dict[str, Any] = {"version": "2.4", "services": described}
+    if networks:
+        content["networks"] = networks
     return yaml.safe_dump(content, sort_keys=False, width=1000)
 
 
 def _service(service: Service, images: Images) -> dict[str, Any]:
-    """As hardened as the services of compose/compose.yaml. No limit on memory or CPU changes what is measured."""
+    """A service, hardened as in compose/compose.yaml.
+
+    It has no limit on memory or CPU, which would change the figures.
+    """
     launch = service.launch
     words = launch.command(FILES_DIRECTORY, python="python")
     described: dict[str, Any] = {
         "image": images.of(launch),
-        # Files and sockets that are shared belong to the caller.
+        # Shared files and sockets belong to the caller.
         "user": f"{os.getuid()}:{os.getgid()}",
         "entrypoint": list(map(_literal, words)),
         "command": [],
@@ -149,9 +144,9 @@ def _service(service: Service, images: Images) -> dict[str, Any]:
         "stop_grace_period": "20s",
     }
     if "--numa-node" in launch.arguments:
-        # The kernel's filter of system calls asks for it to bind memory to a node.
+        # The engine's filter of system calls demands it for binding memory to a node.
         described["cap_add"] = ["SYS_NICE"]
-    # A drafter is told its cores, and pins itself.
+    # A drafter has a setting for its cores, and pins itself.
     cores = launch.cores or value_of(launch, "--cores")
     if cores is not None:
         described["cpuset"] = cores
@@ -173,34 +168,29 @@ def _place(service: Service) -> dict[str, Any]:
 
 
 def _volumes(service: Service) -> list[dict[str, Any]]:
-    # The engine takes absolute paths alone; the container's working directory is the caller's.
+    # The engine takes only absolute paths. The container's working directory is the caller's.
     paths = [str(path.absolute()) for path in service.launch.shares]
     shared = [{"type": "bind", "source": path, "target": path} for path in paths]
     if service.files is None:
         return shared
-    return [
-        *shared,
-        {
-            "type": "bind",
-            "source": str(service.files),
-            "target": FILES_DIRECTORY,
-            "read_only": True,
-        },
-    ]
+    files = {"type": "bind", "source": str(service.files), "target": FILES_DIRECTORY}
+    return [*shared, {**files, "read_only": True}]
 
 
 def _literal(text: str) -> str:
-    """Text in which Compose replaces no variable."""
+    """Escape text, so that Compose replaces no variable in it."""
     return text.replace("$", "$$")
 
 
 def value_of(launch: Launch, flag: str) -> str | None:
-    """The value of a flag, None where it is not given."""
+    """The value of a flag of a command line; None if the flag is not given."""
     arguments = launch.arguments
     return arguments[arguments.index(flag) + 1] if flag in arguments[:-1] else None
 
 
 def gpu_of(launch: Launch) -> str | None:
-    """The number of the GPU that a process computes on, None for the CPU."""
+    """The number of the GPU that a process computes on; None for the CPU."""
     device = value_of(launch, "--device") or "cpu"
-    return (device.partition(":")[2] or "0") if device.startswith("cuda") else None
+    if not device.startswith("cuda"):
+        return None
+    return device.partition(":")[2] or "0"

@@ -1,4 +1,4 @@
-"""Energy that the machine says it used: of processors by RAPL, of GPUs by NVML. Where no counter can be read, there is none."""
+"""Reads the energy that processors (RAPL) and GPUs (NVML) used, if their counters can be read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(slots=True)
 class Meter:
-    """Joules between two readings. RAPL's counters start again from zero at their range, which is made up for once.
+    """Joules between two readings.
 
-    A package's counter includes its cores'; those of DRAM are added where they are of their own. See
-    https://docs.kernel.org/power/powercap/powercap.html and NVML's nvmlDeviceGetTotalEnergyConsumption.
+    A RAPL counter restarts from zero at the end of its range; one restart is corrected. A package's
+    counter includes its cores; counters of DRAM are added. Sources:
+    https://docs.kernel.org/power/powercap/powercap.html, nvmlDeviceGetTotalEnergyConsumption.
     """
 
     root: Path = _POWERCAP
@@ -27,7 +28,7 @@ class Meter:
         self._before = self._read()
 
     def joules(self) -> float | None:
-        """Since `start`; None where there is no counter that this user may read."""
+        """Joules since `start`; None if this user can read no counter."""
         after = self._read()
         if not self._before or self._before.keys() != after.keys():
             return None
@@ -50,7 +51,7 @@ def _processors(root: Path) -> Iterator[tuple[str, int]]:
             if is_package or (zone / "name").read_text().strip() == "dram":
                 yield zone.name, int((zone / "energy_uj").read_text())
         except OSError:
-            continue  # for root alone, on most systems
+            continue  # on most systems only root may read it
 
 
 def _gpus() -> Iterator[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Plays what happens to links and drafters during a measurement: outages, resets, hangs, deaths, leaving and joining."""
+"""Disturbs links and drafters during a measurement, as an experiment's events say."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from bench.experiment.stack import Drafting
 
 
 class Events:
-    """The events of a cell. `played` has those that came, with the second at which they did; `errors` those that did not."""
+    """The events of a cell.
+
+    `played` has those that happened, with their seconds; `errors` has a message for each other one.
+    """
 
     def __init__(self, experiment: Experiment, drafting: Drafting | None) -> None:
-        """Without drafters nothing happens, and nothing happens to what the cell does not use."""
+        """Events of links and drafters that the cell does not use are ignored."""
         self.played: list[dict[str, Any]] = []
         self.errors: list[str] = []
         self._drafting = drafting
@@ -25,33 +28,24 @@ class Events:
         self._events: Sequence[Event] = [event for event in experiment.events if event.who in used]
 
     def begin(self, group: asyncio.TaskGroup, playing: asyncio.Task[Any]) -> None:
-        """The traffic begins. Each event plays to its end, also when the traffic is over before."""
+        """Start the events with the traffic `playing`. An event that began plays to its end."""
         began = time.perf_counter()
         for event in self._events:
             group.create_task(self._play(event, began, playing))
 
     async def _play(self, event: Event, began: float, playing: asyncio.Task[Any]) -> None:
-        done, _ = await asyncio.wait(
-            [playing], timeout=max(began + event.at - time.perf_counter(), 0.0)
-        )
+        wait_s = max(began + event.at - time.perf_counter(), 0.0)
+        done, _ = await asyncio.wait([playing], timeout=wait_s)
         if done:
-            self.errors.append(
-                f"{event.what} of {event.who} at {event.at:g} s did not come: the traffic was over"
-            )
+            when = f"at {event.at:g} s did not come: the traffic was over"
+            self.errors.append(f"{event.what} of {event.who} {when}")
             return
-        at = time.perf_counter() - began
-        self.played.append(
-            {"at": at, "who": event.who, "what": event.what, "seconds": event.seconds}
-        )
+        self.played.append({**event.model_dump(), "at": time.perf_counter() - began})
         if event.who in self._experiment.links:
             await self._to_link(event)
         else:
-            await asyncio.gather(
-                *(
-                    self._to_process(name, event)
-                    for name in process_names(self._experiment, event.who)
-                )
-            )
+            names = process_names(self._experiment, event.who)
+            await asyncio.gather(*(self._to_process(name, event) for name in names))
 
     async def _to_link(self, event: Event) -> None:
         assert self._drafting is not None  # else there are no events

@@ -1,7 +1,7 @@
-"""Where an experiment's processes run: the seam, and this machine as child processes.
+"""Hosts start an experiment's processes. The host here is this machine, with child processes.
 
-Knows command lines, signals and CPU time; not what a process does. A container engine or an agent on another machine
-implements `Host` and `Handle` too.
+Knows command lines, signals and CPU time, but no services. `containers` and `remote` implement
+`Host` and `Handle` for a container engine and for an agent on another machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from outrider.launch.supervisor import not_orphaned
 from outrider.process.cores import format_cores, parse_cores
 
 FILES = "{files}"
-"""In an argument, the directory where the host wrote the files of the launch."""
+"""Stands in an argument for the directory where the host wrote the files of the launch."""
 
+LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 TAIL_LINES = 50
 _STOP_S = 12.0
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -36,9 +38,10 @@ _TICK = os.sysconf("SC_CLK_TCK")
 class Launch:
     """A process to start: `python -m MODULE ARGUMENTS`, or a program where `module` is empty.
 
-    Paths in arguments are those of the checkout that it runs in. `shares` are directories that it needs under the same
-    path as here, such as one of Unix sockets or of models; a container mounts them. `files` are small texts by name, for
-    secrets and the like; `{files}/NAME` in an argument becomes the path that the host wrote one to.
+    Paths in arguments are relative to the checkout that it runs in. `shares` are directories that
+    it needs under the same path as here, such as a model's; a container mounts them. `files` are
+    small texts by name, such as secrets. The host writes them to a directory, and `{files}/NAME` in
+    an argument becomes the path of one.
     """
 
     name: str
@@ -47,43 +50,39 @@ class Launch:
     program: str = ""
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cores: str | None = None
-    """Cores that the host pins it to, such as 0-3; None leaves it to the system, or to the process itself."""
-    is_container: bool = False
+    """Cores that the host pins it to, such as 0-3; None pins nothing."""
     shares: tuple[Path, ...] = ()
     files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def command(self, files: str, python: str = sys.executable) -> list[str]:
-        """The words of the command line, with the directory that `files` were written to."""
-        words = [python, "-m", self.module] if self.module else [self.program]
-        return [*words, *(argument.replace(FILES, files) for argument in self.arguments)]
+        """The words of the command line; `files` is the directory of the launch's files."""
+        arguments = [argument.replace(FILES, files) for argument in self.arguments]
+        if self.module:
+            return [python, "-m", self.module, *arguments]
+        return [self.program, *arguments]
 
 
 class Handle(Protocol):
-    """A process that was started. Signals to one that has ended do nothing."""
-
-    @property
-    def name(self) -> str:
-        """The launch's."""
-        ...
+    """A process that was started. Signals to a process that has ended do nothing."""
 
     async def alive(self) -> bool:
-        """Whether it still runs, paused or not."""
+        """Whether it still runs; a paused process does."""
         ...
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL if it has not ended after 12 s; returns when it has ended."""
+        """Send SIGTERM, and SIGKILL after 12 s; return when the process has ended."""
         ...
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it has ended."""
+        """Send SIGKILL; return when the process has ended."""
         ...
 
     async def pause(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         ...
 
     async def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         ...
 
     async def tail(self) -> list[str]:
@@ -91,7 +90,7 @@ class Handle(Protocol):
         ...
 
     async def cpu_s(self) -> float:
-        """CPU time in seconds, of user and system, that it has used since its start."""
+        """User and system time in seconds since its start."""
         ...
 
 
@@ -100,31 +99,15 @@ class Host(Protocol):
 
     @property
     def address(self) -> str:
-        """Name or IP address under which the experiment's other processes reach what listens here."""
+        """Name or IP address by which the experiment's other processes reach this host."""
         ...
 
     async def free_port(self) -> int:
-        """A port that nothing listens on now; the next process that is started here may listen on it."""
+        """A port that no process listens on now, for the next process on this host."""
         ...
 
     async def start(self, launch: Launch) -> Handle:
-        """Start a process; raises OSError, with the reason, when it cannot be run."""
-        ...
-
-
-class Places(Protocol):
-    """Finds the host of each process of an experiment."""
-
-    @property
-    def here(self) -> str:
-        """IP address of this machine under which all processes reach it."""
-        ...
-
-    def host(self, name: str, machine: str | None, is_container: bool) -> Host:
-        """Where to start the process `name`, such as verifier-1 or link-wire: on `machine` (None is this one).
-
-        Raises OutriderError(INVALID_VALUE) for a machine that is not known, or containers that cannot be had.
-        """
+        """Start a process; raises OSError with the reason when it cannot be run."""
         ...
 
 
@@ -133,24 +116,14 @@ class LocalHandle:
 
     def __init__(
         self,
-        name: str,
         process: asyncio.subprocess.Process,
         files: tempfile.TemporaryDirectory[str] | None,
     ) -> None:
-        self._name = name
         self._process = process
         self._files = files
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._cpu_s = 0.0
         self._ended = asyncio.create_task(self._watch())
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     async def alive(self) -> bool:
         return self._process.returncode is None
@@ -177,20 +150,19 @@ class LocalHandle:
         return list(self._lines)
 
     async def cpu_s(self) -> float:
-        with suppress(
-            FileNotFoundError, ProcessLookupError
-        ):  # it has ended; the last figure stands
+        # Once the process has ended, the last figure counts.
+        with suppress(FileNotFoundError, ProcessLookupError):
             self._cpu_s = process_cpu_s(self._process.pid)
         return self._cpu_s
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal the process and whatever it started."""
+        """Signal the process and its children."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     async def _watch(self) -> None:
-        """Keep the last lines, and take leave of the process when it ends."""
+        """Keep the last lines of output, and clean up when the process ends."""
         output = self._process.stdout
         while output is not None and (line := await _line(output)):
             self._lines.append(line.decode(errors="replace").rstrip())
@@ -200,16 +172,17 @@ class LocalHandle:
             self._files.cleanup()
 
 
+@dataclass(frozen=True, slots=True)
 class LocalHost:
-    """This machine."""
+    """This machine. Its processes listen on `address`."""
 
-    address = "127.0.0.1"
+    address: str = LOOPBACK
 
     async def free_port(self) -> int:
         return free_port(self.address)
 
     async def start(self, launch: Launch) -> LocalHandle:
-        """Start a child process, pinned to the launch's cores; raises OSError when it cannot be run."""
+        """Start a child process on the launch's cores; raises OSError when it cannot be run."""
         files = _write(launch.files) if launch.files else None
         pinned = ["taskset", "--cpu-list", launch.cores] if launch.cores is not None else []
         process = await asyncio.create_subprocess_exec(
@@ -220,30 +193,14 @@ class LocalHost:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, **launch.environment},
-            # A group of its own: Ctrl-C in a terminal reaches the runner alone, which then stops everyone in order.
+            # In a group of its own, Ctrl-C reaches the runner alone, which stops all in order.
             start_new_session=True,
         )
-        return LocalHandle(launch.name, process, files)
-
-
-class LocalPlaces:
-    """All processes on this machine, none in a container."""
-
-    here = "127.0.0.1"
-
-    def host(self, name: str, machine: str | None, is_container: bool) -> Host:
-        """This machine; raises OutriderError(INVALID_VALUE) for any other, and for a container."""
-        if machine is not None:
-            raise invalid(
-                "host", f"{machine} of {name} needs --hosts with the address of its agent"
-            )
-        if is_container:
-            raise invalid("container", f"{name} needs a container engine: give --with compose")
-        return LocalHost()
+        return LocalHandle(process, files)
 
 
 def _write(files: Mapping[str, str]) -> tempfile.TemporaryDirectory[str]:
-    """A directory, for this user alone, with the files."""
+    """Write the files to a new directory that only this user reads."""
     directory = tempfile.TemporaryDirectory(prefix="outrider-")
     for name, text in files.items():
         Path(directory.name, name).write_text(text)
@@ -251,26 +208,25 @@ def _write(files: Mapping[str, str]) -> tempfile.TemporaryDirectory[str]:
 
 
 def check_cores(field_name: str, cores: str | None) -> None:
-    """Raises OutriderError(INVALID_VALUE) that names the field unless this process may run on these cores."""
+    """Raise OutriderError(INVALID_VALUE) if this process may not run on these cores."""
     mine = os.sched_getaffinity(0)
     if cores is not None and not set(parse_cores(cores, field_name)) <= mine:
-        raise invalid(
-            field_name, f"must be among {format_cores(sorted(mine))} of this machine, not {cores}"
-        )
+        known = format_cores(sorted(mine))
+        raise invalid(field_name, f"must be among {known} of this machine, not {cores}")
 
 
 def process_cpu_s(pid: int) -> float:
-    """User and system time in seconds of a process of this machine and of its children that ended.
+    """User and system time in seconds of a process of this machine and of its ended children.
 
     Raises FileNotFoundError or ProcessLookupError when there is no such process.
     """
-    # The command's name, in parentheses, may hold anything; fields are counted behind it (proc_pid_stat(5)).
+    # Fields are counted behind the command's name, which may hold spaces (proc_pid_stat(5)).
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / _TICK
 
 
 async def _line(output: asyncio.StreamReader) -> bytes:
-    """The next line; of one that is longer than the reader's buffer, a piece."""
+    """The next line, or a piece of a line that is longer than the reader's buffer."""
     try:
         return await output.readline()
     except ValueError:

@@ -16,7 +16,7 @@ from verifier_svc.config import VerifierSettings
 
 DRAFT_MODEL = Path("models/draft")
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-# Spans are read right after a measurement; by default they leave every 5 s.
+# Spans are read right after a measurement, but by default processes send them every 5 s.
 _PROMPT_SPANS = {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_BSP_MAX_QUEUE_SIZE": "65536"}
 _SECRET = "secret"
 _LOG_LEVEL: Setting = "warning"
@@ -24,7 +24,7 @@ _LOG_LEVEL: Setting = "warning"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a verifier's gateway, its metrics and its draft stream are."""
+    """The addresses of a verifier: its gateway, its metrics and its draft stream."""
 
     name: str
     model: str
@@ -43,26 +43,28 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """The addresses of verifiers or of links to them, of a Unix socket, and of a Redis or of a link to it."""
+    """The addresses that a drafter dials."""
 
     verifiers: tuple[str, ...]
+    """host:port of each verifier, or of a link to it."""
     uds: Path | None = None
     redis: str | None = None
+    """host:port of Redis, or of a link to it."""
     secret: str = ""
-    """The secret that keys in Redis are made with."""
+    """The secret of the keys in Redis."""
 
 
 def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoint: str) -> Launch:
-    """Raises OutriderError(INVALID_VALUE) that names the setting which the verifier does not take."""
-    threads = target.threads or (
-        len(parse_cores(target.cores, "target.cores")) if target.cores else None
-    )
+    """The command line of a verifier; raises OutriderError(INVALID_VALUE) for a wrong setting."""
+    threads = target.threads
+    if threads is None and target.cores:
+        threads = len(parse_cores(target.cores, "target.cores"))
     options: dict[str, Setting | None] = {
         "target": str(model),
         "model_name": endpoint.model,
         "dtype": target.dtype,
         "listen": endpoint.verifier,
-        "uds": str(endpoint.uds) if endpoint.uds is not None else None,
+        "uds": _path(endpoint.uds),
         "threads": threads,
         "metrics_host": endpoint.address,
         "metrics_port": endpoint.metrics_port,
@@ -73,19 +75,18 @@ def verifier_launch(target: Target, model: Path, endpoint: Endpoint, otlp_endpoi
         **target.settings,
     }
     _check("target.settings", VerifierSettings, options)
-    shares = (model, *([endpoint.uds.parent] if endpoint.uds is not None else []))
     return Launch(
         endpoint.name,
         "verifier_svc",
         _flags(options),
         environment=_environment(otlp_endpoint),
         cores=target.cores,
-        shares=shares,
+        shares=(model, *_shares({"uds": options["uds"]})),
     )
 
 
 def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoint: str) -> Launch:
-    """The gateway of one verifier."""
+    """The command line of the gateway of one verifier."""
     options: dict[str, Setting | None] = {
         "verifier": endpoint.verifier,
         "tokenizer": str(model),
@@ -104,17 +105,11 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int, otlp_endpoin
 def drafter_launch(
     field: str, name: str, drafter: Drafter, target: Target, dial: Dial, otlp_endpoint: str
 ) -> Launch:
-    """One process of a drafter; `field` names the drafter in the file.
+    """The command line of one process of a drafter; `field` names the drafter in the file.
 
-    Raises OutriderError(INVALID_VALUE) that names the setting which the drafter does not take.
+    Raises OutriderError(INVALID_VALUE) for a wrong setting.
     """
     schema = _schema(field, drafter.family)
-    takes_many = DrafterSettings.model_fields["verifier"].annotation is not str
-    if len(dial.verifiers) > 1 and not takes_many:
-        raise invalid(
-            f"{field}.shared",
-            "needs a drafter that takes several --verifier; this version takes one",
-        )
     options = _drafter_options(drafter, target, schema, dial)
     options |= {
         "id": name,
@@ -123,15 +118,12 @@ def drafter_launch(
         **drafter.settings,
     }
     _check(field, schema, {**options, "verifier": dial.verifiers[0]})
+    verifiers = [word for address in dial.verifiers for word in ("--verifier", address)]
     return Launch(
         name,
         "drafter_svc",
-        (
-            *(word for address in dial.verifiers for word in ("--verifier", address)),
-            *_flags(options),
-        ),
+        (*verifiers, *_flags(options)),
         environment=_environment(otlp_endpoint),
-        is_container=drafter.container,
         shares=tuple(_shares(options)),
         files={_SECRET: dial.secret} if dial.redis is not None else {},
     )
@@ -140,10 +132,10 @@ def drafter_launch(
 def _drafter_options(
     drafter: Drafter, target: Target, schema: type[DrafterSettings], dial: Dial
 ) -> dict[str, Setting | None]:
-    """What the file says of the drafter, by the names of its process's settings."""
+    """The drafter's fields of the file, by the names of its process's settings."""
     options: dict[str, Setting | None] = {
         "family": drafter.family,
-        "uds": str(dial.uds) if dial.uds is not None else None,
+        "uds": _path(dial.uds),
         "threads": drafter.threads,
     }
     if drafter.cores is not None:
@@ -166,38 +158,28 @@ def _shares(options: Mapping[str, Setting | None]) -> Iterator[Path]:
 
 def redis_launch(address: str, port: int) -> Launch:
     """A Redis server that keeps nothing on disk."""
-    arguments = (
-        "--bind",
-        address,
-        "--port",
-        str(port),
-        "--save",
-        "",
-        "--appendonly",
-        "no",
-        "--protected-mode",
-        "no",
-    )
+    place = ("--bind", address, "--port", str(port), "--protected-mode", "no")
+    arguments = (*place, "--save", "", "--appendonly", "no")
     return Launch("redis", "", arguments, program="redis-server")
 
 
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
-    """A link; `forwards` are the addresses that it listens on, with those that it passes connections on to."""
-    pairs = [
-        word for listen, target in forwards.items() for word in ("--forward", f"{listen}={target}")
-    ]
+    """The command line of a link; `forwards` has the target of each address that it listens on."""
+    pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
     return Launch(f"link-{name}", "bench.experiment.link_process", ("--control", control, *pairs))
 
 
 def process_names(experiment: Experiment, name: str) -> list[str]:
-    """The processes of a drafter in a stack: for each verifier in turn its own, or those that all share."""
+    """The processes of a drafter: the first verifier's, the second's and so on, or shared ones."""
     drafter = experiment.drafters[name]
-    count = drafter.count * (1 if drafter.shared else experiment.target.count)
+    count = drafter.count
+    if not drafter.shared:
+        count *= experiment.target.count
     return [f"{name}-{number + 1}" for number in range(count)]
 
 
 def drafters_at_each(experiment: Experiment) -> int:
-    """Processes of drafters that are connected to each verifier."""
+    """The number of drafter processes that connect to each verifier."""
     return sum(drafter.count for _, drafter in drafters_of(experiment))
 
 
@@ -216,16 +198,21 @@ def _check(field: str, schema: type[Settings], options: Mapping[str, Setting | N
 
 
 def _flags(options: Mapping[str, Setting | None]) -> tuple[str, ...]:
-    return tuple(
-        word for name, value in options.items() if value is not None for word in _flag(name, value)
-    )
+    given = [_flag(name, value) for name, value in options.items() if value is not None]
+    return tuple(word for words in given for word in words)
 
 
 def _flag(name: str, value: Setting) -> list[str]:
     flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
+    if value is True:
+        return [f"--{flag}"]
+    if value is False:
+        return [f"--no-{flag}"]
     return [f"--{flag}", str(value)]
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _text(value: Setting | None) -> str:
@@ -233,4 +220,6 @@ def _text(value: Setting | None) -> str:
 
 
 def _environment(otlp_endpoint: str) -> dict[str, str]:
-    return {**_OFFLINE, **(_PROMPT_SPANS if otlp_endpoint else {})}
+    if not otlp_endpoint:
+        return _OFFLINE
+    return {**_OFFLINE, **_PROMPT_SPANS}

@@ -1,6 +1,7 @@
-"""A link as a process of its own, so that no other work makes it late: `python -m bench.experiment.link_process`.
+"""Runs a link in its own process, so that no other work delays it.
 
-It takes a JSON object a line on its control port, which changes it, and answers each with its traffic and lateness.
+The control port takes JSON objects, one a line, that change the link. The answer to each has the
+link's traffic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bench.experiment.links import Lateness, ShapedLink, exact_loop
+from bench.experiment.links import ShapedLink, exact_loop
 from bench.experiment.records import LinkTraffic
 from bench.experiment.spec import Link
 
@@ -24,17 +25,17 @@ _ANSWER_S = 10.0
 
 
 class LinkControl:
-    """Talks to a link's process. Its methods raise ConnectionError when it is not there."""
+    """Talks to a link's process. Its methods raise ConnectionError when nothing answers."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = (host, port)
 
     async def shape(self, link: Link) -> None:
-        """Shape what comes from now on by this."""
+        """Change the shape of the link for bytes that come from now on."""
         await self._ask({"shape": link.model_dump()})
 
     async def outage(self, seconds: float) -> None:
-        """Hold all bytes back for so long."""
+        """Hold all bytes back for some seconds."""
         await self._ask({"outage_s": seconds})
 
     async def reset(self) -> None:
@@ -42,12 +43,8 @@ class LinkControl:
         await self._ask({"reset": True})
 
     async def traffic(self) -> LinkTraffic:
-        """Bytes and connections since its start."""
+        """Bytes and connections since the link's start."""
         return LinkTraffic(**(await self._ask({}))["traffic"])
-
-    async def lateness(self) -> Lateness:
-        """By how much it delivered too late lately."""
-        return Lateness(**(await self._ask({}))["lateness"])
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         async with asyncio.timeout(_ANSWER_S):
@@ -67,7 +64,7 @@ class LinkControl:
 
 
 def control_of(link: ShapedLink) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
-    """What answers a connection to the control port."""
+    """The handler of connections to the control port."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -90,11 +87,11 @@ def _answer(link: ShapedLink, line: bytes) -> dict[str, Any]:
             link.reset()
     except (ValueError, TypeError, ValidationError) as error:
         return {"error": str(error)}
-    return {"traffic": asdict(link.traffic), "lateness": asdict(link.lateness)}
+    return {"traffic": asdict(link.traffic)}
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """host:port; raises ValueError that shows what is wrong."""
+    """Split host:port; raises ValueError for other text."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ValueError(f"must be host:port, not {text!r}")
@@ -104,8 +101,9 @@ def address_of(text: str) -> tuple[str, int]:
 async def serve(
     control: tuple[str, int], forwards: list[tuple[tuple[str, int], tuple[str, int]]]
 ) -> None:
-    """Pass connections on until SIGTERM."""
-    link, stopped = ShapedLink(Link.model_validate({})), asyncio.Event()
+    """Forward connections, each from one address to another, until SIGTERM."""
+    link = ShapedLink(Link.model_validate({}))
+    stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     async with AsyncExitStack() as stack:
         for listen, target in forwards:
@@ -116,17 +114,12 @@ async def serve(
 
 
 def main() -> None:
+    """Run the link of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--control", type=address_of, required=True, help="host:port to take orders on"
-    )
-    parser.add_argument(
-        "--forward",
-        action="append",
-        required=True,
-        metavar="LISTEN=TARGET",
-        help="host:port=host:port; may be repeated",
-    )
+    add = parser.add_argument
+    add("--control", type=address_of, required=True, help="host:port of the control port")
+    forward_help = "host:port=host:port; may be repeated"
+    add("--forward", action="append", required=True, metavar="LISTEN=TARGET", help=forward_help)
     given = parser.parse_args()
     pairs = [text.partition("=") for text in given.forward]
     forwards = [(address_of(listen), address_of(target)) for listen, _, target in pairs]

@@ -1,6 +1,6 @@
-"""A link that shapes TCP connections: round trip, jitter, bandwidth, loss, outages and resets, as a proxy in user space.
+"""A proxy that shapes TCP connections: round trip, jitter, bandwidth, loss, outages and resets.
 
-Knows bytes and times; not who talks over it. It needs a loop whose timers are exact, see `exact_loop`.
+Knows bytes and times, but no protocol. It needs a loop with exact timers, see `exact_loop`.
 """
 
 from __future__ import annotations
@@ -14,35 +14,25 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from statistics import quantiles
 
 from bench.experiment.records import LinkTraffic
 from bench.experiment.spec import Link
 
 SEGMENT_BYTES = 1_460
-"""What TCP sends at once over Ethernet."""
+"""The payload of a TCP segment over Ethernet."""
 
-_LATENESS_COUNT = 20_000
 _LEAST_QUEUE_BYTES = 1 << 20
 _LINGER = struct.pack("ii", 1, 0)
 
 
 def exact_loop() -> asyncio.AbstractEventLoop:
-    """An event loop whose timers are not rounded to whole milliseconds, as those of epoll and libuv are."""
+    """An event loop that does not round timers to milliseconds, as epoll and libuv do."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
-
-
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """By how much the proxy itself delivered later than the link's shape asks for, in milliseconds."""
-
-    p50_ms: float
-    p99_ms: float
 
 
 @dataclass(slots=True)
 class _Wire:
-    """One direction of a link, which all connections share."""
+    """One direction of a link. All connections share it."""
 
     free_at: float = 0.0
     byte_count: int = 0
@@ -50,32 +40,35 @@ class _Wire:
 
 @dataclass(eq=False)
 class ShapedLink:
-    """A link in both directions. Its shape may be changed while it runs; what is under way keeps the shape it left with."""
+    """A link in both directions.
+
+    Its shape may be changed while it runs. Bytes under way keep the shape with which they left.
+    """
 
     shape: Link
     seed: int = 0
     connection_count: int = 0
     lost_segment_count: int = 0
     held_until: float = 0.0
-    """Time of the loop until which an outage holds all bytes."""
+    """The loop's time at which an outage ends."""
 
     def __post_init__(self) -> None:
-        self.up, self.down = _Wire(), _Wire()
-        self.late_s: deque[float] = deque(maxlen=_LATENESS_COUNT)
+        self.up = _Wire()
+        self.down = _Wire()
         self._random = random.Random(self.seed)
         self._ends: set[_End] = set()
 
     def change(self, shape: Link) -> None:
-        """Shape what comes from now on by this."""
+        """Set the shape for bytes that come from now on."""
         self.shape = shape
         self.up.free_at = self.down.free_at = 0.0
 
     def outage(self, seconds: float) -> None:
-        """Hold all bytes and new connections back for so long; nothing is lost."""
+        """Hold all bytes and new connections back for some seconds; nothing is lost."""
         self.held_until = asyncio.get_running_loop().time() + seconds
 
     def reset(self) -> None:
-        """Cut all connections, as a machine does that knows nothing of them: both sides receive RST."""
+        """Cut all connections: both sides receive RST, as from a machine that was restarted."""
         for end in list(self._ends):
             end.reset()
 
@@ -87,21 +80,16 @@ class ShapedLink:
         )
 
     @property
-    def lateness(self) -> Lateness:
-        """Of the last deliveries; zero where there were fewer than two."""
-        if len(self.late_s) < 2:
-            return Lateness(0.0, 0.0)
-        cuts = quantiles(self.late_s, n=100)
-        return Lateness(1000 * cuts[49], 1000 * cuts[98])
-
-    @property
     def round_trip_s(self) -> float:
-        """What it adds to a round trip, without jitter."""
+        """Seconds that it adds to a round trip, without jitter."""
         return self.shape.round_trip_ms / 1000
 
     @property
     def queue_bytes(self) -> int:
-        """Bytes of a connection and direction that may be under way before its sender is held up, as by TCP's window."""
+        """Bytes under way at which the sender must wait, as with TCP's window.
+
+        The limit is for each connection and direction.
+        """
         product = self.shape.mbit_s * 125_000 * self.round_trip_s
         return max(_LEAST_QUEUE_BYTES, round(2 * product))
 
@@ -109,7 +97,10 @@ class ShapedLink:
     async def forward(
         self, listen: tuple[str, int], target: tuple[str, int]
     ) -> AsyncIterator[None]:
-        """Listen, and pass connections on to `target` over this link; may be called for several ports."""
+        """Forward connections from `listen` to `target` until the context ends.
+
+        May be called for several ports.
+        """
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _End(self, target), *listen)
         try:
@@ -122,13 +113,19 @@ class ShapedLink:
     def schedule(
         self, wire: _Wire, data: bytes, leaves: float, last: float
     ) -> Iterator[tuple[float, bytes]]:
-        """When each piece of `data` comes out, if it goes in at `leaves` and no sooner than `last`, which came before."""
-        shape, rate = self.shape, self.shape.mbit_s * 125_000
+        """Yield the pieces of `data` with the times at which they arrive.
+
+        The data leaves at `leaves`. No piece arrives before `last`, the time of the one before it.
+        """
+        shape = self.shape
+        rate = shape.mbit_s * 125_000
         jitter_s = self._random.uniform(0.0, shape.jitter_ms / 1000)
         size = SEGMENT_BYTES if rate or shape.loss else len(data)
         for start in range(0, len(data), size):
             piece = data[start : start + size]
-            wire.free_at = max(wire.free_at, leaves) + (len(piece) / rate if rate else 0.0)
+            wire.free_at = max(wire.free_at, leaves)
+            if rate:
+                wire.free_at += len(piece) / rate
             at = wire.free_at + self.round_trip_s / 2 + jitter_s
             if shape.loss and self._random.random() < shape.loss:
                 self.lost_segment_count += 1
@@ -139,20 +136,20 @@ class ShapedLink:
 
 @dataclass(eq=False)
 class _End(asyncio.Protocol):
-    """One end of a connection. What it receives waits here until it is due at the other end.
+    """One end of a connection. Received bytes wait here until they are due at the other end.
 
-    An end that was accepted dials its target; the other one is made with that.
+    An end that was accepted dials its target, which makes the other end.
     """
 
     link: ShapedLink
     target: tuple[str, int] | None
     peer: _End | None = None
     opens_at: float = 0.0
-    """When the handshake is over, before which nothing leaves."""
+    """When the handshake is over. Nothing leaves before."""
     is_full: bool = False
-    """Whether this end's socket takes no more for now."""
+    """Whether this end's socket takes no more bytes for now."""
     queue: deque[tuple[float, bytes | None]] = field(default_factory=deque)
-    """What is due when: bytes, b"" for the end of the stream, None for the end of the connection."""
+    """Times with bytes, with b"" for the end of the stream, or None for that of the connection."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -164,9 +161,8 @@ class _End(asyncio.Protocol):
         self._wire = self.link.up if self.target is not None else self.link.down
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(
-            transport, asyncio.Transport
-        )  # create_server and create_connection make no other
+        # create_server and create_connection make no other transport.
+        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.link._ends.add(self)
         if self.target is not None:
@@ -175,11 +171,10 @@ class _End(asyncio.Protocol):
             self._dialling = asyncio.create_task(self._dial(*self.target))
 
     async def _dial(self, host: str, port: int) -> None:
-        """Connect to the target when the handshake would have come through; a refusal is passed on as RST."""
+        """Connect to the target when the handshake reaches it; a refusal becomes RST."""
         await asyncio.sleep(self.opens_at - self.link.round_trip_s / 2 - self._loop.time())
-        await asyncio.sleep(
-            self.link.held_until - self._loop.time()
-        )  # an outage may have begun meanwhile
+        # An outage may have begun meanwhile.
+        await asyncio.sleep(self.link.held_until - self._loop.time())
         far = _End(self.link, None, peer=self)
         try:
             await self._loop.create_connection(lambda: far, host, port)
@@ -227,7 +222,7 @@ class _End(asyncio.Protocol):
             self._transport.abort()
 
     def _in_order(self) -> float:
-        """When what is said now without bytes comes out."""
+        """When an end of stream or connection that comes now is due."""
         return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
 
     def _put(self, *pieces: tuple[float, bytes | None]) -> None:
@@ -239,19 +234,17 @@ class _End(asyncio.Protocol):
     def _arm(self) -> None:
         """Set the timer for the next piece, if there is one that the other end can take."""
         if self._timer is None and self.queue and self.peer is not None and not self.peer.is_full:
-            self._timer = self._loop.call_at(
-                max(self.queue[0][0], self.link.held_until), self._deliver
-            )
+            due = max(self.queue[0][0], self.link.held_until)
+            self._timer = self._loop.call_at(due, self._deliver)
 
     def _deliver(self) -> None:
-        """Hand over all that is due."""
+        """Hand all due pieces to the other end."""
         self._timer = None
         peer = self.peer
         while self.queue and peer is not None and not peer.is_full:
             due = max(self.queue[0][0], self.link.held_until)
             if due > self._loop.time():
                 break
-            self.link.late_s.append(self._loop.time() - due)
             _, piece = self.queue.popleft()
             peer._take(piece)
             self._waiting_bytes -= len(piece or b"")
@@ -268,4 +261,8 @@ class _End(asyncio.Protocol):
         elif piece:
             self._transport.write(piece)
         elif self._transport.can_write_eof():
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:
+                # This side has hung up too, but the loop has not seen it yet.
+                self._transport.abort()

@@ -1,6 +1,6 @@
 """Sends a workload's requests to gateways and times the answers.
 
-Answers are kept as they come and read when all are there, so that the reading takes no core from what is measured.
+Answers are kept as bytes and parsed after the measurement, so that parsing takes no time from it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ TENTH_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What all requests of a measurement have in common. `tenant` keeps what drafters learn from other measurements apart."""
+    """Settings that all requests of a measurement share."""
 
     speculation: Mapping[str, Any]
     temperature: float
     tenant: str
+    """Drafters keep the n-grams of different tenants apart."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One request's answer: the blocks of bytes with the time at which each came."""
+    """One request's answer: its blocks of bytes with their times of arrival."""
 
     started: float
     blocks: list[tuple[float, bytes]] = field(default_factory=list)
@@ -42,19 +43,22 @@ class _Answer:
 
 @dataclass(slots=True)
 class Played:
-    """What one verifier made of its requests. Times of `tokens` are in seconds since the first request of all."""
+    """The answers of one verifier."""
 
     sample: Sample
-    tokens: list[tuple[float, int]]
-    texts: list[str]
-    errors: list[str]
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    """Numbers of tokens, with seconds since the first request of all verifiers."""
+    texts: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
 
 async def play(
     requests: Sequence[Request], workload: Workload, endpoint: Endpoint, asked: Asked, began: float
 ) -> Played:
-    """Send a verifier its requests as the workload's arrivals say. `began` is when the first request of all came, by
-    `time.perf_counter`. A request that fails is an error of the result, not an exception.
+    """Send a verifier its requests as the workload's arrivals say.
+
+    `began` is the time of the first request of all verifiers, by `time.perf_counter`. A request
+    that fails is an error of the result, not an exception.
     """
     before = await counters(endpoint.metrics_port, endpoint.address)
     started = time.perf_counter()
@@ -66,7 +70,7 @@ async def play(
     after = await counters(endpoint.metrics_port, endpoint.address)
     sample = Sample(0, seconds, full_s=full_s)
     sample.counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    played = Played(sample, [], [], [])
+    played = Played(sample)
     for request, answer in zip(requests, answers, strict=True):
         _read(request, answer, started, began, played)
     return played
@@ -75,7 +79,7 @@ async def play(
 async def _closed(
     requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked
 ) -> tuple[list[_Answer], float]:
-    """Keep so many under way, a new one for each that ends; and for how long so many were."""
+    """Keep `batch` requests under way. Returns the answers and the seconds at the full batch."""
     answers: dict[int, _Answer] = {}
     waiting = iter(enumerate(requests))
     ended: list[float] = []
@@ -93,7 +97,7 @@ async def _closed(
 async def _open(
     requests: Sequence[Request], endpoint: Endpoint, asked: Asked, started: float
 ) -> list[_Answer]:
-    """Send each at its time, however many are under way."""
+    """Send each request at its time, however many are under way."""
 
     async def ask_at(request: Request) -> _Answer:
         await asyncio.sleep(started + request.at - time.perf_counter())
@@ -125,17 +129,21 @@ async def _ask(request: Request, endpoint: Endpoint, asked: Asked) -> _Answer:
 
 
 def _read(request: Request, answer: _Answer, started: float, began: float, played: Played) -> None:
-    """Add an answer to what was played; `started` is when this verifier's turn began."""
+    """Add an answer to `played`; `started` is when this verifier's turn began."""
     if answer.error:
         played.errors.append(answer.error)
         return
-    text, count, first, last = "", 0, 0.0, 0.0
+    text = ""
+    count = 0
+    first = last = 0.0
     for at, event in _events(answer.blocks):
         text += "".join(choice.get("text", "") for choice in event.get("choices", ()))
         now = (event.get("usage") or {}).get("completion_tokens", count)
         if now > count:
             played.tokens.append((at - began, now - count))
-            first, last, count = first or at, at, now
+            first = first or at
+            last = at
+            count = now
     played.texts.append(text)
     if count != request.output_tokens:
         played.errors.append(f"an answer has {count} tokens, not {request.output_tokens}")
@@ -149,8 +157,9 @@ def _read(request: Request, answer: _Answer, started: float, began: float, playe
 
 
 def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str, Any]]]:
-    """The stream's JSON events, each with the time at which its last byte came."""
-    found, rest = [], b""
+    """The stream's JSON events, each with the time of its last byte."""
+    found = []
+    rest = b""
     for at, block in blocks:
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
@@ -161,7 +170,7 @@ def _events(blocks: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str
 
 
 def timeline(played: Sequence[Played]) -> list[int]:
-    """Tokens by tenths of a second since the first request, of all verifiers."""
+    """Tokens of all verifiers in each tenth of a second since the first request."""
     tokens = [pair for each in played for pair in each.tokens]
     if not tokens:
         return []

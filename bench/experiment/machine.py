@@ -1,6 +1,6 @@
-"""The machine that measures: what it has, whether it is quiet, and which code it runs.
+"""Describes the machine that measures: its hardware, its load and the commit that it runs.
 
-Knows no experiment but for the cores, NUMA nodes and GPUs that one asks for.
+Of an experiment it knows only the cores, NUMA nodes and GPUs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import time
+import timeit
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -27,14 +28,14 @@ from outrider.errors import invalid
 _READ_BYTES = 256 << 20
 _READ_COUNT = 3
 _BUSY_LOAD = 0.3
-"""Processes that want to run, over cores, above which a machine is called busy."""
+"""Runnable processes per core above which a machine is called busy."""
 _STEAL = 0.02
 _WATCH_S = 1.0
 _STAT_NAMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 
 
 def this_machine() -> Machine:
-    """What this machine has; reads 256 MiB a few times to see how fast its memory is."""
+    """Describe this machine; reads 256 MiB a few times to measure its memory's speed."""
     topology = Topology.read(Path("/sys"))
     return Machine(
         host=platform.node(),
@@ -51,23 +52,31 @@ def this_machine() -> Machine:
 
 
 def commit(root: Path) -> str:
-    """The checkout's commit, 12 digits of it, and +DIGEST of all that is not committed; `none` outside a checkout."""
+    """Twelve digits of the checkout's commit, with +DIGEST of uncommitted changes if there are any.
+
+    `none` outside a checkout.
+    """
     head = _git(root, "rev-parse", "HEAD")
     if not head:
         return "none"
     changes = _git(root, "diff", "HEAD", "--binary")
-    # New files count as well; what git ignores does not.
+    # New files count as well, ignored files do not.
     new = _git(root, "ls-files", "--others", "--exclude-standard").splitlines()
     digest = hashlib.sha256(changes.encode())
     for name in sorted(new):
         digest.update(name.encode())
         if (root / name).is_file():
             digest.update((root / name).read_bytes())
-    return head[:12] + (f"+{digest.hexdigest()[:8]}" if changes or new else "")
+    if not changes and not new:
+        return head[:12]
+    return f"{head[:12]}+{digest.hexdigest()[:8]}"
 
 
 def check(experiment: Experiment) -> None:
-    """Raises OutriderError(INVALID_VALUE) that names the field of the file that asks for what this machine lacks."""
+    """Raise OutriderError(INVALID_VALUE) for a core, NUMA node or GPU that is not here.
+
+    The error names the field of the experiment's file.
+    """
     nodes = Topology.read(Path("/sys")).nodes
     gpu_count = len(_gpus())
     if experiment.target.host is None:
@@ -78,18 +87,16 @@ def check(experiment: Experiment) -> None:
         check_cores(f"drafters.{name}.cores", drafter.cores)
         if drafter.numa_node is not None and drafter.numa_node not in nodes:
             known = ", ".join(map(str, nodes)) or "(none)"
-            raise invalid(
-                f"drafters.{name}.numa_node", f"must be one of {known}, not {drafter.numa_node}"
-            )
+            problem = f"must be one of {known}, not {drafter.numa_node}"
+            raise invalid(f"drafters.{name}.numa_node", problem)
         wanted = int(drafter.device.partition(":")[2] or 0)
         if drafter.device.startswith("cuda") and wanted >= gpu_count:
-            raise invalid(
-                f"drafters.{name}.device", f"{drafter.device} is not here; GPUs: {gpu_count}"
-            )
+            problem = f"{drafter.device} is not here; GPUs: {gpu_count}"
+            raise invalid(f"drafters.{name}.device", problem)
 
 
 def warnings() -> Iterator[str]:
-    """What makes measurements here doubtful now; watches the machine for a second."""
+    """Reasons to doubt measurements on this machine now; watches it for a second."""
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     if load > _BUSY_LOAD * cores:
@@ -106,7 +113,8 @@ def warnings() -> Iterator[str]:
         for path in Path("/sys").glob("devices/system/cpu/cpu*/cpufreq/scaling_governor")
     }
     if governors - {"performance"}:
-        yield f"cores change their clock: the governor is {', '.join(sorted(governors))}, not performance"
+        known = ", ".join(sorted(governors))
+        yield f"cores change their clock: the governor is {known}, not performance"
 
 
 def _processor() -> str:
@@ -115,14 +123,9 @@ def _processor() -> str:
 
 
 def _memory_bytes_per_s() -> float:
-    """Of one thread that sums up an array which no cache holds; the fastest of a few."""
+    """Bytes a second that one thread reads from an array larger than caches; the fastest run."""
     data = np.ones(_READ_BYTES // 8)
-    seconds = []
-    for _ in range(_READ_COUNT):
-        started = time.perf_counter()
-        data.sum()
-        seconds.append(time.perf_counter() - started)
-    return _READ_BYTES / min(seconds)
+    return _READ_BYTES / min(timeit.repeat(data.sum, number=1, repeat=_READ_COUNT))
 
 
 def _gpus() -> list[str]:
@@ -134,15 +137,17 @@ def _gpus() -> list[str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git says; empty where it is not installed or there is no checkout."""
+    """Git's output; empty without git or a checkout."""
     try:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=False)
     except OSError:
         return ""
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout.decode(errors="replace").strip()
 
 
 def _cpu_times() -> dict[str, int]:
-    """Ticks of all cores by what they did, from /proc/stat (proc_stat(5))."""
+    """Ticks of all cores by kind of work, from /proc/stat (proc_stat(5))."""
     first, *_ = Path("/proc/stat").read_text().splitlines()
     return dict(zip(_STAT_NAMES, map(int, first.split()[1 : 1 + len(_STAT_NAMES)]), strict=True))

@@ -11,17 +11,18 @@ from pydantic import ValidationError
 from bench.experiment.cell_scenarios import at_batch as between
 from bench.experiment.profile_record import Profile
 from bench.experiment.serving import Serving, busy
+from bench.experiment.spec import first_problem
 from bench.simulator import costs
 from bench.simulator.costs import Costs
 
 _ELSEWHERE = " elsewhere"
-# Between two processes of a host, with what gRPC takes; where no profile says it.
+# Between two processes of a host over gRPC, if there is no profile.
 _HOST_ROUND_TRIP_MS = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class MachineCosts:
-    """Costs of plain and of drafted decoding at a batch. `acceptance` is None where it is not known."""
+    """Costs of plain and of drafted decoding at a batch; `acceptance` is None if not known."""
 
     plain: Costs
     drafted: Costs
@@ -34,9 +35,9 @@ class MachineCosts:
 
 
 def load(path: Path | None, name: str | None) -> Profile | Costs:
-    """A profile or a plain cost table from a file, or a table by its name.
+    """Read a profile or a cost table from a file, or a cost table by its name.
 
-    Raises ValueError that names the setting, and the field of the file where one is wrong.
+    Raises ValueError that names the setting, and the wrong field of the file.
     """
     if path is None and name is None:
         raise ValueError("profile: give --profile FILE, or the name of a cost table with --costs")
@@ -45,10 +46,8 @@ def load(path: Path | None, name: str | None) -> Profile | Costs:
     try:
         return _read(path) if path is not None else costs.load(str(name))
     except ValidationError as error:
-        details = error.errors()[0]
-        field = ".".join(map(str, details["loc"]))
-        setting, file = ("profile", path) if path is not None else ("costs", name)
-        raise ValueError(f"{setting}: {file}: {field}: {details['msg']}") from error
+        file = f"profile: {path}" if path is not None else f"costs: {name}"
+        raise ValueError(f"{file}: {first_problem(error)}") from error
 
 
 def _read(path: Path) -> Profile | Costs:
@@ -58,13 +57,13 @@ def _read(path: Path) -> Profile | Costs:
         raise ValueError(f"profile: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"profile: {path} is not JSON: {error}") from error
-    # A table has forwards; a profile has them within its table.
+    # A cost table has forwards; a profile has them in its cost table.
     schema = Costs if isinstance(data, dict) and "forwards" in data else Profile
     return schema.model_validate(data)
 
 
 def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
-    """The costs with a drafter of a cost table's way of drafting, and so many sequences at once."""
+    """The costs with a drafter, a name in the table's `drafting`, and `batch` sequences."""
     if isinstance(found, Costs):
         return MachineCosts(found, found)
     acceptance = found.acceptance.get(drafter.partition("-")[0])
@@ -86,17 +85,18 @@ def at_batch(found: Profile | Costs, drafter: str, batch: int) -> MachineCosts:
 
 
 def elsewhere(table: Costs, cost: str) -> str:
-    """The way of drafting of a drafter whose messages cost nothing on the target's machine."""
+    """The name in the table's `drafting` for the same drafter on another machine.
+
+    Its messages cost the target's machine nothing.
+    """
     name = cost + _ELSEWHERE
     return name if name in table.drafting else cost
 
 
 def _drafted(costs: Costs, plains: list[Serving], own: list[Serving], message_s: float) -> Costs:
-    """The table while drafters are at work, with a second way of each for a drafter elsewhere."""
-    low, high = (
-        plain.model_copy(update={"before_s": each.before_s, "after_s": each.after_s})
-        for plain, each in ((plains[0], own[0]), (plains[-1], own[-1]))
-    )
+    """The table while drafters work. Each way of drafting is there twice, see `elsewhere`."""
+    low = plains[0].with_host_times(own[0])
+    high = plains[-1].with_host_times(own[-1])
     drafting = {}
     for name, cost in costs.drafting.items():
         drafting[name] = cost.model_copy(update={"message_s": message_s})

@@ -1,4 +1,4 @@
-"""One measurement: the load on all verifiers, the events meanwhile, and all that is counted beside it."""
+"""One measurement: the load on all verifiers, the events, and the counters before and after."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bench.experiment.traffic import requests_of, warm_up_of
 
 @dataclass(slots=True)
 class Bench:
-    """What is measured: running verifiers, and drafters beside them or None."""
+    """Running verifiers, with drafters beside them or without."""
 
     backend: Backend
     drafting: Drafting | None
@@ -29,36 +29,35 @@ class Bench:
     spans: Spans | None
 
     async def warm_up(self, experiment: Experiment, way: str) -> None:
-        """Send requests that are not counted, from which the verifiers learn what drafts and forwards cost."""
-        requests = warm_up_of(experiment.workload, self.tokenizer)
-        closed = experiment.workload.model_copy(update={"arrivals": "closed"})
-        at_once = closed.batch if experiment.workload.arrivals == "closed" else 1
-        closed = closed.model_copy(update={"batch": at_once})
+        """Send requests that are not counted, so that the verifiers learn the costs of steps."""
+        workload = experiment.workload
+        requests = warm_up_of(workload, self.tokenizer)
+        closed = workload.model_copy(update={"arrivals": "closed", "batch": workload.under_way})
         asked = _asked(experiment, way, "warm-up")
         began = time.perf_counter()
-        warming = [
-            play(requests, closed, endpoint, asked, began) for endpoint in self.backend.endpoints
-        ]
+        endpoints = self.backend.endpoints
+        playing = [play(requests, closed, endpoint, asked, began) for endpoint in endpoints]
         if closed.verifiers == "together":
-            await asyncio.gather(*warming)
+            await asyncio.gather(*playing)
             return
-        # Verifiers that serve alone learn alone: beside another one, drafting may seem to be a loss.
-        for each in warming:
+        # Verifiers that serve in turn must learn alone. Beside another one drafting seems a loss.
+        for each in playing:
             await each
 
     async def measure(self, experiment: Experiment, way: str, tenant: str) -> Measurement:
-        """Play the workload once. `tenant` is the requests', so that nothing learned from other ones is used."""
-        cpu_before, traffic_before = await self._cpu_s(), await self._traffic()
+        """Play the workload once; `tenant` must be new, so that no n-grams are known."""
+        cpu_before = await self._cpu_s()
+        traffic_before = await self._traffic()
         if self.spans is not None:
             self.spans.clear()
-        meter, events = Meter(), Events(experiment, self.drafting if way == DRAFTED else None)
+        events = Events(experiment, self.drafting if way == DRAFTED else None)
+        asked = _asked(experiment, way, tenant)
+        meter = Meter()
         meter.start()
         began = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
-                playing = group.create_task(
-                    self._play(experiment, _asked(experiment, way, tenant), began)
-                )
+                playing = group.create_task(self._play(experiment, asked, began))
                 events.begin(group, playing)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -84,15 +83,10 @@ class Bench:
             (requests_of(workload, self.tokenizer, place), endpoint)
             for place, endpoint in enumerate(self.backend.endpoints)
         ]
+        playing = (play(requests, workload, endpoint, asked, began) for requests, endpoint in turns)
         if workload.verifiers == "in-turn":
-            return [
-                await play(requests, workload, endpoint, asked, began)
-                for requests, endpoint in turns
-            ]
-        together = (
-            play(requests, workload, endpoint, asked, began) for requests, endpoint in turns
-        )
-        return await asyncio.gather(*together)
+            return [await turn for turn in playing]
+        return await asyncio.gather(*playing)
 
     async def _cpu_s(self) -> dict[str, float]:
         found = await self.backend.processes.cpu_s()

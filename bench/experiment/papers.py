@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from bench.experiment.speculation import acceptance_of, dsi_rate, expected_tokens, si_rate
-from bench.simulator.costs import Costs
+from bench.experiment.arithmetic import block_efficiency
+from bench.experiment.speculation import acceptance_of, dsi_rate, si_rate
+from bench.simulator.costs import Costs, DraftingCost, Forward
 from bench.simulator.scenario import Scenario
 from outrider.process.usage import invoke
 
@@ -41,7 +42,7 @@ class Figure(_Part):
 
 
 class Grid(_Part):
-    """Where theory and simulation are compared; a drafter's share is c / v."""
+    """The points where theory and simulation are compared; a drafter's share is c / v."""
 
     drafter_shares: list[float]
     acceptances: list[float]
@@ -57,7 +58,7 @@ class Rates(_Part):
 
 
 class Published(_Part):
-    """What could be looked up of a paper, and what not."""
+    """The figures that could be found of a paper; `missing` lists the others."""
 
     paper: str
     address: str
@@ -96,7 +97,7 @@ class Pair:
         return self._simulate(k, in_turn=True)
 
     def pushed(self, k: int) -> float:
-        """The same with a drafter that runs ahead and a planner that waits only where it pays."""
+        """As `si`, with a drafter that runs ahead and a planner that waits only if that pays."""
         return self._simulate(k, in_turn=False)
 
     def _simulate(self, k: int, *, in_turn: bool) -> float:
@@ -109,20 +110,17 @@ class Pair:
         return outcome.sample.tokens / outcome.sample.seconds
 
     def _costs(self) -> Costs:
-        """Forwards take v whatever they verify, as the papers have it."""
-        drafting = {"model": {"round_s": 0.0, "token_s": {"1": self.c}}}
-        free = dict.fromkeys(
-            ("prompt_step_s", "prompt_token_s", "host_step_s", "host_sequence_s"), 0
+        """Costs in which every forward takes v, as in the papers, and nothing else takes time."""
+        return Costs(
+            source="a paper",
+            measured=False,
+            forwards=[Forward(sequences=1, tokens=n, seconds=self.v) for n in (1, 65)],
+            prompt_step_s=0.0,
+            prompt_token_s=0.0,
+            host_step_s=0.0,
+            host_sequence_s=0.0,
+            drafting={"model": DraftingCost(round_s=0.0, token_s={1: self.c})},
         )
-        forwards = [{"sequences": 1, "tokens": n, "seconds": self.v} for n in (1, 65)]
-        table = {
-            "source": "a paper",
-            "measured": False,
-            "forwards": forwards,
-            "drafting": drafting,
-            **free,
-        }
-        return Costs.model_validate(table)
 
     def _scenario(self, costs: str, k: int, in_turn: bool) -> Scenario:
         drafter = {"name": "drafter", "acceptance": self.a, "round_trip_ms": 0}
@@ -148,7 +146,7 @@ class Point:
     drafter_share: float
     acceptance: float
     draft_tokens: int
-    """With which SI is fastest."""
+    """The number of draft tokens at which SI is fastest."""
     si: float
     simulated_si: float
     dsi: float
@@ -178,20 +176,23 @@ class Prediction:
     simulated_sd: float
     ssd: float
     all_hits: float
-    """If every outcome of a verification was prepared for."""
+    """The rate if the drafter prepared for every outcome of a verification."""
     hit_rate: float
-    """Share of outcomes that were prepared for, as the published rate implies."""
+    """The share of outcomes that it prepared for, inferred from the published rate."""
     pushed: float
     """Simulated: one chain that runs ahead and no branches."""
 
 
 def ssd_predictions(paper: Published) -> Iterator[Prediction]:
-    """What SD's published rates say of SSD's, by theory and by the simulator."""
-    v, c = 1.0 / paper.plain_tokens_per_s, paper.draft_token_ms / 1000
-    sd_tokens, ssd_tokens = paper.draft_tokens["sd"], paper.draft_tokens["ssd"]
+    """SSD's rates from SD's published rates, by theory and by the simulator."""
+    v = 1.0 / paper.plain_tokens_per_s
+    c = paper.draft_token_ms / 1000
+    sd_tokens = paper.draft_tokens["sd"]
+    ssd_tokens = paper.draft_tokens["ssd"]
     for row in paper.rows:
         a = acceptance_of(row.sd, v, c, sd_tokens)
-        pair, tokens = Pair(v, c, a), expected_tokens(a, ssd_tokens)
+        pair = Pair(v, c, a)
+        tokens = block_efficiency(a, ssd_tokens)
         hits = 1.0 - (tokens / row.ssd - v) / (ssd_tokens * c)
         simulated = pair.si(sd_tokens)
         pushed = pair.pushed(8)
@@ -217,9 +218,10 @@ def _dsi_table(points: list[Point]) -> Table:
 
 def _ssd_table(found: list[Prediction]) -> Table:
     table = Table(title="SSD: tokens/s")
-    names = ("dataset", "a", "SD", "SD, simulated", "SSD", "all hits", "implied hit rate")
+    table.add_column("dataset")
+    names = ("a", "SD", "SD, simulated", "SSD", "all hits", "implied hit rate")
     for name in (*names, "Outrider, a chain"):
-        table.add_column(name, justify="left" if name == "dataset" else "right")
+        table.add_column(name, justify="right")
     for row in found:
         rates = [f"{rate:.0f}" for rate in (row.sd, row.simulated_sd, row.ssd, row.all_hits)]
         last = (f"{row.hit_rate:.2f}", f"{row.pushed:.0f}")

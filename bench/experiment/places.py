@@ -1,4 +1,4 @@
-"""Where the processes of a run go: this machine, machines of `--hosts`, containers of `--with compose`."""
+"""Finds the host of each process: this machine, one of `--hosts`, or a container."""
 
 from __future__ import annotations
 
@@ -21,76 +21,78 @@ _LINK = "link-"
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What the command line says of places: addresses of agents by name, and whether all processes are containers."""
+    """The settings of the command line for places."""
 
     addresses: Mapping[str, str]
+    """Addresses of agents by the names of their machines."""
     tls: Tls | None = None
     compose: bool = False
+    """Whether all processes are containers."""
 
 
 @dataclass(frozen=True, slots=True)
-class StackPlaces:
-    """Implements `bench.experiment.hosts.Places`."""
+class Places:
+    """The hosts of an experiment's processes."""
 
     hosts: Hosts
     project: Project | None
     compose: bool
     about: Mapping[str, str]
-    """Fingerprints of other machines by name, and ids of images; empty where all processes run on this machine."""
+    """Fingerprints of other machines by name, and ids of images; empty if neither is used."""
 
     @property
     def digest(self) -> str:
-        """Eight hexadecimal digits of `about`; empty of nothing."""
+        """Eight hexadecimal digits of a hash of `about`; empty if `about` is."""
+        if not self.about:
+            return ""
         text = json.dumps(dict(self.about), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:8] if self.about else ""
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
     def here(self) -> str:
-        """The address under which the processes reach this machine."""
+        """The IP address of this machine that all processes reach."""
         if self.compose and self.project is not None:
             return self.project.machine_address
         return self.hosts.here.address
 
     def host(self, name: str, machine: str | None, is_container: bool) -> Host:
-        """Raises OutriderError(INVALID_VALUE) for a place that is not there."""
+        """The host of the process `name`, such as verifier-1 or link-wire.
+
+        `machine` is a name of `--hosts`; None is this machine. Raises OutriderError(INVALID_VALUE)
+        for a machine without an agent, and for a container that cannot be started.
+        """
         if machine is not None:
             return self._remote(name, machine, is_container)
         if self.project is not None and self.compose:
-            return self.project.host(
-                name, name.removeprefix(_LINK) if name.startswith(_LINK) else CORE
-            )
+            network = name.removeprefix(_LINK) if name.startswith(_LINK) else CORE
+            return self.project.host(name, network)
         if not is_container:
             return self.hosts.here
         if self.project is None:
-            raise invalid("container", f"{name} is to be one, and no engine was asked for")
+            raise invalid("container", f"{name} needs a container engine: give --with compose")
         return self.project.host(name, None)
 
     def _remote(self, name: str, machine: str, is_container: bool) -> Host:
         if self.compose:
-            raise invalid(
-                "host",
-                f"{machine} of {name} is another machine; --with compose keeps all processes on this one",
-            )
+            problem = "is another machine; --with compose keeps all processes on this one"
+            raise invalid("host", f"{machine} of {name} {problem}")
         if is_container:
-            raise invalid(
-                "container",
-                f"{name} is to be one on host {machine}, where an agent starts processes alone",
-            )
+            problem = f"is to be one on host {machine}, where an agent starts processes alone"
+            raise invalid("container", f"{name} {problem}")
         if machine not in self.hosts.remote:
-            raise invalid(
-                "host", f"{machine} of {name} needs --hosts with the address of its agent"
-            )
+            problem = "needs --hosts with the address of its agent"
+            raise invalid("host", f"{machine} of {name} {problem}")
         return self.hosts.remote[machine]
 
 
 @asynccontextmanager
 async def places(
     experiments: Sequence[Experiment], where: Where, commit: str
-) -> AsyncIterator[StackPlaces]:
-    """The places of all cells' processes, for as long as the context lasts.
+) -> AsyncIterator[Places]:
+    """Hold the hosts of all cells' processes until the context ends.
 
-    Raises OutriderError(INVALID_VALUE) for places that do not fit the experiment, and OSError when an agent or the engine
-    does not answer.
+    Raises OutriderError(INVALID_VALUE) for places that do not fit the experiment, and OSError when
+    an agent or the engine does not answer.
     """
     check_hosts(experiments, where.addresses)
     wants_engine = where.compose or any(
@@ -102,4 +104,4 @@ async def places(
         about = {name: host.machine.fingerprint for name, host in hosts.remote.items()}
         if project is not None:
             about |= await project.image_ids() | {"compose": str(where.compose)}
-        yield StackPlaces(hosts, project, where.compose, about)
+        yield Places(hosts, project, where.compose, about)

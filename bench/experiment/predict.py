@@ -1,4 +1,4 @@
-"""`outrider experiment predict FILE`: runs an experiment file in the simulator, on the costs of a profile."""
+"""`outrider experiment predict FILE`: simulates an experiment on the costs of a profile."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def main(arguments: list[str]) -> int:
     type=click.Path(path_type=Path),
     multiple=True,
     default=("profile.json",),
-    help="File that outrider profile wrote. Repeat it for more targets; each cell takes the first that is of its own.",
+    help="File of outrider profile. Repeat it for more targets; a cell takes the first that fits.",
 )
 @click.option(
     "--validate",
     type=click.Path(path_type=Path),
-    help="Folder of a run of FILE: predictions are written into it and printed beside what was measured.",
+    help="Folder of a run of FILE. Predictions are written there and printed beside measurements.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=_RUNS,
-    help=f"Directory for predictions where there is no run to compare with; {_RUNS} unless given.",
+    help=f"Directory for predictions without a run to compare with; {_RUNS} unless given.",
 )
 def _command(file: Path, paths: tuple[Path, ...], validate: Path | None, out: Path) -> int:
-    """Run an experiment FILE in the simulator, on the costs of a profile, or on the cost table that FILE names."""
+    """Simulate an experiment FILE on the costs of a profile, or on the cost table of FILE."""
     console = Console() if sys.stdout.isatty() else Console(width=200)
     try:
         experiment = load(file)
@@ -110,7 +110,7 @@ def _own(out: Path, experiment: Experiment, profiles: Sequence[Profile]) -> Fold
 def predict(
     cells: Sequence[Cell], profiles: Sequence[Profile], folder: Folder, console: Console
 ) -> None:
-    """Write a prediction for each cell and way. Raises ValueError that names the cell and what cannot be predicted."""
+    """Write a prediction for each cell and way; raises ValueError if a cell cannot be predicted."""
     predictor = Predictor(profiles)
     for cell in cells:
         for way in ways_of(cell):
@@ -133,7 +133,7 @@ def _rate(cell: Cell, found: Measurement) -> float:
 
 @dataclass(slots=True)
 class Predictor:
-    """Simulates cells; texts are recorded once for each target, and equal simulations run once."""
+    """Simulates cells. It records texts once for each target, and runs equal simulations once."""
 
     profiles: Sequence[Profile]
     _recorders: dict[str, Recorder] = field(default_factory=dict)
@@ -141,13 +141,13 @@ class Predictor:
     _known: dict[str, Measurement] = field(default_factory=dict)
 
     def measurement(self, cell: Cell, way: str) -> Measurement:
-        """What a measurement of this way would show. The same cell and profile always give the same one."""
+        """The predicted measurement of this way; equal for equal cells and profiles."""
         experiment = cell.experiment
         try:
             profile = self._profile(experiment)
         except ValueError as error:
             raise ValueError(f"{cell.key}: {error}") from error
-        # Plain decoding meets no drafters and no links, and so do requests that leave idle drafters alone.
+        # Plain decoding uses no drafters and no links, also beside idle drafters.
         idle = way in (PLAIN, IDLE)
         key = experiment.model_dump_json(include={"target", "workload"} if idle else None)
         if key not in self._known:
@@ -216,7 +216,7 @@ class Predictor:
 def _add_traffic(
     links: dict[str, LinkTraffic], experiment: Experiment, simulation: Simulation
 ) -> None:
-    """Bytes of the draft streams by the links that carry them, of those drafters that are still connected."""
+    """Add the bytes of the connected drafters' streams to the links that carry them."""
     by_name = {name: drafter.link for name, drafter in drafters_of(experiment)}
     for connection, actor in simulation.drafters.items():
         name = next(

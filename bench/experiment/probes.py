@@ -1,7 +1,8 @@
-"""Measures the loopback interface, and what drafting on the same machine takes from a target's forwards. No stack runs meanwhile.
+"""Measures loopback round trips, and how drafting slows a target's forwards on the same machine.
 
-`python -m bench.experiment.probes echo ADDRESS...` answers the messages of a gRPC stream, and `draft MODEL THREADS` drafts without
-end and prints how many tokens it made.
+No stack runs meanwhile. This module's child processes are `echo ADDRESS...`, which answers the
+messages of a gRPC stream, and `draft MODEL DTYPE CORES`, which drafts without end and prints its
+rate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from outrider.lm.runner import ModelRunner, SequenceSlice
 from outrider.process import rpc
 
 _METHOD = "/outrider.bench.Echo/Stream"
-# As large as a draft of some tokens.
+# As large as a draft of a few tokens.
 _MESSAGE = bytes(100)
 _MESSAGES = 400
 _WATCH_S = 1.5
@@ -36,7 +37,7 @@ _START_S = 60.0
 
 
 class RoundTrip(BaseModel):
-    """Of a message on a gRPC stream and its answer, in seconds."""
+    """The round trip of a message on a gRPC stream, in seconds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +46,7 @@ class RoundTrip(BaseModel):
 
 
 class Interference(BaseModel):
-    """A target's forwards and a draft model's beside each other, over those of each alone: how many times longer they take."""
+    """How many times longer forwards of target and draft model take beside each other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,21 +58,14 @@ class Interference(BaseModel):
 
 
 def round_trips() -> dict[str, RoundTrip]:
-    """Between two processes, by transport: `tcp`, `unix`, and `link` through a link's process that adds nothing."""
+    """Round trips between two processes over `tcp`, over `unix`, and through an idle `link`."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         port, front, control = (free_port("127.0.0.1") for _ in range(3))
         unix = f"unix:{Path(directory, 'echo.sock')}"
         stack.enter_context(_child("bench.experiment.probes", "echo", f"127.0.0.1:{port}", unix))
         forward = f"127.0.0.1:{front}=127.0.0.1:{port}"
-        stack.enter_context(
-            _child(
-                "bench.experiment.link_process",
-                "--control",
-                f"127.0.0.1:{control}",
-                "--forward",
-                forward,
-            )
-        )
+        arguments = ("--control", f"127.0.0.1:{control}", "--forward", forward)
+        stack.enter_context(_child("bench.experiment.link_process", *arguments))
         addresses = {"tcp": f"127.0.0.1:{port}", "unix": unix, "link": f"127.0.0.1:{front}"}
         return {name: asyncio.run(_round_trip(address)) for name, address in addresses.items()}
 
@@ -114,11 +108,16 @@ async def _echo(addresses: list[str]) -> None:
 def interference(
     target: Path, draft: Path, dtype: str, threads: int, cores: list[int]
 ) -> dict[str, Interference]:
-    """On `other_cores` than the target's, if there are any, and on the `same_cores`."""
+    """Interference by the cores of the draft model, which has one thread.
+
+    `same_cores` is a core of the target. `other_cores` is another one, if there is one.
+    """
     own, rest = cores[:threads], cores[threads:]
     runner = ModelRunner.load(str(target), dtype=dtype, threads=threads, page_count=64)
     before = os.sched_getaffinity(0)
-    places = {**({"other_cores": rest[:1]} if rest else {}), "same_cores": own[:1]}
+    places = {"same_cores": own[:1]}
+    if rest:
+        places["other_cores"] = rest[:1]
     try:
         _pin(own)
         alone_s = _forward_s(runner)
@@ -131,7 +130,7 @@ def interference(
 
 
 def _pin(cores: Any) -> None:
-    """All threads of this process, since those that compute were started before."""
+    """Pin all threads of this process, also those of the pool that computes."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
 
@@ -148,18 +147,20 @@ def _beside(
         beside_s = _forward_s(runner)
         child.send_signal(signal.SIGUSR1)
         drafts_beside = float(child.stdout.readline())
-    return Interference(
-        target=beside_s / alone_s, drafter=max(drafts_alone / max(drafts_beside, 1e-9), 1e-9)
-    )
+    slowdown = drafts_alone / max(drafts_beside, 1e-9)
+    return Interference(target=beside_s / alone_s, drafter=max(slowdown, 1e-9))
 
 
 def _forward_s(runner: ModelRunner) -> float:
-    """The mean forward of one sequence over a while: a core is given to one of two processes for longer than one forward takes."""
+    """Mean seconds of a forward of one sequence.
+
+    Two processes on a core take turns longer than a forward, so it is a mean of many.
+    """
     return 1.0 / _rate(runner, lambda since: since > _WATCH_S)
 
 
 def _draft(model: str, dtype: str, cores: list[int]) -> Iterator[str]:
-    """Tokens a second: of a while alone, then, once a signal ends it, of the time since."""
+    """Yield `ready`, then tokens a second alone, then those from then until SIGUSR1."""
     os.sched_setaffinity(0, cores)
     runner = ModelRunner.load(model, dtype=dtype, threads=1, page_count=64)
     asked: list[bool] = []
@@ -170,9 +171,11 @@ def _draft(model: str, dtype: str, cores: list[int]) -> Iterator[str]:
 
 
 def _rate(runner: ModelRunner, over: Callable[[float], bool]) -> float:
-    """Forwards of one sequence a second, until it is over by the seconds since the beginning."""
-    slices = [SequenceSlice([0], _CONTEXT, [*range(-(-_CONTEXT // runner.page_size) + 1)], 1)]
-    started, count = time.perf_counter(), 0
+    """Forwards of one sequence a second, until `over` is true of the seconds so far."""
+    pages = [*range(-(-_CONTEXT // runner.page_size) + 1)]
+    slices = [SequenceSlice([0], _CONTEXT, pages, 1)]
+    count = 0
+    started = time.perf_counter()
     while not over(time.perf_counter() - started):
         runner.forward(slices)[0, 0].item()
         count += 1
@@ -181,10 +184,9 @@ def _rate(runner: ModelRunner, over: Callable[[float], bool]) -> float:
 
 @contextmanager
 def _child(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True
-    )
+    """Run a module in a child process until the context ends."""
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -201,7 +203,7 @@ def main(arguments: list[str]) -> None:
     model, dtype, cores = rest
     for line in _draft(model, dtype, [int(core) for core in cores.split(",")]):
         print(line, flush=True)
-    # Until it is ended.
+    # The parent ends it.
     signal.pause()
 
 

@@ -1,4 +1,4 @@
-"""The processes of a running stack by name: started in order, watched while others get ready, stopped the other way round."""
+"""Starts the processes of a stack in order, watches them, and stops them in reverse order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_S = 0.1
 
 
 class StackFailed(Exception):
-    """A process ended, or was not ready in time; the message has its last lines."""
+    """A process ended, or was not ready in time. The message has its last lines."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Process:
 
 
 class Processes:
-    """Those that were started here, by name."""
+    """Processes by name."""
 
     def __init__(self) -> None:
         self._all: dict[str, _Process] = {}
@@ -41,17 +41,17 @@ class Processes:
         self._all[launch.name] = _Process(host, launch, handle)
 
     def handle(self, name: str) -> Handle:
-        """That of a process that was started."""
+        """The handle of a process that was started."""
         return self._all[name].handle
 
     async def end(self, name: str, *, kill: bool = False) -> None:
-        """Stop a process, or kill it, and do not miss it."""
+        """Stop or kill a process; `check` does not miss it."""
         process = self._all[name]
         process.is_wanted = False
         await (process.handle.kill() if kill else process.handle.stop())
 
     async def again(self, name: str) -> None:
-        """Start a process anew that was ended; nothing if it runs."""
+        """Start a process again after `end`; do nothing if it was not ended."""
         process = self._all[name]
         if process.is_wanted:
             return
@@ -60,20 +60,20 @@ class Processes:
         self._all[name].spent_s = spent_s
 
     async def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of each since it was first started."""
+        """CPU seconds of each process since it was first started."""
         return {
             name: process.spent_s + await process.handle.cpu_s()
             for name, process in self._all.items()
         }
 
     async def check(self) -> None:
-        """Raises StackFailed with the last lines of a process that should run and does not."""
+        """Raise StackFailed with the last lines of a process that should run and does not."""
         for name, process in self._all.items():
             if process.is_wanted and not await process.handle.alive():
                 raise StackFailed(f"{name} ended\n{await self._last_lines(name)}")
 
     async def until(self, who: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
-        """Wait until it is ready; raises StackFailed when a process ends meanwhile, or after 300 s."""
+        """Wait until `is_ready`; raises StackFailed after 300 s or when a process ends."""
         try:
             async with asyncio.timeout(_READY_S):
                 while not await is_ready():
@@ -84,7 +84,7 @@ class Processes:
             raise StackFailed(f"{who} was not ready after {_READY_S:.0f} s\n{tails}") from error
 
     async def stop(self) -> None:
-        """Stop all, the last one first, and forget them."""
+        """Stop all processes, the last one first, and forget them."""
         for name in reversed(list(self._all)):
             await self._all.pop(name).handle.stop()
 

@@ -1,4 +1,4 @@
-"""`outrider profile`: measures what forwards, drafting, links and serving cost on this machine, before any experiment."""
+"""`outrider profile`: measures forwards, drafting, links and serving before any experiment."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _HOW = {
     "costs.forwards": "the fastest of up to 100 forwards behind 128 tokens, in a process alone",
     "costs.prompts": "forwards of prompts of 32 and 256 tokens, the fastest of up to 100",
     "costs.host": "the engine's own time for steps whose forward takes none, the fastest of 60",
-    "costs.drafting": "forwards of the draft model by threads, and the median of the n-gram family's lookups",
-    "links": "a message of 100 bytes and its answer on a gRPC stream between two processes, 400 times",
-    "interference": "mean forwards of target and draft model beside each other, over those of each alone",
-    "served": "a fixed closed load through the gateway, medians and means of three rounds behind one that warms up",
-    "acceptance": "share of the tokens of the load's greedy texts that a drafter guesses right behind those before them",
-    "serving": "the load of served beside its simulation on costs; no experiment enters it",
+    "costs.drafting": "forwards of the draft model by threads, and the median lookup of n-grams",
+    "links": "a message of 100 bytes and its answer on a gRPC stream between processes, 400 times",
+    "interference": "mean forwards of target and draft model beside each other over those alone",
+    "served": "a fixed closed load through the gateway, three rounds after one that warms up",
+    "acceptance": "share of the tokens of the load's greedy texts that a drafter guesses right",
+    "serving": "the difference of the load and its simulation on costs; no experiment enters it",
 }
 
 
 class ProfileSettings(Settings):
-    """Measure what forwards, drafting, links and serving cost on this machine; takes under three minutes for the bundled pair.
+    """Measure forwards, drafting, links and serving on this machine.
 
-    With --hardware it measures nothing, and makes a cost table of published figures.
+    This takes under three minutes for the bundled pair. With --hardware it measures nothing, and
+    makes a cost table of published figures.
     """
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_PROFILE_")
@@ -49,7 +50,7 @@ class ProfileSettings(Settings):
     """Directory of the draft model; with --hardware a model by name."""
 
     grown: bool = False
-    """Profile the target grown to 154 M parameters, as experiments have it."""
+    """Profile the target grown to 154 M parameters, as in experiments."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Type of both models' weights."""
@@ -61,7 +62,7 @@ class ProfileSettings(Settings):
     """Numbers of threads of the draft model to measure."""
 
     hardware: str = ""
-    """Make a table of published figures for this hardware instead: its name, or list for all names."""
+    """Make a table of published figures for this hardware; `list` prints all names."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -98,7 +99,7 @@ def _published(settings: ProfileSettings) -> int:
 
 
 def measure(settings: ProfileSettings) -> Profile:
-    """Measure everything, one after the other; prints what it is at."""
+    """Measure everything in turn; prints the progress."""
     from bench.experiment import acceptance, calibration, probes, serving
     from bench.simulator import measured_costs
 
@@ -120,7 +121,7 @@ def measure(settings: ProfileSettings) -> Profile:
     interference = probes.interference(target, draft, settings.dtype, threads, cores)
     print("serving a fixed load", flush=True)
     served = calibration.calibrate(target, draft, settings.dtype, threads)
-    print("fitting what serving costs", flush=True)
+    print("fitting the costs of serving", flush=True)
     fitted = serving.fit(served, costs, target, draft, settings.dtype)
     print("comparing guesses with the target's texts", flush=True)
     guessed = acceptance.acceptances(Path(settings.target), draft, settings.dtype)

@@ -1,4 +1,4 @@
-"""What `outrider profile` writes and `outrider experiment predict` reads: one JSON file for one target on one machine."""
+"""A profile: measured costs of one target on one machine, in a JSON file."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from bench.experiment.calibration import Served
 from bench.experiment.probes import Interference, RoundTrip
 from bench.experiment.records import Machine
 from bench.experiment.serving import Serving
+from bench.experiment.spec import first_problem
 from bench.simulator.costs import Costs
 from bench.simulator.scenario import Share
 
 
 class Profile(BaseModel):
-    """Measured costs. Nothing in it depends on an experiment."""
+    """Measured costs. They depend on no experiment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     machine: dict[str, Any]
     fingerprint: str
-    """Of the machine."""
+    """The machine's."""
     commit: str
     measured_at: str
-    """UTC."""
+    """In UTC."""
     target: str
     draft: str
     dtype: str
     threads: int = Field(ge=1)
-    """Of the target."""
+    """The target's."""
     how: dict[str, str]
     """How each of the fields below was measured."""
     costs: Costs
@@ -40,39 +41,35 @@ class Profile(BaseModel):
     served: list[Served] = Field(default_factory=list)
     serving: list[Serving] = Field(default_factory=list)
     acceptance: dict[str, Share] = Field(default_factory=dict)
-    """Chance that a draft token stands if those before it do, by family."""
+    """Chance that a draft token is accepted if those before it are, by family."""
 
     @property
     def cores(self) -> list[int]:
-        """Of the machine."""
+        """The machine's cores."""
         return list(self.machine["cores"])
 
     def at(self, way: str) -> list[Serving]:
-        """What serving in this way costs, the smallest batch first."""
-        return sorted(
-            [serving for serving in self.serving if serving.way == way],
-            key=lambda serving: serving.batch,
-        )
+        """The costs of serving in this way, the smallest batch first."""
+        found = [serving for serving in self.serving if serving.way == way]
+        return sorted(found, key=lambda serving: serving.batch)
 
     def save(self, path: Path) -> None:
+        """Write the file."""
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Raises ValueError that names the file, the field and what is wrong with it."""
+        """Read a file; raises ValueError that names the file, the field and the problem."""
         try:
             return cls.model_validate_json(path.read_text())
         except OSError as error:
             raise ValueError(f"profile {path}: {error.strerror}") from error
         except ValidationError as error:
-            details = error.errors()[0]
-            place = ".".join(map(str, details["loc"]))
-            raise ValueError(f"profile {path}: {place}: {details['msg']}") from error
+            raise ValueError(f"profile {path}: {first_problem(error)}") from error
 
 
 def described(machine: Machine) -> dict[str, Any]:
-    """A machine as the file has it."""
-    return {
-        name: value if not isinstance(value, dict) else {str(k): v for k, v in value.items()}
-        for name, value in asdict(machine).items()
-    }
+    """A machine as JSON has it, with keys of NUMA nodes as text."""
+    found = asdict(machine)
+    found["numa_nodes"] = {str(node): cores for node, cores in machine.numa_nodes.items()}
+    return found

@@ -1,6 +1,6 @@
-"""Texts for the simulator: what the target says to each prompt, and what a draft model guesses of it.
+"""Records texts for the simulator: the target's answers, and a draft model's guesses of them.
 
-N-gram drafters look up in these very tokens. Knows no experiment and no costs.
+N-gram drafters look up in the same tokens. Knows no experiment and no costs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bench.simulator.world import RIGHT
 from outrider.lm.runner import ModelRunner, SequenceSlice
 
 WRONG = "-"
-# Drafts go on behind the end of a text; this many tokens of it are known.
+# Drafts go on behind the end of an answer, so this many more tokens are recorded.
 _BEYOND = 32
-# Alternatives to a guess that a draft model remembers; see drafter_svc.families.forwards.
+# Alternatives to a guess that a draft model remembers, as in drafter_svc.families.forwards.
 _ALTERNATIVES = 3
 
 
 @dataclass(slots=True)
 class Text:
-    """The target's greedy tokens behind a prompt, and by draft model a character for each, as in a recording."""
+    """The target's greedy tokens behind a prompt; by draft model, a character for each token."""
 
     output: list[int]
     guesses: dict[str, str] = field(default_factory=dict)
@@ -34,26 +34,19 @@ class Recorder:
     """Runs a target and draft models once for each prompt."""
 
     def __init__(self, target: Path, dtype: str, draft_models: dict[str, Path]) -> None:
-        """`draft_models` are directories by the name under which drafters find their guesses."""
+        """`draft_models` are directories by the names of their guesses in a recording."""
         self._target = target
         self._dtype = dtype
         self._draft_models = draft_models
         self._known: dict[tuple[int, ...], Text] = {}
 
     def record(self, requests: Sequence[tuple[str, list[int], int]]) -> list[RecordedRequest]:
-        """The recording of requests, each given as kind, prompt and length of the answer."""
+        """Record requests, each given as kind, prompt and length of the answer."""
         longest = max([length for _, _, length in requests]) + _BEYOND
-        prompts = [
-            list(prompt) for prompt in dict.fromkeys([tuple(prompt) for _, prompt, _ in requests])
-        ]
-        self._learn(
-            [
-                prompt
-                for prompt in prompts
-                if len(self._known.get(tuple(prompt), Text([])).output) < longest
-            ],
-            longest,
-        )
+        prompts = dict.fromkeys([tuple(prompt) for _, prompt, _ in requests])
+        nothing = Text([])
+        short = [p for p in prompts if len(self._known.get(p, nothing).output) < longest]
+        self._learn([list(prompt) for prompt in short], longest)
         return [self._recorded(kind, prompt, length) for kind, prompt, length in requests]
 
     def _recorded(self, kind: str, prompt: list[int], length: int) -> RecordedRequest:
@@ -83,7 +76,7 @@ class Recorder:
 
 
 def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """`count` tokens behind each prompt, whether the text ends or not."""
+    """`count` greedy tokens behind each prompt, also beyond an end of the text."""
     pages = -(-(max(map(len, prompts)) + count) // target.page_size)
     own = [[*range(i * pages, (i + 1) * pages)] for i in range(len(prompts))]
     last = [
@@ -102,12 +95,19 @@ def greedy(target: ModelRunner, prompts: Sequence[list[int]], count: int) -> lis
 
 
 def model_guesses(draft: ModelRunner, prompt: list[int], output: list[int]) -> str:
-    """For each token of `output`, where it stands among the draft model's likeliest ones behind the true tokens before it."""
+    """The rank of each token of `output` among the draft model's likeliest tokens there.
+
+    Returns a character a token: right, the rank of an alternative, or wrong. The model reads the
+    target's tokens, not its own guesses.
+    """
     text = [*prompt, *output[:-1]]
     logits_RV = draft.forward(
         [SequenceSlice(text, 0, [*range(-(-len(text) // draft.page_size))], len(output))]
     )
     likeliest_RK = logits_RV.topk(1 + _ALTERNATIVES).indices
     found_RK = likeliest_RK == torch.tensor(output).unsqueeze(1)
-    ranks = [row.index(True) if any(row) else None for row in found_RK.tolist()]
-    return "".join([WRONG if rank is None else str(rank) if rank else RIGHT for rank in ranks])
+    characters = [RIGHT, *map(str, range(1, 1 + _ALTERNATIVES))]
+    guesses = ""
+    for row in found_RK.tolist():
+        guesses += characters[row.index(True)] if True in row else WRONG
+    return guesses

@@ -1,11 +1,10 @@
-"""What an experiment leaves on disk: one JSON file a measurement, in a folder of one machine, one commit and one experiment.
+"""An experiment's results on disk: a folder for each machine, commit and experiment.
 
-    OUT/<experiment>/<fingerprint>/run.json                   machine, commit, the experiment, when it began
-    OUT/<experiment>/<fingerprint>/cells/<cell>/<way>.<n>.json   repetition n of a way in a cell
-    OUT/<experiment>/<fingerprint>/predicted/<cell>/<way>.<n>.json   the same, simulated
+    OUT/<experiment>/<run>/run.json                         machine, commit, experiment, command
+    OUT/<experiment>/<run>/cells/<cell>/<way>.<n>.json      repetition n of a way in a cell
+    OUT/<experiment>/<run>/predicted/<cell>/<way>.<n>.json  the same, simulated
 
-Files are written whole or not at all, so an interrupted run goes on where it stopped. Figures of different machines, commits or
-experiments never share a folder.
+Each file is written whole or not at all, so an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from bench.ways import Sample
 PLAIN = "plain"
 """Plain decoding, with no drafter running."""
 IDLE = "idle"
-"""Plain decoding beside drafters that are connected and idle."""
+"""Plain decoding beside connected drafters that are idle."""
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where something was measured. Two runs with equal `fingerprint` may share a folder."""
+    """The machine of a measurement. Runs with equal `fingerprint` may share a folder."""
 
     host: str
     processor: str
@@ -39,7 +38,7 @@ class Machine:
     numa_nodes: dict[int, list[int]]
     memory_bytes: int
     memory_bytes_per_s: float
-    """Of one thread that reads; 0 where it was not measured."""
+    """Read by one thread; 0 if it was not measured."""
     gpus: list[str]
     kernel: str
     python: str
@@ -47,14 +46,14 @@ class Machine:
 
     @property
     def fingerprint(self) -> str:
-        """Of what does not change between two runs on the same machine."""
+        """Eight digits of a hash of everything that does not change between two runs."""
         fixed = [self.host, self.processor, self.cores, self.memory_bytes, self.gpus, self.torch]
         return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:8]
 
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """Bytes and connections that a link carried during a measurement. `up` is towards the verifier, or towards Redis."""
+    """Bytes and connections of a link in a measurement; `up` is towards verifier or Redis."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -64,36 +63,33 @@ class LinkTraffic:
 
 @dataclass(slots=True)
 class Measurement:
-    """One repetition of one way in one cell.
-
-    `samples` has one entry a verifier, or a turn; their counters are the verifier's metrics. `cpu_s` is CPU time in seconds by
-    process. `step_split_s` are seconds by phase from spans, where these were recorded: forward, wait_compute, wait_network, pack,
-    accept, commit, send. `timeline` has tokens by tenths of a second since the first request. `watts` is None where no counter of
-    energy can be read.
-    """
+    """One repetition of one way in one cell."""
 
     way: str
     samples: list[Sample]
+    """One for each verifier, or turn; their counters are the verifier's metrics."""
     cpu_s: dict[str, float] = field(default_factory=dict)
+    """CPU seconds by process."""
     links: dict[str, LinkTraffic] = field(default_factory=dict)
     step_split_s: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase of a step, from spans; empty if none were recorded."""
     timeline: list[int] = field(default_factory=list)
+    """Tokens in each tenth of a second since the first request."""
     events: list[dict[str, Any]] = field(default_factory=list)
     watts: float | None = None
+    """None if no energy counter can be read."""
     texts_sha256: str = ""
-    """Of all texts in order, so that greedy and seeded ones can be compared across ways."""
+    """A hash of all texts in order, to compare greedy and seeded texts across ways."""
     errors: list[str] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all verifiers that serve at the same time. With verifiers in turn, look at each sample alone."""
+        """The rates of all verifiers added up. It has no meaning for verifiers in turn."""
         return sum(sample.tokens_per_s for sample in self.samples)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measurement:
+        """The measurement of a file's content."""
         samples = [Sample(**sample) for sample in data["samples"]]
         for sample in samples:
             sample.requests = [(first, last, count) for first, last, count in sample.requests]
@@ -109,41 +105,39 @@ class Folder:
 
     @classmethod
     def of(cls, out: Path, experiment: Experiment, machine: Machine, commit: str) -> Folder:
-        """The folder for this machine, this commit (with the digest of what is not committed) and this very experiment."""
+        """The folder for this machine, experiment and commit, see `machine.commit`."""
         digest = hashlib.sha256(experiment.model_dump_json().encode()).hexdigest()[:8]
         return cls(out / experiment.name / f"{machine.fingerprint}-{commit}-{digest}")
 
     def begin(self, about: dict[str, Any]) -> None:
-        """Write `run.json` unless it is there."""
+        """Write `run.json` unless the run has begun before."""
         if not (self.path / "run.json").exists():
             self._write(self.path / "run.json", about)
 
     def about(self) -> dict[str, Any]:
+        """The content of `run.json`; raises OSError if it is missing."""
         found: dict[str, Any] = json.loads((self.path / "run.json").read_text())
         return found
 
     def has(self, cell_key: str, way: str, repetition: int) -> bool:
-        return self._file(cell_key, way, repetition).exists()
+        """Whether a repetition of a way in a cell was measured."""
+        return (self._cell(cell_key, predicted=False) / f"{way}.{repetition}.json").exists()
 
     def save(
         self, cell_key: str, repetition: int, measurement: Measurement, *, predicted: bool = False
     ) -> None:
-        file = self._file(cell_key, measurement.way, repetition, predicted=predicted)
-        self._write(file, measurement.as_json())
+        """Write a measurement, or a prediction."""
+        cell = self._cell(cell_key, predicted=predicted)
+        self._write(cell / f"{measurement.way}.{repetition}.json", asdict(measurement))
 
     def measurements(
         self, cell_key: str, *, predicted: bool = False
     ) -> Iterator[tuple[int, Measurement]]:
         """All measurements of a cell with their repetition, in order of repetition."""
         files = self._cell(cell_key, predicted=predicted).glob("*.json")
-        for file in sorted(files, key=lambda file: (int(file.stem.rsplit(".", 1)[1]), file.stem)):
-            yield (
-                int(file.stem.rsplit(".", 1)[1]),
-                Measurement.from_json(json.loads(file.read_text())),
-            )
-
-    def _file(self, cell_key: str, way: str, repetition: int, *, predicted: bool = False) -> Path:
-        return self._cell(cell_key, predicted=predicted) / f"{way}.{repetition}.json"
+        numbered = sorted([(int(file.suffixes[-2][1:]), file) for file in files])
+        for repetition, file in numbered:
+            yield repetition, Measurement.from_json(json.loads(file.read_text()))
 
     def _cell(self, cell_key: str, *, predicted: bool) -> Path:
         return self.path / ("predicted" if predicted else "cells") / cell_key

@@ -1,7 +1,7 @@
-"""Machines of `--hosts`: each is reached through the agent that runs there.
+"""Machines of `--hosts`, each reached through the agent that runs there.
 
-`remote_hosts` holds the machines for as long as its context lasts; when it ends, or the connection is lost, the agents end
-what was started.
+`remote_hosts` holds the machines until its context ends. Then, or when the connection is lost, the
+agents end all processes that they started.
 """
 
 from __future__ import annotations
@@ -10,35 +10,29 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from bench.experiment.hosts import Host, Launch, LocalHost
+from bench.experiment.hosts import LOOPBACK, Host, Launch, LocalHost
 from bench.experiment.records import Machine
 from bench.experiment.spec import Experiment
 from bench.experiment.tls import Tls, is_loopback, require_tls, split_address
 from outrider.errors import invalid
 from outrider.internal.v1 import agent_pb2, agent_pb2_grpc
-from outrider.launch.stack import free_port
 from outrider.process import rpc
 
 _CALL_S = 20.0
-"""Longer than it takes to stop a process, which has 12 s for it."""
+"""Longer than the 12 s that a process has to stop."""
 
 
 class RemoteHandle:
     """A process that an agent started."""
 
-    def __init__(self, host: RemoteHost, name: str, process_id: str) -> None:
+    def __init__(self, host: RemoteHost, process_id: str) -> None:
         self._host = host
-        self._name = name
         self._process_id = process_id
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     async def alive(self) -> bool:
         return (await self._state()).is_alive
@@ -72,7 +66,10 @@ class RemoteHandle:
 
 
 class RemoteHost:
-    """A machine where an agent runs. Every method raises OSError, with the agent's reason, when the agent refuses or is lost."""
+    """A machine where an agent runs.
+
+    Every method raises OSError with the reason when the agent refuses or the connection is lost.
+    """
 
     def __init__(self, name: str, address: str, channel: grpc.aio.Channel) -> None:
         self.name = name
@@ -91,22 +88,22 @@ class RemoteHost:
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
         except TimeoutError as error:
-            raise ConnectionError(
-                f"host {self.name}: its agent did not answer within {_CALL_S:.0f} s"
-            ) from error
+            reason = f"its agent did not answer within {_CALL_S:.0f} s"
+            raise ConnectionError(f"host {self.name}: {reason}") from error
         self._held = rpc.readable(held)
 
     def release(self) -> None:
-        """Let the agent end all processes."""
+        """Give the machine back; the agent ends all processes."""
         self._lease.cancel()
 
     @property
     def machine(self) -> Machine:
-        """What the agent measured of its machine."""
+        """The agent's description of its machine."""
         return machine_from_json(self._held.machine_json)
 
     @property
     def commit(self) -> str:
+        """The commit that the agent runs."""
         return self._held.commit
 
     @property
@@ -121,10 +118,6 @@ class RemoteHost:
         return int(answer.port)
 
     async def start(self, launch: Launch) -> RemoteHandle:
-        if launch.is_container:
-            raise OSError(
-                f"host {self.name}: an agent starts no containers, and {launch.name} is to be one"
-            )
         request = agent_pb2.StartProcessRequest(
             name=launch.name,
             module=launch.module,
@@ -135,10 +128,10 @@ class RemoteHost:
             files=launch.files,
         )
         answer = await self.call("StartProcess", request)
-        return RemoteHandle(self, launch.name, answer.process_id)
+        return RemoteHandle(self, answer.process_id)
 
     async def call(self, method: str, request: Any) -> Any:
-        """Call the agent under the lease."""
+        """Call a method of the agent, with the id of the lease in the request."""
         request.lease_id = self._held.lease_id
         try:
             return rpc.readable(await getattr(self._stub, method)(request, timeout=_CALL_S))
@@ -154,26 +147,15 @@ class RemoteHost:
 class Hosts:
     """The machines of an experiment. `here` is this one, with an address that all others reach."""
 
-    here: Host
-    remote: Mapping[str, RemoteHost]
-
-    def named(self, name: str | None) -> Host:
-        """The host that a target or drafter names; None is this machine."""
-        return self.here if name is None else self.remote[name]
-
-
-class ReachableHost(LocalHost):
-    """This machine, where its processes listen on an address that other machines reach."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    async def free_port(self) -> int:
-        return free_port(self.address)
+    here: Host = field(default_factory=LocalHost)
+    remote: Mapping[str, RemoteHost] = field(default_factory=dict)
 
 
 def parse_hosts(text: str) -> dict[str, str]:
-    """Addresses by name of `far=10.0.0.2:7070,near=127.0.0.1:7071`; raises OutriderError(INVALID_VALUE)."""
+    """Addresses by name, from text such as `far=10.0.0.2:7070,near=127.0.0.1:7071`.
+
+    Raises OutriderError(INVALID_VALUE) for any other text.
+    """
     addresses: dict[str, str] = {}
     for part in text.split(",") if text else []:
         name, equals, address = part.strip().partition("=")
@@ -187,21 +169,20 @@ def parse_hosts(text: str) -> dict[str, str]:
 
 
 def check_hosts(experiments: Iterable[Experiment], addresses: Mapping[str, str]) -> None:
-    """Raises OutriderError(INVALID_VALUE) unless exactly the hosts that the cells' experiments name are given."""
+    """Check that the given hosts are those that the cells' experiments name.
+
+    Raises OutriderError(INVALID_VALUE) that lists hosts without an address and unknown hosts.
+    """
     named: set[str] = set()
     for experiment in experiments:
-        places = [
-            experiment.target.host,
-            *(drafter.host for drafter in experiment.drafters.values()),
-        ]
-        named.update(host for host in places if host is not None)
-    missing, unknown = sorted(named - set(addresses)), sorted(set(addresses) - named)
+        hosts = [drafter.host for drafter in experiment.drafters.values()]
+        named.update(host for host in (experiment.target.host, *hosts) if host is not None)
+    missing = ", ".join(sorted(named - set(addresses)))
+    unknown = ", ".join(sorted(set(addresses) - named))
     if missing:
-        raise invalid(
-            "hosts", f"must give the address of {', '.join(missing)}, which the experiment names"
-        )
+        raise invalid("hosts", f"must give the address of {missing}, which the experiment names")
     if unknown:
-        raise invalid("hosts", f"give {', '.join(unknown)}, which the experiment does not name")
+        raise invalid("hosts", f"give {unknown}, which the experiment does not name")
 
 
 @asynccontextmanager
@@ -210,8 +191,8 @@ async def remote_hosts(
 ) -> AsyncIterator[Hosts]:
     """Hold every machine until the context ends.
 
-    Raises OutriderError(INVALID_VALUE) for an address that needs TLS or an agent of another commit, and OSError when an agent
-    cannot be reached or is held by another experiment.
+    Raises OutriderError(INVALID_VALUE) for an address that needs TLS and for an agent of another
+    commit. Raises OSError when an agent cannot be reached or serves another experiment.
     """
     for name, address in addresses.items():
         require_tls(f"hosts: {name}", address, tls)
@@ -225,25 +206,24 @@ async def remote_hosts(
             stack.callback(host.release)
             await host.hold()
             if host.commit != commit:
-                raise invalid(
-                    f"hosts: {name}", f"runs Outrider of commit {host.commit}, and this is {commit}"
-                )
+                problem = f"runs Outrider of commit {host.commit}, and this is {commit}"
+                raise invalid(f"hosts: {name}", problem)
             hosts[name] = host
         yield with_addresses(hosts)
 
 
 def with_addresses(hosts: Mapping[str, RemoteHost]) -> Hosts:
-    """Give what is on loopback an address that the other machines reach, if there are any."""
+    """Give hosts on loopback an address that the other machines reach, if there are others."""
     seen = [host.controller_address for host in hosts.values() if not is_loopback(host.address)]
-    here = seen[0] if seen else LocalHost.address
+    here = seen[0] if seen else LOOPBACK
     for host in hosts.values():
         if is_loopback(host.address):
             host.address = here
-    return Hosts(ReachableHost(here), hosts)
+    return Hosts(LocalHost(here), hosts)
 
 
 def machine_from_json(text: str) -> Machine:
-    """A Machine that was sent as JSON, whose keys are text."""
+    """Read a Machine from JSON, in which the keys of NUMA nodes are text."""
     data = json.loads(text)
     data["numa_nodes"] = {int(node): cores for node, cores in data["numa_nodes"].items()}
     return Machine(**data)

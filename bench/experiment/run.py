@@ -1,9 +1,10 @@
-"""`outrider experiment run FILE`: measures all cells of an experiment on real processes, repetition by repetition."""
+"""`outrider experiment run FILE`: measures all cells of an experiment on real processes."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,8 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.experiment import machine, stack
-from bench.experiment.hosts import Places
-from bench.experiment.places import StackPlaces, Where, places
+from bench.experiment.places import Places, Where, places
 from bench.experiment.processes import StackFailed
 from bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
 from bench.experiment.remote import parse_hosts
@@ -36,7 +36,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class RunSettings(Settings):
-    """Measure what an experiment file describes. FILE is the same as --file.
+    """Measure the cells of an experiment file. FILE is the same as --file.
 
     A run that was interrupted goes on where it stopped when it is started again.
     """
@@ -49,13 +49,14 @@ class RunSettings(Settings):
     """The experiment, a YAML file; docs/placement.md describes it."""
 
     leave_out: list[str] = Field(default_factory=list)
-    """Cells that are not measured now, by names or patterns such as *container*; a later run may add them."""
+    """Cells to skip, by names or patterns such as *container*; a later run may add them."""
 
     with_: Literal["processes", "compose"] = "processes"
-    """Run all processes as processes, but for those that are to be containers, or all of them as containers (compose)."""
+    """Run containers where the file says so (processes), or run all processes as containers
+    (compose)."""
 
     hosts: str = ""
-    """Where `outrider agent` runs on the machines that the file names: far=10.0.0.2:7070,near=127.0.0.1:7071."""
+    """Addresses of `outrider agent` on the file's machines: a=10.0.0.2:7070,b=10.0.0.3:7070."""
 
     tls_cert: Path | None = None
     """PEM file with this machine's certificate, for agents beyond loopback."""
@@ -71,22 +72,25 @@ class RunSettings(Settings):
 
     @property
     def tls(self) -> Tls | None:
-        """Raises OutriderError(INVALID_VALUE) unless all of the files are there, or none is named."""
+        """The files, if named; raises OutriderError(INVALID_VALUE) if some are missing."""
         return Tls.of(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 when all is measured, 1 when a process failed, 2 for a wrong file or setting, 130 after Ctrl-C."""
+    """Run the command and return its exit status.
+
+    0 after the last measurement, 1 if a process failed, 2 for a wrong file or setting, 130 after
+    Ctrl-C.
+    """
     settings = parse(RunSettings, PROGRAM, arguments)
+    command = f"{PROGRAM} {shlex.join(arguments)}"
     console = Console()
     try:
         experiment = load(settings.file)
         cells = chosen(experiment, settings.leave_out)
-        asyncio.run(run(settings, experiment, cells, console))
+        asyncio.run(run(settings, experiment, cells, console, command))
     except KeyboardInterrupt:
-        console.print(
-            f"stopped; to go on, run the same command again: {PROGRAM} {settings.file} ..."
-        )
+        console.print(f"stopped; to go on, run the same command again: {command}")
         return _INTERRUPTED
     except (StackFailed, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -97,17 +101,23 @@ def main(arguments: list[str]) -> int:
 
 
 async def run(
-    settings: RunSettings, experiment: Experiment, cells: Sequence[Cell], console: Console
+    settings: RunSettings,
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    console: Console,
+    command: str,
 ) -> None:
-    """Measure what is missing, and sum up.
+    """Measure all missing repetitions, and print a summary.
 
-    Raises OutriderError(INVALID_VALUE) for what this machine or the places cannot do, and OSError or StackFailed when a
-    process, an agent or the engine fails.
+    Raises OutriderError(INVALID_VALUE) if this machine or the places do not fit the experiment, and
+    OSError or StackFailed when a process, an agent or the engine fails.
     """
     where = Where(parse_hosts(settings.hosts), settings.tls, settings.with_ == "compose")
     async with places([cell.experiment for cell in cells], where, machine.commit(_ROOT)) as found:
-        check(cells, found)
-        folder = open_folder(settings.out, experiment, console, found)
+        for cell in cells:
+            machine.check(cell.experiment)
+            stack.check(cell.experiment, found)
+        folder = open_folder(settings.out, experiment, console, command, found)
         for warning in machine.warnings():
             console.print(f"[yellow]warning:[/] {warning}")
         await measure(experiment, cells, folder, found, console)
@@ -117,38 +127,37 @@ async def run(
 
 
 def chosen(experiment: Experiment, leave_out: Sequence[str]) -> list[Cell]:
-    """The cells that no pattern matches; raises OutriderError(INVALID_VALUE) for a pattern that matches none."""
+    """The cells that no pattern matches.
+
+    Raises OutriderError(INVALID_VALUE) for a pattern without a cell, and for an experiment on
+    hardware that is not here.
+    """
     if experiment.costs is not None:
-        raise invalid(
-            "costs", "is for hardware that is not here; predict this file in place of running it"
-        )
+        problem = "is for hardware that is not here; predict this file in place of running it"
+        raise invalid("costs", problem)
     cells = experiment.cells()
     for pattern in leave_out:
         if not any(fnmatch(cell.key, pattern) for cell in cells):
-            raise invalid(
-                "leave-out",
-                f"must match a cell, such as {cells[0].key}, which {pattern!r} does not",
-            )
+            problem = f"must match a cell, such as {cells[0].key}, which {pattern!r} does not"
+            raise invalid("leave-out", problem)
     return [cell for cell in cells if not any(fnmatch(cell.key, pattern) for pattern in leave_out)]
 
 
-def check(cells: Sequence[Cell], places: Places) -> None:
-    """Check cells against this machine, and their processes' settings, before anything is started.
-
-    Raises OutriderError(INVALID_VALUE) that names the field.
-    """
-    for cell in cells:
-        machine.check(cell.experiment)
-        stack.check(cell.experiment, places)
-
-
 def open_folder(
-    out: Path, experiment: Experiment, console: Console, found: StackPlaces | None = None
+    out: Path,
+    experiment: Experiment,
+    console: Console,
+    command: str,
+    found: Places | None = None,
 ) -> Folder:
-    """The folder of these machines, commit and experiment, begun or gone on with; results of others are left alone."""
+    """The folder of these machines, commit and experiment; results of others are left alone.
+
+    A new folder records the machine, the commit and `command`, the command line.
+    """
     here, commit = machine.this_machine(), machine.commit(_ROOT)
-    digest = f"-{found.digest}" if found is not None and found.digest else ""
-    folder = Folder.of(out, experiment, here, f"{commit}{digest}")
+    about = found.about if found is not None else {}
+    version = f"{commit}-{found.digest}" if found is not None and about else commit
+    folder = Folder.of(out, experiment, here, version)
     others = [other for other in folder.path.parent.glob("*") if other != folder.path]
     if others and not folder.path.exists():
         runs = "1 earlier run was" if len(others) == 1 else f"{len(others)} earlier runs were"
@@ -157,8 +166,9 @@ def open_folder(
         {
             "machine": dataclasses.asdict(here),
             "commit": commit,
-            "places": dict(found.about) if found is not None else {},
+            "places": dict(about),
             "experiment": experiment.model_dump(mode="json"),
+            "command": command,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
         }
     )
@@ -166,7 +176,7 @@ def open_folder(
 
 
 def target_model(target: Target) -> Path:
-    """The directory of the target that is run, which is made first if it is a grown one."""
+    """The directory of the target's model. A grown model is made first."""
     if not target.grown:
         return target.model
     from outrider.launch.grow import MODEST, grown_checkpoint
@@ -178,7 +188,7 @@ def target_model(target: Target) -> Path:
 async def measure(
     experiment: Experiment, cells: Sequence[Cell], folder: Folder, places: Places, console: Console
 ) -> None:
-    """Measure what the folder lacks, with a bar that shows how much time is left."""
+    """Measure all that the folder lacks; a bar shows the time left."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -198,7 +208,7 @@ async def measure(
 def missing(
     experiment: Experiment, cells: Sequence[Cell], folder: Folder
 ) -> Sequence[tuple[str, str, int]]:
-    """Cell, way and repetition of all that is not measured yet."""
+    """Cell, way and repetition of all missing measurements."""
     return [
         (cell.key, way, repetition)
         for cell in cells
@@ -209,7 +219,7 @@ def missing(
 
 
 def summary(cells: Sequence[Cell], folder: Folder) -> list[str]:
-    """A line a cell: tokens/s by way, the median of the repetitions, and drafted over plain within repetitions."""
+    """A line for each cell: median tokens/s by way, and drafted over plain within repetitions."""
     return [f"{cell.key}: {_cell_summary(folder, cell.key)}" for cell in cells]
 
 
@@ -218,26 +228,19 @@ def _cell_summary(folder: Folder, key: str) -> str:
     error_count = 0
     for repetition, found in folder.measurements(key):
         error_count += len(found.errors)
-        # With verifiers in turn, a rate is that of the turns' mean.
-        tokens, seconds = (
-            sum(s.tokens for s in found.samples),
-            max(s.seconds for s in found.samples),
-        )
+        tokens = sum(sample.tokens for sample in found.samples)
+        seconds = max(sample.seconds for sample in found.samples)
         rates.setdefault(found.way, {})[repetition] = tokens / seconds
     words = [
         f"{way} {median(rates[way].values()):.1f} tokens/s"
         for way in (PLAIN, IDLE, DRAFTED)
         if way in rates
     ]
-    pairs = [
-        rate / rates[PLAIN][repetition]
-        for repetition, rate in rates.get(DRAFTED, {}).items()
-        if repetition in rates.get(PLAIN, {})
-    ]
-    words += (
-        [f"drafted / plain {median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"]
-        if pairs
-        else []
-    )
-    words += [f"[red]{error_count} errors[/]"] if error_count else []
+    plain, drafted = rates.get(PLAIN, {}), rates.get(DRAFTED, {})
+    pairs = [rate / plain[number] for number, rate in drafted.items() if number in plain]
+    if pairs:
+        spread = f"{min(pairs):.2f} to {max(pairs):.2f}"
+        words.append(f"drafted / plain {median(pairs):.2f} ({spread})")
+    if error_count:
+        words.append(f"[red]{error_count} errors[/]")
     return ", ".join(words)

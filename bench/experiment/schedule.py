@@ -1,18 +1,18 @@
-"""In which order the cells of an experiment are measured, and with which processes.
+"""Measures the cells of an experiment in an order that treats them alike.
 
-Each repetition goes over all stacks and cells, there and back again, so that a machine that gets slower or faster meets all
-alike. Verifiers run on while drafters come and go. Plain decoding is measured before the drafters start, near their cells.
+Repetitions go over all stacks and cells forwards and backwards in turn, so that a machine that gets
+slower or faster meets all alike. Verifiers run on while drafters come and go. Plain decoding is
+measured right before its cells' drafters start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from bench.experiment.hosts import Places
 from bench.experiment.measuring import Bench
+from bench.experiment.places import Places
 from bench.experiment.records import DRAFTED, IDLE, PLAIN, Folder
 from bench.experiment.spans import Spans, receiver
 from bench.experiment.spec import Cell, Experiment, Target
@@ -21,18 +21,20 @@ from outrider.tokenizer import load_tokenizer
 
 _Item = TypeVar("_Item")
 Tell = Callable[[str, int], None]
-"""Hears what is being done, and how many measurements have been finished by it."""
+"""Shows progress: the present work, and the number of measurements that it finished."""
 
 
 def ways_of(cell: Cell) -> list[str]:
     """The ways in which a cell is measured."""
     if not cell.experiment.use:
         return [PLAIN]
-    return [PLAIN, *([IDLE] if cell.experiment.with_idle else []), DRAFTED]
+    if not cell.experiment.with_idle:
+        return [PLAIN, DRAFTED]
+    return [PLAIN, IDLE, DRAFTED]
 
 
 def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
-    """Cells by the verifiers that can serve them, and of those by the drafters."""
+    """Cells by the verifiers that can serve them, and within these by the drafters."""
     found: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
         found.setdefault(cell.target_key, {}).setdefault(cell.stack_key, []).append(cell)
@@ -40,7 +42,7 @@ def groups(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
 
 
 class Runner:
-    """Measures what a folder lacks."""
+    """Measures all that a folder lacks."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class Runner:
         target_model: Callable[[Target], Path],
         tell: Tell,
     ) -> None:
-        """`target_model` gives the directory of the target that is run."""
+        """`target_model` gives the directory of the target's model."""
         self._experiment = experiment
         self._groups = groups(cells)
         self._folder = folder
@@ -60,47 +62,38 @@ class Runner:
         self._tell = tell
 
     async def run(self) -> None:
-        """Measure; raises StackFailed when processes do not start or end."""
-        async with AsyncExitStack() as contexts:
-            spans = (
-                await contexts.enter_async_context(receiver(self._places.here))
-                if self._wants_spans
-                else None
-            )
+        """Measure; raises StackFailed when a process does not start, or ends too early."""
+        async with receiver(self._places.here) as spans:
             for repetition in range(self._experiment.repetitions):
                 for stacks in _there_and_back(self._groups, repetition):
                     await self._with_target(stacks, repetition, spans)
 
-    @property
-    def _wants_spans(self) -> bool:
-        return any(
-            cell.experiment.trace for stacks in self._groups for cells in stacks for cell in cells
-        )
-
-    async def _with_target(
-        self, stacks: list[list[Cell]], repetition: int, spans: Spans | None
-    ) -> None:
-        """All cells of one target."""
+    async def _with_target(self, stacks: list[list[Cell]], repetition: int, found: Spans) -> None:
+        """Measure all cells of one target."""
         cells = [cell for stack in stacks for cell in stack]
         if not any(self._lacks(cell, way, repetition) for cell in cells for way in ways_of(cell)):
             return
         experiment = cells[0].experiment
-        spans = spans if experiment.trace else None
+        spans = found if experiment.trace else None
         model = self._target_model(experiment.target)
         tokenizer = load_tokenizer(str(model))
         self._tell(f"{repetition + 1}: starting verifiers", 0)
         endpoint = spans.endpoint if spans is not None else ""
         async with backend(experiment.target, model, self._places, endpoint) as running:
             for stack in _there_and_back(stacks, repetition):
-                await self._plain(stack, repetition, Bench(running, None, tokenizer, spans))
-                await self._drafted(stack, repetition, Bench(running, None, tokenizer, spans))
+                bench = Bench(running, None, tokenizer, spans)
+                await self._plain(stack, repetition, bench)
+                await self._drafted(stack, repetition, bench)
 
     async def _plain(self, stack: list[Cell], repetition: int, bench: Bench) -> None:
-        """Once for each workload, which stands for all cells that have it, since plain decoding meets no link."""
-        lacking = [cell for cell in stack if self._lacks(cell, PLAIN, repetition)]
+        """Measure plain decoding once for each workload, for all cells with that workload.
+
+        Plain decoding uses no link, so the cells do not differ.
+        """
         by_workload: dict[str, list[Cell]] = {}
-        for cell in lacking:
-            by_workload.setdefault(cell.experiment.workload.model_dump_json(), []).append(cell)
+        for cell in stack:
+            if self._lacks(cell, PLAIN, repetition):
+                by_workload.setdefault(cell.experiment.workload.model_dump_json(), []).append(cell)
         for cells in by_workload.values():
             first = cells[0]
             self._tell(f"{repetition + 1}: {first.key}, plain", 0)
@@ -111,40 +104,33 @@ class Runner:
             self._tell(f"{repetition + 1}: {first.key}, plain", len(cells))
 
     async def _drafted(self, stack: list[Cell], repetition: int, bench: Bench) -> None:
-        """Cell after cell, with the links' shapes of each."""
+        """Measure one cell after the other, with its links' shapes."""
         lacking = [
-            (cell, ways)
+            (cell, way)
             for cell in _there_and_back(stack, repetition)
-            if (
-                ways := [
-                    way
-                    for way in ways_of(cell)
-                    if way != PLAIN and self._lacks(cell, way, repetition)
-                ]
-            )
+            for way in ways_of(cell)
+            if way != PLAIN and self._lacks(cell, way, repetition)
         ]
         if not lacking:
             return
         self._tell(f"{repetition + 1}: {lacking[0][0].key}, starting drafters", 0)
         async with drafting(stack[0].experiment, bench.backend, self._places) as running:
             bench.drafting = running
-            for cell, ways in lacking:
+            for cell, way in lacking:
+                self._tell(f"{repetition + 1}: {cell.key}, {way}", 0)
                 await running.shape(cell.experiment)
-                for way in ways:
-                    self._tell(f"{repetition + 1}: {cell.key}, {way}", 0)
-                    await bench.warm_up(cell.experiment, way)
-                    found = await bench.measure(
-                        cell.experiment, way, _tenant(cell, way, repetition)
-                    )
-                    self._folder.save(cell.key, repetition, found)
-                    self._tell(f"{repetition + 1}: {cell.key}, {way}", 1)
+                await bench.warm_up(cell.experiment, way)
+                tenant = _tenant(cell, way, repetition)
+                found = await bench.measure(cell.experiment, way, tenant)
+                self._folder.save(cell.key, repetition, found)
+                self._tell(f"{repetition + 1}: {cell.key}, {way}", 1)
 
     def _lacks(self, cell: Cell, way: str, repetition: int) -> bool:
         return not self._folder.has(cell.key, way, repetition)
 
 
 def _there_and_back(items: Sequence[_Item], repetition: int) -> Iterator[_Item]:
-    """In order in even repetitions, the other way round in odd ones."""
+    """The items in order in even repetitions, and in reverse order in odd ones."""
     return iter(items) if repetition % 2 == 0 else reversed(items)
 
 

@@ -1,6 +1,6 @@
-"""Takes the stack's OpenTelemetry spans over OTLP, and sums up where the time of the verifier's steps went.
+"""Receives OpenTelemetry spans over OTLP, and adds up the time of the verifier's steps by phase.
 
-The spans and attributes are those that docs/observability.md lists for any collector.
+docs/observability.md lists the spans and attributes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step of a verifier. `traces` are those of its sequences; it began at `began`, in seconds."""
+    """A step of a verifier, with the traces of its sequences and its beginning in seconds."""
 
     traces: frozenset[bytes]
     began: float
@@ -32,14 +32,14 @@ class _Step:
 
 
 class Spans(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP receiver. `endpoint` is where processes send their spans."""
+    """An OTLP receiver. Processes send their spans to `endpoint`."""
 
     def __init__(self) -> None:
         self.endpoint = ""
         self._since = 0.0
         self._steps: list[_Step] = []
         self._proposals: dict[bytes, list[_Interval]] = defaultdict(list)
-        """When drafters computed, in seconds, by trace."""
+        """The times in which drafters computed, by trace, in seconds."""
 
     async def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_spans:
@@ -49,16 +49,17 @@ class Spans(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def clear(self) -> None:
-        """Forget what came so far, and what is still to come of steps that began before."""
+        """Forget all steps that began before now, also if their spans come later."""
         self._since = time.time()
         self._steps.clear()
         self._proposals.clear()
 
     async def split(self) -> dict[str, float]:
-        """Seconds by phase of all steps since `clear`, once the last spans have come; empty without steps.
+        """Seconds by phase of all steps since `clear`; empty without steps.
 
-        The wait before a step counts as `wait_compute` as far as a drafter computed for one of the step's sequences
-        meanwhile, and as `wait_network` else. Processes on several machines need clocks that agree.
+        Waits a second for the last spans. In the wait before a step, the time in which a drafter
+        computed for one of its sequences is `wait_compute`, the rest is `wait_network`. Machines
+        need clocks that agree.
         """
         await asyncio.sleep(_SETTLE_S)
         steps = [step for step in self._steps if step.began >= self._since]
@@ -88,15 +89,16 @@ class Spans(trace_service_pb2_grpc.TraceServiceServicer):
             }
             phases_s = {phase: seconds.get(f"outrider.{phase}_seconds", 0.0) for phase in PHASES}
             if not any(phases_s.values()):
-                return  # one of several sequences; the phases are with the span of the batch
+                return  # a sequence's span; the span of the batch has the phases
             traces = frozenset([span.trace_id, *(link.trace_id for link in span.links)])
             wait_s = seconds.get("outrider.wait_seconds", 0.0)
             self._steps.append(_Step(traces, span.start_time_unix_nano / 1e9, wait_s, phases_s))
 
 
 def overlap_s(within: _Interval, intervals: Iterable[_Interval]) -> float:
-    """How much of `within` is covered by the intervals, of which some may cover the same."""
-    covered, reached = 0.0, within[0]
+    """Seconds of `within` that the intervals cover. Intervals may overlap."""
+    covered = 0.0
+    reached = within[0]
     for began, ended in sorted(intervals):
         ended = min(ended, within[1])
         if ended > reached and began < within[1]:
@@ -107,8 +109,9 @@ def overlap_s(within: _Interval, intervals: Iterable[_Interval]) -> float:
 
 @asynccontextmanager
 async def receiver(address: str) -> AsyncIterator[Spans]:
-    """Takes spans in this process, on an IP address of this machine."""
-    server, spans = grpc.aio.server(), Spans()
+    """Receive spans in this process, on an IP address of this machine."""
+    server = grpc.aio.server()
+    spans = Spans()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)  # type: ignore[no-untyped-call]  # as generated
     port = server.add_insecure_port(f"{address}:0")
     spans.endpoint = f"http://{address}:{port}"

@@ -1,6 +1,6 @@
-"""The schema of an experiment: what runs where, over which links, under which load, and what is varied.
+"""The schema of an experiment file: target, drafters, links, workload and sweep.
 
-Knows no processes and no results. Unknown keys are refused.
+Knows no processes and no results. Refuses unknown keys.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class _Part(BaseModel):
 
 
 class Target(_Part):
-    """The target model and where each verifier runs it."""
+    """The target model and the place of each verifier."""
 
     model: Path = Path("models/target")
     """Directory of the model."""
 
     grown: bool = False
-    """Decode with the model grown to 154 M parameters that computes the same function; it is made on first use."""
+    """Decode with the model grown to 154 M parameters, made on first use. It computes the same
+    function."""
 
     dtype: Dtype = "float32"
 
@@ -43,20 +44,20 @@ class Target(_Part):
     """Threads of each verifier's forwards; unset takes one for each of its cores."""
 
     cores: str | None = None
-    """Cores of each verifier, such as 0-3; unset leaves it to the system."""
+    """Cores of each verifier, such as 0-3; unset takes any."""
 
     count: int = Field(1, ge=1, le=16)
     """Verifiers, verifier-1 and so on, each behind a gateway of its own."""
 
     host: Name | None = None
-    """Machine of `--hosts` that the verifiers run on; unset is this one."""
+    """Machine of `--hosts` that runs the verifiers; unset is this one."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
-    """Other settings of the verifier, by the names of `python -m verifier_svc --help` with underscores."""
+    """Other settings of the verifier, see `python -m verifier_svc --help`, with underscores."""
 
 
 class Drafter(_Part):
-    """One kind of drafter and where its processes run."""
+    """One kind of drafter and the place of its processes."""
 
     family: str = "ngram"
 
@@ -79,20 +80,21 @@ class Drafter(_Part):
     """The link to Redis, with a pool in Redis."""
 
     pool: Literal["memory", "redis"] = "memory"
-    """Where an n-gram drafter keeps what it learns."""
+    """The place of an n-gram drafter's pool."""
 
     cores: str | None = None
-    """Cores that it is pinned to; unset leaves it to the system."""
+    """Cores that it is pinned to; unset takes any."""
 
     numa_node: int | None = Field(None, ge=0)
 
     threads: int | None = Field(None, ge=1)
 
     device: str = "cpu"
-    """Where a draft model computes: cpu, cuda or cuda:N."""
+    """The device of a draft model: cpu, cuda or cuda:N."""
 
     cost: str | None = None
-    """Which of a cost table's ways of drafting predictions take; unset is found by family and threads."""
+    """For predictions, its name in the cost table's `drafting`; unset goes by family and
+    threads."""
 
     container: bool = False
     """Run it as a container, also without `--with compose`."""
@@ -101,7 +103,7 @@ class Drafter(_Part):
     """Machine of `--hosts`; unset is this one."""
 
     settings: dict[str, Setting] = Field(default_factory=dict)
-    """Other settings of its process, by the names of `python -m drafter_svc --help` with underscores."""
+    """Other settings of its process, see `python -m drafter_svc --help`, with underscores."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -117,59 +119,60 @@ class Drafter(_Part):
 
 
 class Link(_Part):
-    """What a proxy does to the bytes of a connection, in both directions alike."""
+    """A proxy's effect on connections, equal in both directions."""
 
     round_trip_ms: float = Field(0.0, ge=0, le=10_000)
     """Added to the round trip, half in each direction."""
 
     jitter_ms: float = Field(0.0, ge=0, le=10_000)
-    """A message is later by up to this, uniformly, in each direction. Order is kept, as by TCP."""
+    """The most that a message is late, uniformly, in each direction. The order of bytes is kept."""
 
     mbit_s: float = Field(0.0, ge=0)
     """Bandwidth in each direction; 0 is no limit."""
 
     loss: float = Field(0.0, ge=0, lt=1)
-    """Share of segments that are lost. TCP sends a lost one again, so it and all behind it come a round trip and at least
-    `retransmit_ms` later."""
+    """Share of lost segments. TCP sends a lost one again, so it and all behind it are later by a
+    round trip, and by at least `retransmit_ms`."""
 
     retransmit_ms: float = Field(200.0, ge=0)
-    """Least time until a lost segment is sent again; Linux' least is 200."""
+    """Least time until a lost segment is sent again; Linux has at least 200."""
 
 
 class Workload(_Part):
-    """What clients ask for."""
+    """The requests of the clients."""
 
     kinds: list[str] = Field(["code", "rewriting", "json", "chat"], min_length=1)
     """Kinds of prompts, in turn."""
 
     arrivals: Literal["closed", "poisson", "recorded"] = "closed"
-    """closed keeps `batch` requests under way, poisson has `rate` new ones each second, recorded takes times and lengths from
-    `recording`."""
+    """closed keeps `batch` requests under way, poisson starts `rate` requests a second, recorded
+    takes times and lengths from `recording`."""
 
     batch: int = Field(1, ge=1, le=256)
     """Requests under way at each verifier."""
 
     waves: int = Field(4, ge=1)
-    """Requests in all for each under way, at least 8 in all. Needs closed arrivals."""
+    """Requests in all for each one under way, but at least 8; for closed arrivals."""
 
     rate: float = Field(1.0, gt=0)
     """New requests each second at each verifier."""
 
     seconds: float = Field(10.0, gt=0)
-    """How long new requests come; for poisson and recorded arrivals."""
+    """Time in which new requests come; for poisson and recorded arrivals."""
 
     recording: Path | None = None
-    """A JSON object a line, with time, prompt_tokens, output_tokens and maybe kind, as the simulator's."""
+    """A file of the simulator's requests: a JSON object a line, with time, prompt_tokens,
+    output_tokens and maybe kind."""
 
     output_tokens: int = Field(64, ge=1, le=4096)
-    """Mean length of answers; they have half to one and a half times as many."""
+    """Mean length of answers. Their lengths lie between half and one and a half times of it."""
 
     temperature: float = Field(0.0, ge=0, le=2)
 
     seed: int | None = None
 
     verifiers: Literal["together", "in-turn"] = "together"
-    """Whether all verifiers serve at the same time, or one after the other the same requests."""
+    """Whether verifiers serve at the same time, or the same requests one after the other."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -180,9 +183,14 @@ class Workload(_Part):
             raise ValueError("recording and arrivals: recorded go together")
         return self
 
+    @property
+    def under_way(self) -> int:
+        """Requests under way at each verifier while it warms up: `batch` if closed, else 1."""
+        return self.batch if self.arrivals == "closed" else 1
+
 
 class Event(_Part):
-    """Something that happens during the traffic of each cell."""
+    """A disturbance during the traffic of each cell."""
 
     at: float = Field(ge=0)
     """Seconds after the first request."""
@@ -191,8 +199,9 @@ class Event(_Part):
     """A link or a drafter."""
 
     what: Literal["outage", "reset", "stop", "kill", "leave", "join"]
-    """An outage holds all bytes of a link back for `seconds`. A reset cuts its connections. A drafter is stopped for `seconds`
-    (SIGSTOP), killed and started again after `seconds`, or leaves (SIGTERM) and joins."""
+    """An outage holds all bytes of a link back for `seconds`. A reset cuts its connections. A
+    drafter is stopped for `seconds` (SIGSTOP), killed and started again after `seconds`, or leaves
+    (SIGTERM) and joins."""
 
     seconds: float = Field(0.0, ge=0)
 
@@ -204,7 +213,7 @@ class Event(_Part):
 
 
 class Experiment(_Part):
-    """An experiment file: one stack, its load, and what is varied of them."""
+    """An experiment file: one stack, its load, and the values that vary."""
 
     name: Name
 
@@ -212,7 +221,7 @@ class Experiment(_Part):
     """The question that the experiment answers, for its report."""
 
     costs: str | None = None
-    """Cost table of hardware that is not here; such an experiment is only predicted, and needs no profile."""
+    """Cost table of hardware that is not here. Such an experiment can only be predicted."""
 
     target: Target = Field(default_factory=lambda: Target.model_validate({}))
 
@@ -226,30 +235,30 @@ class Experiment(_Part):
     """The drafters that run; others of `drafters` are not started."""
 
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
-    """Values by the path of what takes them, such as `links.wire.round_trip_ms`, `workload.batch` or `use`. All combinations are
-    measured."""
+    """Values by path, such as `links.wire.round_trip_ms`, `workload.batch` or `use`. All
+    combinations are measured."""
 
     skip: list[dict[str, Any]] = Field(default_factory=list)
-    """Combinations of the sweep that are left out, each by some of its paths and values."""
+    """Combinations of the sweep to leave out, each by some of its paths and values."""
 
     baseline: dict[str, Any] = Field(default_factory=dict)
-    """Some of the sweep's paths with the values that stand for colocated drafting; cells are compared with it."""
+    """Values of some of the sweep's paths that mean colocated drafting, to compare cells with."""
 
     events: list[Event] = Field(default_factory=list)
 
     scenes: dict[Name, list[Event]] = Field(default_factory=dict)
-    """Events by name, so that a sweep can choose among them by `scene`."""
+    """Lists of events by name, for a sweep over `scene`."""
 
     scene: Name | None = None
-    """The scene whose events come as well; in a cell's experiment they are among `events`."""
+    """The scene whose events are added to `events`."""
 
     repetitions: int = Field(3, ge=1, le=100)
 
     trace: bool = False
-    """Record spans, and split the time of a step by them."""
+    """Record spans, which split the time of a step."""
 
     with_idle: bool = False
-    """Measure plain decoding beside the idle drafters as well, not only without them."""
+    """Measure plain decoding beside idle drafters as well."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -264,12 +273,11 @@ class Experiment(_Part):
             *((f"scenes.{name}", of) for name, of in self.scenes.items()),
         ):
             self._check_events(field, events)
-        _refuse_unknown("scene", [] if self.scene is None else [self.scene], self.scenes)
+        if self.scene is not None:
+            _refuse_unknown("scene", [self.scene], self.scenes)
         for name in self.drafters:
             if name in _RESERVED:
-                raise ValueError(
-                    f"drafters.{name}: the name is that of another process; take another one"
-                )
+                raise ValueError(f"drafters.{name}: another process has this name")
         for field, paths in (
             ("baseline", self.baseline),
             *(("skip", combination) for combination in self.skip),
@@ -279,13 +287,12 @@ class Experiment(_Part):
 
     def _check_events(self, field: str, events: list[Event]) -> None:
         for place, event in enumerate(events):
-            known: Mapping[str, Any] = (
-                self.links if event.what in ("outage", "reset") else self.drafters
-            )
+            is_link = event.what in ("outage", "reset")
+            known: Mapping[str, Any] = self.links if is_link else self.drafters
             _refuse_unknown(f"{field}.{place}.who, for {event.what}", [event.who], known)
 
     def cells(self) -> list[Cell]:
-        """All combinations of the sweep, each with the experiment that it stands for.
+        """All combinations of the sweep.
 
         Raises ValueError that names the path of the sweep and the value that does not fit there.
         """
@@ -314,17 +321,16 @@ class Experiment(_Part):
             place[last] = value
         try:
             experiment = Experiment.model_validate(data)
-            scene = experiment.scenes[experiment.scene] if experiment.scene is not None else []
-            return experiment.model_copy(
-                update={"events": [*experiment.events, *scene], "scenes": {}, "scene": None}
-            )
+            events = [*experiment.events, *experiment.scenes.get(experiment.scene or "", [])]
+            return experiment.model_copy(update={"events": events, "scenes": {}, "scene": None})
         except ValidationError as error:
-            raise ValueError(f"sweep, at {_shown(point)}: {_first(error)}") from error
+            shown = ", ".join(f"{path} = {json.dumps(value)}" for path, value in point.items())
+            raise ValueError(f"sweep, at {shown}: {first_problem(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination: the values of the sweep, and the experiment with them in place and nothing to sweep."""
+    """One combination: its values by path, and an experiment with these values and no sweep."""
 
     point: dict[str, Any]
     experiment: Experiment
@@ -338,34 +344,32 @@ class Cell:
 
     @property
     def stack_key(self) -> str:
-        """Equal for cells that one running stack can serve: they differ in links' shapes and workloads alone."""
+        """Equal for cells that one stack can serve; they differ in links' shapes and workloads."""
         return self.experiment.model_dump_json(include={"target", "drafters", "use", "trace"})
 
     @property
     def target_key(self) -> str:
-        """Equal for cells that the same running verifiers can serve."""
+        """Equal for cells that the same verifiers can serve."""
         return self.experiment.model_dump_json(include={"target", "trace"})
 
 
 def load(path: Path) -> Experiment:
-    """Read an experiment file; raises ValueError that names the file, the field and what is wrong with it."""
+    """Read an experiment file; raises ValueError that names the file, the field and the problem."""
     try:
         data = yaml.safe_load(path.read_text())
         experiment = Experiment.model_validate(data)
         experiment.cells()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: {error}") from error
     except ValidationError as error:
-        raise ValueError(f"{path}: {_first(error)}") from error
-    except ValueError as error:
+        raise ValueError(f"{path}: {first_problem(error)}") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return experiment
 
 
 def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
-    """The drafters of a cell's experiment that run, in order."""
+    """The drafters of a cell's experiment that run, by name and in order."""
     for name in experiment.use:
         yield name, experiment.drafters[name]
 
@@ -373,18 +377,18 @@ def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
 def _refuse_unknown(field: str, names: list[str], known: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
-            raise ValueError(
-                f"{field}: must be one of {', '.join(known) or '(none)'}, not {name!r}"
-            )
+            listed = ", ".join(known) or "(none)"
+            raise ValueError(f"{field}: must be one of {listed}, not {name!r}")
 
 
 def _agrees(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     return all(point[path] == value for path, value in values.items())
 
 
-def _first(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first problem that pydantic found, with the path of its field."""
     details = error.errors()[0]
-    place = ".".join(str(part) for part in details["loc"])
+    place = ".".join(map(str, details["loc"]))
     message = str(details["msg"])
     return f"{place}: {message}" if place else message
 
@@ -392,7 +396,3 @@ def _first(error: ValidationError) -> str:
 def _word(value: Any) -> str:
     text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
     return re.sub(r"[^A-Za-z0-9.+-]+", "-", text) or "none"
-
-
-def _shown(point: Mapping[str, Any]) -> str:
-    return ", ".join(f"{path} = {json.dumps(value)}" for path, value in point.items())

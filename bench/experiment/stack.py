@@ -1,6 +1,7 @@
-"""Runs what a cell needs: verifiers with a gateway each, then links, a Redis and drafters, until all are ready.
+"""Starts the processes of a cell: verifiers with a gateway each, then Redis, links and drafters.
 
-Drafters, links and Redis come and go while verifiers stay, so that cells with one target need one start of it.
+Verifiers stay while drafters, links and Redis come and go, so cells with one target need one start
+of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.experiment.hosts import LocalHost, Places
+from bench.experiment.hosts import LOOPBACK, LocalHost
 from bench.experiment.launches import (
     Dial,
     Endpoint,
@@ -29,6 +30,7 @@ from bench.experiment.launches import (
     verifier_launch,
 )
 from bench.experiment.link_process import LinkControl
+from bench.experiment.places import Places
 from bench.experiment.processes import Processes
 from bench.experiment.records import LinkTraffic
 from bench.experiment.spec import Drafter, Experiment, Link, Target, drafters_of
@@ -47,11 +49,10 @@ class Backend:
     otlp_endpoint: str
 
     async def has_drafters(self, count: int) -> bool:
-        """Whether every gateway takes requests and so many drafters are connected to its verifier."""
+        """Whether every gateway is ready and `count` drafters are connected to its verifier."""
         async with httpx.AsyncClient(timeout=_ASK_S) as client:
-            return all(
-                [await _is_ready(client, endpoint.url, count) for endpoint in self.endpoints]
-            )
+            ready = [await _is_ready(client, endpoint.url, count) for endpoint in self.endpoints]
+            return all(ready)
 
 
 async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
@@ -61,17 +62,20 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
         return False
     if body["status"] not in ("ready", "degraded"):
         return False
-    drafters = [
-        drafter for verifier in body["verifiers"] for drafter in verifier.get("drafters", ())
+    connected = [
+        drafter
+        for verifier in body["verifiers"]
+        for drafter in verifier.get("drafters", ())
+        if drafter["connected"]
     ]
-    return len([drafter for drafter in drafters if drafter["connected"]]) == count
+    return len(connected) == count
 
 
 @asynccontextmanager
 async def backend(
     target: Target, model: Path, places: Places, otlp_endpoint: str = ""
 ) -> AsyncIterator[Backend]:
-    """Verifiers that decode, with no drafters yet. Raises StackFailed with their last lines when they do not start."""
+    """Verifiers without drafters, until the context ends; raises StackFailed if one fails."""
     processes = Processes()
     with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:
         try:
@@ -82,7 +86,7 @@ async def backend(
                 address = host.address
                 verifier = f"{address}:{await host.free_port()}"
                 uds = Path(sockets, f"{name}.sock") if target.host is None else None
-                ports = await host.free_port(), await host.free_port()
+                ports = (await host.free_port(), await host.free_port())
                 endpoint = Endpoint(name, str(target.model), address, *ports, verifier, uds)
                 await processes.start(host, verifier_launch(target, model, endpoint, otlp_endpoint))
                 gateway = gateway_launch(endpoint, model, await host.free_port(), otlp_endpoint)
@@ -97,7 +101,7 @@ async def backend(
 
 @dataclass(slots=True)
 class Drafting:
-    """Running drafters of a cell, with the links and the Redis that they use."""
+    """Running drafters of a cell, with their links and Redis."""
 
     experiment: Experiment
     backend: Backend
@@ -106,18 +110,23 @@ class Drafting:
     _shapes: dict[str, Link] = field(default_factory=dict)
 
     async def shape(self, experiment: Experiment) -> None:
-        """Give the links the shapes of this cell, and go on when all drafters are connected.
+        """Give the links the shapes of this cell, and wait until every drafter is connected.
 
-        Drafters behind a link that changes connect anew, so that a verifier starts each cell with
+        Drafters that an event ended are started again. Drafters behind a link that changes connect anew, so that a verifier starts each cell with
         nothing learned over another link.
         """
+        for name, _ in drafters_of(self.experiment):
+            for process in process_names(self.experiment, name):
+                await self.processes.again(process)
         for name, control in self.links.items():
             link = experiment.links[name]
             await control.shape(link)
             if self._shapes.setdefault(name, link) != link:
                 self._shapes[name] = link
                 await self._reconnect(name, control)
-        await self.whole()
+        count = drafters_at_each(self.experiment)
+        await self.backend.processes.check()
+        await self.processes.until("the drafters", lambda: self.backend.has_drafters(count))
 
     async def _reconnect(self, name: str, control: LinkControl) -> None:
         """Cut a link's connections, and go on when there is a new one."""
@@ -129,17 +138,8 @@ class Drafting:
 
         await self.processes.until(f"link {name}", connected)
 
-    async def whole(self) -> None:
-        """Start again what was ended, and wait until every drafter is connected."""
-        for name, _ in drafters_of(self.experiment):
-            for process in process_names(self.experiment, name):
-                await self.processes.again(process)
-        count = drafters_at_each(self.experiment)
-        await self.backend.processes.check()
-        await self.processes.until("the drafters", lambda: self.backend.has_drafters(count))
-
     async def traffic(self) -> dict[str, LinkTraffic]:
-        """What each link carried since it was started."""
+        """The traffic of each link since its start."""
         return {name: await control.traffic() for name, control in self.links.items()}
 
 
@@ -147,7 +147,7 @@ class Drafting:
 async def drafting(
     experiment: Experiment, backend: Backend, places: Places
 ) -> AsyncIterator[Drafting]:
-    """The drafters of a cell beside running verifiers; raises StackFailed with their last lines when they do not start."""
+    """The drafters of a cell, until the context ends; raises StackFailed if one fails."""
     processes = Processes()
     running = Drafting(experiment, backend, processes)
     try:
@@ -156,7 +156,7 @@ async def drafting(
         yield running
     finally:
         await asyncio.shield(processes.stop())
-    # What is measured next has no drafters; the verifiers have to know it.
+    # The next measurement has no drafters, so wait until the verifiers have lost them.
     await backend.processes.until("the verifiers", lambda: backend.has_drafters(0))
 
 
@@ -170,15 +170,12 @@ class _Starter:
         self._secret = secrets.token_hex(16)
 
     async def start(self) -> None:
-        redis = (
-            await self._redis()
-            if any(d.pool == "redis" for _, d in drafters_of(self._experiment))
-            else ""
-        )
-        # By link, the addresses to dial instead of these targets.
-        fronts: dict[str, dict[str, str]] = {}
-        for link, targets in self._targets(redis).items():
-            fronts[link] = await self._link(link, targets)
+        uses_redis = any(d.pool == "redis" for _, d in drafters_of(self._experiment))
+        redis = await self._redis() if uses_redis else ""
+        # By link, the link's address for each target.
+        fronts = {
+            link: await self._link(link, targets) for link, targets in self._targets(redis).items()
+        }
         for name, drafter in drafters_of(self._experiment):
             for place, process in enumerate(process_names(self._experiment, name)):
                 await self._drafter(name, process, self._dial(drafter, place, redis, fronts))
@@ -187,11 +184,7 @@ class _Starter:
         host = self._places.host("redis", None, False)
         port = await host.free_port()
         await self._running.processes.start(host, redis_launch(host.address, port))
-
-        async def answers() -> bool:
-            return await _answers(host.address, port)
-
-        await self._running.processes.until("redis", answers)
+        await self._running.processes.until("redis", lambda: _answers(host.address, port))
         return f"{host.address}:{port}"
 
     def _targets(self, redis: str) -> dict[str, list[str]]:
@@ -206,7 +199,7 @@ class _Starter:
         return {link: list(dict.fromkeys(targets)) for link, targets in found.items()}
 
     async def _link(self, name: str, targets: list[str]) -> dict[str, str]:
-        """Start a link; the address on which it listens for each target."""
+        """Start a link; returns the address on which it listens for each target."""
         host = self._places.host(f"link-{name}", None, False)
         fronts = {target: f"{host.address}:{await host.free_port()}" for target in targets}
         control = LinkControl(host.address, await host.free_port())
@@ -220,9 +213,11 @@ class _Starter:
     def _dial(
         self, drafter: Drafter, place: int, redis: str, fronts: dict[str, dict[str, str]]
     ) -> Dial:
-        """What the process at this place among its kind dials."""
+        """The addresses that a drafter's process dials; `place` is its number in the stack."""
         endpoints = self._running.backend.endpoints
-        mine = endpoints if drafter.shared else [endpoints[place // drafter.count]]
+        mine = endpoints
+        if not drafter.shared:
+            mine = [endpoints[place // drafter.count]]
         to_verifiers = fronts.get(drafter.link or "", {})
         to_redis = fronts.get(drafter.redis_link or "", {})
         return Dial(
@@ -233,16 +228,15 @@ class _Starter:
         )
 
     async def _drafter(self, name: str, process: str, dial: Dial) -> None:
-        drafter, backend = self._experiment.drafters[name], self._running.backend
+        drafter = self._experiment.drafters[name]
+        target, otlp = self._running.backend.target, self._running.backend.otlp_endpoint
         host = self._places.host(process, drafter.host, drafter.container)
-        launch = drafter_launch(
-            f"drafters.{name}", process, drafter, backend.target, dial, backend.otlp_endpoint
-        )
+        launch = drafter_launch(f"drafters.{name}", process, drafter, target, dial, otlp)
         await self._running.processes.start(host, launch)
 
 
 async def _answers(address: str, port: int) -> bool:
-    """Whether something takes connections there."""
+    """Whether a process accepts connections at this address."""
     try:
         _, writer = await asyncio.open_connection(address, port)
     except OSError:
@@ -263,11 +257,10 @@ async def _is_up(control: LinkControl) -> bool:
 def check(experiment: Experiment, places: Places) -> None:
     """Check that a cell's processes can be started, without starting any.
 
-    Raises OutriderError(INVALID_VALUE) that names the field of the file and what is wrong with it.
+    Raises OutriderError(INVALID_VALUE) that names the field of the file and the problem.
     """
-    endpoint = Endpoint(
-        "verifier-1", "", "127.0.0.1", 1, 2, "127.0.0.1:3", Path("/nowhere/verifier.sock")
-    )
+    uds = Path("/nowhere/verifier.sock")
+    endpoint = Endpoint("verifier-1", "", LOOPBACK, 1, 2, f"{LOOPBACK}:3", uds)
     for path, name in _models(experiment):
         if not path.is_dir():
             raise invalid(name, f"must be a directory of a model, which {path} is not")
@@ -276,18 +269,13 @@ def check(experiment: Experiment, places: Places) -> None:
     for name, drafter in drafters_of(experiment):
         places.host(f"{name}-1", drafter.host, drafter.container)
         count = experiment.target.count if drafter.shared else 1
-        redis = "127.0.0.1:4" if drafter.pool == "redis" else None
-        dial = Dial(("127.0.0.1:3",) * count, endpoint.uds, redis, "0" * 32)
+        redis = f"{LOOPBACK}:4" if drafter.pool == "redis" else None
+        dial = Dial((endpoint.verifier,) * count, uds, redis, "0" * 32)
         drafter_launch(f"drafters.{name}", f"{name}-1", drafter, experiment.target, dial, "")
-        redis_host = places.host("redis", None, False)
-        if (
-            redis is not None
-            and isinstance(redis_host, LocalHost)
-            and shutil.which("redis-server") is None
-        ):
-            raise invalid(
-                f"drafters.{name}.pool", "redis needs the program redis-server on this machine"
-            )
+        is_here = isinstance(places.host("redis", None, False), LocalHost)
+        if redis is not None and is_here and shutil.which("redis-server") is None:
+            problem = "redis needs the program redis-server on this machine"
+            raise invalid(f"drafters.{name}.pool", problem)
 
 
 def _models(experiment: Experiment) -> Iterator[tuple[Path, str]]:

@@ -1,4 +1,4 @@
-"""Mutual TLS between an experiment's controller and the agents, and the rule that nothing beyond loopback goes without."""
+"""Mutual TLS between an experiment's controller and agents; required beyond loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.errors import invalid
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """A certificate, its key, and the authorities that may have signed the other end's certificate; all in PEM files."""
+    """PEM files: a certificate, its key, and the authorities of the peer's certificate."""
 
     cert: Path
     key: Path
@@ -21,7 +21,10 @@ class Tls:
 
     @classmethod
     def of(cls, cert: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
-        """None where no file is named; raises OutriderError(INVALID_VALUE) where only some are, or one cannot be read."""
+        """The three files; None if none is named.
+
+        Raises OutriderError(INVALID_VALUE) if only some are named or one is not a file.
+        """
         given = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
         if cert is None or key is None or ca is None:
             missing = [name for name, path in given.items() if path is None]
@@ -34,7 +37,7 @@ class Tls:
         return cls(cert, key, ca)
 
     def server(self) -> grpc.ServerCredentials:
-        """Credentials of a server that refuses clients without a certificate of the authorities."""
+        """Credentials of a server. It refuses clients that the authorities did not certify."""
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
 
@@ -46,7 +49,10 @@ class Tls:
 
 
 def split_address(field: str, address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[IPv6]:port`; raises OutriderError(INVALID_VALUE) that names the field."""
+    """Host and port of `host:port` or `[IPv6]:port`.
+
+    Raises OutriderError(INVALID_VALUE) that names the field.
+    """
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isdecimal() or int(port) > 65_535:
         raise invalid(field, f"must be host:port with a port of at most 65535, not {address!r}")
@@ -54,7 +60,7 @@ def split_address(field: str, address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can be at the other end."""
+    """Whether only processes of this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -62,10 +68,8 @@ def is_loopback(host: str) -> bool:
 
 
 def require_tls(field: str, address: str, tls: Tls | None) -> None:
-    """Raises OutriderError(INVALID_VALUE) for an address beyond loopback without TLS."""
+    """Raise OutriderError(INVALID_VALUE) for an address beyond loopback without TLS."""
     host, _ = split_address(field, address)
     if tls is None and not is_loopback(host):
-        raise invalid(
-            field,
-            f"{address} is not on loopback, so it needs mutual TLS: give tls_cert, tls_key and tls_ca",
-        )
+        remedy = "it needs mutual TLS: give tls_cert, tls_key and tls_ca"
+        raise invalid(field, f"{address} is not on loopback, so {remedy}")

@@ -1,6 +1,6 @@
-"""The requests of a workload: which prompts, how long the answers are, and when they come. The same for every way of decoding.
+"""The requests of a workload: prompts, lengths of answers and times of arrival.
 
-Knows no processes. Measurement and prediction both take their requests from here.
+They are the same for every way of decoding, and for measurement and prediction. Knows no processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from bench.experiment.spec import Workload
+from bench.experiment.spec import Workload, first_problem
 from bench.simulator.traffic import RecordedRequest
 from outrider.launch.prompts import KINDS
 
@@ -23,9 +23,10 @@ _FEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `at` is when it comes, in seconds after the first one could; 0 with closed arrivals."""
+    """One request."""
 
     at: float
+    """Seconds since the beginning of the traffic; 0 with closed arrivals."""
     kind: str
     prompt: list[int]
     output_tokens: int
@@ -33,41 +34,37 @@ class Request:
 
 
 def requests_of(workload: Workload, tokenizer: Tokenizer, verifier: int = 0) -> list[Request]:
-    """The requests for a verifier by its place, in the order in which they come.
+    """The requests for a verifier, by its number from 0, in order of arrival.
 
-    Verifiers that serve together get different prompts and arrivals; verifiers in turn get the same. The last prompt of
-    each kind is kept for warming up. Raises ValueError that names the recording and the line where it is no recording.
+    Verifiers that serve together get different prompts and arrivals; verifiers in turn get the
+    same. The last prompt of each kind is kept for warming up. Raises ValueError that names the
+    wrong line of a recording.
     """
     place = 0 if workload.verifiers == "in-turn" else verifier
     prompts = _Prompts(workload, tokenizer)
-    return [
-        Request(
-            at,
-            kind,
-            prompts.get(kind, i + place * len(workload.kinds), length),
-            output,
-            _seed(workload, i),
-        )
-        for i, (at, kind, length, output) in enumerate(_arrivals(workload, place))
-    ]
+    found = []
+    for i, (at, kind, length, output) in enumerate(_arrivals(workload, place)):
+        prompt = prompts.get(kind, i + place * len(workload.kinds), length)
+        found.append(Request(at, kind, prompt, output, _seed(workload, i)))
+    return found
 
 
 def warm_up_of(workload: Workload, tokenizer: Tokenizer) -> list[Request]:
-    """Requests with prompts that no measurement has, two for each under way and at least one of each kind."""
+    """Requests to warm up with, whose prompts no measurement has.
+
+    Two for each request under way, and at least one of each kind.
+    """
     prompts = _Prompts(workload, tokenizer)
-    under_way = workload.batch if workload.arrivals == "closed" else 1
-    kinds = [
-        workload.kinds[i % len(workload.kinds)]
-        for i in range(max(2 * under_way, len(workload.kinds)))
-    ]
-    return [
-        Request(0.0, kind, prompts.kept(kind), workload.output_tokens, _seed(workload, i))
-        for i, kind in enumerate(kinds)
-    ]
+    found = []
+    for i in range(max(2 * workload.under_way, len(workload.kinds))):
+        kind = workload.kinds[i % len(workload.kinds)]
+        prompt = prompts.kept(kind)
+        found.append(Request(0.0, kind, prompt, workload.output_tokens, _seed(workload, i)))
+    return found
 
 
 def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, str, int | None, int]]:
-    """When, of which kind, with how long a prompt if that is said, and how long an answer."""
+    """Time, kind, length of the prompt (None for any) and length of the answer of each request."""
     if workload.recording is not None:
         yield from _recorded(workload.recording, workload)
         return
@@ -76,7 +73,7 @@ def _arrivals(workload: Workload, place: int) -> Iterator[tuple[float, str, int 
     else:
         times = list(_poisson(workload, place))
     for i, at in enumerate(times):
-        # Spread evenly from half to one and a half times the mean.
+        # Lengths are spread evenly from half to one and a half times the mean.
         length = round(workload.output_tokens * (0.5 + (i * _GOLDEN) % 1.0))
         yield at, workload.kinds[i % len(workload.kinds)], None, max(length, 1)
 
@@ -91,24 +88,20 @@ def _poisson(workload: Workload, place: int) -> Iterator[float]:
 
 def _recorded(path: Path, workload: Workload) -> Iterator[tuple[float, str, int | None, int]]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
+        place = f"workload.recording: {path}, line {number}"
         try:
             found = RecordedRequest.model_validate_json(line)
         except ValidationError as error:
-            raise ValueError(
-                f"workload.recording: {path}, line {number}: {error.errors()[0]['msg']}"
-            ) from error
+            raise ValueError(f"{place}: {first_problem(error)}") from error
         kind = found.kind or workload.kinds[(number - 1) % len(workload.kinds)]
         if kind not in KINDS:
-            known = ", ".join(KINDS)
-            raise ValueError(
-                f"workload.recording: {path}, line {number}: kind must be of {known}, not {kind!r}"
-            )
+            raise ValueError(f"{place}: kind must be of {', '.join(KINDS)}, not {kind!r}")
         if found.time < workload.seconds:
             yield found.time, kind, found.prompt_tokens, found.output_tokens
 
 
 class _Prompts:
-    """Encoded prompts by kind, in turn."""
+    """Encoded prompts by kind."""
 
     def __init__(self, workload: Workload, tokenizer: Tokenizer) -> None:
         self._kinds = len(workload.kinds)
@@ -118,7 +111,7 @@ class _Prompts:
         }
 
     def get(self, kind: str, i: int, length: int | None) -> list[int]:
-        """That of the i-th request; cut, or repeated, to `length` tokens if that is given."""
+        """The prompt of the i-th request; cut or repeated to `length` tokens, if given."""
         *usual, _ = self._encoded[kind]
         prompt = usual[i // self._kinds % len(usual)]
         if length is None:
@@ -126,7 +119,7 @@ class _Prompts:
         return (prompt * -(-length // len(prompt)))[:length]
 
     def kept(self, kind: str) -> list[int]:
-        """That which is kept for warming up."""
+        """The prompt of this kind for warming up."""
         return self._encoded[kind][-1]
 
 

@@ -1,4 +1,4 @@
-"""Stands in for a profile where the hardware is not here: a cost table, with the rest set to what it does not say."""
+"""Makes a profile of hardware that is not here: a cost table, and defaults for everything else."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 from bench.experiment.calibration import BATCHES
 from bench.experiment.cell_scenarios import threads_of
 from bench.experiment.probes import Interference, RoundTrip
-from bench.experiment.profile_record import Profile
+from bench.experiment.profile_record import Profile, described
+from bench.experiment.records import Machine
 from bench.experiment.serving import Serving
 from bench.experiment.spec import Experiment
 from bench.simulator import costs
+from bench.simulator.costs import LinkCost
 
-TOPOLOGIES: dict[str, dict[int, list[int]]] = {
-    "gb200": {0: [*range(72)], 1: [*range(72, 144)]},
-}
+TOPOLOGIES: dict[str, dict[int, list[int]]] = {"gb200": {0: [*range(72)], 1: [*range(72, 144)]}}
 """Cores by NUMA node, by cost table: those of the two Grace CPUs of a GB200 board."""
 _ONE_NODE = {0: [*range(64)]}
-# Between two processes on a host, where a table has no way from drafter to verifier.
-_ROUND_TRIP_MS = 0.4
+# Between two processes on a host, for a table without a link from drafter to verifier.
+_NO_LINK = LinkCost(round_trip_ms=0.4)
 _WAYS = ("plain", "ngram", "model")
 
 
 def profile_of(experiment: Experiment) -> Profile:
-    """The profile of the hardware that the experiment's cost table is about.
+    """The profile of the hardware of the experiment's cost table.
 
     Forwards and drafting are the table's. Serving slows nothing down, drafters on other cores take
-    nothing from the target, and what shares cores halves the speed of both. Raises ValueError that
-    names the field.
+    nothing from the target, and two processes on the same cores have half their speed. Raises
+    ValueError that names the field.
     """
     try:
         table = costs.load(str(experiment.costs))
@@ -35,12 +35,12 @@ def profile_of(experiment: Experiment) -> Profile:
         raise ValueError(f"costs: {error}") from error
     nodes = TOPOLOGIES.get(str(experiment.costs), _ONE_NODE)
     cores = [core for node in nodes.values() for core in node]
-    link = table.links.get("drafter")
-    round_trip_s = (link.round_trip_ms if link is not None else _ROUND_TRIP_MS) / 1000
+    link = table.links.get("drafter", _NO_LINK)
+    round_trip_s = link.round_trip_ms / 1000
     same = RoundTrip(median_s=round_trip_s, p90_s=round_trip_s)
     target = experiment.target
     return Profile(
-        machine=_machine(str(experiment.costs), table.source, nodes, cores),
+        machine=_machine(str(experiment.costs), table.source, nodes),
         fingerprint="unmeasured",
         commit="none",
         measured_at="never",
@@ -69,22 +69,8 @@ def _serving(way: str, batch: int, round_trip_s: float) -> Serving:
     )
 
 
-def _machine(
-    name: str,
-    source: str,
-    nodes: dict[int, list[int]],
-    cores: list[int],
-) -> dict[str, Any]:
-    """As a run's folder describes its machine."""
-    return {
-        "host": f"{name}, not measured",
-        "processor": source,
-        "cores": cores,
-        "numa_nodes": {str(node): members for node, members in nodes.items()},
-        "memory_bytes": 0,
-        "memory_bytes_per_s": 0.0,
-        "gpus": [],
-        "kernel": "",
-        "python": "",
-        "torch": "",
-    }
+def _machine(name: str, source: str, nodes: dict[int, list[int]]) -> dict[str, Any]:
+    """The description of the machine, as a run's folder has it."""
+    cores = [core for node in nodes.values() for core in node]
+    host = f"{name}, not measured"
+    return described(Machine(host, source, cores, nodes, 0, 0.0, [], "", "", ""))

@@ -48,13 +48,21 @@ class Outcome:
 class Simulation:
     """A scenario with so many requests under way. Without drafting its drafters never join."""
 
-    def __init__(self, scenario: Scenario, load: int, *, drafting: bool = True) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        load: int,
+        *,
+        drafting: bool = True,
+        verifier: type[VerifierActor] = VerifierActor,
+    ) -> None:
         self.events = Events()
         self.world = World(scenario.seed, scenario.hard_share, scenario.stretch_tokens)
         self.verifiers: dict[str, VerifierActor] = {}
         self.gone: list[VerifierActor] = []
         self.drafters: dict[str, DrafterActor] = {}
         self._scenario = scenario
+        self._verifier_type = verifier
         self._costs = costs.load(scenario.costs)
         # Of each verifier, when what is measured began.
         self._counted: dict[str, dict[str, float]] = {}
@@ -98,7 +106,7 @@ class Simulation:
     # --- the schedule ---
 
     def _start_verifier(self, name: str) -> None:
-        self.verifiers[name] = VerifierActor(
+        self.verifiers[name] = self._verifier_type(
             self.events, name, self._scenario, self._costs, self.world
         )
 

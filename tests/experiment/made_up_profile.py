@@ -1,4 +1,4 @@
-"""A profile with round figures, for tests of what is done with one."""
+"""A profile with round figures, for tests."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def _serving(way: str, batch: int, **more: float) -> dict[str, Any]:
 
 
 def made_up_profile(**more: Any) -> Profile:
-    """Of the bundled pair on a machine with two cores, one of them the target's."""
+    """A profile of the bundled pair on two cores, one of them the target's."""
     drafted = {"round_trip_s": 0.0005, "message_s": 0.00005}
     given = {
         "machine": {"host": "made-up", "cores": [0, 1]},

@@ -10,16 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.experiment.records import (
-    DRAFTED,
-    IDLE,
-    PLAIN,
-    Folder,
-    LinkTraffic,
-    Machine,
-    Measurement,
-)
-from bench.experiment.spec import Cell, Experiment
+from bench.experiment.records import DRAFTED, Folder, LinkTraffic, Machine, Measurement
+from bench.experiment.schedule import ways_of
+from bench.experiment.spec import Cell, Experiment, Link
 from bench.simulator.scenario import Scenario
 from bench.simulator.simulation import Simulation
 from bench.ways import Sample
@@ -37,8 +30,9 @@ MACHINE = Machine(
     torch="2.11.0",
 )
 ACCEPTANCE = {"ngram": 0.45, "model": 0.8}
-"""Of a drafter by its family."""
+"""A drafter's acceptance by its family."""
 
+NO_LINK = Link.model_validate({})
 Settings = dict[str, Any]
 
 ROUND_TRIP: Settings = {
@@ -80,7 +74,7 @@ PLACEMENT: Settings = {
             ["ngram-own-core"],
             ["ngram-socket"],
             ["far"],
-        ],
+        ]
     },
     "baseline": {"use": ["own-core"]},
     "trace": True,
@@ -102,10 +96,7 @@ TURNS: Settings = {
     "name": "pool",
     "question": "Does a shared pool help the second user?",
     "target": {"count": 2},
-    "drafters": {
-        "own": {"family": "ngram"},
-        "shared": {"family": "ngram", "pool": "redis"},
-    },
+    "drafters": {"own": {"family": "ngram"}, "shared": {"family": "ngram", "pool": "redis"}},
     "workload": {"batch": 2, "output_tokens": 48, "verifiers": "in-turn"},
     "sweep": {"use": [["own"], ["shared"]]},
 }
@@ -130,9 +121,8 @@ def make_run(
             "command": f"outrider experiment run experiments/{experiment.name}.yaml",
         }
     )
-    ways = [PLAIN, *([IDLE] if experiment.with_idle else []), DRAFTED]
     for cell in experiment.cells():
-        for way in ways:
+        for way in ways_of(cell):
             if "measured" in sources:
                 for number in range(repetitions):
                     folder.save(cell.key, number, measure(cell, way, seed=number, noise=0.05))
@@ -149,7 +139,8 @@ def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     samples = [sample for sample, _ in simulations]
     measured = Measurement(way, samples)
     measured.texts_sha256 = hashlib.sha256(b"the texts").hexdigest()
-    tokens, seconds = samples[0].tokens, sum(sample.seconds for sample in samples)
+    tokens = samples[0].tokens
+    seconds = sum(sample.seconds for sample in samples)
     measured.cpu_s = {"verifier-1": 0.95 * seconds, "gateway-1": 0.0002 * tokens}
     measured.watts = 40.0
     if way == DRAFTED:
@@ -164,13 +155,7 @@ def measure(cell: Cell, way: str, *, seed: int, noise: float) -> Measurement:
     return measured
 
 
-def _simulate(
-    cell: Cell,
-    way: str,
-    seed: int,
-    noise: float,
-    turn: int,
-) -> tuple[Sample, list[int]]:
+def _simulate(cell: Cell, way: str, seed: int, noise: float, turn: int) -> tuple[Sample, list[int]]:
     workload = cell.experiment.workload
     scenario = Scenario.model_validate(
         {
@@ -199,15 +184,15 @@ def _drafters(cell: Cell, turn: int) -> list[Settings]:
     for name in cell.experiment.use:
         drafter = cell.experiment.drafters[name]
         learned = 0.25 if turn and drafter.pool == "redis" else 0.0
-        link = cell.experiment.links.get(drafter.link or "")
+        link = cell.experiment.links.get(drafter.link or "", NO_LINK)
         found.append(
             {
                 "name": name,
                 "cost": drafter.family,
                 "acceptance": ACCEPTANCE[drafter.family] + learned,
                 "round_trip_ms": 0.4 + _round_trip_ms(cell) - 0.2 * (drafter.transport == "unix"),
-                "jitter_ms": link.jitter_ms if link is not None else 0.0,
-                "mbit_s": link.mbit_s if link is not None else 0.0,
+                "jitter_ms": link.jitter_ms,
+                "mbit_s": link.mbit_s,
                 "on_target_cores": drafter.cores == cell.experiment.target.cores is not None,
             }
         )
@@ -225,12 +210,12 @@ def _schedule(cell: Cell) -> list[Settings]:
 
 def _round_trip_ms(cell: Cell) -> float:
     [name] = cell.experiment.use
-    link = cell.experiment.links.get(cell.experiment.drafters[name].link or "")
-    return link.round_trip_ms if link is not None else 0.0
+    link = cell.experiment.drafters[name].link or ""
+    return cell.experiment.links.get(link, NO_LINK).round_trip_ms
 
 
 def _split(sample: Sample, round_trip_ms: float) -> dict[str, float]:
-    """The verifier's phases, the wait divided as 2 ms of drafting are to the round trip."""
+    """The verifier's phases. The wait is divided in the ratio of 2 ms to the round trip."""
     prefix = "step_phase_seconds."
     counters = sample.counters
     phases = {name.removeprefix(prefix): s for name, s in counters.items() if prefix in name}

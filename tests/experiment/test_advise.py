@@ -1,4 +1,4 @@
-"""`outrider advise` answers in words, shows why, and names what is wrong with its input."""
+"""`outrider advise` answers in words, shows the reasons, and names the errors of its input."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from bench.experiment.advice import (
 from bench.experiment.advise import main
 from bench.experiment.arithmetic import PAYS
 from bench.experiment.machine_costs import at_batch, elsewhere, load
-from bench.experiment.situation import Place, Situation, measured_acceptance
+from bench.experiment.situation import Place, Situation
 from bench.simulator import costs
 from tests.experiment.made_up_profile import made_up_profile
 
@@ -32,10 +32,7 @@ CPU = costs.load("epyc-2-cores")
 
 
 def situation(
-    link_ms: float,
-    acceptance: float = 0.8,
-    batch: int = 1,
-    table: costs.Costs = GPU,
+    link_ms: float, acceptance: float = 0.8, batch: int = 1, table: costs.Costs = GPU
 ) -> Situation:
     """A draft model whose round trip is 0.4 ms on the host."""
     near = Place("host", "on other cores", "model", 0.4)
@@ -60,20 +57,19 @@ def test_the_first_line_says_yes_with_both_speeds(gpu: list[BatchAdvice]) -> Non
     speeds = gpu[0].simulated
     here = max(speeds["target"].speed, speeds["host"].speed)
     assert line == (
-        f"Yes: a draft model 2 ms away brings {speeds['far'].speed:.2f} × plain decoding at batch 1 ({here:.2f} × on this host)."
+        f"Yes: a draft model 2 ms away brings {speeds['far'].speed:.2f} × plain decoding at "
+        f"batch 1 ({here:.2f} × on this host)."
     )
     assert speeds["far"].speed > 1.5
 
 
 @pytest.mark.slow
-def test_the_first_line_says_no_half_a_second_away(
-    distant: list[BatchAdvice],
-) -> None:
+def test_the_first_line_says_no_half_a_second_away(distant: list[BatchAdvice]) -> None:
     line = advice_text.answer("ngram", distant)
     assert line.startswith("No: an n-gram drafter 500 ms away brings 1.00 × plain decoding")
 
 
-def test_the_first_line_tells_the_batches_that_pay_from_the_others() -> None:
+def test_the_first_line_names_the_batches_that_pay() -> None:
     found = [_fake(1, 1.1), _fake(8, 1.0)]
     line = advice_text.answer("suffix", found)
     assert line.startswith(
@@ -98,9 +94,7 @@ def test_a_link_of_half_a_second_is_the_limit(distant: list[BatchAdvice]) -> Non
 
 
 @pytest.mark.slow
-def test_drafting_stops_to_pay_beyond_the_break_even_round_trip(
-    gpu: list[BatchAdvice],
-) -> None:
+def test_drafting_stops_to_pay_beyond_the_break_even_round_trip(gpu: list[BatchAdvice]) -> None:
     longest = gpu[0].break_even_round_trip_ms
     assert longest is not None
     assert 2.0 < longest < 500.0
@@ -108,9 +102,7 @@ def test_drafting_stops_to_pay_beyond_the_break_even_round_trip(
 
 
 @pytest.mark.slow
-def test_drafting_pays_from_the_break_even_acceptance_on(
-    gpu: list[BatchAdvice],
-) -> None:
+def test_drafting_pays_from_the_break_even_acceptance_on(gpu: list[BatchAdvice]) -> None:
     lowest = gpu[0].break_even_acceptance
     assert lowest is not None
     assert 0.0 < lowest < 0.8
@@ -140,9 +132,7 @@ def test_the_simulation_is_near_the_arithmetic_or_the_output_says_why(
 
 
 @pytest.mark.slow
-def test_the_simulation_never_beats_the_bound_of_pushed_outcomes(
-    gpu: list[BatchAdvice],
-) -> None:
+def test_the_simulation_never_beats_the_bound_of_pushed_outcomes(gpu: list[BatchAdvice]) -> None:
     for batch in gpu:
         *_, bound = batch.arithmetic["far"].ways
         assert bound.way.startswith("pushed")
@@ -157,9 +147,7 @@ def test_everything_fits_on_one_screen(gpu: list[BatchAdvice]) -> None:
 
 
 @pytest.mark.slow
-def test_the_formulas_are_shown_with_their_values_and_units(
-    gpu: list[BatchAdvice],
-) -> None:
+def test_the_formulas_are_shown_with_their_values_and_units(gpu: list[BatchAdvice]) -> None:
     text = _shown(gpu)
     for part in ("(1 − a^(k+1)) / (1 − a)", "v + d + r", "h = a^(k+1)", "h = 0.85"):
         assert part in text
@@ -190,7 +178,7 @@ def test_a_break_even_beyond_the_limit_is_null_in_json() -> None:
     assert advice_text.finite({"pays": [1.5, math.inf]}) == {"pays": [1.5, None]}
 
 
-def test_the_limit_is_what_would_bring_most_if_it_were_halved() -> None:
+def test_the_limit_is_the_one_whose_halving_brings_most() -> None:
     slow = GPU.drafting["model"].model_copy(update={"token_s": {1: 0.008}})
     asked = situation(0.0, 0.95)
     cases = {
@@ -247,7 +235,7 @@ def test_a_profile_gives_the_costs_of_a_machine_that_serves(tmp_path: Path) -> N
     assert at_batch(load(file, None), "ngram", 1).acceptance is None
 
 
-def test_lookups_guess_what_stands_in_the_text_before() -> None:
+def test_lookups_guess_from_the_text_before() -> None:
     # The text repeats itself behind 5 and 6; nothing is known behind 9, and 4 was never there.
     assert lookups([5, 6, 7, 8, 9], [5, 6, 7, 8, 4]) == ".+++-"
     assert lookups([1], [2, 3]) == ".."
@@ -272,17 +260,6 @@ def test_a_drafter_on_another_host_costs_the_target_no_messages() -> None:
     assert elsewhere(GPU, "model") == "model"
 
 
-def test_acceptance_is_the_share_of_right_guesses(tmp_path: Path) -> None:
-    recording = tmp_path / "recording.jsonl"
-    lines = [
-        {"prompt_tokens": 8, "output_tokens": 6, "guesses": {"model": "++-+++", "ngram": "......"}},
-        {"prompt_tokens": 8, "output_tokens": 4, "guesses": {"model": "+.-+", "ngram": "+..."}},
-    ]
-    recording.write_text("\n".join(map(json.dumps, lines)))
-    assert measured_acceptance(recording, "model") == pytest.approx(0.7)
-    assert measured_acceptance(recording, "ngram") == pytest.approx(0.1)
-
-
 BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
 
 
@@ -291,11 +268,7 @@ BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
     [
         (BASE[2:], "profile: give --profile FILE, or the name of a cost table with --costs"),
         (BASE[:2], "round-trip-ms: must be given"),
-        (BASE[:4], "acceptance: give --acceptance, from 0 to 0.99, or --recording"),
-        (
-            [*BASE, "--recording", "x"],
-            "recording: give either --acceptance or --recording, not both",
-        ),
+        (BASE[:4], "acceptance: give --acceptance, from 0 to 0.99"),
         ([*BASE, "--acceptance", "1.2"], "acceptance: must be less than or equal to 0.99"),
         ([*BASE, "--round-trip-ms", "2000"], "round-trip-ms: must be less than or equal to 1000"),
         ([*BASE, "--batch", "0"], "batch.0: must be greater than or equal to 1"),
@@ -304,7 +277,6 @@ BASE = ["--costs", "assumed-gpu", "--round-trip-ms", "2", "--acceptance", "0.8"]
         ([*BASE, "--profile", "nowhere.json"], "costs: give either --profile or --costs, not both"),
         ([*BASE, "--drafter", "eagle"], "drafter: must be one of model, ngram of the cost table"),
         ([*BASE, "--far-drafter", "eagle"], "far-drafter: must be one of model, ngram"),
-        ([*BASE[:4], "--recording", "nowhere"], "recording: nowhere cannot be read: No such file"),
         ([*BASE, "--speed", "2"], "there is no setting --speed"),
     ],
 )
@@ -334,25 +306,6 @@ def test_a_broken_profile_is_named_with_its_field(
         main(["--profile", str(path), *BASE[2:]])
     assert caught.value.code == 2
     assert message.format(path=path) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt_tokens": 1}', "line 1 of {path}: output_tokens: Field required"),
-        (
-            '{"prompt_tokens": 1, "output_tokens": 1, "guesses": {"near": "+"}}',
-            "line 1 of {path} has guesses of near, not of 'model'",
-        ),
-        ("", "{path} has no tokens"),
-    ],
-)
-def test_a_broken_recording_is_named_with_its_line(line: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "recording.jsonl"
-    path.write_text(line)
-    with pytest.raises(ValueError, match=r"^recording: ") as caught:
-        measured_acceptance(path, "model")
-    assert message.format(path=path) in str(caught.value)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The formulas of speculative decoding agree with hand-computed values, with each other and with the simulator."""
+"""The formulas of speculative decoding agree with values by hand and with the simulator."""
 
 import math
 from dataclasses import replace
@@ -53,8 +53,7 @@ def test_block_efficiency_is_the_sum_of_all_chances(acceptance: float, depth: in
 
 
 @pytest.mark.parametrize(
-    ("way", "speed"),
-    [(arithmetic.synchronous, 1.9), (arithmetic.chain, 2.1), (pushed, 3.2)],
+    ("way", "speed"), [(arithmetic.synchronous, 1.9), (arithmetic.chain, 2.1), (pushed, 3.2)]
 )
 def test_the_example_of_the_design_comes_out(way: arithmetic.Way, speed: float) -> None:
     assert best(way, EXAMPLE, 0.8).speed == pytest.approx(speed, abs=0.05)
@@ -77,7 +76,7 @@ def test_a_chain_saves_the_wait_as_often_as_it_hits() -> None:
     assert found.step_s == pytest.approx(0.125 * 11.0 + 0.875 * 18.5)
 
 
-def test_a_late_draft_is_worth_what_is_left_of_it() -> None:
+def test_a_late_draft_is_worth_its_remaining_tokens() -> None:
     # Three plain steps pass. All three tokens are right in 1 of 8 drafts, and 5 are left of them.
     found = arithmetic.late(Times((1.0,) * 9, 0.0, 0.0, 2.5), 0.5, 8)
     assert found.undrafted_share == pytest.approx(0.75)

@@ -1,4 +1,4 @@
-"""The compose file of an experiment: a service for each process, in the networks of the links that it uses."""
+"""The compose file of an experiment has a service for each process and a network for each link."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import yaml
 
 from bench.experiment.compose_file import FILES_DIRECTORY, Images, Service, Subnets, compose_file
 from bench.experiment.containers import Project
-from bench.experiment.hosts import Launch
-from bench.experiment.places import StackPlaces
-from bench.experiment.remote import Hosts, ReachableHost
+from bench.experiment.hosts import Launch, LocalHost
+from bench.experiment.places import Places
+from bench.experiment.remote import Hosts
 from outrider.errors import OutriderError
 
 VERIFIER = Launch(
@@ -52,8 +52,8 @@ def project(directory: Path) -> Project:
     return Project(directory, ["docker-compose"], httpx.AsyncClient(), Images(), "172.17.0.1")
 
 
-def places(found: Project | None, *, compose: bool) -> StackPlaces:
-    return StackPlaces(Hosts(ReachableHost("127.0.0.1"), {}), found, compose, {})
+def places(found: Project | None, *, compose: bool) -> Places:
+    return Places(Hosts(), found, compose, {})
 
 
 def test_each_process_runs_in_the_image_that_has_it() -> None:
@@ -86,11 +86,8 @@ def test_a_container_can_write_nothing_and_gain_no_rights() -> None:
 
 def test_a_container_has_the_cores_that_the_launch_or_the_drafter_names() -> None:
     written = services(VERIFIER, NGRAM, MODEL)
-    assert [written[name].get("cpuset") for name in ("verifier-1", "near-1", "far-1")] == [
-        "0-1",
-        "1",
-        None,
-    ]
+    found = {name: service.get("cpuset") for name, service in written.items()}
+    assert found == {"verifier-1": "0-1", "near-1": "1", "far-1": None}
 
 
 def test_memory_of_a_numa_node_needs_the_one_capability_for_it() -> None:
@@ -110,7 +107,7 @@ def test_a_process_on_a_gpu_has_that_gpu_and_the_image_for_it() -> None:
 
 
 def test_arguments_reach_the_process_as_they_are() -> None:
-    """Compose would replace what follows a dollar sign by a variable."""
+    """Compose would take the word behind a dollar sign for a variable."""
     assert services(REDIS)["redis"]["entrypoint"] == ["redis-server", "--requirepass", "a$$b"]
 
 
@@ -153,7 +150,7 @@ class Recorded(Project):
 
 
 async def small_stack(directory: Path) -> dict[str, Any]:
-    """The compose file after a verifier with its gateway, a link, and a drafter on each side of it were started."""
+    """The compose file of a verifier, its gateway, a link, and a drafter on each of its sides."""
     found = Recorded(directory, ["docker-compose"], httpx.AsyncClient(), Images(), "172.17.0.1")
     where = places(found, compose=True)
     verifier = where.host("verifier-1", None, False)
@@ -207,7 +204,7 @@ async def test_one_container_beside_processes_is_on_the_network_of_the_machine(
 ) -> None:
     found = Recorded(tmp_path, ["docker-compose"], httpx.AsyncClient(), Images(), "172.17.0.1")
     where = places(found, compose=False)
-    assert isinstance(where.host("verifier-1", None, False), ReachableHost)
+    assert isinstance(where.host("verifier-1", None, False), LocalHost)
     host = where.host("near-1", None, True)
     assert host.address == "127.0.0.1"
     await host.start(NGRAM)

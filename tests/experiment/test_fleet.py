@@ -161,19 +161,16 @@ def test_the_example_is_as_large_as_it_says() -> None:
     assert asked.links.bad_share == 0.01
 
 
+_REGION = "name: a\nregions: {b: {verifiers: 1, peak_sequences: 1}}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("name: a\nregions: {}\n", "regions"),
         ("name: a\nregions: {b: {verifiers: 1, peak_sequences: 1, odd: 2}}\n", "regions.b.odd"),
-        (
-            "name: a\nregions: {b: {verifiers: 1, peak_sequences: 1}}\nalternatives: {c: {drafters.odd: 1}}\n",
-            "alternatives.c.drafters.odd",
-        ),
-        (
-            "name: a\nregions: {b: {verifiers: 1, peak_sequences: 1}}\nalternatives: {c: {drafters.count: -1}}\n",
-            "drafters.count",
-        ),
+        (_REGION + "alternatives: {c: {drafters.odd: 1}}\n", "alternatives.c.drafters.odd"),
+        (_REGION + "alternatives: {c: {drafters.count: -1}}\n", "drafters.count"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_name_of_the_field(

@@ -1,4 +1,4 @@
-"""Tables for hardware that is not here: they load, say that nothing was measured, and can be made again."""
+"""Tables for hardware that is not here load, are marked as not measured, and can be made again."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from bench.simulator.costs import Costs, load
 
 
 @pytest.mark.parametrize("name", hardware.names())
-def test_a_table_that_comes_along_is_what_its_arithmetic_gives(name: str) -> None:
+def test_a_bundled_table_is_equal_to_its_arithmetic(name: str) -> None:
     assert load(name) == hardware.table(name, hardware.TARGET, hardware.DRAFT)
 
 

@@ -73,7 +73,7 @@ async def test_a_program_that_is_not_there_says_so_in_its_last_lines() -> None:
     try:
         handle = await LocalHost().start(Launch("child", "", (), "/nonexistent/program"))
     except FileNotFoundError:
-        return  # where no setpriv stands before it
+        return  # without setpriv the start itself fails
 
     async def has_ended() -> bool:
         return not await handle.alive()

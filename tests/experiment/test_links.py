@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +16,7 @@ from waiting import until
 
 from bench.experiment.hosts import Launch, LocalHost
 from bench.experiment.link_process import LinkControl
+from bench.experiment.links import ShapedLink, _End
 from bench.experiment.spec import Link
 from outrider.launch.stack import free_port
 
@@ -44,7 +47,7 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     except ConnectionError:
-        pass  # a reset, which is what some tests ask for
+        pass  # some tests reset the connection
     writer.close()
 
 
@@ -53,12 +56,8 @@ async def _running() -> AsyncIterator[Rig]:
     server = await asyncio.start_server(_echo, _HOST, 0)
     target = server.sockets[0].getsockname()[1]
     port, control_port = free_port(_HOST), free_port(_HOST)
-    arguments = (
-        "--control",
-        f"{_HOST}:{control_port}",
-        "--forward",
-        f"{_HOST}:{port}={_HOST}:{target}",
-    )
+    forward = f"{_HOST}:{port}={_HOST}:{target}"
+    arguments = ("--control", f"{_HOST}:{control_port}", "--forward", forward)
     handle = await LocalHost().start(Launch("link", "bench.experiment.link_process", arguments))
     control = LinkControl(_HOST, control_port)
 
@@ -91,7 +90,7 @@ async def _round_trips_ms(rig: Rig, count: int) -> list[float]:
     return found
 
 
-async def test_a_round_trip_takes_what_the_link_adds_within_a_millisecond() -> None:
+async def test_a_link_lengthens_round_trips_to_within_a_millisecond() -> None:
     async with _running() as rig:
         bare = median(await _round_trips_ms(rig, 50))
         for added in (1.0, 5.0, 20.0):
@@ -99,9 +98,6 @@ async def test_a_round_trip_takes_what_the_link_adds_within_a_millisecond() -> N
             found = await _round_trips_ms(rig, 20)
             assert added <= min(found)
             assert median(found) < added + bare + 1.0
-        late = await rig.control.lateness()
-        assert 0 <= late.p50_ms <= late.p99_ms
-        assert late.p50_ms < 1.0
 
 
 async def test_bandwidth_is_kept_within_five_percent() -> None:
@@ -112,7 +108,7 @@ async def test_bandwidth_is_kept_within_five_percent() -> None:
         started = time.perf_counter()
         writer.write(b"x" * count)
         await reader.readexactly(count)
-        # Both directions carry it at the same time, the second one behind the first one's first segment.
+        # Both directions carry it at the same time, one segment apart.
         expected = count * 8 / 40e6
         assert expected * 0.99 < time.perf_counter() - started < expected * 1.05
         writer.close()
@@ -186,6 +182,22 @@ async def test_the_end_of_a_stream_comes_through_behind_its_bytes() -> None:
         writer.write_eof()
         assert await reader.read() == b"last words"
         writer.close()
+
+
+async def test_an_end_of_stream_meets_a_connection_that_was_reset() -> None:
+    loop = asyncio.get_running_loop()
+    link = ShapedLink(Link.model_validate({}))
+    with socket.create_server((_HOST, 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    await loop.create_connection(lambda: _End(link, None), sock=accepted)
+    [end] = link._ends
+    # Closing sends RST, which the loop has not seen when the end of stream comes.
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    end._take(b"")
+    await asyncio.sleep(0)
+    assert not link._ends
 
 
 async def test_a_shape_out_of_range_is_refused_by_its_field() -> None:

@@ -1,4 +1,4 @@
-"""What is read out of streamed answers."""
+"""Figures of streamed answers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _git(directory: Path, *words: str) -> None:
     )
 
 
-def test_a_commit_is_told_from_the_same_one_with_changes(tmp_path: Path) -> None:
+def test_a_commit_with_changes_has_another_name(tmp_path: Path) -> None:
     assert machine.commit(tmp_path) == "none"
     _git(tmp_path, "init")
     (tmp_path / "file").write_text("a")
@@ -52,9 +52,7 @@ def test_a_commit_is_told_from_the_same_one_with_changes(tmp_path: Path) -> None
         ({"family": "model", "device": "cuda:77"}, r"drafters\.near\.device"),
     ],
 )
-def test_what_this_machine_lacks_is_refused_by_its_field(
-    drafter: dict[str, object], problem: str
-) -> None:
+def test_missing_hardware_is_refused_by_its_field(drafter: dict[str, object], problem: str) -> None:
     experiment = Experiment.model_validate(
         {"name": "small", "drafters": {"near": drafter}, "use": ["near"]}
     )

@@ -20,7 +20,7 @@ async def _never() -> bool:
     return False
 
 
-async def test_a_process_that_ends_while_others_start_is_an_error_with_its_last_words() -> None:
+async def test_a_process_that_ends_early_is_an_error_with_its_last_lines() -> None:
     processes = Processes()
     await processes.start(LocalHost(), _python("fine", _SLEEP))
     await processes.start(

@@ -1,4 +1,4 @@
-"""A profile's file, and what it rests on: the calibration load's arithmetic and the fit to it."""
+"""A profile's file, the arithmetic of the calibration load, and the fit to it."""
 
 import json
 from pathlib import Path

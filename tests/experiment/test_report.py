@@ -1,4 +1,4 @@
-"""The report of simulated runs: its files, its page, and what its answer says."""
+"""The report of simulated runs: its files, its page and its answer."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ Row = dict[str, str]
 
 
 class Page(HTMLParser):
-    """Collects what a page would load, and the numbers of its tables with where they come from."""
+    """Collects a page's addresses, and the numbers of its tables with their sources."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def answer_of(report: Path) -> str:
 
 
 def stated(rows: list[Row], place: Row) -> Iterator[float]:
-    """What figures.csv has for a number of the page."""
+    """The values in figures.csv for a number of the page."""
     keys = {name: place[f"data-{name}"] for name in ("cell", "source", "way", "verifier")}
     for row in rows:
         if all(row[name] == value for name, value in keys.items()) and row[place["data-figure"]]:
@@ -140,7 +140,7 @@ def test_predicted_figures_are_marked(reports: dict[str, Path]) -> None:
     assert "(predicted)" not in answer_of(reports["placement"])
 
 
-def test_the_plots_follow_what_was_swept(reports: dict[str, Path]) -> None:
+def test_the_plots_follow_the_sweep(reports: dict[str, Path]) -> None:
     pictures = {name: sorted(report.glob("*.png")) for name, report in reports.items()}
     names = {name: [file.stem for file in files] for name, files in pictures.items()}
     assert names == {
@@ -172,7 +172,7 @@ def test_the_answer_of_turns_says_how_much_more_is_accepted(reports: dict[str, P
     assert re.search(r"shared: .*: [23]\.\d\d × as many", said)
 
 
-def test_events_stand_in_lines_of_their_own(reports: dict[str, Path]) -> None:
+def test_each_event_has_its_own_line(reports: dict[str, Path]) -> None:
     figures = {place["data-figure"] for place, _ in page_of(reports["outage"]).numbers}
     assert {"event_1_recovery_s", "event_2_watched_s", "longest_gap_s"} <= figures
     assert "stop of model at 2 s" in page_of(reports["outage"]).words
@@ -207,9 +207,7 @@ def test_validation_agrees_with_the_report(reports: dict[str, Path]) -> None:
 
 
 def test_parquet_is_written_where_pyarrow_is(
-    reports: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    reports: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(reports["pool"].parent), "--out", str(tmp_path)]) == 0
     installed = find_spec("pyarrow") is not None
@@ -217,7 +215,7 @@ def test_parquet_is_written_where_pyarrow_is(
     assert ("pyarrow is not installed" in capsys.readouterr().out) is not installed
 
 
-def test_a_file_stands_for_its_latest_run(tmp_path: Path) -> None:
+def test_a_file_means_its_latest_run(tmp_path: Path) -> None:
     settings = {**simulated_runs.TURNS, "repetitions": 1}
     file, runs = tmp_path / "pool.yaml", tmp_path / "runs"
     file.write_text(yaml.safe_dump(settings))
@@ -240,10 +238,7 @@ def test_a_file_stands_for_its_latest_run(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(
-    about: object,
-    reason: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    about: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if about is not None:
         (tmp_path / "run.json").write_text(json.dumps(about))
@@ -253,7 +248,9 @@ def test_a_folder_that_is_no_run_is_refused(
     assert reason in capsys.readouterr().err
 
 
-def test_a_run_in_progress_says_what_is_missing(reports: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_in_progress_says_how_much_is_missing(
+    reports: dict[str, Path], tmp_path: Path
+) -> None:
     copy = tmp_path / "run"
     shutil.copytree(reports["placement"].parent, copy)
     shutil.rmtree(copy / "cells" / "use=far")

@@ -1,20 +1,21 @@
-"""`outrider experiment run`: from a file to results on disk, with an interruption, on real processes."""
+"""`outrider experiment run` measures on real processes and goes on after an interruption."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import os
+import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from agents import OUTRIDER
 from rich.console import Console
 
-from bench.experiment import machine
+from bench.experiment import machine, run
 from bench.experiment.measuring import _carried
 from bench.experiment.records import DRAFTED, PLAIN, Folder, LinkTraffic, Measurement
 from bench.experiment.run import chosen, main, missing, open_folder
@@ -29,7 +30,7 @@ def _experiment() -> Experiment:
     return load(_SMALL)
 
 
-def test_results_of_another_machine_commit_or_experiment_have_other_folders(tmp_path: Path) -> None:
+def test_each_machine_commit_and_experiment_has_its_own_folder(tmp_path: Path) -> None:
     experiment, here = _experiment(), machine.this_machine()
     folders = {
         Folder.of(tmp_path, experiment, here, "abc").path,
@@ -44,13 +45,31 @@ def test_results_of_another_machine_commit_or_experiment_have_other_folders(tmp_
 def test_a_run_says_that_it_does_not_mix_with_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "small/0123abcd-older-01234567").mkdir(parents=True)
     console = Console(file=io.StringIO(), width=200)
-    folder = open_folder(tmp_path, _experiment(), console)
+    folder = open_folder(tmp_path, _experiment(), console, "outrider experiment run small.yaml")
     assert isinstance(console.file, io.StringIO)
     assert "1 earlier run was of another machine, commit or file" in console.file.getvalue()
     assert folder.about()["experiment"]["name"] == "small"
 
 
-def test_what_is_measured_is_missing_no_more(tmp_path: Path) -> None:
+def test_a_run_records_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def measure_nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(run, "measure", measure_nothing)
+    monkeypatch.setattr(machine, "warnings", list[str])
+    monkeypatch.setattr(run, "summary", lambda *_: [])
+    arguments = ["--file", str(_SMALL), "--out", str(tmp_path), "--leave-out", "*far"]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    [folder] = (tmp_path / "small").iterdir()
+    command = Folder(folder).about()["command"]
+    assert shlex.split(command) == ["outrider", "experiment", "run", *arguments]
+    assert "'*far'" in command
+
+
+def test_saved_measurements_are_not_missing(tmp_path: Path) -> None:
     experiment = _experiment()
     folder = Folder(tmp_path)
     cells = experiment.cells()
@@ -60,13 +79,13 @@ def test_what_is_measured_is_missing_no_more(tmp_path: Path) -> None:
     assert len(before) == 2 * 2 * 2
 
 
-def test_cells_are_left_out_by_patterns_and_a_pattern_without_a_cell_is_refused() -> None:
+def test_patterns_leave_cells_out_and_must_match_one() -> None:
     assert [cell.key for cell in chosen(_experiment(), ["*far"])] == ["use=near"]
     with pytest.raises(OutriderError, match=r"leave-out.*use=near.*'\*moon'"):
         chosen(_experiment(), ["*moon"])
 
 
-def test_a_link_carried_what_its_counters_grew_by() -> None:
+def test_traffic_is_the_growth_of_a_links_counters() -> None:
     before, after = LinkTraffic(10, 20, 1, 0), LinkTraffic(15, 40, 1, 2)
     assert _carried({"wire": before}, {"wire": after}) == {"wire": LinkTraffic(5, 20, 0, 2)}
 
@@ -85,16 +104,7 @@ def test_a_wrong_file_ends_with_status_2(
 
 
 def _start(out: Path) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "outrider.launch.cli",
-        "experiment",
-        "run",
-        str(_SMALL),
-        "--out",
-        str(out),
-    ]
+    command = [*OUTRIDER, "experiment", "run", str(_SMALL), "--out", str(out)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -109,9 +119,7 @@ def _saved(out: Path) -> dict[Path, int]:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_stopped_and_every_way_writes_the_same_texts(
-    tmp_path: Path,
-) -> None:
+def test_an_interrupted_run_goes_on_and_all_texts_are_equal(tmp_path: Path) -> None:
     first = _start(tmp_path)
     deadline = time.monotonic() + 240
     while len(_saved(tmp_path)) < 3 and first.poll() is None:

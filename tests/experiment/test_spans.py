@@ -36,7 +36,7 @@ async def _received(*spans: Span) -> dict[str, float]:
     return await receiver.split()
 
 
-async def test_a_wait_is_computing_while_a_drafter_of_the_step_computes_and_else_network() -> None:
+async def test_a_wait_is_computing_while_a_drafter_computes_else_network() -> None:
     split = await _received(
         _span("verify", b"a", 10.0, 10.4, wait=1.0, forward=0.3, accept=0.1),
         _span("propose", b"a", 9.5, 9.9),

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.experiment.hosts import LocalPlaces
+from bench.experiment.places import Places
+from bench.experiment.remote import Hosts
 from bench.experiment.schedule import groups, ways_of
 from bench.experiment.spec import Experiment, load
 from bench.experiment.stack import check
 from outrider.errors import OutriderError
 
 FILES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
-# A fleet has a schema of its own.
+# The file of a fleet has another schema.
 READY = [path for path in FILES if path.stem != "fleet"]
 
 
@@ -31,14 +32,8 @@ def _written(directory: Path, data: dict[str, Any]) -> Path:
 
 
 def test_there_are_experiments_to_check() -> None:
-    assert {path.stem for path in READY} >= {
-        "small",
-        "round-trip",
-        "placement",
-        "pool",
-        "drafter-pool",
-        "outage",
-    }
+    names = {"small", "round-trip", "placement", "pool", "drafter-pool", "outage"}
+    assert {path.stem for path in READY} >= names
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
@@ -58,7 +53,7 @@ def test_every_ready_experiment_loads_and_is_named_after_its_file(path: Path) ->
         ({"use": ["middle"]}, "use: must be one of near, far, not 'middle'"),
         (
             {"drafters": {"redis": {}}, "use": ["redis"]},
-            "drafters.redis: the name is that of another process",
+            "drafters.redis: another process has this name",
         ),
         (
             {"drafters": {"near": {"transport": "unix", "link": "wire"}}, "use": ["near"]},
@@ -118,12 +113,12 @@ def test_a_wrong_file_is_refused_with_its_field(
         ({"drafters": {"far": {"host": "elsewhere"}}}, "host.*elsewhere of far-1 needs --hosts"),
     ],
 )
-def test_what_no_process_would_take_is_refused_before_any_starts(
+def test_wrong_settings_are_refused_before_any_process_starts(
     more: dict[str, Any], problem: str
 ) -> None:
     experiment = Experiment.model_validate(_experiment(**more))
     with pytest.raises(OutriderError, match=problem):
-        check(experiment, LocalPlaces())
+        check(experiment, Places(Hosts(), None, False, {}))
 
 
 def test_cells_that_differ_in_links_and_load_share_one_stack() -> None:

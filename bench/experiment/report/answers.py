@@ -41,7 +41,7 @@ class Rated:
 
 
 def marked(source: Source) -> str:
-    """What follows a predicted figure in running text."""
+    """The words that follow a predicted figure; none follow a measured one."""
     return " (predicted)" if source == "predicted" else ""
 
 
@@ -128,9 +128,10 @@ def _floor(rated: list[Rated]) -> Iterator[str]:
     below = [one for one in rated if one.times_plain.median < FLOOR]
     if below:
         named = "; ".join(f"{one.label} ({one.times_plain.median:.2f})" for one in below[:5])
-        more = f" and {len(below) - 5} more" if len(below) > 5 else ""
+        if len(below) > 5:
+            named += f" and {len(below) - 5} more"
         count = f"{len(below)} of {len(rated)} cells are"
-        yield f"{count} slower than {FLOOR} of plain decoding: {named}{more}."
+        yield f"{count} slower than {FLOOR} of plain decoding: {named}."
     elif rated:
         yield f"No cell of {len(rated)} is slower than {FLOOR} of plain decoding."
 
@@ -192,13 +193,15 @@ def _recoveries(results: Results) -> Iterator[str]:
 def _back(times: list[float], watched: list[float]) -> str:
     """`times` are of the repetitions in which the speed came back, `watched` are of all."""
     if not times and max(watched) < 1.0:
-        return "the requests ended too soon after it to tell what it cost"
+        return "the requests ended too soon after it to see its cost"
     if not times:
         within = f"within the {min(watched):.1f} s of traffic that followed"
         return f"90 % of the speed before it did not come back {within}"
-    count = len(watched) - len(times)
     back = f"90 % of the speed before it is back after {median(times):.1f} s"
-    return f"{back}, in {count} of {len(watched)} repetitions not at all" if count else back
+    if len(times) == len(watched):
+        return back
+    count = len(watched) - len(times)
+    return f"{back}, in {count} of {len(watched)} repetitions not at all"
 
 
 def _gaps(results: Results) -> Iterator[str]:
@@ -232,7 +235,8 @@ def equal_texts(results: Results) -> tuple[int, list[str]]:
         digests = [found.texts_sha256 for _, found in measured if found.texts_sha256]
         if cell.experiment.workload.temperature == 0 and len(digests) > 1:
             checked += 1
-            differing += [point_words(cell.point)] if len(set(digests)) > 1 else []
+            if len(set(digests)) > 1:
+                differing.append(point_words(cell.point))
     return checked, differing
 
 

@@ -34,7 +34,7 @@ Split = list[tuple[str, float]]
 
 
 def speed_bars(results: Results) -> Iterator[Picture]:
-    """× plain by cell with the range, for cells that lie on no numeric axis."""
+    """× plain by cell with its range, for sweeps without a numeric axis."""
     rated = rated_cells(results)[:_MOST_BARS]
     if len(rated) > 1:
         caption = (
@@ -58,10 +58,7 @@ def heat_maps(results: Results) -> Iterator[Picture]:
             "faster than plain decoding, red is slower."
         )
         yield picture(
-            "heat-map",
-            "Drafter × placement",
-            caption,
-            lambda: _heat_map(rows, columns, values),
+            "heat-map", "Drafter × placement", caption, lambda: _heat_map(rows, columns, values)
         )
 
 
@@ -71,8 +68,8 @@ def split_pictures(results: Results) -> Iterator[Picture]:
     shown = bars[:_MOST_BARS]
     if shown:
         caption = (
-            "Mean time of an engine step by phase: how much of it the target computed, how much it "
-            "waited for a draft, and what the host took."
+            "Mean time of an engine step by phase: the target's forward, the wait for a draft, and "
+            "the host's work."
         )
         if len(bars) > len(shown):
             caption += f" The first {len(shown)} of {len(bars)} bars; the table has all."
@@ -99,7 +96,7 @@ def _bars(rated: list[Rated]) -> Figure:
 
 
 def _heat_place(results: Results, cell: Cell) -> tuple[str, str]:
-    """Row and column of a cell: its drafter, and where that runs or all else that was swept."""
+    """Row and column of a cell: its drafter, and the drafter's place or the rest of the sweep."""
     experiment = results.experiment
     if list(experiment.sweep) == ["use"]:
         families = [cell.experiment.drafters[name].family for name in cell.experiment.use]
@@ -145,19 +142,20 @@ def _write_values(
             continue
         speed = one.times_plain.median
         colour = "white" if abs(speed - 1.0) > 0.6 * reach else "black"
-        text = f"{speed:.2f}" + ("\npredicted" if one.source == "predicted" else "")
+        text = f"{speed:.2f}"
+        if one.source == "predicted":
+            text += "\npredicted"
         axes.text(*place, text, ha="center", va="center", color=colour)
 
 
 def _splits(results: Results) -> Iterator[tuple[str, Source, Split]]:
-    """Bars with their labels; plain decoding first, once, since cells do not change it."""
-    for way in (PLAIN, DRAFTED):
-        for cell, source in results.found():
-            split = _phases(results, cell, source, way)
-            if split:
-                yield ("plain decoding" if way == PLAIN else point_words(cell.point)), source, split
-                if way == PLAIN:
-                    break
+    """Bars with their labels; plain decoding is the first one, once, since all cells share it."""
+    plain = [(source, _phases(results, cell, source, PLAIN)) for cell, source in results.found()]
+    yield from [("plain decoding", source, split) for source, split in plain if split][:1]
+    for cell, source in results.found():
+        split = _phases(results, cell, source, DRAFTED)
+        if split:
+            yield point_words(cell.point), source, split
 
 
 def _phases(results: Results, cell: Cell, source: Source, way: str) -> Split:

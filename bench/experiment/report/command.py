@@ -61,7 +61,7 @@ def validation_table(compared: Validation) -> RichTable:
 
 
 def write(results: Results, out: Path, console: Console) -> list[Path]:
-    """Write all files of a report, and print its answer and tables; returns what was written."""
+    """Write all files of a report, print its answer and tables, and return the files."""
     # matplotlib takes a second to load, and `validation` does not need it.
     from bench.experiment.report.plots import pictures
 
@@ -107,7 +107,7 @@ def write(results: Results, out: Path, console: Console) -> list[Path]:
     help="Directory that the report is written to; `report` in the run's folder unless given.",
 )
 def _command(source: Path, runs: Path, out: Path | None) -> int:
-    """Make tables, plots and a page of what was measured and predicted.
+    """Make tables, plots and a page of a run's measurements and predictions.
 
     Takes a run's folder, or an experiment's file, whose latest run it reports.
     """

@@ -21,7 +21,7 @@ class ValidationRow:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of the measurement; positive where it is too fast."""
+        """The prediction's error as a share of the measurement; positive if it is too fast."""
         return self.predicted / self.measured - 1.0
 
 
@@ -45,5 +45,7 @@ def compare(results: Results) -> Validation | None:
             if measured and predicted:
                 label = point_words(cell.point)
                 rows.append(ValidationRow(cell.key, label, way, measured.median, predicted.median))
+    if not rows:
+        return None
     errors = [abs(row.error) for row in rows]
-    return Validation(rows, median(errors), max(errors)) if rows else None
+    return Validation(rows, median(errors), max(errors))

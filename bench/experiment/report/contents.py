@@ -1,4 +1,4 @@
-"""Which tables a report has: their columns, their lines and how to read them."""
+"""The tables of a report: their columns, their lines and notes on how to read them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PHASE_TITLES = {
     "commit": "commit",
     "send": "sending",
 }
-"""Words for the phases of a step, in the order in which plots and tables have them."""
+"""Words for the phases of a step, in the order of plots and tables."""
 
-_PLAIN_ONCE = "Plain decoding stands there once for each target and workload."
+_PLAIN_ONCE = "Plain decoding has one line for each target and workload."
 _SPEED_NOTE = "Median of the repetitions (range). Ratios are taken within each repetition."
-_BASELINE_NOTE = " The baseline is the cell that stands for colocated drafting."
+_BASELINE_NOTE = " The baseline is the cell of colocated drafting."
 _LATENCY_NOTE = (
     "TPOT is the time per output token of a request, TTFT its time to the first token. "
     "Percentiles are over the requests of a repetition; the median repetition is shown."
 )
 _DRAFTS_NOTE = (
     "Acceptance rate: accepted of verified draft tokens. Acceptance length: 1 + accepted tokens "
-    "per draft. Tokens per forward: what a sequence commits in one forward of the target. Then "
-    "shares of commits by what they found of the next draft: it lay on the chain, in a side "
-    "branch, was late, or was a miss. Wasted: draft tokens dropped for each output token."
+    "per draft. Tokens per forward: tokens that a sequence commits in one forward of the target. "
+    "Then shares of commits by the next draft's state: on the chain, in a side branch, late, or a "
+    "miss. Wasted: draft tokens dropped for each output token."
 )
 _STEP_NOTE = (
     "Mean milliseconds of an engine step by phase, from the verifier's counters. Where spans were "
@@ -109,8 +109,11 @@ def tables(results: Results) -> Iterator[Table]:
     by_event = [*heads, "event"]
     step_title = "Where the time of a step went, ms"
     spans_title = "Where the time of a step went, by spans"
-    speed_note = _SPEED_NOTE + (_BASELINE_NOTE if results.experiment.baseline else "")
+    speed_note = _SPEED_NOTE
+    if results.experiment.baseline:
+        speed_note += _BASELINE_NOTE
     cells, ways = _by_cell(results), _by_way(results)
+    verifiers = Table("verifiers", "Verifiers", _VERIFIERS_NOTE, by_verifier)
     for table, columns, subjects in (
         (Table("speed", "Speed", speed_note, heads), _SPEED, cells),
         (Table("latency", "Latency", _LATENCY_NOTE, heads), _LATENCY, cells),
@@ -119,11 +122,7 @@ def tables(results: Results) -> Iterator[Table]:
         (Table("spans", spans_title, _SPANS_NOTE, by_way), _SPANS, ways),
         (Table("costs", "What a token costs", _COSTS_NOTE, by_way), _costs(results), ways),
         (Table("events", "Events", _EVENTS_NOTE, by_event), _EVENTS, _by_event(results)),
-        (
-            Table("verifiers", "Verifiers", _VERIFIERS_NOTE, by_verifier),
-            _VERIFIERS,
-            _by_verifier(results),
-        ),
+        (verifiers, _VERIFIERS, _by_verifier(results)),
     ):
         yield from make(results, table, columns, subjects)
 
@@ -153,7 +152,7 @@ def _by_cell(results: Results) -> list[Subject]:
 
 
 def _by_way(results: Results) -> list[Subject]:
-    """A line for each way of each cell, but plain decoding once for each load."""
+    """A line for each way of each cell, but one line of plain decoding for each load."""
     found, seen = [], set()
     for cell, source in results.found():
         for way in (PLAIN, DRAFTED):

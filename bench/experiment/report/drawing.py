@@ -1,4 +1,4 @@
-"""How the report's pictures look: colours, sizes, light and dark. Knows no experiment."""
+"""The look of the report's pictures: colours, sizes, light and dark. Knows no experiment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito, Color Universal Design (2008), without black and yellow, which one of the two
-# backgrounds would swallow.
+# Okabe and Ito, Color Universal Design (2008), without black and yellow, which cannot be seen on
+# one of the two backgrounds.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", ":", "-.")
-# One colour a phase of a step; paler ones for what is small.
+# The colours of the phases of a step, paler ones for small phases.
 PHASE_COLOURS = {
     "forward": "#0072B2",
     "wait": "#D55E00",
@@ -56,7 +56,7 @@ def picture(name: str, title: str, caption: str, draw: Callable[[], Figure]) -> 
 
 
 def ink() -> Any:
-    """The colour of text, for lines that should look like it."""
+    """The colour of text, for lines of the same colour."""
     return mpl.rcParams["text.color"]
 
 
@@ -67,12 +67,12 @@ def grid(axes: Axes, axis: Any = "y") -> None:
 
 
 def beside_bar(axes: Axes, text: str, right: float, place: float) -> None:
-    """Write a bar's number behind its right end."""
+    """Write a number to the right of a bar."""
     axes.annotate(text, (right, place), (6, 0), textcoords="offset points", va="center")
 
 
 def with_source(label: str, source: str) -> str:
-    """A label that says where its figure comes from, if it was not measured."""
+    """A label with the source of its figure, unless that is measurement."""
     return f"{label}, {source}" if source != "measured" else label
 
 
@@ -92,7 +92,7 @@ def distance_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Panels of so many inches, two a row, whose y axes agree."""
+    """Panels of a size in inches, two a row, with a shared y axis."""
     columns = min(count, 2)
     rows = -(-count // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")

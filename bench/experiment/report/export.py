@@ -22,7 +22,7 @@ _KEYS = ("cell", "source", "way", "repetition", "verifier")
 def figure_rows(results: Results) -> list[dict[str, Any]]:
     """One dictionary a cell, source, way, repetition and verifier, all with the same keys.
 
-    Values of the sweep stand under `sweep.<path>`. A figure that a row does not have is None.
+    Values of the sweep have the keys `sweep.<path>`. A missing figure is None.
     """
     cells = {cell.key: cell for cell in results.cells}
     names = sorted({name for row in results.rows for name in row.figures})
@@ -58,11 +58,7 @@ def write_parquet(rows: list[dict[str, Any]], path: Path) -> bool:
     return True
 
 
-def as_json(
-    results: Results,
-    answer: list[str],
-    validation: Validation | None,
-) -> dict[str, Any]:
+def as_json(results: Results, answer: list[str], validation: Validation | None) -> dict[str, Any]:
     """The report for programs: the answer, and each cell's figures over the repetitions."""
     checked, differing = equal_texts(results)
     return {
@@ -98,15 +94,13 @@ def _validation_json(validation: Validation | None) -> dict[str, Any] | None:
 
 
 def _plain(path: str, value: Any) -> Any:
-    """Numbers and words as they are; lists as words."""
+    """A value of a sweep, with lists as words."""
     return value if isinstance(value, str | int | float | bool) else words(path, value)
 
 
 def _of_one_kind(values: list[Any]) -> list[Any]:
-    numeric = all(value is None or isinstance(value, int | float) for value in values)
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) < 2:
         return values
-    if numeric:
-        return [None if value is None else float(value) for value in values]
-    return [None if value is None else str(value) for value in values]
+    convert = float if kinds <= {int, float, bool} else str
+    return [None if value is None else convert(value) for value in values]

@@ -25,17 +25,20 @@ Figures = dict[str, float]
 def measurement_figures(measurement: Measurement, *, in_turn: bool) -> Figures:
     """The figures of all verifiers of one repetition together.
 
-    Rates of verifiers that serve at the same time add up. With `in_turn`, the rate is that of all
-    tokens over all time.
+    Rates of verifiers that serve at the same time are added up. With `in_turn`, the rate is that of
+    all tokens in the sum of all times.
     """
     samples = measurement.samples
     tokens = sum(sample.tokens for sample in samples)
-    seconds = sum(sample.seconds for sample in samples)
-    rate = tokens / seconds if in_turn else measurement.tokens_per_s
     counters = _total(sample.counters for sample in samples)
+    if in_turn:
+        rate = tokens / sum(sample.seconds for sample in samples)
+        rates = {"tokens_per_s": rate}
+    else:
+        rate = measurement.tokens_per_s
+        rates = {"tokens_per_s": rate, **_full_rate(samples)}
     return {
-        "tokens_per_s": rate,
-        **({} if in_turn else _full_rate(samples)),
+        **rates,
         **_latencies(samples),
         **_drafts(counters),
         **_step(counters, measurement.step_split_s),
@@ -58,7 +61,7 @@ def sample_figures(sample: Sample) -> Figures:
 
 
 def _full(measurement: Measurement) -> list[int]:
-    """The timeline until a verifier has fewer requests than its batch, where it is known."""
+    """The timeline until a verifier has fewer requests than its batch, if that is known."""
     ends_s = [sample.full_s for sample in measurement.samples if sample.full_s > 0.0]
     ends = [int(TENTHS_PER_S * end_s) for end_s in ends_s]
     return measurement.timeline[: min(ends, default=None)]
@@ -73,15 +76,17 @@ def _total(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
-    """Numerator over denominator by name, without those whose denominator is 0."""
+    """Numerator over denominator by name; pairs with a denominator of 0 are left out."""
     return {name: over / under for name, (over, under) in parts.items() if under}
 
 
 def _full_rate(samples: Sequence[Sample]) -> Figures:
-    """tokens/s while as many requests were under way as the batch is large."""
+    """tokens/s while a full batch of requests was under way."""
     rates = [sample.full_tokens_per_s for sample in samples]
     known = [rate for rate in rates if rate is not None]
-    return {"full_tokens_per_s": sum(known)} if rates and len(known) == len(rates) else {}
+    if not known or len(known) < len(rates):
+        return {}
+    return {"full_tokens_per_s": sum(known)}
 
 
 def _latencies(samples: Sequence[Sample]) -> Figures:
@@ -96,7 +101,7 @@ def _latencies(samples: Sequence[Sample]) -> Figures:
 
 
 def _drafts(counters: Mapping[str, float]) -> Figures:
-    """Acceptance by vLLM's definitions, and what commits found of the next draft."""
+    """Acceptance by vLLM's definitions, and commits by the state of the next draft."""
     tokens = counters.get("generation_tokens", 0.0)
     drafts = counters.get("spec_decode_num_drafts", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)
@@ -104,6 +109,7 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
     lookups = {result: counters.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS}
     looked_up = sum(lookups.values())
     forwards = counters.get("step_sequences_sum", 0.0)
+    drafted_tokens = tokens if drafted else 0.0
     return _quotients(
         {
             "acceptance": (accepted, drafted),
@@ -111,8 +117,8 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
             "tokens_per_forward": (tokens, forwards),
             "accepted_per_forward": (accepted, forwards if drafted else 0.0),
             **{f"lookup_{result}": (count, looked_up) for result, count in lookups.items()},
-            "wasted_per_token": (counters.get("wasted_tokens", 0.0), tokens if drafted else 0.0),
-            "draft_bytes_per_token": (counters.get("draft_bytes", 0.0), tokens if drafted else 0.0),
+            "wasted_per_token": (counters.get("wasted_tokens", 0.0), drafted_tokens),
+            "draft_bytes_per_token": (counters.get("draft_bytes", 0.0), drafted_tokens),
         }
     )
 
@@ -120,8 +126,8 @@ def _drafts(counters: Mapping[str, float]) -> Figures:
 def _step(counters: Mapping[str, float], split_s: Mapping[str, float]) -> Figures:
     """Mean milliseconds of a step by phase, from the verifier's counters.
 
-    Counters know the wait for drafts only as a whole. Where spans were recorded, their proportion
-    of computing to network divides it.
+    Counters have the wait for drafts only as a whole. Recorded spans divide it into computing and
+    network, in proportion to their times.
     """
     steps = counters.get("step_seconds_count", 0.0)
     phases_s = {phase: counters.get(f"step_phase_seconds.{phase}", 0.0) for phase in PHASES}

@@ -1,4 +1,4 @@
-"""Words for what an experiment varies: titles of its paths, and their values with units."""
+"""Words for a sweep: titles of its paths, and values with units."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ _TITLES = {
     "output_tokens": "output tokens",
 }
 _PATH_TITLES = {"target.count": "verifiers", "target.cores": "target's cores"}
-# Their numbers need no name beside them.
+# Numbers of these paths need no name beside them.
 _PLAIN_UNITS = ("round_trip_ms", "mbit_s")
 _UNITS = {"round_trip_ms": "ms", "jitter_ms": "ms", "mbit_s": "Mbit/s", "rate": "requests/s"}
 
 
 def titles(paths: Sequence[str]) -> dict[str, str]:
-    """A short title for each path of a sweep; equal ones name what they belong to."""
+    """A short title for each path of a sweep; equal titles name their parent as well."""
     short = {path: _PATH_TITLES.get(path) or _title(path) for path in paths}
     found = {}
     for path, title in short.items():
         parent = path.split(".")[-2] if "." in path else path
-        alone = list(short.values()).count(title) == 1
-        found[path] = title if alone else f"{title} of {parent}"
+        found[path] = title
+        if list(short.values()).count(title) > 1:
+            found[path] += f" of {parent}"
     return found
 
 
 def unit(path: str) -> str:
-    """The unit of a path's numbers; empty where they are counts or shares."""
+    """The unit of a path's numbers; empty for counts and shares."""
     return _UNITS.get(_last(path), "")
 
 
 def words(path: str, value: Any) -> str:
-    """A value of a sweep as it stands in tables."""
+    """A value of a sweep, as tables have it."""
     if isinstance(value, list):
         return " + ".join(map(str, value)) or "none"
     if _last(path) == "mbit_s" and not value:
         return "no limit"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if isinstance(value, bool | None):
+        return {True: "yes", False: "no", None: "unset"}[value]
     if isinstance(value, int | float):
         return f"{value:g} {unit(path)}".strip()
-    return "unset" if value is None else str(value)
+    return str(value)
 
 
 def point_words(point: Mapping[str, Any], without: Sequence[str] = ()) -> str:
@@ -61,15 +62,16 @@ def point_words(point: Mapping[str, Any], without: Sequence[str] = ()) -> str:
 
 
 def _named(name: str, path: str, value: Any) -> str:
-    """A value with its name, unless it says by itself what it is."""
+    """A value with its name, unless its unit or word is enough."""
     if _last(path) == "mbit_s" and not value:
         return "no bandwidth limit"
-    alone = _last(path) in _PLAIN_UNITS or not isinstance(value, bool | int | float)
-    return words(path, value) if alone else f"{name} {words(path, value)}"
+    if _last(path) in _PLAIN_UNITS or not isinstance(value, bool | int | float):
+        return words(path, value)
+    return f"{name} {words(path, value)}"
 
 
 def placement(experiment: Experiment) -> str:
-    """Where the drafters of a cell run, such as `Unix socket, cores 1`."""
+    """The places of a cell's drafters, such as `Unix socket, cores 1`."""
     places = [_place(experiment, experiment.drafters[name]) for name in experiment.use]
     return " + ".join(dict.fromkeys(places)) or "no drafter"
 

@@ -1,4 +1,4 @@
-"""Plots over what is swept in numbers: speed by round trip, and break-even round trips."""
+"""Plots over a numeric axis of the sweep: speed by round trip, and break-even round trips."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ def speed_pictures(results: Results) -> Iterator[Picture]:
     if any(row.source == "predicted" for row in results.rows):
         caption += " Hollow marks on thin lines are predicted."
     yield picture(
-        "speed",
-        f"Speed by {titles([path])[path]}",
-        caption,
-        lambda: _speed(results, path, lines),
+        "speed", f"Speed by {titles([path])[path]}", caption, lambda: _speed(results, path, lines)
     )
 
 
@@ -73,20 +70,23 @@ class _Style:
         values = {path: [words(path, line.point[path]) for line in lines] for path in paths}
         self._values = {path: list(dict.fromkeys(own)) for path, own in values.items()}
         varied = [path for path in paths if len(self._values[path]) > 1]
-        # The drafter is what readers look for first.
+        # Readers look for the drafter first.
         varied.sort(key=lambda path: path != "use")
         self._colour_path, self._dash_path = [*varied[:2], None, None][:2]
         self._panel_paths = varied[2:]
 
     def panel(self, line: Line) -> str:
-        shown = {path: line.point[path] for path in self._panel_paths}
-        return point_words(shown) if shown else ""
+        """The title of the line's panel."""
+        if not self._panel_paths:
+            return ""
+        return point_words({path: line.point[path] for path in self._panel_paths})
 
     def label(self, line: Line) -> str:
-        """The line within its panel."""
+        """The line's label within its panel."""
         return point_words(line.point, without=self._panel_paths) if line.point else line.label
 
     def of(self, line: Line) -> dict[str, Any]:
+        """matplotlib's settings for the line."""
         first = self._place(self._colour_path, line)
         second = self._place(self._dash_path, line)
         return {
@@ -96,7 +96,9 @@ class _Style:
         }
 
     def _place(self, path: str | None, line: Line) -> int:
-        return self._values[path].index(words(path, line.point[path])) if path is not None else 0
+        if path is None:
+            return 0
+        return self._values[path].index(words(path, line.point[path]))
 
 
 def _speed(results: Results, path: str, lines: list[Line]) -> Figure:
@@ -121,7 +123,7 @@ def _speed(results: Results, path: str, lines: list[Line]) -> Figure:
 
 
 def _legend(figure: Figure, all_axes: list[Axes]) -> None:
-    """One legend for all panels; a predicted line stands in it only if it was not measured."""
+    """One legend for all panels. It has a predicted line only if that was not measured."""
     handles: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -140,11 +142,7 @@ def _zoom(axes: Axes) -> None:
 
 
 def _draw_line(
-    axes: Axes,
-    points: list[tuple[float, Spread]],
-    source: Source,
-    style: _Style,
-    line: Line,
+    axes: Axes, points: list[tuple[float, Spread]], source: Source, style: _Style, line: Line
 ) -> None:
     if not points:
         return
@@ -177,7 +175,8 @@ def _break_evens(evens: list[BreakEven]) -> Figure:
     most = max(even.most_ms for even in evens)
     for place, even in enumerate(evens):
         predicted = even.source == "predicted"
-        at = even.at_ms if even.at_ms is not None else (even.most_ms if even.faster else 0.0)
+        end = even.most_ms if even.faster else 0.0
+        at = even.at_ms if even.at_ms is not None else end
         colour = COLOURS[0]
         alpha = 0.4 if predicted else 0.8
         axes.plot([0, at], [place, place], color=colour, linewidth=5, alpha=alpha)
@@ -186,7 +185,7 @@ def _break_evens(evens: list[BreakEven]) -> Figure:
             axes.plot(at, place, "o", color=colour, markerfacecolor=face, markersize=8)
         elif even.faster:
             axes.plot(at, place, ">", color=colour, markersize=9)
-        beside_bar(axes, f" {_break_even_words(even)}", at, place)
+        beside_bar(axes, f" {even.short_words()}", at, place)
     labels = [with_source(even.label, even.source) for even in evens]
     axes.set_yticks(range(len(evens)), labels)
     axes.invert_yaxis()
@@ -194,14 +193,6 @@ def _break_evens(evens: list[BreakEven]) -> Figure:
     axes.set_xlabel("break-even round trip, ms")
     grid(axes, "x")
     return figure
-
-
-def _break_even_words(even: BreakEven) -> str:
-    if even.at_ms is not None:
-        return f"{even.at_ms:.3g} ms" + ("" if even.clear else " (within spread)")
-    if even.faster:
-        return f"none up to {even.most_ms:g} ms"
-    return f"slower already at {even.least_ms:g} ms"
 
 
 def _drawn(results: Results, line: Line) -> bool:

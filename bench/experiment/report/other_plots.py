@@ -65,10 +65,7 @@ def validation_pictures(validation: Validation | None) -> Iterator[Picture]:
             "above 0 the prediction is too fast; the bands are errors of up to 5 and 12 %."
         )
         yield picture(
-            "validation",
-            "Predicted and measured",
-            caption,
-            lambda: _validation(validation),
+            "validation", "Predicted and measured", caption, lambda: _validation(validation)
         )
 
 
@@ -105,7 +102,7 @@ def _draw_way(axes: Axes, way: str, repetitions: list[list[int]]) -> None:
     for timeline in repetitions:
         rates = smoothed(timeline)
         axes.plot(_seconds(rates), rates, color=colour, linewidth=0.7, alpha=0.4)
-    # The mean ends with the shortest repetition: behind it, it would be of fewer.
+    # The mean ends with the shortest repetition. Later ones would be means of fewer repetitions.
     columns = zip(*repetitions, strict=False)
     means = smoothed([sum(column) / len(column) for column in columns])
     axes.plot(_seconds(means), means, color=colour, linewidth=2.0, label=way)
@@ -117,14 +114,15 @@ def _seconds(rates: Sequence[float]) -> list[float]:
 
 def _mark_events(axes: Axes, events: Sequence[Mapping[str, Any]], highest: float) -> None:
     for number, event in enumerate(events):
-        at, end = float(event["at"]), float(event["at"]) + float(event.get("seconds", 0.0))
+        at = float(event["at"])
+        end = at + float(event.get("seconds", 0.0))
         if end > at:
             axes.axvspan(at, end, color=COLOURS[1], alpha=0.18, linewidth=0)
         axes.axvline(at, color=COLOURS[1], linewidth=1.2)
-        # Neighbours take turns in height, so that their words do not overlap.
+        # The heights alternate, so that the words of neighbours do not overlap.
         height = highest * (1.13 if number % 2 else 1.02)
         text = f"{event['what']} of {event['who']}"
-        # The grid should not run through the words.
+        # The box keeps the grid out of the words.
         box = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1.0}
         axes.annotate(text, (at, height), (5, 0), textcoords="offset points", bbox=box)
 
@@ -164,9 +162,10 @@ def _validation(validation: Validation) -> Figure:
     axes.axhline(0.0, color=ink(), linewidth=1.0)
     for number, way in enumerate(dict.fromkeys(row.way for row in validation.rows)):
         own = [row for row in validation.rows if row.way == way]
-        rates, errors = [row.measured for row in own], [100 * row.error for row in own]
-        colour, marker = COLOURS[number], MARKERS[number]
-        axes.scatter(rates, errors, color=colour, marker=marker, label=way, zorder=3)
+        rates = [row.measured for row in own]
+        errors = [100 * row.error for row in own]
+        colour = COLOURS[number]
+        axes.scatter(rates, errors, color=colour, marker=MARKERS[number], label=way, zorder=3)
     reach = max(15.0, 115 * validation.worst_error)
     axes.set_ylim(-reach, reach)
     axes.set_xlim(left=0)

@@ -1,4 +1,4 @@
-"""The report as one HTML page that loads nothing: pictures and CSV are inlined."""
+"""The report as one HTML page that loads no other file: pictures and CSV are inlined."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def render(
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
-    """Where, when and how the run was made, by name."""
+    """The run's machine, commit, date, command and size, by name."""
     about = results.about
     sources = dict.fromkeys(source for _, source in results.measurements)
     repetitions = [len({repetition for repetition, _ in m}) for m in results.measurements.values()]
@@ -57,14 +57,14 @@ def facts(results: Results) -> list[tuple[str, str]]:
         ("machine", _machine(about.get("machine") or {})),
         ("commit", str(about.get("commit") or _UNKNOWN)),
         ("date", str(about.get("began") or _UNKNOWN)),
-        ("command", _command(about.get("command"))),
+        ("command", str(about.get("command") or _UNKNOWN)),
         ("cells", f"{len(results.found())} of {len(results.cells)}"),
         ("repetitions", str(most) if least == most else f"{least}–{most}"),
     ]
 
 
 def _bound(text: str) -> str:
-    """Keep numbers and their units in one line."""
+    """Keep numbers and their units on one line."""
     return re.sub(r"(\d) (ms|s|%|×|Mbit/s)(?=\W|$)", "\\1\N{NO-BREAK SPACE}\\2", text)
 
 
@@ -73,10 +73,11 @@ def _machine(machine: Mapping[str, Any]) -> str:
         return _UNKNOWN
     cores = machine.get("cores") or []
     nodes = machine.get("numa_nodes") or {}
+    plural = "s" if len(nodes) != 1 else ""
     parts = [
         str(machine.get("host", "")),
         str(machine.get("processor", "")),
-        f"{len(cores)} cores in {len(nodes)} NUMA node{'s' if len(nodes) != 1 else ''}",
+        f"{len(cores)} cores in {len(nodes)} NUMA node{plural}",
         f"{machine.get('memory_bytes', 0) / 2**30:.0f} GiB of memory",
     ]
     speed = machine.get("memory_bytes_per_s") or 0.0
@@ -86,9 +87,3 @@ def _machine(machine: Mapping[str, Any]) -> str:
     versions = {"Linux": "kernel", "Python": "python", "PyTorch": "torch"}
     parts += [f"{name} {machine[key]}" for name, key in versions.items() if machine.get(key)]
     return "; ".join(part for part in parts if part)
-
-
-def _command(command: Any) -> str:
-    if isinstance(command, list):
-        return " ".join(map(str, command))
-    return str(command or _UNKNOWN)

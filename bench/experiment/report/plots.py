@@ -1,4 +1,4 @@
-"""Chooses a report's plots by what the experiment swept and recorded."""
+"""Chooses a report's plots by the experiment's sweep and figures."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ def add_ratios(results: Results) -> None:
 
 
 def baseline_of(results: Results, cell: Cell) -> Cell | None:
-    """The cell that stands for colocated drafting in what `cell` is compared with.
+    """The baseline cell to compare `cell` with.
 
-    It agrees with `cell` on all that the baseline does not fix. If there is none such, the only
-    baseline cell is taken.
+    It agrees with `cell` on all paths that the baseline does not fix. Without such a cell it is the
+    only baseline cell, if there is one.
     """
     bases = [other for other in results.cells if other.is_baseline]
     wanted = {**cell.point, **results.experiment.baseline}
@@ -55,14 +55,11 @@ def baseline_of(results: Results, cell: Cell) -> Cell | None:
 
 
 def _plain(
-    rows: dict[tuple[str, ...], Row],
-    row: Row,
-    alike: list[str],
-    figure: str,
+    rows: dict[tuple[str, ...], Row], row: Row, alike: list[str], figure: str
 ) -> float | None:
     """A figure of plain decoding in the same repetition.
 
-    Links and drafters do not touch plain decoding, so a cell without plain decoding of its own
+    Links and drafters do not change plain decoding. So a cell without a figure of plain decoding
     takes the median of the cells with the same target and workload.
     """
     own = _figure(rows, replace(row, way=PLAIN), figure)
@@ -70,7 +67,9 @@ def _plain(
         return own
     others = [_figure(rows, replace(row, way=PLAIN, cell=key), figure) for key in alike]
     known = [value for value in others if value is not None]
-    return median(known) if known else None
+    if not known:
+        return None
+    return median(known)
 
 
 def _alike(cells: list[Cell]) -> dict[str, list[str]]:
@@ -82,7 +81,7 @@ def _alike(cells: list[Cell]) -> dict[str, list[str]]:
 
 
 def load_of(cell: Cell) -> str:
-    """Equal for cells in which plain decoding does the same: those with one target and workload."""
+    """A key of target and workload, equal for cells with the same plain decoding."""
     return cell.experiment.model_dump_json(include={"target", "workload"})
 
 

@@ -1,4 +1,4 @@
-"""Reads a run's folder into the figures that its report is made of."""
+"""Reads a run's folder into the figures of its report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.experiment.records import Folder, Measurement
 from bench.experiment.report.figures import measurement_figures, sample_figures
 from bench.experiment.report.ratios import add_ratios
 from bench.experiment.report.results import ALL, SOURCES, Results, Row, Source
-from bench.experiment.spec import Cell, Experiment
+from bench.experiment.spec import Cell, Experiment, first_problem
 
 
 def read(folder: Folder) -> Results:
@@ -28,9 +28,7 @@ def read(folder: Folder) -> Results:
     except KeyError as error:
         raise ValueError(f"{file}: the field {error} is missing") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, ("experiment", *first["loc"])))
-        raise ValueError(f"{file}: {place}: {first['msg']}") from error
+        raise ValueError(f"{file}: experiment.{first_problem(error)}") from error
     measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]] = {}
     for cell in experiment.cells():
         for source in SOURCES:
@@ -47,8 +45,7 @@ def read(folder: Folder) -> Results:
 
 
 def _rows(
-    cell: Cell,
-    measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]],
+    cell: Cell, measurements: dict[tuple[str, Source], list[tuple[int, Measurement]]]
 ) -> Iterator[Row]:
     in_turn = cell.experiment.workload.verifiers == "in-turn"
     for source in SOURCES:

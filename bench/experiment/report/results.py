@@ -12,7 +12,7 @@ from bench.experiment.report.figures import Figures
 from bench.experiment.spec import Cell, Experiment
 
 ALL = "all"
-"""The verifier of rows that are about all verifiers together."""
+"""The verifier of a row of all verifiers together."""
 
 Source = Literal["measured", "predicted"]
 SOURCES: tuple[Source, ...] = ("measured", "predicted")
@@ -30,7 +30,9 @@ class Spread:
     @classmethod
     def of(cls, values: list[float]) -> Spread | None:
         """None without values."""
-        return cls(median(values), min(values), max(values), len(values)) if values else None
+        if not values:
+            return None
+        return cls(median(values), min(values), max(values), len(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Row:
 
 @dataclass(slots=True)
 class Results:
-    """A run as its report sees it. Cells without any measurement are in `cells`, not in `rows`."""
+    """The figures of a run. Cells without any measurement are in `cells`, not in `rows`."""
 
     folder: Path
     experiment: Experiment
@@ -57,29 +59,24 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def found(self) -> list[tuple[Cell, Source]]:
-        """The cells that have results; measured ones where there are, else predicted ones."""
+        """The cells that have results, with the source of each, see `source_of`."""
         pairs = [(cell, self.source_of(cell)) for cell in self.cells]
         return [(cell, source) for cell, source in pairs if source is not None]
 
     def source_of(self, cell: Cell) -> Source | None:
-        """Where a cell's figures in tables come from: measurement goes before prediction."""
+        """The source of a cell's figures in tables: measurement, else prediction, else None."""
         known = [source for source in SOURCES if (cell.key, source) in self.measurements]
-        return known[0] if known else None
+        return next(iter(known), None)
 
     def events(self, cell: Cell, source: Source) -> list[dict[str, Any]]:
-        """The events that drafted decoding of a cell met, in order of time."""
+        """The events during a cell's drafted decoding, in order of time."""
         found = self.measurements.get((cell.key, source), [])
         played = [measured.events for _, measured in found if measured.way == DRAFTED]
-        most = max(played, key=len) if played else []
+        most = max(played, key=len, default=[])
         return sorted(most, key=lambda event: float(event["at"]))
 
     def values(
-        self,
-        cell: Cell,
-        source: Source,
-        way: str,
-        figure: str,
-        verifier: str = ALL,
+        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
     ) -> list[float]:
         """A figure of each repetition that has it."""
         wanted = (cell.key, source, way, verifier)
@@ -90,12 +87,7 @@ class Results:
         ]
 
     def spread(
-        self,
-        cell: Cell,
-        source: Source,
-        way: str,
-        figure: str,
-        verifier: str = ALL,
+        self, cell: Cell, source: Source, way: str, figure: str, verifier: str = ALL
     ) -> Spread | None:
         """A figure over the repetitions; None if no repetition has it."""
         return Spread.of(self.values(cell, source, way, figure, verifier))

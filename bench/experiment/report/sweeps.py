@@ -1,4 +1,4 @@
-"""What an experiment sweeps, as axes and lines, and where lines cross plain decoding's speed."""
+"""A sweep as axes and lines, and the round trips at which lines cross plain decoding's speed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Where a line of drafted decoding falls to plain decoding's speed.
+    """The round trip at which a line of drafted decoding falls to plain decoding's speed.
 
-    `at_ms` is interpolated between two round trips, and None where the line does not cross; then
-    `faster` tells on which side it is. `clear` tells whether all repetitions at the round trip
+    `at_ms` is interpolated between two round trips. It is None if the line does not cross; then
+    `faster` tells on which side it lies. `clear` tells whether all repetitions at the round trip
     behind the crossing were slower than plain decoding.
     """
 
@@ -49,9 +49,17 @@ class BreakEven:
             return f"has no break-even up to {self.most_ms:g} ms"
         return f"is slower than plain decoding already at {self.least_ms:g} ms"
 
+    def short_words(self) -> str:
+        """The same for the label of a bar."""
+        if self.at_ms is not None:
+            return f"{self.at_ms:.3g} ms" + ("" if self.clear else " (within spread)")
+        if self.faster:
+            return f"none up to {self.most_ms:g} ms"
+        return f"slower already at {self.least_ms:g} ms"
+
 
 def axis_of(results: Results) -> str | None:
-    """The path that plots put on their x axis: a round trip if one is swept, else any number."""
+    """The path on the x axis of plots: a swept round trip, else another number, else None."""
     sweep = results.experiment.sweep
     numeric = [path for path, values in sweep.items() if len(values) > 1 and _numbers(values)]
     trips = [path for path in numeric if is_round_trip(path)]
@@ -59,17 +67,18 @@ def axis_of(results: Results) -> str | None:
 
 
 def is_round_trip(path: str) -> bool:
+    """Whether a path's numbers are round trips."""
     return path.endswith(".round_trip_ms")
 
 
 def axis_title(path: str) -> str:
     """The title of a path's axis, with its unit."""
-    title = titles([path])[path]
-    return f"{title}, {unit(path)}" if unit(path) else title
+    words = [titles([path])[path], unit(path)]
+    return ", ".join(word for word in words if word)
 
 
 def lines_of(results: Results, path: str) -> list[Line]:
-    """The cells that have results, grouped by all that is swept besides `path`."""
+    """The cells with results, grouped by their values of all other paths."""
     groups: dict[str, Line] = {}
     for cell, _ in results.found():
         others = {name: value for name, value in cell.point.items() if name != path}
@@ -82,13 +91,13 @@ def lines_of(results: Results, path: str) -> list[Line]:
 
 
 def points_of(results: Results, line: Line, source: Source) -> list[tuple[float, Spread]]:
-    """× plain along a line, where that source has it."""
+    """× plain along a line, at the points that this source has."""
     found = [(x, results.spread(cell, source, DRAFTED, "times_plain")) for x, cell in line.cells]
     return [(x, spread) for x, spread in found if spread is not None]
 
 
 def break_evens(results: Results) -> list[BreakEven]:
-    """For each line over round trips, and each source that has two points of it or more."""
+    """The break-even of each line over round trips, by source; needs two points of a line."""
     path = axis_of(results)
     if path is None or not is_round_trip(path):
         return []

@@ -1,4 +1,4 @@
-"""A report's tables, made once for the terminal and the page. Each number names its figure."""
+"""Fills a report's tables, for the terminal and the page. Each number names its figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISSING = "–"
 class Column:
     """A figure of figures.csv as a column. An empty `way` is that of the line.
 
-    `{event}` in the figure's name stands for the number of the line's event.
+    `{event}` in the figure's name becomes the number of the line's event.
     """
 
     title: str
@@ -31,7 +31,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A number as shown, with where figures.csv has what it is made of. `text` is the median."""
+    """A number as text, the median, with the figure and way in figures.csv that it comes from."""
 
     text: str
     range_text: str = ""
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the report. `note` says in plain words how to read it."""
+    """A table of the report. `note` says how to read it."""
 
     name: str
     title: str
@@ -67,7 +67,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a line is about."""
+    """The cell, source, way and verifier of a line."""
 
     heads: list[str]
     cell: Cell
@@ -78,12 +78,9 @@ class Subject:
 
 
 def make(
-    results: Results,
-    table: Table,
-    columns: Sequence[Column],
-    subjects: Sequence[Subject],
+    results: Results, table: Table, columns: Sequence[Column], subjects: Sequence[Subject]
 ) -> Iterator[Table]:
-    """Fill a table, without columns and lines that would be empty; yields nothing if all are."""
+    """Fill a table and leave out empty columns and lines; yields nothing if all are empty."""
     grid = [[_spread(results, subject, column) for column in columns] for subject in subjects]
     kept = [place for place in range(len(columns)) if any(line[place] for line in grid)]
     lines = []
@@ -123,7 +120,8 @@ def _entry(column: Column, spread: Spread | None, subject: Subject) -> Entry:
     if spread is None:
         return Entry(MISSING)
     numbers = [f"{value:.{column.digits}f}" for value in (spread.median, spread.least, spread.most)]
-    ranged = column.ranged and spread.count > 1
-    between = f"{numbers[1]}–{numbers[2]}" if ranged else ""
+    between = ""
+    if column.ranged and spread.count > 1:
+        between = f"{numbers[1]}–{numbers[2]}"
     figure = column.figure.format(event=subject.event)
     return Entry(numbers[0], between, figure, column.way or subject.way)

@@ -1,4 +1,4 @@
-"""What events do to the rate of tokens: gaps, and how long until the rate is back. Pure arithmetic.
+"""The effect of events on the rate of tokens: gaps and times of recovery. Pure arithmetic.
 
 A timeline is a list of tokens by tenths of a second since the first request.
 """
@@ -17,14 +17,13 @@ _WINDOW_TENTHS = 10
 
 
 def timeline_figures(
-    timeline: Sequence[int],
-    events: Sequence[Mapping[str, Any]],
+    timeline: Sequence[int], events: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
     """The longest gap, and for each event the rate before it and its recovery.
 
-    Events are counted from 1 in order of time. `timeline` should end when requests run out, or
-    the end looks like a loss. `recovery_s` is absent for an event after which the rate did not
-    come back within `watched_s`, and all three for an event with no tokens before it.
+    Events are numbered from 1 in order of time. `timeline` should end when requests run out, or the
+    end looks like a loss. `recovery_s` is absent if the rate did not come back within `watched_s`.
+    All three are absent for an event with no tokens before it.
     """
     found: dict[str, float] = {}
     gap = longest_gap(timeline)
@@ -67,9 +66,9 @@ def rate_before(timeline: Sequence[int], at_s: float, earliest_s: float = 0.0) -
 
 
 def recovery_s(timeline: Sequence[int], at_s: float, before: float) -> float | None:
-    """Seconds from an event until a whole second begins at 90 % of the rate `before`, in tokens/s.
+    """Seconds from an event until a second begins with 90 % of the rate `before`, in tokens/s.
 
-    0 if the event cost less than that; None if the rate never came back.
+    0 if the rate stayed above that; None if it never came back.
     """
     first = int(at_s * TENTHS_PER_S)
     for start in range(first, len(timeline) - _WINDOW_TENTHS + 1):
