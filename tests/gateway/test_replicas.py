@@ -215,7 +215,7 @@ async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked
     encode = Prompts.encode
 
     async def lose_the_first(self: Prompts, *given: Any, **how: Any) -> list[int]:
-        pair.gateway.router.replicas[0].lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone"))
+        pair.gateway.router.replicas[0].mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone"))
         return await encode(self, *given, **how)
 
     monkeypatch.setattr(Prompts, "encode", lose_the_first)

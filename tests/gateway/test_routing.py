@@ -62,9 +62,9 @@ async def test_a_configured_name_replaces_the_verifiers() -> None:
 
 async def test_a_lost_replica_is_picked_no_more(router: Router) -> None:
     for replica in router.replicas[:2]:
-        replica.lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
+        replica.mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
     assert {router.pick(None).replica.address for _ in range(4)} == {"c:1"}
-    router.replicas[2].lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
+    router.replicas[2].mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
     with pytest.raises(OutriderError, match="a:1 does not answer: connection refused") as caught:
         router.pick(None)
     assert caught.value.reason is Reason.VERIFIER_UNAVAILABLE

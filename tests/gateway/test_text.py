@@ -55,7 +55,7 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(
     text: str, prompts: Prompts, table: TokenTable
 ) -> None:
     ids = prompts.tokenizer.encode(text, add_special_tokens=False).ids
-    assert b"".join(table.piece_and_bytes(token)[1] for token in ids) == text.encode()
+    assert b"".join(table.text_and_bytes(token)[1] for token in ids) == text.encode()
 
 
 def test_bytes_that_have_tokens_of_their_own_are_those() -> None:
@@ -66,7 +66,7 @@ def test_bytes_that_have_tokens_of_their_own_are_those() -> None:
     )
     tokenizer.decoder = decoders.ByteFallback()
     table = TokenTable(tokenizer)
-    assert [table.piece_and_bytes(token)[1] for token in (1, 2, 3, 4)] == [
+    assert [table.text_and_bytes(token)[1] for token in (1, 2, 3, 4)] == [
         "é".encode(),
         b"\xc3",
         b"\xa9",
