@@ -36,7 +36,7 @@ async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_poi
     assert await accepted.count() > 10
     assert await page.locator(".output .token.bonus, .output .token.recovered").count() > 0
     await accepted.nth(5).hover()
-    await expect(page.get_by_role("tooltip")).to_have_text("accepted: a guess of ngram-1")
+    await expect(page.get_by_role("tooltip")).to_have_text("accepted: guessed by ngram-1")
     tokens = await page.locator(".output .token").count()
     steps = tokens - await page.locator(".output .token.accepted").count()
     await expect(page.locator(".output dl")).to_contain_text(
@@ -203,18 +203,18 @@ async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
         )
         await expect(page.locator("#happened")).to_contain_text("ngram-late joined.")
         await expect(example.locator(".outcome")).to_contain_text(
-            "The text is the one of plain decoding.", timeout=60_000
+            "Plain decoding gives the same text.", timeout=60_000
         )
-        said = re.fullmatch(
-            r"ngram-late joined after \d+ tokens. (\d+) % of the 400 tokens since are its guesses: "
-            r"\d+ steps of the model in place of 400. The text is the one of plain decoding.",
+        outcome = re.fullmatch(
+            r"ngram-late joined after \d+ tokens. (\d+) % of the next 400 tokens are its guesses: "
+            r"\d+ steps of the model instead of 400. Plain decoding gives the same text.",
             await example.locator(".outcome").inner_text(),
         )
-        assert said is not None
-        assert int(said[1]) > 20
+        assert outcome is not None
+        assert int(outcome[1]) > 20
     finally:
         site.remove_drafter("ngram-late")
-    await expect(page.locator("#happened")).to_contain_text("ngram-late said goodbye.")
+    await expect(page.locator("#happened")).to_contain_text("ngram-late left.")
 
 
 async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
@@ -251,7 +251,7 @@ async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
             "ngram-1 was lost after", timeout=60_000
         )
         await expect(example.locator(".outcome")).to_contain_text(
-            "The text is the one of plain decoding.", timeout=60_000
+            "Plain decoding gives the same text.", timeout=60_000
         )
     finally:
         for name in others:
