@@ -151,7 +151,7 @@ async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
 
 
 @every_encoding
-async def test_a_fault_of_the_gateway_is_logged_and_its_text_is_not_told(
+async def test_a_bug_of_the_gateway_is_logged_and_not_shown_to_the_caller(
     rig: Rig, encoding: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rig.gateway.router, "lookup", lambda _: 1 / 0)
@@ -207,7 +207,7 @@ async def test_a_browser_that_hangs_up_frees_its_sequence(
 
 
 @every_encoding
-async def test_headers_are_the_calls_metadata(
+async def test_http_headers_become_the_calls_metadata(
     rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     headers = {"authorization": "Bearer key", "x-name": b"\xff\xfe".decode("latin-1")}
@@ -222,7 +222,7 @@ async def test_headers_are_the_calls_metadata(
 
 
 @every_encoding
-async def test_what_is_larger_than_a_grpc_message_may_be_is_refused(
+async def test_a_request_larger_than_a_grpc_message_is_refused(
     rig: Rig, encoding: str
 ) -> None:
     _, status = await post(
@@ -235,7 +235,7 @@ async def test_what_is_larger_than_a_grpc_message_may_be_is_refused(
     assert reason(status) is Reason.REQUEST_TOO_LARGE
 
 
-async def test_json_of_more_values_than_are_quickly_made_a_message_is_refused(rig: Rig) -> None:
+async def test_json_of_too_many_values_is_refused(rig: Rig) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "MAX_JSON_VALUES", 1000)  # this gateway takes bodies of 64 KiB
         for count, refusal in ((900, None), (1001, Reason.REQUEST_TOO_LARGE)):
@@ -252,7 +252,7 @@ async def test_json_of_more_values_than_are_quickly_made_a_message_is_refused(ri
     "encoding",
     ["application/json", "application/grpc", "application/grpc-web-text", "text/plain", ""],
 )
-async def test_another_content_type_is_refused_with_those_that_are_taken(
+async def test_the_error_for_a_content_type_names_the_accepted_ones(
     rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = await rig.http.post(PATH, content=b"{}", headers={"content-type": encoding})
@@ -261,7 +261,7 @@ async def test_another_content_type_is_refused_with_those_that_are_taken(
     assert caplog.text == ""
 
 
-async def test_another_method_of_http_or_of_the_service_is_refused(rig: Rig) -> None:
+async def test_other_http_methods_and_rpc_methods_are_refused(rig: Rig) -> None:
     assert (await rig.http.get(PATH)).json()["error"]["code"] == "method_not_allowed"
     assert (await rig.http.post(f"{PATH}s", headers={"content-type": JSON})).json()["error"][
         "code"

@@ -105,7 +105,7 @@ async def test_a_long_path_counts_as_a_header(gateway: Gateway) -> None:
         assert answer_of(await connection.to_the_end())[0] == 431
 
 
-async def test_a_header_that_never_ends_is_refused_when_it_has_become_too_long(
+async def test_a_header_that_never_ends_is_refused_at_the_bound(
     gateway: Gateway,
 ) -> None:
     """However many bytes the client sends: the gateway reads no more than the bound and what the system had read by then."""
@@ -125,14 +125,14 @@ async def test_a_trailer_is_bounded_as_headers_are(gateway: Gateway) -> None:
     assert said == b"" or answer_of(said)[0] == 431
 
 
-async def test_as_many_headers_as_allowed_are_taken(gateway: Gateway) -> None:
+async def test_as_many_headers_as_allowed_are_accepted(gateway: Gateway) -> None:
     filling = b"".join(b"X-%d: %s\r\n" % (number, b"a" * 400) for number in range(MAX_HEADERS - 2))
     async with Connection(gateway) as connection:
         await connection.send(HEAD + filling + b"Connection: close\r\n\r\n")
         assert (await connection.to_the_end()).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_connection_that_says_nothing_is_closed(gateway: Gateway) -> None:
+async def test_a_connection_without_a_request_is_closed(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         assert await connection.to_the_end() == b""
 
@@ -150,7 +150,7 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
     [HEAD, b"\r\n", POST + b"Content-Length: 9\r\n\r\n", POST + b"Content-Length: 9\r\n\r\n{"],
 )
 @pytest.mark.parametrize("after_a_request", [False, True])
-async def test_half_a_request_is_not_waited_for(
+async def test_half_a_request_times_out(
     gateway: Gateway, beginning: bytes, after_a_request: bool
 ) -> None:
     async with Connection(gateway) as connection:
@@ -163,7 +163,7 @@ async def test_half_a_request_is_not_waited_for(
     assert (status, error["code"]) == (408, "request_timeout")
 
 
-async def test_a_request_that_trickles_in_is_not_waited_for(gateway: Gateway) -> None:
+async def test_a_request_that_arrives_too_slowly_times_out(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         ended = asyncio.create_task(connection.to_the_end())
         while not ended.done():
@@ -172,7 +172,7 @@ async def test_a_request_that_trickles_in_is_not_waited_for(gateway: Gateway) ->
         assert answer_of(await ended)[0] == 408
 
 
-async def test_what_is_no_http_is_answered_in_the_shape_of_all_errors(gateway: Gateway) -> None:
+async def test_bytes_that_are_not_http_get_an_error_in_openais_shape(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         await connection.send(b"\x16\x03\x01 hello\r\n\r\n")
         status, error = answer_of(await connection.to_the_end())
@@ -186,7 +186,7 @@ async def test_a_request_with_two_hosts_is_refused(gateway: Gateway) -> None:
     assert (status, error["code"]) == (400, "malformed_request")
 
 
-async def test_a_slow_answer_is_no_reason_to_hang_up(gateway: Gateway) -> None:
+async def test_a_slow_answer_does_not_time_out(gateway: Gateway) -> None:
     """The page's events go on for longer than any request may take to arrive."""
     async with Connection(gateway) as connection:
         await connection.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -75,7 +75,7 @@ async def test_a_client_that_hangs_up_between_tokens_frees_its_sequence(rig: Rig
     await freed(rig, 1)
 
 
-async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(rig: Rig) -> None:
+async def test_a_client_that_never_reads_and_hangs_up_frees_its_sequence(rig: Rig) -> None:
     """The gateway is then in the middle of a write that its full socket does not take."""
     rig.script.answer = lambda _: [
         step for _ in range(20_000) for step in (plain([5] * 200), 0.001)
@@ -88,7 +88,7 @@ async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(ri
     await freed(rig, 1)
 
 
-async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread(rig: Rig) -> None:
+async def test_an_unread_answer_ends_with_an_error_at_the_bound(rig: Rig) -> None:
     rig.script.answer = lambda _: [*[plain([5] * 50)] * 20, 0.0] * 5000
     connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
@@ -109,7 +109,7 @@ async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread
     assert str(MOST_UNREAD_CHUNKS) in last_event["error"]["message"]
 
 
-async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig: Rig) -> None:
+async def test_many_clients_that_hang_up_at_any_time_leave_nothing_behind(rig: Rig) -> None:
     rig.script.answer = lambda _: (
         [step for _ in range(20) for step in (plain([5]), 0.005)] + [last([], FinishReason.LENGTH)]
     )

@@ -33,7 +33,7 @@ async def document(rig: Rig) -> Any:
     return (await rig.http.get("/openapi.json")).json()
 
 
-async def test_each_error_has_the_shape_of_errors_and_there_is_no_422(document: Any) -> None:
+async def test_each_documented_error_has_openais_shape_and_none_is_422(document: Any) -> None:
     for path, operations in document["paths"].items():
         for operation in operations.values():
             errors = {
@@ -68,7 +68,7 @@ async def test_the_media_type_is_the_documented_one(rig: Rig, document: Any, pat
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_each_error_that_comes_is_documented(
+async def test_each_error_that_occurs_is_documented(
     rig: Rig, document: Any, path: str, stream: bool
 ) -> None:
     documented = document["paths"][path]["post"]["responses"]
@@ -127,7 +127,7 @@ def limits(schema: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_what_is_within_a_documented_limit_is_taken_and_what_is_beyond_is_refused(
+async def test_each_documented_limit_is_the_enforced_one(
     rig: Rig, document: Any, path: str
 ) -> None:
     rig.script.answer = lambda _: [last([], FinishReason.LENGTH)]
@@ -155,7 +155,7 @@ async def test_each_documented_parameter_is_known(rig: Rig, document: Any, path:
         assert "unknown_parameter" not in answer.text, name
 
 
-async def test_each_form_of_a_prompt_that_is_documented_is_taken(rig: Rig, document: Any) -> None:
+async def test_each_documented_form_of_a_prompt_is_accepted(rig: Rig, document: Any) -> None:
     forms = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]["anyOf"]
     assert len(forms) == 4
     for prompt in ("x", ["x", "y"], [5, 6], [[5], [6, 7]]):

@@ -82,7 +82,7 @@ PROMPTS = ["once upon a time", "naïve 日本語 😀!", "<|user|>hi<|end|><|ass
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "token ids"])
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_an_echo_tells_of_the_prompts_tokens_and_then_of_all_generated_ones(
+async def test_an_echo_lists_the_prompts_tokens_before_the_generated_ones(
     rig: Rig, prompt: str, as_ids: bool, stream: bool
 ) -> None:
     ids, said = (
@@ -115,7 +115,7 @@ async def test_an_echo_tells_of_the_prompts_tokens_and_then_of_all_generated_one
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_without_tokens_to_generate_the_prompt_alone_is_scored(
+async def test_with_no_tokens_to_generate_only_the_prompt_is_scored(
     rig: Rig, stream: bool
 ) -> None:
     rig.script.answer = scoring([50])
@@ -130,7 +130,7 @@ async def test_without_tokens_to_generate_the_prompt_alone_is_scored(
         )
 
 
-async def test_an_echo_of_no_further_tokens_needs_no_log_probabilities(rig: Rig) -> None:
+async def test_an_echo_alone_needs_no_log_probabilities(rig: Rig) -> None:
     rig.script.answer = scoring([50])
     answer = await rig.client.completions.create(
         model="models/target", prompt="x = 1", echo=True, max_tokens=0
@@ -165,7 +165,7 @@ async def test_each_choice_repeats_its_prompt_and_scores_it(
     assert len(found) == len(rig.script.requests) == 6
 
 
-async def test_choices_that_repeat_a_prompt_without_scores_count_it_once(rig: Rig) -> None:
+async def test_choices_that_echo_a_prompt_count_its_tokens_once(rig: Rig) -> None:
     rig.script.answer = scoring([50])
     answer = await rig.client.completions.create(
         model="models/target", prompt="x = 1", echo=True, max_tokens=0, n=3
@@ -175,7 +175,7 @@ async def test_choices_that_repeat_a_prompt_without_scores_count_it_once(rig: Ri
     assert answer.usage.prompt_tokens == len(rig.prompts.tokenizer.encode("x = 1").ids)
 
 
-async def test_of_several_tokens_with_one_text_the_likeliest_is_told(rig: Rig) -> None:
+async def test_of_several_tokens_with_one_text_the_likeliest_is_listed(rig: Rig) -> None:
     first, second = rig.prompts.tokenizer.encode("😀").ids[:2]
     assert rig.prompts.decode([first]) == rig.prompts.decode([second])
     likely = TokenLogprob(-5.0, (first, 50), (-0.1, -2.0), 3)
@@ -242,7 +242,7 @@ async def test_a_conversation_can_be_scored_without_an_answer(rig: Rig) -> None:
     assert len((answer.model_extra or {})["prompt_logprobs"]) == len(rig.script.requests[-1].prompt)
 
 
-async def test_a_token_that_cannot_come_has_a_number_that_json_knows(rig: Rig) -> None:
+async def test_the_log_probability_of_an_impossible_token_is_finite(rig: Rig) -> None:
     never = TokenLogprob(-math.inf, (50,), (0.0,), 4096)
     rig.script.answer = lambda request: [
         TokenChunk(

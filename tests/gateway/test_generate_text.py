@@ -44,7 +44,7 @@ async def test_text_streams_in_whole_characters_with_its_tokens(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
-async def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused(rig: Rig, data: bytes) -> None:
+async def test_a_grammar_without_a_known_kind_is_refused(rig: Rig, data: bytes) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(
             rig, GenerateTextRequest(prompt="x", grammar=common_pb2.Grammar.FromString(data))
@@ -67,7 +67,7 @@ async def test_a_request_that_cannot_be_parsed_is_refused(
     assert "Traceback" not in caplog.text
 
 
-async def test_statistics_of_the_speculation_come_with_the_end(rig: Rig) -> None:
+async def test_the_last_message_has_the_statistics_of_the_speculation(rig: Rig) -> None:
     stats = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
     rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, stats, cached=1)]
     [final] = await call(rig, GenerateTextRequest(prompt="x"))
@@ -166,7 +166,7 @@ async def test_bad_input_names_its_field(
     assert bad.field_violations[0].field == field
 
 
-async def test_what_the_verifier_refuses_passes_through_with_its_details(rig: Rig) -> None:
+async def test_the_verifiers_errors_pass_through_with_their_details(rig: Rig) -> None:
     rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full", retry_after_s=2.0)]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(rig, GenerateTextRequest(prompt="x"))

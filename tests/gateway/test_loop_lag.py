@@ -226,7 +226,7 @@ def largest(before: dict[float, float], after: dict[float, float]) -> float:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_no_request_holds_up_the_event_loop(
+async def test_no_request_blocks_the_event_loop(
     target: Target, control: Target, name: str
 ) -> None:
     seen = []
@@ -251,7 +251,7 @@ async def test_no_request_holds_up_the_event_loop(
     )
 
 
-async def test_the_lag_of_a_loop_that_is_held_up_is_seen(target: Target) -> None:
+async def test_the_metric_sees_the_lag_of_a_blocked_loop(target: Target) -> None:
     """The measure itself: a stopped process is as late as it was stopped for."""
     before = await target.lags()
     target.gateway.process.send_signal(19)

@@ -135,7 +135,7 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(
+async def test_waiting_sequences_leave_a_verifier_when_its_poll_fails(
     pair: Pair, stream: bool
 ) -> None:
     """The connection stays open, as when a machine dies: nothing ends the call itself for many seconds."""
@@ -148,7 +148,7 @@ async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(
     assert len(pair.second.requests) == 1
 
 
-async def test_what_has_begun_does_not_move_and_goes_on_when_the_verifier_does(pair: Pair) -> None:
+async def test_a_sequence_with_a_chunk_stays_when_the_poll_fails(pair: Pair) -> None:
     pair.first.answer = lambda request: [
         plain(request.prompt[:1]),
         1.0,
@@ -159,14 +159,14 @@ async def test_what_has_begun_does_not_move_and_goes_on_when_the_verifier_does(p
     await until(
         lambda: len(pair.gateway.router.replicas[0].sequences) == 1 and pair.first.running == 1
     )
-    await until(lambda: not pair.gateway.router.replicas[0].tokens._link._waiting)  # type: ignore[union-attr]
+    await until(lambda: not pair.gateway.router.replicas[0].tokens._call._waiting)  # type: ignore[union-attr]
     pair.first.unreachable = True
     await until(lambda: pair.problems[0] is Reason.VERIFIER_UNAVAILABLE)
     assert "[DONE]" in (await asked).text
     assert pair.second.requests == []
 
 
-async def test_alone_a_verifier_that_does_not_answer_keeps_what_waits(pair: Pair) -> None:
+async def test_without_another_verifier_waiting_sequences_stay(pair: Pair) -> None:
     """Nobody else would serve it, and the verifier may only be slow."""
     pair.second.info = replace(pair.second.info, stage=Stage.DRAINING)
     await until(lambda: pair.problems[1] is Reason.DRAINING)
@@ -225,7 +225,7 @@ LIES: dict[str, Any] = {
 @pytest.mark.parametrize(
     "lie", [pytest.param(lie, marks=[] if lie == "garbage" else pytest.mark.slow) for lie in LIES]
 )
-async def test_a_verifier_whose_answer_cannot_be_read_is_polled_again(
+async def test_a_verifier_with_an_unreadable_answer_is_polled_again(
     pair: Pair, prompts: Prompts, lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "gateway.routing")
@@ -249,7 +249,7 @@ async def test_a_verifier_whose_answer_cannot_be_read_is_polled_again(
 @pytest.mark.parametrize(
     "says", [_unknown_stage, lambda _: b""], ids=["of the future", "unspecified"]
 )
-async def test_a_stage_that_is_not_known_takes_no_requests_and_is_asked_for_again(
+async def test_a_verifier_in_an_unknown_stage_gets_no_requests(
     pair: Pair, prompts: Prompts, says: Any
 ) -> None:
     pair.liar.says = says(prompts)
@@ -284,7 +284,7 @@ WRONG_CHUNKS: dict[str, TokenChunk] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", WRONG_CHUNKS)
-async def test_what_no_verifier_of_the_model_can_say_is_an_error_and_no_text(
+async def test_an_impossible_chunk_is_an_error(
     rig: Rig, lie: str, stream: bool
 ) -> None:
     rig.script.answer = lambda _: [WRONG_CHUNKS[lie], last([], FinishReason.LENGTH)]
@@ -298,7 +298,7 @@ async def test_what_no_verifier_of_the_model_can_say_is_an_error_and_no_text(
     assert (await rig.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
-async def test_a_token_too_many_after_the_last_one_ends_a_stream_with_an_error(rig: Rig) -> None:
+async def test_tokens_beyond_the_limit_end_a_stream_with_an_error(rig: Rig) -> None:
     rig.script.answer = lambda _: [plain([5, 5]), plain([5, 5, 5]), last([], FinishReason.LENGTH)]
     response = await rig.http.post(
         "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": True}
@@ -320,7 +320,7 @@ ENUMS = {
 
 
 @pytest.mark.parametrize("name", ENUMS)
-async def test_an_enum_value_of_the_future_harms_no_other_sequence(
+async def test_an_unknown_enum_value_fails_no_other_sequence(
     rig: Rig, name: str, monkeypatch: Any
 ) -> None:
     rig.script.answer = lambda _: [1.0, plain([5]), last([], FinishReason.LENGTH)]

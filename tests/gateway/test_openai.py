@@ -59,7 +59,7 @@ async def test_a_chat_is_rendered_by_the_template_and_answered(rig: Rig) -> None
     )
 
 
-async def test_an_answer_can_be_sent_back_as_it_came(rig: Rig) -> None:
+async def test_an_answer_can_be_sent_back_unchanged(rig: Rig) -> None:
     answer = await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
     history = [
         *MESSAGES,
@@ -92,7 +92,7 @@ async def test_a_chat_stream_has_the_role_first_and_the_usage_last(rig: Rig) -> 
     assert len({part.id for part in parts}) == 1
 
 
-async def test_the_bytes_of_a_stream_are_openais(rig: Rig) -> None:
+async def test_the_events_of_a_stream_are_openais(rig: Rig) -> None:
     rig.says("naïve")
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -156,7 +156,7 @@ async def test_defaults_are_openais(rig: Rig) -> None:
     assert completion.speculation.enabled
 
 
-async def test_values_that_ask_for_nothing_are_accepted(rig: Rig) -> None:
+async def test_values_without_an_effect_are_accepted(rig: Rig) -> None:
     await rig.client.chat.completions.create(
         model="models/target",
         messages=MESSAGES,
@@ -175,7 +175,7 @@ async def test_values_that_ask_for_nothing_are_accepted(rig: Rig) -> None:
     )
 
 
-async def test_prompts_come_as_text_or_ids_alone_or_in_lists(rig: Rig) -> None:
+async def test_a_prompt_may_be_text_or_ids_alone_or_in_a_list(rig: Rig) -> None:
     ids = rig.prompts.tokenizer.encode("if x").ids
     for prompt in ("if x", ["if x"], ids, [ids]):
         answer = await rig.client.completions.create(model="models/target", prompt=prompt)
@@ -225,7 +225,7 @@ async def test_a_stop_string_ends_the_text_and_the_sequence(rig: Rig) -> None:
     assert rig.script.cancelled == 1
 
 
-async def test_the_token_that_ends_a_sequence_is_no_text_but_counts(rig: Rig) -> None:
+async def test_the_token_that_ends_a_sequence_counts_but_has_no_text(rig: Rig) -> None:
     [word] = rig.prompts.tokenizer.encode("if").ids
     rig.script.answer = lambda _: [plain([word]), last([word], FinishReason.STOP)]
     answer = await rig.client.completions.create(
@@ -239,7 +239,7 @@ async def test_the_token_that_ends_a_sequence_is_no_text_but_counts(rig: Rig) ->
 STATS = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
 
 
-async def test_usage_and_metrics_tell_what_speculation_did(rig: Rig) -> None:
+async def test_usage_and_metrics_have_the_statistics_of_the_speculation(rig: Rig) -> None:
     rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, STATS, cached=1)]
     answer = await rig.client.completions.create(
         model="models/target", prompt="x", extra_body={"speculation": {"metrics": True}}

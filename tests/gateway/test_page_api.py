@@ -39,7 +39,7 @@ async def chunks(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def test_each_token_comes_with_its_author_and_together_they_are_the_text(rig: Rig) -> None:
+async def test_tokens_with_their_sources_join_to_the_text(rig: Rig) -> None:
     text = "if é: x = '€'"
     ids = rig.prompts.tokenizer.encode(text).ids
     sources = [TokenSource.ACCEPTED] * (len(ids) - 1) + [TokenSource.BONUS]
@@ -62,13 +62,13 @@ async def test_each_token_comes_with_its_author_and_together_they_are_the_text(r
     assert {token["drafter"] for token in tokens} == {"ngram-1"}
 
 
-async def test_nobody_who_did_not_ask_is_told_of_authors(rig: Rig) -> None:
+async def test_tokens_have_no_sources_unless_the_request_asks(rig: Rig) -> None:
     rig.says("if x")
     for chunk in await chunks(rig, {"prompt": "x"}):
         assert all("speculation" not in choice for choice in chunk["choices"])
 
 
-async def test_authors_do_not_go_with_stop_strings_which_would_show_through(rig: Rig) -> None:
+async def test_sources_of_tokens_are_refused_with_stop_strings(rig: Rig) -> None:
     answer = await rig.http.post(
         "/v1/completions", json={"prompt": "x", "stop": "y", "speculation": {"tokens": True}}
     )
@@ -89,7 +89,7 @@ async def events(rig: Rig, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(
+async def test_events_have_the_processes_and_the_sums_of_all_requests(
     rig: Rig, stream: bool
 ) -> None:
     [before] = await events(rig, 1)
@@ -136,7 +136,7 @@ async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(
     ]
 
 
-async def test_the_page_and_its_files_come_from_the_gateway_and_allow_no_other_host(
+async def test_the_page_has_a_policy_that_allows_no_other_host(
     rig: Rig,
 ) -> None:
     for path, kind in (

@@ -57,7 +57,7 @@ TRIMMING = (
 
 @pytest.mark.parametrize("template", [None, TRIMMING], ids=["bundled", "trimming"])
 @pytest.mark.parametrize("begun", ["Sure", "Sure: ", "two\n\nlines \n"])
-def test_a_message_left_open_renders_as_in_transformers(
+def test_an_open_message_renders_as_in_transformers(
     tmp_path: Path, prompts: Prompts, template: str | None, begun: str
 ) -> None:
     model = TARGET if template is None else model_with_template(tmp_path, template)
@@ -70,7 +70,7 @@ def test_a_message_left_open_renders_as_in_transformers(
     assert rendered.endswith(begun if template is None else begun.strip())
 
 
-def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(
+def test_continuing_a_message_that_the_template_hides_is_refused(
     tmp_path: Path,
 ) -> None:
     prompts = Prompts(model_with_template(tmp_path, "{{ messages[0].content }}"))
@@ -135,7 +135,7 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
         ("{{ 1 // 0 }}", "zero"),
     ],
 )
-def test_what_a_template_refuses_is_an_error_with_its_words(
+def test_a_templates_refusal_is_an_error_with_its_message(
     tmp_path: Path, template: str, words: str
 ) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
@@ -148,7 +148,7 @@ def test_a_template_that_does_not_parse_is_an_error_at_the_start(tmp_path: Path)
         Prompts(model_with_template(tmp_path, "{% if x %}"))
 
 
-def test_a_model_without_a_template_takes_no_chat(tmp_path: Path) -> None:
+def test_a_chat_is_refused_by_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="no chat template") as caught:
         Prompts(model_with_template(tmp_path, None)).render([{"role": "user", "content": "hi"}])
     assert caught.value.reason is Reason.UNSUPPORTED_PARAMETER

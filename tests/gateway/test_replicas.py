@@ -72,7 +72,7 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reason", [Reason.DRAINING, Reason.NOT_READY])
-async def test_one_that_takes_nothing_any_more_costs_no_request(
+async def test_a_verifier_that_refuses_requests_costs_no_request(
     pair: Pair, reason: Reason, stream: bool
 ) -> None:
     pair.first.answer = lambda _: [OutriderError(reason, "not now", retry_after_s=1.0)]
@@ -88,14 +88,14 @@ async def test_one_that_takes_nothing_any_more_costs_no_request(
     )
 
 
-async def test_one_that_is_gone_costs_no_request(pair: Pair) -> None:
+async def test_a_verifier_that_is_gone_costs_no_request(pair: Pair) -> None:
     await pair.servers[0].stop(0)
     response = await pair.ask()
     assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "if x")
     assert [len(replica.sequences) for replica in pair.gateway.router.replicas] == [0, 0]
 
 
-async def test_what_was_begun_is_not_begun_elsewhere(pair: Pair) -> None:
+async def test_a_sequence_with_a_chunk_is_not_started_again_elsewhere(pair: Pair) -> None:
     pair.first.answer = lambda request: [
         plain(request.prompt[:1]),
         OutriderError(Reason.DRAINING, "too late"),
@@ -106,7 +106,7 @@ async def test_what_was_begun_is_not_begun_elsewhere(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.OVERLOADED, Reason.INVALID_VALUE])
-async def test_what_another_one_would_say_as_well_is_not_asked_twice(
+async def test_errors_that_another_verifier_would_repeat_are_not_retried(
     pair: Pair, reason: Reason
 ) -> None:
     pair.first.answer = lambda _: [OutriderError(reason, "no")]
@@ -114,7 +114,7 @@ async def test_what_another_one_would_say_as_well_is_not_asked_twice(
     assert pair.second.requests == []
 
 
-async def test_when_all_go_the_last_one_says_why(pair: Pair) -> None:
+async def test_when_all_verifiers_refuse_the_last_error_is_reported(pair: Pair) -> None:
     pair.first.answer = lambda _: [
         OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0)
     ]
@@ -156,7 +156,7 @@ def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({"context_length": 4}, {"prediction": {"type": "content", "content": "a b c d e f g h"}}),
     ],
 )
-async def test_a_request_runs_on_the_one_replica_that_it_was_checked_against(
+async def test_a_request_runs_on_the_replica_that_it_was_checked_against(
     pair: Pair,
     monkeypatch: pytest.MonkeyPatch,
     limits: dict[str, int],
@@ -196,7 +196,7 @@ async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pa
     assert (len(pair.first.requests), len(pair.second.requests)) == (3, 1)
 
 
-async def test_over_grpc_a_request_that_moves_is_checked_again_too(pair: Pair) -> None:
+async def test_a_grpc_request_that_moves_is_checked_against_the_next_replica(pair: Pair) -> None:
     await set_limits(pair, 1, context_length=64)
     pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
     async with rpc.dial(pair.gateway.grpc_address) as channel:
@@ -208,7 +208,7 @@ async def test_over_grpc_a_request_that_moves_is_checked_again_too(pair: Pair) -
     assert (taken.max_tokens, len(taken.prediction)) == (64 - len(taken.prompt), 64)
 
 
-async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked(
+async def test_a_replica_lost_during_tokenising_gets_no_request(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await set_limits(pair, 1, context_length=64)
@@ -226,7 +226,7 @@ async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_requests_that_come_together_are_spread_over_the_replicas(pair: Pair, n: int) -> None:
+async def test_simultaneous_requests_are_spread_over_the_replicas(pair: Pair, n: int) -> None:
     for script in (pair.first, pair.second):
         script.answer = lambda _: [600.0]
     asked = [

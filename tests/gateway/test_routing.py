@@ -40,7 +40,7 @@ async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) 
         router.pick("other")
 
 
-async def test_a_model_is_looked_up_where_its_context_is_longest(router: Router) -> None:
+async def test_a_model_is_looked_up_at_the_replica_with_the_longest_context(router: Router) -> None:
     router.replicas[1].info = longer = ready("print", context_length=4096)
     router.replicas[2].info = ready("print", context_length=9000, model_id="large")
     for name in ("models/target", None):
@@ -60,7 +60,7 @@ async def test_a_configured_name_replaces_the_verifiers() -> None:
     await router.close()
 
 
-async def test_a_lost_replica_is_picked_no_more(router: Router) -> None:
+async def test_a_lost_replica_is_not_picked(router: Router) -> None:
     for replica in router.replicas[:2]:
         replica.mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
     assert {router.pick(None).replica.address for _ in range(4)} == {"c:1"}

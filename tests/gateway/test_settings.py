@@ -133,7 +133,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=lambda value: str(value)[:50])
-async def test_a_bad_setting_is_refused_by_its_own_name(
+async def test_the_error_for_a_bad_parameter_has_its_name(
     rig: Rig, body: dict[str, Any], param: str
 ) -> None:
     response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
@@ -188,7 +188,7 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
 
 
 @pytest.mark.parametrize(("body", "grammar"), GRAMMARS, ids=lambda value: str(value)[:40])
-async def test_what_the_answer_must_be_reaches_the_verifier(
+async def test_every_form_of_a_grammar_reaches_the_verifier(
     rig: Rig, body: dict[str, Any], grammar: Grammar
 ) -> None:
     rig.says("x")
@@ -198,7 +198,7 @@ async def test_what_the_answer_must_be_reaches_the_verifier(
         assert rig.script.requests[-1].grammar == grammar
 
 
-async def test_a_grammar_the_verifier_refuses_is_reported_under_the_callers_name(rig: Rig) -> None:
+async def test_the_error_for_a_bad_grammar_names_the_callers_field(rig: Rig) -> None:
     refusal = OutriderError(
         Reason.INVALID_VALUE, "grammar.json_schema has a loop", "grammar.json_schema"
     )
@@ -286,7 +286,7 @@ async def test_completion_logprobs_have_the_legacy_shape(rig: Rig) -> None:
     assert (tokens, offsets) == (whole.tokens, whole.text_offset)
 
 
-async def test_tokens_behind_a_stop_string_are_neither_shown_nor_counted(rig: Rig) -> None:
+async def test_tokens_after_a_stop_string_are_neither_listed_nor_counted(rig: Rig) -> None:
     ids = rig.says("one two three four five")
     rig.script.answer = with_logprobs(ids, chunk=len(ids))
     answer = await rig.client.chat.completions.create(
@@ -326,7 +326,7 @@ async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
         ([], None),
     ],
 )
-async def test_an_answer_says_which_rules_judged_its_drafts(
+async def test_an_answer_names_the_acceptance_rules_of_its_drafts(
     rig: Rig, rules: list[AcceptanceRule], told: Any
 ) -> None:
     stats = SpeculationStats(1, 1, 2, 1, [0, 1], 4, rules)
@@ -339,7 +339,7 @@ async def test_an_answer_says_which_rules_judged_its_drafts(
     assert [chunk async for chunk in stream][-1].model_dump().get("speculation") == told
 
 
-async def test_grpc_takes_the_same_settings_and_tells_the_same(rig: Rig) -> None:
+async def test_grpc_has_the_same_settings_and_log_probabilities(rig: Rig) -> None:
     ids = rig.says("one two")
     rig.script.answer = with_logprobs(ids)
     request = generation_pb2.GenerateTextRequest(

@@ -54,7 +54,7 @@ def is_draining(answer: httpx.Response) -> bool:
     )
 
 
-async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_path: Path) -> None:
+async def test_every_request_gets_an_error_when_the_gateway_stops(prompts: Prompts, tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with (
         gateway_process(prompts, log, "--drain-seconds", "1") as gateway,
@@ -96,7 +96,7 @@ async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_
     assert "Exception" not in log.read_text()
 
 
-async def test_what_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path) -> None:
+async def test_a_request_that_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path) -> None:
     async with (
         gateway_process(prompts, tmp_path / "log", "--drain-seconds", "60") as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
@@ -114,7 +114,7 @@ async def test_what_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path
 @pytest.mark.parametrize(
     "said", ["reads nothing", pytest.param("half a body", marks=pytest.mark.slow), "nothing"]
 )
-async def test_a_client_that_does_not_take_part_holds_up_no_end(
+async def test_an_idle_client_does_not_delay_the_stop(
     prompts: Prompts, tmp_path: Path, said: str
 ) -> None:
     log = tmp_path / "log"

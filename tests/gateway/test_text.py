@@ -58,7 +58,7 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(
     assert b"".join(table.text_and_bytes(token)[1] for token in ids) == text.encode()
 
 
-def test_bytes_that_have_tokens_of_their_own_are_those() -> None:
+def test_a_byte_token_has_its_own_byte() -> None:
     """As sentencepiece's byte fallback has them; a token that is really called U+FFFD is that character."""
     vocabulary = {"<unk>": 0, "é": 1, "<0xC3>": 2, "<0xA9>": 3, "\ufffd": 4}
     tokenizer = Tokenizer(
@@ -74,7 +74,7 @@ def test_bytes_that_have_tokens_of_their_own_are_those() -> None:
     ]
 
 
-def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(
+def test_a_long_run_of_invalid_bytes_does_not_grow_the_tail(
     prompts: Prompts, table: TokenTable
 ) -> None:
     [emoji_start, *emoji_rest] = prompts.tokenizer.encode("😀").ids
@@ -85,7 +85,7 @@ def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(
     assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(ids)
 
 
-def test_a_character_of_several_tokens_comes_whole_with_its_last(
+def test_a_character_of_several_tokens_comes_with_the_last_token(
     prompts: Prompts, table: TokenTable
 ) -> None:
     ids = prompts.tokenizer.encode("😀").ids
@@ -131,12 +131,12 @@ def test_byte_fallback_tokenizers_keep_spaces_and_characters() -> None:
         (7, "", [7, 7, 12, 18, 18, 18, 18, 19, 19]),
     ],
 )
-def test_tokens_begin_where_the_text_has_them(at: int, text: str, begin: list[int]) -> None:
+def test_token_offsets_are_where_the_text_has_the_tokens(at: int, text: str, begin: list[int]) -> None:
     offsets = TokenOffsets(TokenTable(byte_fallback()), at, text)
     assert [offsets.push(index) for index in range(1, 10)] == begin
 
 
-def test_special_tokens_are_no_text(table: TokenTable, prompts: Prompts) -> None:
+def test_special_tokens_have_no_text(table: TokenTable, prompts: Prompts) -> None:
     detokenizer = Detokenizer(table)
     [hi] = prompts.tokenizer.encode("if").ids
     assert [detokenizer.push([token]) for token in (0, hi, 3, hi)] == ["", "if", "", "if"]
@@ -198,6 +198,6 @@ def test_tokens_are_counted_up_to_the_one_that_completes_the_stop(
     assert (stream.stopped, stream.token_count) == (True, upto)
 
 
-def test_text_that_only_begins_like_a_stop_is_given_out_in_the_end() -> None:
+def test_text_that_only_begins_like_a_stop_string_comes_in_the_end() -> None:
     scanner = StopScanner(["###"])
     assert [scanner.push("a#"), scanner.push("#b#"), scanner.finish()] == ["a", "##b", "#"]

@@ -81,7 +81,7 @@ async def nothing_runs(site: Site) -> None:
 
 
 @every_protocol
-async def test_text_streams_into_the_page_and_is_what_http_gives(
+async def test_the_page_streams_the_text_that_http_gives(
     example: Page, site: Site, protocol: str
 ) -> None:
     await example.evaluate(_COUNT_UPDATES)
@@ -116,7 +116,7 @@ async def test_a_deadline_ends_the_call(example: Page, site: Site, protocol: str
 
 
 @every_protocol
-async def test_bad_input_comes_with_its_reason_and_its_field(example: Page, protocol: str) -> None:
+async def test_the_page_shows_reason_and_field_of_bad_input(example: Page, protocol: str) -> None:
     await run(example, protocol, tokens="0")
     status = example.get_by_role("status")
     await expect(status).to_contain_text("InvalidArgument: max_tokens must be")
@@ -126,7 +126,7 @@ async def test_bad_input_comes_with_its_reason_and_its_field(example: Page, prot
 
 
 @every_protocol
-async def test_a_gateway_without_its_verifier_says_when_to_come_back(
+async def test_without_a_verifier_the_page_shows_when_to_try_again(
     example: Page, protocol: str, lonely_gateway: str
 ) -> None:
     await run(example, protocol, gateway=lonely_gateway)

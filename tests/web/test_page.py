@@ -26,7 +26,7 @@ async def finished(page: Page, count: int = 1) -> None:
     await expect(page.locator(".output dl:has(dd)")).to_have_count(count, timeout=60_000)
 
 
-async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_pointer(
+async def test_the_pointer_shows_the_source_and_drafter_of_a_token(
     page: Page,
 ) -> None:
     await write(page, REPEATING)
@@ -55,7 +55,7 @@ async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_poi
     )
 
 
-async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_are_the_same_text(
+async def test_plain_and_speculative_runs_show_the_same_text_side_by_side(
     page: Page,
 ) -> None:
     for temperature in ("0", "1"):
@@ -76,7 +76,7 @@ async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_a
         assert boxes[0]["x"] < boxes[1]["x"]
 
 
-async def test_the_charts_follow_what_happens(page: Page) -> None:
+async def test_the_charts_show_a_run(page: Page) -> None:
     await expect(page.locator("#no-activity")).to_be_visible()
     await expect(page.locator(".charts")).to_be_hidden()
     await write(page, REPEATING, 128)
@@ -97,7 +97,7 @@ async def test_the_charts_follow_what_happens(page: Page) -> None:
     assert all(colors > 3 for colors in drawn), "axes, and something drawn in a colour of its own"
 
 
-async def test_what_is_refused_says_why_and_the_next_run_works(page: Page) -> None:
+async def test_an_error_is_shown_until_the_next_run(page: Page) -> None:
     await write(page, REPEATING, 4096)
     await page.get_by_role("button", name="Run", exact=True).click()
     await expect(page.get_by_role("alert")).to_contain_text("max_tokens asks for 4096 tokens")
@@ -128,7 +128,7 @@ async def test_stop_stops(page: Page) -> None:
     assert await page.locator(".output .token").count() < 2000
 
 
-async def test_an_example_waits_until_something_happens_or_is_stopped(page: Page) -> None:
+async def test_an_example_waits_until_it_is_stopped(page: Page) -> None:
     example = page.locator("#example-join")
     await example.get_by_role("button", name="Start the text").click()
     await expect(example.locator(".outcome")).to_have_text(
@@ -140,7 +140,7 @@ async def test_an_example_waits_until_something_happens_or_is_stopped(page: Page
     await expect(example.get_by_role("button", name="Start the text")).to_be_visible()
 
 
-async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
+async def test_the_page_works_with_the_keyboard_alone(page: Page) -> None:
     await page.keyboard.press("Tab")
     await page.keyboard.press("Enter")  # the link that skips to the prompt
     await page.keyboard.press("Control+A")
@@ -161,7 +161,7 @@ async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_a_phone(
+async def test_the_page_is_accessible_in_each_theme_and_width(
     browser: Browser, site: Site, scheme: str, width: int
 ) -> None:
     context = await browser.new_context(
@@ -186,7 +186,7 @@ async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_
     await context.close()
 
 
-async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
+async def test_the_join_example_continues_with_the_new_drafter(page: Page, site: Site) -> None:
     example = page.locator("#example-join")
     await expect(example.locator("code").first).to_contain_text(
         f"--verifier {site.stack.address} --family ngram --id ngram-new"
@@ -217,7 +217,7 @@ async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
     await expect(page.locator("#happened")).to_contain_text("ngram-late left.")
 
 
-async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
+async def test_the_leave_examples_command_kills_only_its_drafter(
     page: Page, site: Site
 ) -> None:
     # What a shell would take for more than an id, and an id that begins like the one that is meant.
@@ -260,7 +260,7 @@ async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
     await expect(page.locator("#status")).to_have_text("ready", timeout=30_000)
 
 
-async def test_a_command_is_copied_whole(browser: Browser, site: Site) -> None:
+async def test_the_copy_button_copies_the_whole_command(browser: Browser, site: Site) -> None:
     context = await browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = await context.new_page()
     await page.goto(site.url)
@@ -274,7 +274,7 @@ async def test_a_command_is_copied_whole(browser: Browser, site: Site) -> None:
     await context.close()
 
 
-async def test_the_page_says_when_the_gateway_is_gone_and_goes_on_when_it_is_back(
+async def test_the_page_reconnects_to_a_restarted_gateway(
     page: Page, site: Site
 ) -> None:
     site.gateway.kill()

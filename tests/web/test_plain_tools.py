@@ -62,7 +62,7 @@ def output(lines: str, site: Site, npm_packages: Path) -> str:
 
 
 @pytest.mark.parametrize("line", [*GRPCURL.splitlines(), *BUF.splitlines()])
-def test_a_line_of_the_page_does_what_it_says(line: str, site: Site, npm_packages: Path) -> None:
+def test_each_documented_line_works(line: str, site: Site, npm_packages: Path) -> None:
     command = as_buf(line) if line.startswith("grpcurl") else line
     assert EXPECTED[re.split(r"[/ ]|(?=:8001$)", line)[-1]] in output(command, site, npm_packages)
 
