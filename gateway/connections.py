@@ -32,7 +32,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._pending_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+    # uvicorn's own method overrides with the same narrower type.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect(self.header_seconds)
 

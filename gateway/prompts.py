@@ -22,7 +22,7 @@ from tokenizers import Encoding
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
-# Longer texts are tokenised on a thread. At 0.4 µs a character, this many take the event loop 2 ms.
+# Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
 _INLINE_CHARACTERS = 5_000
 # Conversations of more messages are rendered on a thread. Templates run as Python code.
 _INLINE_MESSAGES = 64

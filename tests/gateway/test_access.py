@@ -1,4 +1,4 @@
-"""Websites can neither give their names to this gateway nor call it, unless its operator lets them."""
+"""The gateway refuses foreign Host and Origin headers unless its operator allows them."""
 
 from __future__ import annotations
 
@@ -59,10 +59,8 @@ HOSTS = [
 async def test_a_host_header_names_this_gateway_or_another_host(
     host: str, bound: str, allowed: list[str], accepted: bool
 ) -> None:
-    assert (
-        host_allowed(host, allowed_hosts(settings(http_host=bound, allowed_hosts=allowed)))
-        is accepted
-    )
+    patterns = allowed_hosts(settings(http_host=bound, allowed_hosts=allowed))
+    assert host_allowed(host, patterns) is accepted
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,9 @@ async def test_the_page_may_call_the_gateway_behind_a_tls_proxy() -> None:
 
 
 def unused() -> tuple[Any, Metrics]:
-    """What is behind routes that are not called here."""
-    metrics, prompts = Metrics(), Prompts(TARGET)
+    """The dependencies of routes that these tests do not call."""
+    metrics = Metrics()
+    prompts = Prompts(TARGET)
     return Generation(Router([], prompts.fingerprint), prompts, metrics), metrics
 
 

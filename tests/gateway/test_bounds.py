@@ -1,4 +1,4 @@
-"""What would take long to read is refused for its size, before anything else is done with it."""
+"""Requests that would take long to read are refused for their size first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients nobody here wrote send without being configured: recorded requests, and what they look for in the answers."""
+"""Recorded requests of other people's clients, and what these clients read in the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-# As guidellm 0.8 sends them.
+# The requests of guidellm 0.8.
 GUIDELLM: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x y", "max_tokens": 64, "stop": None, "ignore_eos": True},
     "/v1/chat/completions": {
@@ -29,7 +29,7 @@ GUIDELLM: dict[str, dict[str, Any]] = {
         "ignore_eos": True,
     },
 }
-# As `vllm bench serve` 0.32 sends them.
+# The requests of `vllm bench serve` 0.32.
 VLLM_BENCH: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "model": "models/target",
@@ -117,7 +117,7 @@ async def test_chunks_have_no_usage_unless_both_options_ask_for_it(
 
 
 def drafted(accepted: int, drafted_count: int) -> TokenChunk:
-    """A step that accepted some of its draft."""
+    """The chunk of a step that accepted some of its draft tokens."""
     own = TokenSource.BONUS if accepted == drafted_count else TokenSource.RECOVERED
     sources = [TokenSource.ACCEPTED] * accepted + [own]
     return TokenChunk([5] * (accepted + 1), sources, "ngram-1", draft_token_count=drafted_count)
@@ -220,9 +220,9 @@ async def test_litellm_and_langchain_recognise_a_context_overflow(
 ) -> None:
     error = (await rig.http.post(path, json=body)).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    # litellm 1.106, is_error_str_context_window_exceeded: what makes it fall back to a larger model.
+    # litellm 1.106, is_error_str_context_window_exceeded, falls back to a larger model.
     assert error["message"].startswith("This model's maximum context length is 2048 tokens. ")
-    # langchain-openai 1.7, _handle_openai_bad_request, which searches the exception's text.
+    # langchain-openai 1.7, _handle_openai_bad_request, searches the exception's text.
     assert "context_length_exceeded" in error["message"]
 
 
@@ -242,7 +242,9 @@ async def test_litellm_and_langchain_recognise_a_context_overflow(
     ],
     ids=lambda extra: next(iter(extra)),
 )
-async def test_a_parameter_without_an_effect_changes_nothing(rig: Rig, extra: dict[str, Any]) -> None:
+async def test_a_parameter_without_an_effect_changes_nothing(
+    rig: Rig, extra: dict[str, Any]
+) -> None:
     rig.says("yes")
     for body in ({}, extra):
         response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
@@ -306,12 +308,16 @@ async def test_the_error_for_the_responses_api_names_chat_completions(rig: Rig) 
     "path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"]
 )
 async def test_head_is_answered_like_get_without_the_body(rig: Rig, path: str) -> None:
-    head, get = await rig.http.head(path), await rig.http.get(path)
+    head = await rig.http.head(path)
+    get = await rig.http.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")
 
 
-THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is not false %} think{% endif %}{{ effort }}"
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is not false %} think{% endif %}{{ effort }}"
+)
 
 
 async def test_a_chat_template_gets_its_variables(rig: Rig, tmp_path: Path) -> None:
@@ -360,7 +366,9 @@ async def test_a_chat_template_gets_its_variables(rig: Rig, tmp_path: Path) -> N
     ],
     ids=lambda value: str(value)[:30],
 )
-async def test_the_variables_of_a_chat_template_are_bounded(rig: Rig, variables: Any, words: str) -> None:
+async def test_the_variables_of_a_chat_template_are_bounded(
+    rig: Rig, variables: Any, words: str
+) -> None:
     body = json.dumps({"messages": CHAT, "chat_template_kwargs": variables})
     response = await rig.http.post(
         "/v1/chat/completions", content=body, headers={"content-type": "application/json"}

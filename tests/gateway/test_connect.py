@@ -1,4 +1,4 @@
-"""Browsers get GenerationService on the HTTP port, over Connect and gRPC-Web, with the texts, errors and limits that gRPC has."""
+"""Over Connect and gRPC-Web, GenerationService has the texts, errors and limits of gRPC."""
 
 from __future__ import annotations
 
@@ -23,21 +23,17 @@ from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-JSON, PROTO, WEB = (
-    "application/connect+json",
-    "application/connect+proto",
-    "application/grpc-web+proto",
-)
+JSON = "application/connect+json"
+PROTO = "application/connect+proto"
+WEB = "application/grpc-web+proto"
 every_encoding = pytest.mark.parametrize("encoding", [JSON, PROTO, WEB])
 TEXT = "def add(a, b):  # 😀"
 
 
 def envelope(encoding: str, request: GenerateTextRequest) -> bytes:
-    return framed(
-        json_format.MessageToJson(request).encode()
-        if encoding == JSON
-        else request.SerializeToString()
-    )
+    if encoding == JSON:
+        return framed(json_format.MessageToJson(request).encode())
+    return framed(request.SerializeToString())
 
 
 def framed(data: bytes) -> bytes:
@@ -45,7 +41,7 @@ def framed(data: bytes) -> bytes:
 
 
 async def frames(response: httpx.Response) -> AsyncIterator[tuple[int, bytes]]:
-    """What an answer holds, as it comes: flags and content."""
+    """The frames of an answer as they arrive: flags and content."""
     buffer = b""
     async for data in response.aiter_bytes():
         buffer += data
@@ -58,8 +54,9 @@ async def frames(response: httpx.Response) -> AsyncIterator[tuple[int, bytes]]:
 async def post(
     rig: Rig, encoding: str, body: bytes, **headers: str
 ) -> tuple[list[GenerateTextResponse], status_pb2.Status]:
-    """A call's messages, and how it ended."""
-    messages, ending = [], b""
+    """The messages of a call, and its status."""
+    messages = []
+    ending = b""
     async with rig.http.stream(
         "POST", PATH, content=body, headers={"content-type": encoding, **headers}
     ) as response:
@@ -143,10 +140,10 @@ async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
         await rig.generation.GenerateText(request_).read()
     assert messages == []
     assert (status.code, status.message) == (caught.value.code().value[0], caught.value.details())
-    over_grpc, here = rpc.error_of(caught.value), rpc.error_in(status.SerializeToString())
-    assert here == over_grpc
+    here = rpc.error_in(status.SerializeToString())
+    assert here == rpc.error_of(caught.value)
     assert (here.field is None) == (here.retry_after_s is not None), (
-        "a field at fault, or a time to come back"
+        "an error has either a field or a time to retry"
     )
 
 
@@ -195,11 +192,11 @@ async def test_a_deadline_ends_the_call_and_frees_its_sequence(rig: Rig, encodin
 
 
 @every_encoding
-@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+@pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
 async def test_a_browser_that_hangs_up_frees_its_sequence(
-    rig: Rig, encoding: str, said: list[object]
+    rig: Rig, encoding: str, chunks: list[object]
 ) -> None:
-    rig.script.answer = lambda _: [*said, 60.0]  # type: ignore[list-item]
+    rig.script.answer = lambda _: [*chunks, 60.0]  # type: ignore[list-item]
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
     with pytest.raises(httpx.ReadTimeout):
         await rig.http.post(PATH, content=body, headers={"content-type": encoding}, timeout=0.3)
@@ -222,9 +219,7 @@ async def test_http_headers_become_the_calls_metadata(
 
 
 @every_encoding
-async def test_a_request_larger_than_a_grpc_message_is_refused(
-    rig: Rig, encoding: str
-) -> None:
+async def test_a_request_larger_than_a_grpc_message_is_refused(rig: Rig, encoding: str) -> None:
     _, status = await post(
         rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 40_000))
     )

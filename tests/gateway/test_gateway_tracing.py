@@ -1,4 +1,4 @@
-"""A request is one span whose context reaches the verifier; with tracing off nothing is sent."""
+"""Each request makes one span, and the verifier gets its context. Without tracing it gets none."""
 
 from __future__ import annotations
 
@@ -171,17 +171,17 @@ async def test_a_stream_that_fails_after_its_first_event_has_status_200(
     assert (attributes["error.type"], attributes["http.response.status_code"]) == ("internal", 200)
 
 
-@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+@pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_span_is_no_error_if_the_client_hangs_up(
-    rig: Rig, spans: InMemorySpanExporter, said: list[TokenChunk], stream: bool
+    rig: Rig, spans: InMemorySpanExporter, chunks: list[TokenChunk], stream: bool
 ) -> None:
-    rig.script.answer = lambda _: [*said, 60.0]
+    rig.script.answer = lambda _: [*chunks, 60.0]
     request = asyncio.create_task(
         rig.client.completions.create(model="models/target", prompt="x", stream=stream)
     )
     await until(lambda: rig.script.running == 1)
-    if stream and said:
+    if stream and chunks:
         await (await request).close()
     else:
         request.cancel()
@@ -190,7 +190,7 @@ async def test_a_span_is_no_error_if_the_client_hangs_up(
     assert span.status.status_code is StatusCode.UNSET
     attributes = dict(span.attributes or {})
     assert attributes["error.type"] == "client_gone"
-    assert attributes["http.response.status_code"] == (200 if stream and said else 499)
+    assert attributes["http.response.status_code"] == (200 if stream and chunks else 499)
 
 
 async def test_hanging_up_after_the_last_event_is_not_recorded(

@@ -1,4 +1,4 @@
-"""GenerationService gives over gRPC what HTTP gives, and errors with google.rpc details."""
+"""GenerationService over gRPC generates the same as HTTP, and its errors have details."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ async def test_bad_input_names_its_field(
         await call(rig, request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     details = list(rpc_status.from_call(caught.value).details)
-    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
     assert details[0].Unpack(info)
     assert details[1].Unpack(bad)
     assert info.domain == "outrider.dev"

@@ -1,4 +1,4 @@
-"""Bad input gets an error in OpenAI's shape that names the field and the limit, and disturbs nothing else."""
+"""Errors have OpenAI's shape, name the field and the limit, and affect no other request."""
 
 from __future__ import annotations
 
@@ -322,7 +322,8 @@ async def test_one_failed_choice_fails_the_request_and_cancels_its_siblings(rig:
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "n": 3, "seed": 0})
     assert (response.status_code, error_of(response)["message"]) == (500, "broken")
     async with asyncio.timeout(1):
-        while rig.script.running:  # noqa: ASYNC110  # the verifier's own state has no event
+        # The verifier's state has no event to wait for.
+        while rig.script.running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""A verifier that vanishes, or says what cannot be, harms neither the gateway nor what another one can serve."""
+"""A verifier that vanishes or sends impossible values affects no other verifier's requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GET_MODEL = "/outrider.v1.VerifierService/GetModel"
 
 
 class LyingVerifier(ScriptedVerifier):
-    """Answers GetModel with any bytes at all, as long as there are some, and else as its script says."""
+    """Answers GetModel with the bytes of `says`, if there are any, and else by its script."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
@@ -51,13 +51,13 @@ class LyingVerifier(ScriptedVerifier):
 
 
 class _GenericOnly:
-    """A server's methods by name alone, in the order in which they are added."""
+    """Adds the methods of a server by name only, so that handlers added earlier come first."""
 
     def __init__(self, server: rpc.Server) -> None:
         self.add_generic_rpc_handlers = server.grpc.add_generic_rpc_handlers
 
     def add_registered_method_handlers(self, *_: Any) -> None:
-        """These would be found before those by name."""
+        """Ignore these methods. A server would find them before those by name."""
 
 
 class _Raw(grpc.GenericRpcHandler):
@@ -81,10 +81,11 @@ class _Raw(grpc.GenericRpcHandler):
 
 
 class Pair:
-    """A gateway with two verifiers, the first of them behind a proxy and a liar if it is told to be."""
+    """A gateway with two verifiers. The first is behind a proxy, and its GetModel can be faked."""
 
     def __init__(self, prompts: Prompts) -> None:
-        self.first, self.second = (Script(ready(prompts.fingerprint), echo) for _ in range(2))
+        self.first = Script(ready(prompts.fingerprint), echo)
+        self.second = Script(ready(prompts.fingerprint), echo)
         self.liar = LyingVerifier(self.first)
         self.proxy: ChaosProxy
         self.gateway: Gateway
@@ -138,7 +139,7 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def test_waiting_sequences_leave_a_verifier_when_its_poll_fails(
     pair: Pair, stream: bool
 ) -> None:
-    """The connection stays open, as when a machine dies: nothing ends the call itself for many seconds."""
+    """The connection stays open, as when a machine dies, so the call does not end by itself."""
     pair.first.answer = lambda _: [60.0]
     asked = asyncio.create_task(pair.ask(stream=stream))
     await until(lambda: pair.first.running == 1)
@@ -167,7 +168,7 @@ async def test_a_sequence_with_a_chunk_stays_when_the_poll_fails(pair: Pair) -> 
 
 
 async def test_without_another_verifier_waiting_sequences_stay(pair: Pair) -> None:
-    """Nobody else would serve it, and the verifier may only be slow."""
+    """No other verifier would serve them, and this one may only be slow."""
     pair.second.info = replace(pair.second.info, stage=Stage.DRAINING)
     await until(lambda: pair.problems[1] is Reason.DRAINING)
     pair.first.answer = lambda request: [1.0, *echo(request)]
@@ -183,7 +184,7 @@ async def test_a_half_open_connection_is_replaced_as_soon_as_a_poll_fails(pair: 
     await until(lambda: pair.problems[1] is Reason.VERIFIER_UNAVAILABLE)
     channel = pair.gateway.router.replicas[0]._channel
     pair.proxy.swallow()
-    # gRPC itself gives the connection up after 12 s.
+    # gRPC itself would close the connection after 12 s.
     await until(lambda: pair.gateway.router.replicas[0]._channel is not channel)
     await until(lambda: pair.problems[0] is None)
     assert (await pair.ask()).status_code == 200
@@ -240,10 +241,9 @@ async def test_a_verifier_with_an_unreadable_answer_is_polled_again(
     assert "cannot be read" in ready_now["detail"]
     pair.liar.says = None
     await until(lambda: pair.problems == [None, None])
-    # Told when it changed, not at each poll.
-    assert (
-        len([record for record in caplog.records if "cannot be read" in record.getMessage()]) == 1
-    )
+    # The gateway logs a change, not each poll.
+    logged = [record.getMessage() for record in caplog.records]
+    assert len([message for message in logged if "cannot be read" in message]) == 1
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,7 @@ WRONG_CHUNKS: dict[str, TokenChunk] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", WRONG_CHUNKS)
-async def test_an_impossible_chunk_is_an_error(
-    rig: Rig, lie: str, stream: bool
-) -> None:
+async def test_an_impossible_chunk_is_an_error(rig: Rig, lie: str, stream: bool) -> None:
     rig.script.answer = lambda _: [WRONG_CHUNKS[lie], last([], FinishReason.LENGTH)]
     response = await rig.http.post(
         "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": stream}
@@ -326,11 +324,11 @@ async def test_an_unknown_enum_value_fails_no_other_sequence(
     rig.script.answer = lambda _: [1.0, plain([5]), last([], FinishReason.LENGTH)]
     other = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "y"}))
     await until(lambda: rig.script.running == 1)
-    told = replace(rig.script.info)  # the replica stays as it was
+    info_before = replace(rig.script.info)
     rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
     with monkeypatch.context() as patch:
         patch.setattr(wire_requests, "chunk_to_proto", lambda _: _part(**ENUMS[name]))
         response = await rig.http.post("/v1/completions", json={"prompt": "x"})
     assert response.status_code == 200 or response.json()["error"]["code"] == "internal"
     assert (await other).status_code == 200
-    assert rig.gateway.router.replicas[0].info == told
+    assert rig.gateway.router.replicas[0].info == info_before

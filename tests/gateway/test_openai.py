@@ -1,4 +1,4 @@
-"""The official client gets what OpenAI's API would give it."""
+"""OpenAI's own client gets the answers that OpenAI's API would give."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ async def test_a_completion_continues_the_prompt(rig: Rig) -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 async def test_a_stream_joins_to_the_whole_answer(rig: Rig, chunk: int) -> None:
     rig.says(TEXT, chunk)
-    texts, reasons = [], []
+    texts = []
+    reasons = []
     async for part in await rig.client.completions.create(
         model="models/target", prompt="x", max_tokens=64, stream=True
     ):
@@ -126,7 +127,8 @@ async def test_parameters_reach_the_verifier(rig: Rig) -> None:
         },
     )
     [request] = rig.script.requests
-    sampling, speculation = request.sampling, request.speculation
+    sampling = request.sampling
+    speculation = request.speculation
     assert (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (
         7,
         0.0,

@@ -1,4 +1,4 @@
-"""The gateway is ready exactly when a verifier with its tokenizer is, and says why when it is not."""
+"""The gateway is ready if and only if a verifier with its tokenizer is; else it says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A verifier that goes before it has said anything leaves its requests to the others."""
+"""If a verifier fails before a sequence's first chunk, the sequence moves to another verifier."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class Pair:
-    """A gateway with two verifiers; `first` is the one that is asked first, since neither is busy."""
+    """A gateway with two verifiers. While neither is busy, it picks `first`."""
 
     def __init__(self, prompts: Prompts) -> None:
-        self.first, self.second = (Script(ready(prompts.fingerprint), echo) for _ in range(2))
+        self.first = Script(ready(prompts.fingerprint), echo)
+        self.second = Script(ready(prompts.fingerprint), echo)
         self.servers: list[rpc.Server] = []
         self.gateway: Gateway
         self.http: httpx.AsyncClient
@@ -45,7 +46,7 @@ class Pair:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    # What a poll finds is tested elsewhere; here nothing is known but what the request itself meets.
+    # No polls: the gateway must learn from the requests themselves.
     monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
     made = Pair(prompts)
     async with contextlib.AsyncExitStack() as stack:
@@ -80,7 +81,7 @@ async def test_a_verifier_that_refuses_requests_costs_no_request(
         response = await pair.ask(stream=stream)
         assert response.status_code == 200
         assert "if x" in response.text
-    # It was asked once; then it was known.
+    # The gateway does not try the refusing verifier a second time.
     assert (len(pair.first.requests), len(pair.second.requests)) == (1, 3)
     assert (
         'outrider:request_failure_total{model_name="models/target"'
@@ -127,15 +128,16 @@ async def test_when_all_verifiers_refuse_the_last_error_is_reported(pair: Pair) 
 
 
 async def set_limits(pair: Pair, which: int, **limits: int) -> None:
-    """Give one verifier other limits, and let the gateway know."""
+    """Give one verifier other limits, and let the gateway poll it."""
     script = (pair.first, pair.second)[which]
     script.info = replace(script.info, **limits)
     await pair.gateway.router.replicas[which].refresh(script.info.tokenizer_fingerprint)
 
 
 def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the router pick the first replica at first and then only the second; the addresses that it has picked."""
-    router, picked = pair.gateway.router, list[str]()
+    """Let the router pick the first replica once and then the second. Returns picked addresses."""
+    router = pair.gateway.router
+    picked: list[str] = []
 
     def pick(model: str | None) -> Any:
         replica = router.replicas[min(len(picked), 1)]
@@ -177,9 +179,10 @@ async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pa
     pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "if x"}]}
     body["prediction"] = {"type": "content", "content": "x " * 100}
-    # What the context leaves is less there.
+    # The shorter context leaves room for fewer tokens.
     assert (await pair.http.post("/v1/chat/completions", json=body)).status_code == 200
-    [refused], [taken] = pair.first.requests, pair.second.requests
+    [refused] = pair.first.requests
+    [taken] = pair.second.requests
     assert (refused.max_tokens, taken.max_tokens) == (
         2048 - len(refused.prompt),
         64 - len(taken.prompt),
@@ -215,7 +218,8 @@ async def test_a_replica_lost_during_tokenising_gets_no_request(
     encode = Prompts.encode
 
     async def lose_the_first(self: Prompts, *given: Any, **how: Any) -> list[int]:
-        pair.gateway.router.replicas[0].mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone"))
+        gone = OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone")
+        pair.gateway.router.replicas[0].mark_lost(gone)
         return await encode(self, *given, **how)
 
     monkeypatch.setattr(Prompts, "encode", lose_the_first)

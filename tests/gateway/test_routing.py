@@ -17,7 +17,8 @@ from outrider.messages import ModelInfo, Stage
 async def router() -> AsyncIterator[Router]:
     router = Router(["a:1", "b:1", "c:1"], "print")
     for replica in router.replicas:
-        replica.info, replica.problem = ready("print"), None
+        replica.info = ready("print")
+        replica.problem = None
     yield router
     await router.close()
 
@@ -47,13 +48,14 @@ async def test_a_model_is_looked_up_at_the_replica_with_the_longest_context(rout
         assert router.lookup(name) == ("models/target", longer)
     router.replicas[0].sequences |= set(range(2))
     router.replicas[1].sequences |= set(range(2))
-    # Without a name it is the model of the least busy replica, which would be picked.
+    # Without a name, it is the model of the replica that `pick` would choose.
     assert router.lookup(None) == ("large", router.replicas[2].info)
 
 
 async def test_a_configured_name_replaces_the_verifiers() -> None:
     router = Router(["a:1"], "print", "house-model")
-    router.replicas[0].info, router.replicas[0].problem = ready("print"), None
+    router.replicas[0].info = ready("print")
+    router.replicas[0].problem = None
     assert router.pick("house-model").model == "house-model"
     with pytest.raises(OutriderError, match="not served"):
         router.pick("models/target")

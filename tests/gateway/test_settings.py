@@ -1,4 +1,4 @@
-"""Every setting of a request reaches the verifier as it was meant, or is refused by its own name; what comes back is shown."""
+"""Every parameter of a request reaches the verifier, or an error names it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gateway_rig import Rig
-from scripted_verifier import Step, last
+from scripted_verifier import Step, last, plain
 
 from gateway.schema import GenerationBody
 from outrider.errors import OutriderError, Reason
@@ -20,10 +20,8 @@ from outrider.messages import (
     GrammarKind,
     SamplingParams,
     SpeculationStats,
-    TokenChunk,
     TokenLogprob,
     TokenRequest,
-    TokenSource,
 )
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -34,26 +32,18 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 def with_logprobs(ids: list[int], *, chunk: int = 2) -> Any:
-    """A verifier that says these tokens with made-up log probabilities, then ends."""
+    """A verifier's answer: these tokens with log probabilities if requested, then the end."""
 
     def answer(request: TokenRequest) -> list[Step]:
-        steps: list[Step] = []
-        for at in range(0, len(ids), chunk):
-            part = ids[at : at + chunk]
-            told = (
-                [TokenLogprob(-0.5, (token, 7), (-0.5, -2.0)) for token in part]
-                if request.top_logprobs is not None
-                else []
-            )
-            steps.append(TokenChunk(part, [TokenSource.PLAIN] * len(part), logprobs=told))
-        end = [TokenLogprob(-0.1, (3, 8), (-0.1, -3.0))] if request.top_logprobs is not None else []
-        stats = SpeculationStats(forward_count=1)
-        return [
-            *steps,
-            TokenChunk(
-                [3], [TokenSource.PLAIN], finish_reason=FinishReason.STOP, stats=stats, logprobs=end
-            ),
-        ]
+        steps = [plain(ids[at : at + chunk]) for at in range(0, len(ids), chunk)]
+        end = last([3], FinishReason.STOP)
+        if request.top_logprobs is not None:
+            for step in steps:
+                step.logprobs = [
+                    TokenLogprob(-0.5, (token, 7), (-0.5, -2.0)) for token in step.token_ids
+                ]
+            end.logprobs = [TokenLogprob(-0.1, (3, 8), (-0.1, -3.0))]
+        return [*steps, end]
 
     return answer
 
@@ -225,7 +215,8 @@ async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
         await rig.client.chat.completions.create(
             model="models/target",
             messages=CHAT,
-            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]  # the client types want one of both
+            # The client's types allow one form of content at a time.
+            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]
         )
         assert (
             rig.script.requests[-1].prediction
@@ -257,7 +248,8 @@ async def test_streamed_logprobs_lose_no_token_even_inside_a_character(rig: Rig)
     stream = await rig.client.chat.completions.create(
         model="models/target", messages=CHAT, logprobs=True, stream=True
     )
-    text, count = "", 0
+    text = ""
+    count = 0
     async for chunk in stream:
         text += chunk.choices[0].delta.content or ""
         if (found := chunk.choices[0].logprobs) is not None:
@@ -278,7 +270,8 @@ async def test_completion_logprobs_have_the_legacy_shape(rig: Rig) -> None:
     stream = await rig.client.completions.create(
         model="models/target", prompt="x", logprobs=2, stream=True
     )
-    tokens, offsets = [], []
+    tokens = []
+    offsets = []
     async for chunk in stream:
         if (found := chunk.choices[0].logprobs) is not None:
             tokens += found.tokens or []
@@ -316,7 +309,7 @@ async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "expected"),
     [
         (
             [AcceptanceRule.TOKEN_WISE, AcceptanceRule.COUPLED],
@@ -327,16 +320,16 @@ async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
     ],
 )
 async def test_an_answer_names_the_acceptance_rules_of_its_drafts(
-    rig: Rig, rules: list[AcceptanceRule], told: Any
+    rig: Rig, rules: list[AcceptanceRule], expected: Any
 ) -> None:
     stats = SpeculationStats(1, 1, 2, 1, [0, 1], 4, rules)
     rig.script.answer = lambda request: [last([3], FinishReason.STOP, stats)]
     answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT)
-    assert (answer.model_extra or {}).get("speculation") == told
+    assert (answer.model_extra or {}).get("speculation") == expected
     stream = await rig.client.chat.completions.create(
         model="models/target", messages=CHAT, stream=True
     )
-    assert [chunk async for chunk in stream][-1].model_dump().get("speculation") == told
+    assert [chunk async for chunk in stream][-1].model_dump().get("speculation") == expected
 
 
 async def test_grpc_has_the_same_settings_and_log_probabilities(rig: Rig) -> None:
@@ -363,7 +356,6 @@ async def test_grpc_has_the_same_settings_and_log_probabilities(rig: Rig) -> Non
 
 
 async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> None:
-    """So a new one needs no code between the body and the verifier."""
-    assert {
-        field.name for field in fields(SamplingParams) if field.init
-    } <= GenerationBody.model_fields.keys()
+    """Then a new parameter needs no code between the body and the verifier."""
+    names = {field.name for field in fields(SamplingParams) if field.init}
+    assert names <= GenerationBody.model_fields.keys()

@@ -1,4 +1,4 @@
-"""Who shares an API key shares caches and pools; nobody else does."""
+"""Requests with the same API key have the same tenant, and others do not."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(
 
 
 def test_a_byte_token_has_its_own_byte() -> None:
-    """As sentencepiece's byte fallback has them; a token that is really called U+FFFD is that character."""
+    """With sentencepiece's byte fallback. A token whose text is U+FFFD has its bytes."""
     vocabulary = {"<unk>": 0, "é": 1, "<0xC3>": 2, "<0xA9>": 3, "\ufffd": 4}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
@@ -131,7 +131,9 @@ def test_byte_fallback_tokenizers_keep_spaces_and_characters() -> None:
         (7, "", [7, 7, 12, 18, 18, 18, 18, 19, 19]),
     ],
 )
-def test_token_offsets_are_where_the_text_has_the_tokens(at: int, text: str, begin: list[int]) -> None:
+def test_token_offsets_are_where_the_text_has_the_tokens(
+    at: int, text: str, begin: list[int]
+) -> None:
     offsets = TokenOffsets(TokenTable(byte_fallback()), at, text)
     assert [offsets.push(index) for index in range(1, 10)] == begin
 
@@ -143,7 +145,7 @@ def test_special_tokens_have_no_text(table: TokenTable, prompts: Prompts) -> Non
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
-    """The definition: the stop string whose last character comes first; of several that end there the longest."""
+    """The definition: cut at the stop string that ends first; of several, at the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

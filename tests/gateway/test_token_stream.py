@@ -1,4 +1,4 @@
-"""What a gateway asks of a verifier shares one stream; when that breaks, who is on it hears so and the next one opens another."""
+"""All requests to a verifier share one stream. When it breaks, the next request opens another."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_an_invalid_part_fails_only_its_own_sequence(
     with pytest.raises(openai.InternalServerError, match="StreamTokens failed"):
         await rig.client.completions.create(model="models/target", prompt=[5, 6, 7], max_tokens=5)
     assert (await good).choices[0].text
-    # And the verifier no longer works on it.
+    # The gateway has cancelled the sequence at the verifier.
     await until(lambda: rig.script.running == 0)
 
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: who wrote each token, what speculation brings, how it goes, and who is there."""
+"""The page in a real browser: sources of tokens, comparison, charts, processes and examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from site_rig import Site
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
-# Loops, so that an n-gram drafter has something to guess.
+# A repetition, so that an n-gram drafter has something to guess.
 REPEATING = "x = [1, 2, 3]\n" * 6
 
 
@@ -22,7 +22,7 @@ async def write(page: Page, prompt: str, tokens: int = 64) -> None:
 
 
 async def finished(page: Page, count: int = 1) -> None:
-    """Until so many outputs show their figures."""
+    """Wait until `count` outputs show their figures."""
     await expect(page.locator(".output dl:has(dd)")).to_have_count(count, timeout=60_000)
 
 
@@ -65,7 +65,8 @@ async def test_plain_and_speculative_runs_show_the_same_text_side_by_side(
         await expect(page.locator("#verdict")).to_contain_text(
             "Both texts are identical.", timeout=60_000
         )
-        left, right = page.locator(".output").nth(0), page.locator(".output").nth(1)
+        left = page.locator(".output").nth(0)
+        right = page.locator(".output").nth(1)
         assert (
             await right.locator(".token.plain").count() == await right.locator(".token").count() > 0
         )
@@ -81,16 +82,23 @@ async def test_the_charts_show_a_run(page: Page) -> None:
     await expect(page.locator(".charts")).to_be_hidden()
     await write(page, REPEATING, 128)
     await page.get_by_role("button", name="Run", exact=True).click()
-    # Each value is that of the last second, so it is gone a second after the run.
+    # Each value covers the last seconds, so it disappears soon after the run.
     await page.wait_for_function(
         """() => Object.entries({
-            acceptance: /^\\d+ %$/, lengths: /^mean \\d+\\.\\d\\d$/, rate: /^[1-9]\\d*$/, tpot: /^\\d+\\.\\d$/,
-        }).every(([name, pattern]) => pattern.test(document.getElementById('now-' + name).textContent))"""
+            acceptance: /^\\d+ %$/,
+            lengths: /^mean \\d+\\.\\d\\d$/,
+            rate: /^[1-9]\\d*$/,
+            tpot: /^\\d+\\.\\d$/,
+        }).every(([name, pattern]) => {
+            const shown = document.getElementById('now-' + name).textContent;
+            return pattern.test(shown);
+        })"""
     )
     await finished(page)
     drawn = await page.evaluate(
         """() => [...document.querySelectorAll('.charts canvas')].map((canvas) => {
-            const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+            const context = canvas.getContext('2d');
+            const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
             return new Set(new Uint32Array(pixels.buffer)).size; })"""
     )
     assert len(drawn) == 4
@@ -110,7 +118,7 @@ async def test_an_error_is_shown_until_the_next_run(page: Page) -> None:
 async def test_stop_stops(page: Page) -> None:
     await write(page, "def f():\n", 2000)
     await page.get_by_label("Drafter").select_option("none")
-    # From within the page, since on a busy machine the text might be over before a click from outside comes.
+    # Click from within the page. On a busy machine a click from outside might come too late.
     await page.evaluate(
         """() => new MutationObserver((_, observer) => {
             if (document.querySelectorAll('.output .token').length < 4) return;
@@ -165,8 +173,9 @@ async def test_the_page_is_accessible_in_each_theme_and_width(
     browser: Browser, site: Site, scheme: str, width: int
 ) -> None:
     context = await browser.new_context(
-        viewport={"width": width, "height": 800}, color_scheme=scheme
-    )  # type: ignore[arg-type]  # one of two
+        viewport={"width": width, "height": 800},
+        color_scheme=scheme,  # type: ignore[arg-type]  # it is one of the allowed strings
+    )
     page = await context.new_page()
     await page.goto(site.url)
     await page.locator(".process strong", has_text="ngram-1").wait_for()
@@ -217,10 +226,8 @@ async def test_the_join_example_continues_with_the_new_drafter(page: Page, site:
     await expect(page.locator("#happened")).to_contain_text("ngram-late left.")
 
 
-async def test_the_leave_examples_command_kills_only_its_drafter(
-    page: Page, site: Site
-) -> None:
-    # What a shell would take for more than an id, and an id that begins like the one that is meant.
+async def test_the_leave_examples_command_kills_only_its_drafter(page: Page, site: Site) -> None:
+    # An id with a shell command in it, and an id that begins like the victim's.
     others = ("x'; touch pwned; echo '", "ngram-12")
     for name in others:
         site.stack.add_drafter(name, "ngram")
@@ -274,9 +281,7 @@ async def test_the_copy_button_copies_the_whole_command(browser: Browser, site: 
     await context.close()
 
 
-async def test_the_page_reconnects_to_a_restarted_gateway(
-    page: Page, site: Site
-) -> None:
+async def test_the_page_reconnects_to_a_restarted_gateway(page: Page, site: Site) -> None:
     site.gateway.kill()
     await expect(page.locator("#reason")).to_have_text(
         "the gateway does not answer", timeout=10_000
