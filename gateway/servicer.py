@@ -86,9 +86,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise invalid("input", "must be one of prompt, chat and tokens")
         if kind == "tokens":
             name = "tokens.token_ids"
+            count = len(request.tokens.token_ids)
+            if count > MAX_VALUES:
+                raise invalid(name, f"must hold at most {MAX_VALUES} ids, not {count}")
             ids = list(request.tokens.token_ids)
-            if len(ids) > MAX_VALUES:
-                raise invalid(name, f"must hold at most {MAX_VALUES} ids, not {len(ids)}")
         elif kind == "prompt":
             name = "prompt"
             ids = await prompts.encode(request.prompt, name, context_length)
