@@ -138,10 +138,8 @@ async def test_an_allowed_website_gets_its_preflight_and_its_answers() -> None:
             refused = await http.post(
                 "/v1/chat/completions", json={"messages": []}, headers={"origin": origin}
             )
-            assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (
-                400,
-                origin,
-            )
+            assert refused.status_code == 400
+            assert refused.headers["access-control-allow-origin"] == origin
         for origin in (
             "https://evil.example",
             "https://chat.example.com.evil.example",

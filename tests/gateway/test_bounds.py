@@ -125,10 +125,8 @@ async def test_a_far_too_long_prompt_is_refused_before_tokenising(
         ):
             with pytest.raises(OutriderError, match=f"{CONTEXT} tokens") as caught:
                 await attempt
-            assert (caught.value.reason, caught.value.field) == (
-                Reason.CONTEXT_LENGTH_EXCEEDED,
-                "prompt",
-            )
+            assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+            assert caught.value.field == "prompt"
 
 
 async def test_a_prompt_that_just_fits_is_accepted_whatever_its_tokens(prompts: Prompts) -> None:

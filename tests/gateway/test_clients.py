@@ -181,15 +181,11 @@ async def test_a_whole_answer_counts_the_drafts_of_its_gathered_steps(rig: Rig) 
     await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 30})
     after = await spec_decode(rig)
     changed = {name: value - before.get(name, 0) for name, value in after.items()}
-    assert (
-        changed["num_drafts_total"],
-        changed["num_draft_tokens_total"],
-        changed["num_accepted_tokens_total"],
-    ) == (3, 7, 3)
-    assert (
-        changed["num_accepted_tokens_per_pos_total0"],
-        changed["num_accepted_tokens_per_pos_total1"],
-    ) == (2, 1)
+    assert changed["num_drafts_total"] == 3
+    assert changed["num_draft_tokens_total"] == 7
+    assert changed["num_accepted_tokens_total"] == 3
+    assert changed["num_accepted_tokens_per_pos_total0"] == 2
+    assert changed["num_accepted_tokens_per_pos_total1"] == 1
 
 
 async def test_a_cancelled_whole_answer_counts_no_draft_tokens(
@@ -289,11 +285,9 @@ async def test_the_error_for_tools_names_the_alternatives(rig: Rig, extra: dict[
         "/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS, **extra}
     )
     error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (
-        400,
-        "tools",
-        "unsupported_parameter",
-    )
+    assert response.status_code == 400
+    assert error["param"] == "tools"
+    assert error["code"] == "unsupported_parameter"
     assert 'tool_choice "none"' in error["message"]
     assert "response_format" in error["message"]
 

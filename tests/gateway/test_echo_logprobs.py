@@ -126,10 +126,8 @@ async def test_with_no_tokens_to_generate_only_the_prompt_is_scored(rig: Rig, st
         ids = prompt if isinstance(prompt, list) else rig.prompts.tokenizer.encode(prompt).ids
         assert text == (prompt if isinstance(prompt, str) else rig.prompts.decode(prompt))
         assert len(found["tokens"]) == len(ids)
-        assert (rig.script.requests[-1].max_tokens, rig.script.requests[-1].prompt_logprobs) == (
-            0,
-            0,
-        )
+        assert rig.script.requests[-1].max_tokens == 0
+        assert rig.script.requests[-1].prompt_logprobs == 0
 
 
 async def test_an_echo_alone_needs_no_log_probabilities(rig: Rig) -> None:
@@ -160,10 +158,8 @@ async def test_each_choice_repeats_its_prompt_and_scores_it(
         for text, logprobs in (next(choices) for _ in range(3)):
             assert text == prompt + rig.prompts.decode(output)
             assert logprobs["tokens"] == [rig.prompts.decode([token]) for token in ids]
-            assert logprobs["token_logprobs"] == [
-                None,
-                *(pytest.approx(-token / 100) for token in ids[1:]),
-            ]
+            scores = [pytest.approx(-token / 100) for token in ids[1:]]
+            assert logprobs["token_logprobs"] == [None, *scores]
     assert len(found) == len(rig.script.requests) == 6
 
 
@@ -228,10 +224,8 @@ async def test_vllms_prompt_logprobs_have_its_shape_in_both_endpoints(rig: Rig) 
         ]
     prompt = rig.script.requests[-1].prompt
     found = (chat.model_extra or {})["prompt_logprobs"]
-    assert (found[0], [next(iter(entry)) for entry in found[1:]]) == (
-        None,
-        [str(token) for token in prompt[1:]],
-    )
+    assert found[0] is None
+    assert [next(iter(entry)) for entry in found[1:]] == [str(token) for token in prompt[1:]]
     assert "prompt_logprobs" not in (chat.choices[0].model_extra or {})
 
 

@@ -97,17 +97,13 @@ async def test_settings_reach_the_verifier(rig: Rig) -> None:
     )
     await call(rig, GenerateTextRequest(prompt="x"))
     given, unset = rig.script.requests
-    assert (given.max_tokens, given.sampling.greedy, given.sampling.top_k, given.sampling.seed) == (
-        9,
-        True,
-        3,
-        2**63,
-    )
-    assert (
-        given.speculation.enabled,
-        given.speculation.drafter,
-        given.speculation.draft_tokens,
-    ) == (False, "ngram", 2)
+    assert given.max_tokens == 9
+    assert given.sampling.greedy is True
+    assert given.sampling.top_k == 3
+    assert given.sampling.seed == 2**63
+    assert given.speculation.enabled is False
+    assert given.speculation.drafter == "ngram"
+    assert given.speculation.draft_tokens == 2
     assert unset.max_tokens == 2048 - 1
 
 

@@ -28,10 +28,8 @@ async def test_a_completion_continues_the_prompt(rig: Rig) -> None:
     assert answer.id.startswith("cmpl-")
     assert answer.usage is not None
     prompt_count = len(rig.prompts.tokenizer.encode("x = 1").ids)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
-        prompt_count,
-        len(ids) + 1,
-    )
+    assert answer.usage.prompt_tokens == prompt_count
+    assert answer.usage.completion_tokens == len(ids) + 1
     assert answer.usage.total_tokens == prompt_count + len(ids) + 1
 
 
@@ -129,18 +127,14 @@ async def test_parameters_reach_the_verifier(rig: Rig) -> None:
     [request] = rig.script.requests
     sampling = request.sampling
     speculation = request.speculation
-    assert (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (
-        7,
-        0.0,
-        0.5,
-        9,
-    )
+    assert request.max_tokens == 7
+    assert sampling.temperature == 0.0
+    assert sampling.top_p == 0.5
+    assert sampling.top_k == 9
     assert sampling.seed == 2**64 - 1
-    assert (speculation.enabled, speculation.drafter, speculation.draft_tokens) == (
-        True,
-        "ngram",
-        3,
-    )
+    assert speculation.enabled is True
+    assert speculation.drafter == "ngram"
+    assert speculation.draft_tokens == 3
     assert (request.ignore_eos, request.stop_token_ids) == (True, {5})
 
 
@@ -150,11 +144,9 @@ async def test_defaults_are_openais(rig: Rig) -> None:
     completion, chat = rig.script.requests
     assert completion.max_tokens == 16
     assert chat.max_tokens == 2048 - len(chat.prompt)
-    assert (
-        completion.sampling.temperature,
-        completion.sampling.top_p,
-        completion.sampling.seed,
-    ) == (1.0, 1.0, None)
+    assert completion.sampling.temperature == 1.0
+    assert completion.sampling.top_p == 1.0
+    assert completion.sampling.seed is None
     assert completion.speculation.enabled
 
 
@@ -194,14 +186,8 @@ async def test_choices_are_numbered_by_prompt_and_a_prompt_counts_once(rig: Rig)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(lengths)
     assert answer.usage.completion_tokens == 2 * sum(length + 1 for length in lengths)
-    assert sorted(request.sampling.seed or 0 for request in rig.script.requests) == [
-        5,
-        5,
-        5,
-        6,
-        6,
-        6,
-    ]
+    seeds = sorted(request.sampling.seed or 0 for request in rig.script.requests)
+    assert seeds == [5] * 3 + [6] * 3
 
 
 async def test_streamed_choices_interleave_without_mixing(rig: Rig) -> None:
@@ -288,10 +274,8 @@ async def test_a_sequence_ended_by_a_stop_string_still_has_its_statistics(rig: R
         extra_body={"speculation": {"metrics": True}},
     )
     metrics = answer.model_extra["metrics"]["speculative_decoding"]
-    assert (metrics["num_accepted_draft_tokens"], metrics["num_draft_tokens"]) == (
-        len(ids) - 1,
-        len(ids) + 2,
-    )
+    assert metrics["num_accepted_draft_tokens"] == len(ids) - 1
+    assert metrics["num_draft_tokens"] == len(ids) + 2
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 

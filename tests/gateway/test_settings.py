@@ -72,10 +72,8 @@ async def test_every_sampling_setting_reaches_the_verifier(rig: Rig) -> None:
     assert (s.min_p, s.typical_p, s.repetition_penalty, s.min_tokens) == (0.1, 0.9, 1.2, 2)
     assert (s.presence_penalty, s.frequency_penalty) == (0.5, -0.5)
     assert (s.logit_bias, s.banned_token_ids) == (((7, -100.0), (50, 3.0)), (9,))
-    assert (request.speculation.acceptance, request.speculation.typical_epsilon) == (
-        Acceptance.TYPICAL,
-        0.2,
-    )
+    assert request.speculation.acceptance is Acceptance.TYPICAL
+    assert request.speculation.typical_epsilon == 0.2
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -200,11 +198,9 @@ async def test_the_error_for_a_bad_grammar_names_the_callers_field(rig: Rig) -> 
     for stream in (False, True):
         response = await rig.http.post("/v1/chat/completions", json={**body, "stream": stream})
         error = response.json()["error"]
-        assert (response.status_code, error["param"], error["message"]) == (
-            400,
-            "response_format",
-            "response_format has a loop",
-        )
+        assert response.status_code == 400
+        assert error["param"] == "response_format"
+        assert error["message"] == "response_format has a loop"
 
 
 async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
