@@ -99,7 +99,7 @@ class ResponseShape(ABC):
 
         `texts` and `shown` have each choice's text and its tokens with log probabilities.
         """
-        choices = []
+        choices: list[Json] = []
         for text, finish, tokens in zip(texts, totals.finishes, shown, strict=True):
             choice = {
                 "index": len(choices),
