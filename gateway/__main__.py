@@ -1,4 +1,7 @@
-"""`python -m gateway --verifier HOST:PORT --tokenizer MODEL`: the OpenAI API and gRPC in front of verifiers."""
+"""Serve the OpenAI API and gRPC in front of verifiers.
+
+Run with `python -m gateway --verifier HOST:PORT --tokenizer MODEL`.
+"""
 
 from __future__ import annotations
 

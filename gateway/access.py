@@ -1,4 +1,4 @@
-"""From where requests may come: the names of this gateway (against DNS rebinding) and the websites that may call it."""
+"""Check where a request comes from: its Host (against DNS rebinding) and its Origin."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _LOOPBACK = ("localhost", "*.localhost")
 
 
 class Access:
-    """Refuses a request whose Host is not this gateway's, or whose Origin is neither this gateway nor an allowed one.
+    """ASGI middleware that refuses foreign Host and Origin headers with 403.
 
-    A website can give its own name any address, also 127.0.0.1, and its scripts can then read what is there. Such requests have
-    the website's name as their Host. Requests without a Host or Origin do not come from a browser's script.
+    A website can point its own name at any address, even 127.0.0.1. Its scripts can then read
+    from that address, but their requests carry the website's name as their Host. Requests
+    without Host and Origin are let through: no browser script sends them.
     """
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
@@ -31,45 +32,60 @@ class Access:
         self._origins = re.compile(origin_pattern(settings.allowed_origins))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._problem(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
-            await error_response(error)(scope, receive, send)
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except OutriderError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-    def _problem(self, scope: Scope) -> OutriderError | None:
+    def _check(self, scope: Scope) -> None:
+        """Raise OutriderError unless this gateway may answer the request."""
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
         if len(hosts) > 1 or len(origins) > 1:
-            return OutriderError(
-                Reason.MALFORMED_REQUEST, "the request has several Host or Origin headers"
-            )
-        host = hosts[0].lower() if hosts else ""
+            message = "the request has several Host or Origin headers"
+            raise OutriderError(Reason.MALFORMED_REQUEST, message)
+        host = "".join(hosts).lower()
         if host and not host_allowed(host, self._hosts):
-            message = f"Host {host[:_SHOWN_CHARACTERS]!r} is not a name of this gateway; --allowed-hosts lists its names"
-            return OutriderError(Reason.HOST_NOT_ALLOWED, message)
+            shown = repr(host[:_SHOWN_CHARACTERS])
+            message = f"Host {shown} is not a name of this gateway; --allowed-hosts lists its names"
+            raise OutriderError(Reason.HOST_NOT_ALLOWED, message)
         if origins and not self._origin_allowed(origins[0].lower(), host):
-            shown = origins[0][:_SHOWN_CHARACTERS]
-            message = f"Origin {shown!r} may not call this gateway; --allowed-origins lists websites that may"
-            return OutriderError(Reason.ORIGIN_NOT_ALLOWED, message)
-        return None
+            message = (
+                f"Origin {origins[0][:_SHOWN_CHARACTERS]!r} may not call this gateway; "
+                "--allowed-origins lists websites that may"
+            )
+            raise OutriderError(Reason.ORIGIN_NOT_ALLOWED, message)
 
     def _origin_allowed(self, origin: str, host: str) -> bool:
-        # A proxy that ends TLS makes https of the page's origin, so the scheme says nothing.
+        # Behind a proxy that terminates TLS, the page's origin has https while we see http.
         own = bool(host) and origin in (f"http://{host}", f"https://{host}")
         return own or self._origins.fullmatch(origin) is not None
 
 
 def allowed_hosts(settings: GatewaySettings) -> list[str]:
-    """Patterns of the names of this gateway; names without a dot, as in containers' networks, have the pattern ""."""
+    """The patterns, in lower case, that name this gateway.
+
+    The pattern "" allows every name without a dot, such as a container's name in its network.
+    It is added unless the gateway listens on the loopback interface alone.
+    """
     patterns = [*_LOOPBACK, settings.http_host.lower(), socket.gethostname().lower()]
     patterns += [name.lower() for name in settings.allowed_hosts]
-    return patterns if _is_loopback(settings.http_host) else [*patterns, ""]
+    if not _is_loopback(settings.http_host):
+        patterns.append("")
+    return patterns
 
 
 def host_allowed(host: str, patterns: Sequence[str]) -> bool:
-    """Whether a Host header, in lower case, names this gateway. An address always does: no website has one for its name."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
+    """Whether a Host header, in lower case, names this gateway.
+
+    An IP address is always allowed, since a website cannot have one as its name.
+    """
+    name = host.rpartition(":")[0] or host
+    if host.startswith("["):
+        name = host[1:].partition("]")[0]
     name = name.removesuffix(".")
     if _is_address(name) or ("" in patterns and "." not in name):
         return True
@@ -77,13 +93,15 @@ def host_allowed(host: str, patterns: Sequence[str]) -> bool:
 
 
 def origin_pattern(origins: Sequence[str]) -> str:
-    """A regular expression for these origins; in each a * stands for letters, digits, dots and hyphens."""
+    """A regular expression that matches these origins as a whole.
+
+    In an origin, * stands for letters, digits, dots and hyphens. The origin "*" matches all.
+    """
     if "*" in origins:
         return ".*"
-    each = [
-        re.escape(origin.lower().rstrip("/")).replace(r"\*", r"[a-z0-9.-]+") for origin in origins
-    ]
-    return "|".join(f"(?:{one})" for one in each) or r"(?!)"
+    escaped = [re.escape(origin.lower().rstrip("/")) for origin in origins]
+    patterns = [origin.replace(r"\*", r"[a-z0-9.-]+") for origin in escaped]
+    return "|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)"
 
 
 def _is_address(name: str) -> bool:
@@ -95,4 +113,6 @@ def _is_address(name: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+    if _is_address(host):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

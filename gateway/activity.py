@@ -1,4 +1,4 @@
-"""What a gateway's sequences add up to: who wrote how many tokens, how much of the drafts stood, and how fast. For the page."""
+"""Sums over a gateway's sequences for the page: tokens by author, accepted drafts, and speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.messages import TokenChunk, TokenSource
 
 @dataclass(slots=True)
 class Activity:
-    """Sums since the gateway started; whoever wants rates takes differences. Times are in seconds."""
+    """Sums since the gateway started. A reader subtracts two snapshots to get rates."""
 
     tokens: dict[str, int] = field(
         default_factory=lambda: {source.name.lower(): 0 for source in TokenSource}
@@ -19,28 +19,30 @@ class Activity:
     draft_tokens: int = 0
     """Draft tokens verified."""
     accepted_counts: list[int] = field(default_factory=list)
-    """By number of accepted draft tokens: the steps that verified a draft and accepted so many."""
+    """Entry i counts the steps that verified a draft and accepted i of its tokens."""
     later_tokens: int = 0
+    """Tokens after the first chunk of their sequence."""
     later_token_seconds: float = 0.0
-    """From each sequence's first token to its latest; `later_tokens` came in that time."""
+    """The time that `later_tokens` took, summed over sequences."""
 
     def add(self, chunk: TokenChunk) -> None:
-        """A chunk came."""
+        """Count the tokens of a chunk by source, and the draft tokens it verified."""
         for source in chunk.sources:
             self.tokens[source.name.lower()] += 1
         self.draft_tokens += chunk.draft_token_count
 
     def waited(self, token_count: int, seconds: float) -> None:
-        """A sequence's next tokens came after so long."""
+        """Record that a sequence got `token_count` tokens `seconds` after its last ones."""
         self.later_tokens += token_count
         self.later_token_seconds += seconds
 
     def snapshot(self) -> dict[str, Any]:
+        """The sums by name, as JSON has them."""
         return asdict(self)
 
 
 def add_counts(sums: list[int], counts: Sequence[int]) -> None:
-    """Add to each sum its count, making more sums as needed."""
+    """Add `counts` to `sums` entry by entry, in place. `sums` grows as needed."""
     sums += [0] * (len(counts) - len(sums))
     for index, count in enumerate(counts):
         sums[index] += count

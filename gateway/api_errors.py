@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, whatever raised them: validation, routing, the verifier, or a fault of our own."""
+"""Answer every error in OpenAI's shape: from validation, routing, the verifier or a bug of ours."""
 
 from __future__ import annotations
 
@@ -27,43 +27,41 @@ _BY_STATUS = {
 
 
 def error_body(error: OutriderError) -> dict[str, object]:
-    """`{"error": {message, type, param, code}}`."""
-    kind = error.reason.kind
-    code = error.reason.name.lower()
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind.openai_type,
-            "param": error.field,
-            "code": code,
-        }
+    """OpenAI's error object: `{"error": {message, type, param, code}}`."""
+    shown = {
+        "message": error.message,
+        "type": error.reason.kind.openai_type,
+        "param": error.field,
+        "code": error.reason.name.lower(),
     }
+    return {"error": shown}
 
 
 class _AsciiResponse(JSONResponse):
-    """JSON with every other character escaped: an error may quote what is not even Unicode, such as half a surrogate pair."""
+    """JSON in ASCII. An error may quote invalid Unicode, such as half of a surrogate pair."""
 
     def render(self, content: object) -> bytes:
         return json.dumps(content).encode()
 
 
 def error_response(error: OutriderError) -> Response:
-    """The error with its HTTP status."""
-    headers = (
-        {"Retry-After": str(max(1, round(error.retry_after_s)))}
-        if error.retry_after_s is not None
-        else None
-    )
+    """The error with its HTTP status, and Retry-After in whole seconds if it has a time."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return _AsciiResponse(error_body(error), status_code=error.reason.kind.http, headers=headers)
 
 
 def unexpected() -> OutriderError:
-    """What a caller learns of a fault of our own; its text, which may hold a user's data, goes to the log alone."""
+    """The error that a caller gets for a bug of ours.
+
+    The exception's own text may hold a user's data, so it goes to the log alone.
+    """
     return OutriderError(Reason.INTERNAL, "the gateway failed; its log has the reason")
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of the application in OpenAI's shape."""
+    """Register handlers that answer every error of the application in OpenAI's shape."""
     handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
         OutriderError: _outrider_error,
         RequestValidationError: _validation_error,
@@ -84,13 +82,15 @@ async def _validation_error(_request: Request, error: RequestValidationError) ->
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     if isinstance(error.__cause__, OutriderError):
-        # FastAPI's wrapping of what was raised while the body was read.
+        # FastAPI wraps an error that is raised while it reads the body.
         return error_response(error.__cause__)
     reason = _BY_STATUS.get(error.status_code, Reason.MALFORMED_REQUEST)
+    path = request.url.path[:200]
+    cause = error.__cause__ or error.detail
     messages = {
-        Reason.MALFORMED_REQUEST: f"the body cannot be read as JSON: {error.__cause__ or error.detail}",
-        Reason.ROUTE_NOT_FOUND: f"there is no {request.url.path[:200]} here{_instead(request.url.path)}",
-        Reason.METHOD_NOT_ALLOWED: f"{request.url.path[:200]} does not take {request.method}",
+        Reason.MALFORMED_REQUEST: f"the body cannot be read as JSON: {cause}",
+        Reason.ROUTE_NOT_FOUND: f"there is no {path} here{_instead(path)}",
+        Reason.METHOD_NOT_ALLOWED: f"{path} does not take {request.method}",
     }
     response = error_response(OutriderError(reason, messages.get(reason, str(error.detail))))
     response.headers.update(error.headers or {})
@@ -102,48 +102,43 @@ async def _fault(_request: Request, _error: Exception) -> Response:
 
 
 def _instead(path: str) -> str:
-    """Names the endpoints that generate text, for callers of others of OpenAI's, such as /v1/responses."""
-    return (
-        "; POST /v1/chat/completions and POST /v1/completions generate text"
-        if path.startswith("/v1/")
-        else ""
-    )
+    """A hint for callers of OpenAI's other endpoints, such as /v1/responses."""
+    if not path.startswith("/v1/"):
+        return ""
+    return "; POST /v1/chat/completions and POST /v1/completions generate text"
 
 
 def validation_error(details: Sequence[ErrorDetails | dict[str, Any]]) -> OutriderError:
-    """The first of pydantic's complaints, with the field's path and what was sent there."""
+    """The first of pydantic's complaints, with the field's path and the value sent there."""
     if not details:
         return OutriderError(Reason.MALFORMED_REQUEST, "the request is malformed")
     detail = details[0]
-    kind, message = detail["type"], detail["msg"].removeprefix("Value error, ")
+    kind = detail["type"]
+    message = detail["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         cause = detail.get("ctx", {}).get("error", "")
         return OutriderError(Reason.MALFORMED_REQUEST, f"the body is not JSON: {message} ({cause})")
     path = field_path(detail["loc"])
     if not path:
-        return OutriderError(
-            Reason.MALFORMED_REQUEST,
-            "the body must be a JSON object, sent with Content-Type: application/json",
-        )
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        return OutriderError(Reason.MALFORMED_REQUEST, message)
     if kind == "extra_forbidden":
-        return OutriderError(
-            Reason.UNKNOWN_PARAMETER, f"{path} is not a parameter of this request", path
-        )
+        message = f"{path} is not a parameter of this request"
+        return OutriderError(Reason.UNKNOWN_PARAMETER, message, path)
     if kind == UNSUPPORTED:
         return OutriderError(Reason.UNSUPPORTED_PARAMETER, f"{path} {message}", path)
     if kind == "missing":
         return OutriderError(Reason.INVALID_VALUE, f"{path} is required", path)
-    return OutriderError(
-        Reason.INVALID_VALUE, f"{path}: {message}, not {_shown(detail.get('input'))}", path
-    )
+    message = f"{path}: {message}, not {_shown(detail.get('input'))}"
+    return OutriderError(Reason.INVALID_VALUE, message, path)
 
 
 def _shown(value: object) -> str:
-    """The beginning of a value as JSON, written no further than it is shown."""
+    """The first characters of a value as JSON; the rest of a large value is never encoded."""
+    if isinstance(value, str):
+        value = _cut(value)
     shown = ""
-    for part in json.JSONEncoder(default=str).iterencode(
-        _cut(value) if isinstance(value, str) else value
-    ):
+    for part in json.JSONEncoder(default=str).iterencode(value):
         shown += part
         if len(shown) > _SHOWN_CHARACTERS:
             break
@@ -155,7 +150,7 @@ def _cut(text: str) -> str:
 
 
 def field_path(location: Sequence[str | int]) -> str:
-    """`messages[0].content` for ("body", "messages", 0, "content"); a client's own names are cut."""
+    """`messages[0].content` for ("body", "messages", 0, "content"); long keys are cut."""
     path = ""
     for part in location[1:] if location[:1] == ("body",) else location:
         path += f"[{part}]" if isinstance(part, int) else f".{_cut(part)}"

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, error shapes, who may call it, the bound on bodies, and the count of responses."""
+"""The HTTP application: its routes, and the middleware that checks, bounds and counts requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.routes(generation, settings.max_sequences))
     app.include_router(system.routes(generation, metrics))
-    app.router.routes.append(
-        connect.route(GenerationServicer(generation), settings.max_body_bytes // 2)
-    )
+    servicer = GenerationServicer(generation)
+    app.router.routes.append(connect.route(servicer, settings.max_body_bytes // 2))
     page.install(app, generation.router, metrics)
     api_errors.install(app)
     document.install(app)
@@ -42,7 +41,7 @@ def create_app(settings: GatewaySettings, generation: Generation, metrics: Metri
 
 
 class BodyLimit:
-    """Refuses a body above `limit_bytes` as soon as its length is known, before it is held in memory."""
+    """Refuses a body above `limit_bytes` with 413 before the body is held in memory."""
 
     def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
         self._app = app
@@ -52,16 +51,17 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = next(
-            (int(value) for name, value in scope["headers"] if name == b"content-length"), 0
-        )
-        taken = 0
+        headers = scope["headers"]
+        announced = next((int(value) for name, value in headers if name == b"content-length"), 0)
+        received = 0
 
         async def bounded() -> Message:
-            nonlocal taken
-            message = await receive() if announced <= self._limit else {}
-            taken += len(message.get("body", b""))
-            if max(announced, taken) > self._limit:
+            nonlocal received
+            message: Message = {}
+            if announced <= self._limit:
+                message = await receive()
+            received += len(message.get("body", b""))
+            if max(announced, received) > self._limit:
                 raise HTTPException(413, f"the body is larger than {self._limit} bytes")
             return message
 
@@ -82,7 +82,7 @@ class CountResponses:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The route's pattern: a path of the client's own would make a new time series each time.
+                # The pattern, not the path: each new path would make a new time series.
                 route = getattr(scope.get("route"), "path", "unknown")
                 self._metrics.http_responses.labels(route, str(message["status"])).inc()
             await send(message)

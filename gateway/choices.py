@@ -1,4 +1,7 @@
-"""Several sequences of one request as one stream of events, and what they add up to. Knows no shape of any API."""
+"""Merge a request's sequences into one stream of events, and add up their usage.
+
+Independent of the shape of any API.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ from gateway.deltas import AttributedToken, FinishInfo, LogprobToken, TextDelta
 _QUEUED_DELTAS = 64
 
 Event = tuple[int, TextDelta]
-"""The index of a choice, and its next delta."""
+"""The index of a choice and its next delta."""
 _Queue = asyncio.Queue[Event | BaseException | None]
 
 
 async def merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[Event, None]:
-    """The deltas of all streams as they come. The first failure ends all; closing the iterator closes all."""
+    """Yield the deltas of all streams as they arrive, with the index of their stream.
+
+    The first exception of a stream is raised and cancels the others. Closing the iterator
+    closes all streams.
+    """
     queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
-    tasks = [
-        asyncio.create_task(_forward(index, stream, queue)) for index, stream in enumerate(streams)
-    ]
+    forwards = [_forward(index, stream, queue) for index, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(forward) for forward in forwards]
     try:
         running = len(tasks)
         while running:
@@ -40,38 +46,45 @@ async def merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGene
 
 
 async def _forward(index: int, stream: AsyncGenerator[TextDelta, None], queue: _Queue) -> None:
-    """Put a stream's deltas into the queue, then None; or its failure."""
+    """Put a stream's deltas into the queue, then None. If the stream fails, put its exception."""
     try:
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 await queue.put((index, delta))
         await queue.put(None)
-    except Exception as failure:  # noqa: BLE001  # raised again by the reader of the queue
+    # `merge` raises the exception again.
+    except Exception as failure:  # noqa: BLE001
         await queue.put(failure)
 
 
 class UsageTotals:
-    """Adds up what a request's choices took; choice i belongs to prompt i // n."""
+    """How a request's choices finished, and the sums of their usage.
+
+    There are n choices for each prompt: choice i belongs to prompt i // n.
+    """
 
     def __init__(self, prompt_count: int, n: int) -> None:
         self.finishes: list[FinishInfo | None] = [None] * (prompt_count * n)
         self._n = n
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object: a prompt counts once whatever n; accepted and rejected are draft tokens."""
+        """OpenAI's usage object.
+
+        A prompt counts once, whatever n is. `accepted_prediction_tokens` and
+        `rejected_prediction_tokens` count draft tokens.
+        """
         finishes = [finish for finish in self.finishes if finish is not None]
         firsts = [finish for finish in self.finishes[:: self._n] if finish is not None]
         prompt = sum(finish.prompt_token_count for finish in firsts)
         completion = sum(finish.completion_token_count for finish in finishes)
         accepted = sum(finish.stats.accepted_token_count for finish in finishes)
         drafted = sum(finish.stats.draft_token_count for finish in finishes)
+        cached = sum(finish.cached_token_count for finish in firsts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(finish.cached_token_count for finish in firsts)
-            },
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
@@ -79,40 +92,40 @@ class UsageTotals:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """Which rules judged drafts, and whether they leave the output as the target's own; nothing when there was no draft."""
-        rules = sorted(
-            {rule for finish in self.finishes if finish is not None for rule in finish.stats.rules}
-        )
+        """The `speculation` field of an answer. Empty if no draft was verified.
+
+        It names the acceptance rules used, and says whether all are lossless.
+        """
+        stats = [finish.stats for finish in self.finishes if finish is not None]
+        rules = sorted({rule for of_choice in stats for rule in of_choice.rules})
         if not rules:
             return {}
         names = [rule.name.lower().replace("_", "-") for rule in rules]
         return {"speculation": {"rules": names, "lossless": not any(rule.lossy for rule in rules)}}
 
     def metrics(self) -> dict[str, Any]:
-        """vLLM's `metrics` object; like there, it describes one sequence and is null for several."""
+        """vLLM's `metrics` object. As in vLLM, it is null for several sequences."""
         finish = self.finishes[0]
         if len(self.finishes) > 1 or finish is None:
             return {"speculative_decoding": None}
         stats = finish.stats
-        histogram = stats.histogram + [0] * (stats.max_draft_tokens + 1 - len(stats.histogram))
-        return {
-            "speculative_decoding": {
-                "mean_acceptance_length": 1
-                + stats.accepted_token_count / max(stats.draft_count, 1),
-                "draft_acceptance_rate": stats.accepted_token_count
-                / max(stats.draft_token_count, 1),
-                "acceptance_histogram": histogram,
-                "num_spec_steps": stats.draft_count,
-                "num_accepted_draft_tokens": stats.accepted_token_count,
-                "num_draft_tokens": stats.draft_token_count,
-                "num_spec_tokens": stats.max_draft_tokens,
-            }
+        accepted = stats.accepted_token_count
+        missing = stats.max_draft_tokens + 1 - len(stats.histogram)
+        described = {
+            "mean_acceptance_length": 1 + accepted / max(stats.draft_count, 1),
+            "draft_acceptance_rate": accepted / max(stats.draft_token_count, 1),
+            "acceptance_histogram": stats.histogram + [0] * missing,
+            "num_spec_steps": stats.draft_count,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": stats.draft_token_count,
+            "num_spec_tokens": stats.max_draft_tokens,
         }
+        return {"speculative_decoding": described}
 
 
 @dataclass(slots=True)
 class WholeChoice:
-    """All deltas of a choice together."""
+    """The deltas of one choice, joined."""
 
     text: str = ""
     prompt: list[LogprobToken] = field(default_factory=list)
@@ -121,7 +134,7 @@ class WholeChoice:
 
 
 async def collect(events: AsyncGenerator[Event, None], totals: UsageTotals) -> list[WholeChoice]:
-    """The whole choices; how each finished is added to the totals."""
+    """Join the events of each choice, and store how each finished in `totals`."""
     choices = [WholeChoice() for _ in totals.finishes]
     async for index, delta in events:
         choice = choices[index]

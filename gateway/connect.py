@@ -1,4 +1,4 @@
-"""GenerationService on the HTTP port, for browsers: the Connect protocol and gRPC-Web around the servicer's own generator."""
+"""GenerationService for browsers on the HTTP port, over the Connect protocol and gRPC-Web."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 
 PATH = f"/{SERVICE}/GenerateText"
 ERROR_HEADERS = ("Grpc-Status", "Grpc-Message", "Grpc-Status-Details-Bin")
-"""Where gRPC-Web says how a call ended that never began."""
+"""The headers in which gRPC-Web reports a call that failed before its first response."""
 MAX_JSON_VALUES = 65_536
-"""Most values of a request in JSON, since making a message of them takes longer than parsing them."""
+"""Most values of a request in JSON. Building a message from them takes longer than parsing them."""
 _CONTENT_TYPES = (
     "application/connect+json",
     "application/connect+proto",
@@ -49,14 +49,13 @@ _Context = RequestContext[GenerateTextRequest, GenerateTextResponse]
 
 
 def route(servicer: GenerationServicer, max_request_bytes: int) -> Route:
-    """The route under which browsers call GenerateText."""
-    return _Route(
-        PATH, _Application(servicer, max_request_bytes), methods=["POST"], include_in_schema=False
-    )
+    """The route under which browsers call GenerateText. `max_request_bytes` bounds a message."""
+    application = _Application(servicer, max_request_bytes)
+    return _Route(PATH, application, methods=["POST"], include_in_schema=False)
 
 
 class _Route(Route):
-    """A route that metrics know by its path, as they do FastAPI's own."""
+    """A route that puts itself into the scope, where the metrics look for its path."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, found = super().matches(scope)
@@ -73,7 +72,7 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
             _Reporting(google_protobuf_binary_codec()),
             _Reporting(google_protobuf_json_codec(ignore_unknown_fields=False)),
         ]
-        # Each message is a few bytes, and compressed ones would have to be bounded twice.
+        # Messages are a few bytes each. Compression would also need a second size limit.
         super().__init__(
             service=servicer,
             endpoints=_endpoints,
@@ -86,18 +85,20 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
         headers = dict(scope["headers"])
         content_type = headers.get(b"content-type", b"").decode("latin-1").lower()
         if content_type not in _CONTENT_TYPES:
-            message = f"the content type must be {', '.join(_CONTENT_TYPES)}; gRPC itself is on the port of --grpc-listen"
+            message = (
+                f"the content type must be {', '.join(_CONTENT_TYPES)}; "
+                "gRPC itself is on the port of --grpc-listen"
+            )
             raise OutriderError(Reason.MALFORMED_REQUEST, message)
 
         async def bounded() -> Message:
             try:
                 return await receive()
             except HTTPException as refusal:
-                raise _connect_error(
-                    OutriderError(Reason.REQUEST_TOO_LARGE, refusal.detail)
-                ) from refusal
+                error = OutriderError(Reason.REQUEST_TOO_LARGE, refusal.detail)
+                raise _connect_error(error) from refusal
 
-        # The library reads headers as UTF-8, which HTTP does not promise.
+        # The library decodes headers as UTF-8 and fails on other bytes, which HTTP allows.
         readable = [(name, value.decode("latin-1").encode()) for name, value in scope["headers"]]
         await super().__call__({**scope, "headers": readable}, bounded, send)
 
@@ -107,21 +108,21 @@ def _endpoints(servicer: GenerationServicer) -> Mapping[str, Any]:
         request: GenerateTextRequest, context: _Context
     ) -> AsyncGenerator[GenerateTextResponse, None]:
         try:
-            async with aclosing(
-                servicer.answer(request, dict(context.request_headers))
-            ) as responses:
+            answer = servicer.answer(request, dict(context.request_headers))
+            async with aclosing(answer) as responses:
                 async for response in responses:
                     yield response
         except OutriderError as error:
             raise _connect_error(error) from error
-        except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+        # `unexpected` logs any other failure and gives INTERNAL.
+        except Exception:  # noqa: BLE001
             raise _connect_error(rpc.unexpected("GenerateText")) from None
 
     return {PATH: Endpoint.server_stream(_METHOD, generate_text)}
 
 
 def _connect_error(error: OutriderError) -> ConnectError:
-    """The error with the status and the details that it has over gRPC."""
+    """The error with the same status and details as over gRPC."""
     details = [
         PackedDetail(type_url=packed.type_url, value=packed.value)
         for packed in rpc.status_of(error).details
@@ -131,7 +132,7 @@ def _connect_error(error: OutriderError) -> ConnectError:
 
 
 class _Reporting:
-    """A codec that bounds what JSON holds before it is parsed, and refuses with details what it cannot parse."""
+    """A codec that bounds JSON before parsing it and reports parse failures with details."""
 
     def __init__(self, codec: Codec[Any, Any]) -> None:
         self._codec = codec

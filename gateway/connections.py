@@ -1,4 +1,4 @@
-"""HTTP connections that are bounded: in the bytes and number of their headers, and in how long a request may take to arrive."""
+"""Bound HTTP connections: the size and number of headers, and the time a request may take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_HEADERS = 128
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which itself bounds neither headers nor the time before the first byte and between the others."""
+    """uvicorn's protocol with bounds on headers and on the time in which bytes must arrive."""
 
     header_seconds: float
     body_seconds: float
@@ -25,13 +25,15 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refusal: OutriderError | None = None
-        # Bytes of the request line and the headers that are complete.
+        # Bytes of the request line and of complete headers.
         self._header_bytes = 0
-        # Bytes taken in since the last one of a body: an unfinished header or trailer, which the parser alone knows.
+        # Bytes since the last byte of a body. They may be an unfinished header or trailer,
+        # which the parser has not reported yet.
         self._pending_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+    # uvicorn's own method overrides with the same narrower type.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect(self.header_seconds)
 
@@ -47,7 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._pending_bytes > MAX_HEADER_BYTES:
             self._refuse(_too_large())
         elif self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            # The beginning of another request, or what belongs to none.
+            # These bytes begin another request, or are noise. Either way time is limited.
             self._expect(self.header_seconds)
 
     def on_message_begin(self) -> None:
@@ -61,7 +63,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
-            # Raised through the parser, which ends there.
+            # The exception stops the parser, which then calls `send_400_response`.
             self._refusal = _too_large()
             raise self._refusal
         super().on_header(name, value)
@@ -80,28 +82,28 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(
-            self._refusal or OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}")
-        )
+        malformed = OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}")
+        self._refuse(self._refusal or malformed)
 
     def _expect(self, seconds: float | None) -> None:
-        """End the connection unless what is due comes within so long; None for nothing."""
+        """Set the deadline of the connection's next part `seconds` from now; None removes it."""
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._too_late)
+            self._deadline = None
+        if seconds is not None:
+            self._deadline = self.loop.call_later(seconds, self._too_late)
 
     def _too_late(self) -> None:
         self._deadline = None
         if self._pending_bytes == 0 and (self.cycle is None or self.cycle.response_complete):
-            # Nothing was asked.
+            # The client has sent no request, so there is nothing to answer.
             self.transport.close()
         else:
-            self._refuse(
-                OutriderError(Reason.REQUEST_TIMEOUT, "the request did not arrive in time")
-            )
+            message = "the request did not arrive in time"
+            self._refuse(OutriderError(Reason.REQUEST_TIMEOUT, message))
 
     def _refuse(self, error: OutriderError) -> None:
-        """Answer with the error unless an answer has begun, and hang up."""
+        """Answer with the error unless a response has begun, and close the connection."""
         running = self.cycle is not None and not self.cycle.response_complete
         if not (running and self.cycle.response_started):
             content = json.dumps(error_body(error)).encode()
@@ -113,18 +115,21 @@ class BoundedProtocol(HttpToolsProtocol):
                 b"".join([*head, b"content-length: %d\r\n\r\n" % len(content), content])
             )
         if running:
-            # So that the application writes nothing more.
+            # Keep the application from writing anything more.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
 
 def protocol(settings: GatewaySettings) -> type[asyncio.Protocol]:
-    """The protocol with the times of the settings."""
+    """A subclass of `BoundedProtocol` with the times of the settings."""
     times = {"header_seconds": settings.header_seconds, "body_seconds": settings.body_seconds}
     return cast(type[asyncio.Protocol], type("Connection", (BoundedProtocol,), times))
 
 
 def _too_large() -> OutriderError:
-    message = f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes, or more than {MAX_HEADERS}"
+    message = (
+        f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes, "
+        f"or more than {MAX_HEADERS}"
+    )
     return OutriderError(Reason.HEADERS_TOO_LARGE, message)

@@ -1,4 +1,4 @@
-"""Conversations in request bodies: their messages, and how the model's chat template renders them."""
+"""Request bodies' messages, and the options with which a chat template renders them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_MESSAGES = 2048
 MAX_TEMPLATE_VARIABLES = 16
 MAX_TEMPLATE_NAME_CHARACTERS = 64
 MAX_TEMPLATE_CHARACTERS = 4096
-# The gateway itself gives these to a template, and special tokens such as bos_token.
+# The gateway sets these variables itself, as well as special tokens such as bos_token.
 _TEMPLATE_OWN = (
     "messages",
     "tools",
@@ -25,7 +25,7 @@ _TEMPLATE_OWN = (
     "add_generation_prompt",
     "continue_final_message",
 )
-# An answer's message carries these beside its text, so that clients can send it back as it came.
+# An answer's message has these fields beside its text. Clients send them back in a history.
 _EMPTY_IN_MESSAGE = (
     "annotations",
     "audio",
@@ -37,7 +37,7 @@ _EMPTY_IN_MESSAGE = (
 
 
 class TextPart(Body):
-    """A piece of a message's content; of OpenAI's kinds, text alone."""
+    """A part of a message's content. Of OpenAI's kinds of parts only text is supported."""
 
     type: Literal["text"]
     text: Text
@@ -48,20 +48,18 @@ Content = str | Annotated[list[TextPart], Field(min_length=1)]
 
 
 def joined(separator: str) -> Callable[[object], object]:
-    """OpenAI's content, a text or a list of parts, as one text."""
+    """A validator that joins OpenAI's list of content parts into one text."""
 
     def join(value: object) -> object:
-        return (
-            separator.join(part.text for part in _PARTS.validate_python(value))
-            if isinstance(value, list) and value
-            else value
-        )
+        if not isinstance(value, list) or not value:
+            return value
+        return separator.join(part.text for part in _PARTS.validate_python(value))
 
     return join
 
 
 def _no_calls(value: object) -> object:
-    """Calls in a message of the history, of which empty ones have been dropped before."""
+    """Refuse calls in a message of the history. `Message` has dropped empty ones before."""
     raise PydanticCustomError(
         UNSUPPORTED, "is not supported: the history may hold no calls of tools and functions"
     )
@@ -73,7 +71,8 @@ _NoCalls = Annotated[None, BeforeValidator(_no_calls, json_schema_input_type=Non
 class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
-    # Before the content, which is null beside a call: the first complaint is the one that is told.
+    # The calls come before the content: only the first complaint is reported, and beside a call
+    # the content is null.
     role: Literal["system", "developer", "user", "assistant"]
     tool_calls: _NoCalls = None
     function_call: _NoCalls = None
@@ -90,33 +89,28 @@ class Message(Body):
             for key, value in values.items()
             if key not in _EMPTY_IN_MESSAGE or value not in (None, [])
         }
-        if (
-            kept.get("role") == "assistant"
-            and kept.get("content", ...) is None
-            and not kept.keys() & {"tool_calls", "function_call"}
-        ):
-            kept["content"] = ""  # as clients send back an answer of no tokens
+        calls = kept.keys() & {"tool_calls", "function_call"}
+        if kept.get("role") == "assistant" and kept.get("content", ...) is None and not calls:
+            # Clients send back an answer of no tokens with null as its content.
+            kept["content"] = ""
         return kept
 
     def for_template(self) -> dict[str, str]:
-        """The message as a chat template knows it."""
-        named = {"name": self.name} if self.name is not None else {}
-        return {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content,
-            **named,
-        }
+        """The message as chat templates expect it, with `developer` as `system`."""
+        message = {"role": self.role.replace("developer", "system"), "content": self.content}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
 
 
 def _template_variables(values: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for what a chat template is not to be told, or not at such a length."""
+    """Raise ValueError for too many, too long or reserved variables of a chat template."""
     if len(values) > MAX_TEMPLATE_VARIABLES:
         raise ValueError(f"must hold at most {MAX_TEMPLATE_VARIABLES} names")
     for name in values:
         if not name.isidentifier() or len(name) > MAX_TEMPLATE_NAME_CHARACTERS:
-            raise ValueError(
-                f"must have identifiers of at most {MAX_TEMPLATE_NAME_CHARACTERS} characters as names"
-            )
+            longest = f"at most {MAX_TEMPLATE_NAME_CHARACTERS} characters"
+            raise ValueError(f"must have identifiers of {longest} as names")
         if name in _TEMPLATE_OWN or name.endswith("_token"):
             raise ValueError(f"must not set {name}, which the server sets itself")
     try:
@@ -130,36 +124,38 @@ def _template_variables(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class TemplateOptions(Body):
-    """How the model's chat template renders messages, as in vLLM."""
+    """vLLM's options of rendering messages with the model's chat template."""
 
     add_generation_prompt: bool | None = Field(
         default=None,
-        description="vLLM's extension; end with the beginning of an answer. Default: true unless continue_final_message is.",
+        description="vLLM's extension. End the prompt with the beginning of an answer. "
+        "Default: true unless continue_final_message is.",
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="vLLM's extension; leave the last message open, so that the answer goes on with it.",
+        description="vLLM's extension. Leave the last message open; the answer continues it.",
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_variables)] | None = (
         Field(
             default=None,
-            description="vLLM's extension; variables for the chat template, such as enable_thinking.",
+            description="vLLM's extension. Variables of the chat template, e.g. enable_thinking.",
         )
     )
 
     def rendering(self) -> dict[str, Any]:
-        """The options of `Prompts.render`; raises OutriderError(INVALID_VALUE) for two that contradict each other."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise invalid(
-                "add_generation_prompt", "must not be true together with continue_final_message"
-            )
-        opens = (
-            not self.continue_final_message
-            if self.add_generation_prompt is None
-            else self.add_generation_prompt
-        )
+        """The keyword arguments of `Prompts.render`.
+
+        Raises OutriderError(INVALID_VALUE) if the options contradict each other.
+        """
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            message = "must not be true together with continue_final_message"
+            raise invalid("add_generation_prompt", message)
+        opens = self.add_generation_prompt
+        if opens is None:
+            opens = not continues
         return {
             "add_generation_prompt": opens,
-            "continue_final_message": bool(self.continue_final_message),
+            "continue_final_message": continues,
             "variables": self.chat_template_kwargs or {},
         }

@@ -1,4 +1,4 @@
-"""A verifier's chunks of one sequence as deltas of text. Knows the tokenizer and the request, but no replica and no API."""
+"""Turn the token chunks of one sequence into text deltas. Independent of replicas and APIs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gateway.text import Detokenizer, TextStream, TokenOffsets, TokenTable
 from outrider.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprob, TokenSource
 from outrider.model_info import ModelInfo
 
-# OpenAI's number for a token that cannot come, since JSON has no infinity.
+# OpenAI's log probability of an impossible token. JSON has no infinity.
 _LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class FinishInfo:
-    """How a sequence ended, and what it took."""
+    """Why a sequence ended, and its usage."""
 
     reason: FinishReason
     prompt_token_count: int
@@ -27,10 +27,11 @@ class FinishInfo:
 
 @dataclass(frozen=True, slots=True)
 class LogprobToken:
-    """A token as log probabilities show it, with the likeliest alternatives, best first.
+    """A token with its log probability and its likeliest alternatives (`top`), best first.
 
-    `raw` are its own bytes, which `text` cannot show of part of a character. `logprob` is None for the first token of a prompt,
-    which nothing precedes. `offset` is where in the answer's text it begins, in characters; alternatives have none.
+    `raw` has the token's bytes; a token of part of a character has no other text than U+FFFD.
+    `logprob` is None for the first token of a prompt. `offset` is where the token begins in the
+    answer's text, in characters; it is 0 for alternatives.
     """
 
     token_id: int
@@ -44,7 +45,10 @@ class LogprobToken:
 
 @dataclass(frozen=True, slots=True)
 class AttributedToken:
-    """What a token adds to the text, whole characters only, and who wrote it: `drafter_id` is empty when no draft was verified."""
+    """The text that a token adds, in whole characters, and the token's source.
+
+    `drafter_id` is empty if the step verified no draft.
+    """
 
     text: str
     source: TokenSource
@@ -53,12 +57,13 @@ class AttributedToken:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text of whole characters, and the tokens that came with it; the last delta has `finish`.
+    """New text in whole characters, and its tokens. The last delta of a sequence has `finish`.
 
-    `shown` and `logprobs` are empty unless log probabilities were asked for, and `attributed` unless authors were; a token that
-    ends the text unseen is in `shown` only with an echo. `prompt` and `prompt_logprobs` are the next tokens of the prompt, if
-    those were asked for: the whole prompt comes before the first generated token or with it. The prompt's first token is in
-    `prompt` alone.
+    `shown` and `logprobs` list the tokens' log probabilities, and `attributed` their sources, if
+    the request asks for them. A token that ends the text is in `shown` only with an echo.
+    `prompt` and `prompt_logprobs` list the prompt's next tokens if the request asks for them;
+    the last ones come with the first generated token. `prompt` begins with the prompt's first
+    token, which has no log probability and is not in `prompt_logprobs`.
     """
 
     text: str
@@ -79,109 +84,129 @@ class DeltaBuilder:
     def __init__(self, request: TextRequest, info: ModelInfo, table: TokenTable) -> None:
         tokens = request.tokens
         self._request = request
-        self._end_ids = tokens.stop_token_ids | frozenset(
-            () if tokens.ignore_eos else info.eos_token_ids
-        )
+        self._end_ids = tokens.stop_token_ids
+        if not tokens.ignore_eos:
+            self._end_ids |= frozenset(info.eos_token_ids)
         self._text = TextStream(table, request.stop)
         self._table = table
-        # Decodes token by token, where each one's author is wanted.
-        self._authors = Detokenizer(table) if request.attributed else None
+        # Decodes token by token to find the text of each.
+        self._attribution = Detokenizer(table) if request.attributed else None
         self._echo = request.echo or ""
         self._prompt_shown = 0
         self._prompt_offsets = TokenOffsets(table, text=self._echo)
         self._offsets = TokenOffsets(table, at=len(self._echo))
-        # Kept for the case that a stop string ends the sequence, since then the verifier's own statistics never come.
-        depth = (
-            info.max_draft_tokens
-            if tokens.speculation.draft_tokens is None
-            else tokens.speculation.draft_tokens
-        )
-        self._stats = SpeculationStats(max_draft_tokens=depth if tokens.speculation.enabled else 0)
+        # If a stop string ends the sequence, the verifier's own statistics never arrive.
+        self._stats = SpeculationStats(max_draft_tokens=_max_draft_tokens(request, info))
 
     def add(self, chunk: TokenChunk) -> TextDelta:
         """The delta for the next chunk."""
         ids = chunk.token_ids
-        ended_by_token = (
-            chunk.finish_reason is FinishReason.STOP and bool(ids) and ids[-1] in self._end_ids
-        )
-        before = self._text.token_count
-        text = self._text.push(ids[:-1] if ended_by_token else ids)
-        if chunk.finish_reason is not None and not self._text.stopped:
-            text += self._text.finish()
-        used = self._text.token_count - before if self._text.stopped else len(ids)
+        stops = chunk.finish_reason is FinishReason.STOP and bool(ids)
+        by_token = stops and ids[-1] in self._end_ids
+        text, used = self._add_text(chunk, ended_by_token=by_token)
         sources = chunk.sources[:used]
         if ids:
             self._stats.record(chunk.draft_token_count, sources.count(TokenSource.ACCEPTED))
+        visible = used - 1 if by_token and used == len(ids) else used
+        # With an echo the ending token is listed too: evaluations that score an echoed text count
+        # tokens from its end.
+        listed = visible if self._request.echo is None else used
         logprobs = chunk.logprobs[:used]
-        seen = used - 1 if ended_by_token and used == len(ids) else used
-        # Evaluations that score a text by its echo count tokens from its end, whichever the last one is.
-        listed = seen if self._request.echo is None else used
-        shown = [
-            self._show(*pair, self._offsets) for pair in zip(ids[:listed], logprobs, strict=False)
-        ]
-        finish = self._finish(chunk, ended_by_token)
-        attributed = self._attribute(chunk, ids[:seen], last=finish is not None)
-        prompt, text, self._echo = self._show_prompt(chunk), self._echo + text, ""
+        shown = zip(ids[:listed], logprobs, strict=False)
+        finish = self._finish(chunk, by_token)
+        echo = self._echo
+        self._echo = ""
         return TextDelta(
-            text,
+            echo + text,
             ids[:used],
             sources,
             chunk.drafter_id,
             finish,
             logprobs,
-            shown,
-            attributed,
-            prompt,
-            chunk.prompt_logprobs,
+            shown=[self._show(token, known, self._offsets) for token, known in shown],
+            attributed=self._attribute(chunk, ids[:visible], last=finish is not None),
+            prompt=self._show_prompt(chunk),
+            prompt_logprobs=chunk.prompt_logprobs,
         )
 
+    def _add_text(self, chunk: TokenChunk, *, ended_by_token: bool) -> tuple[str, int]:
+        """The text that the chunk adds, and how many of its tokens belong to the answer.
+
+        Tokens after the one that completes a stop string do not.
+        """
+        ids = chunk.token_ids
+        before = self._text.token_count
+        text = self._text.push(ids[:-1] if ended_by_token else ids)
+        if chunk.finish_reason is not None and not self._text.stopped:
+            text += self._text.finish()
+        used = len(ids)
+        if self._text.stopped:
+            used = self._text.token_count - before
+        return text, used
+
     def _show_prompt(self, chunk: TokenChunk) -> list[LogprobToken]:
-        """The next tokens of the prompt, if they are wanted: the first, of which nothing is known, comes with the first chunk."""
+        """The prompt's next tokens if the request asks for them.
+
+        The first token has no log probability; it is added to those of the first chunk.
+        """
         if not self._request.shows_prompt:
             return []
-        first: list[TokenLogprob | None] = [None] if self._prompt_shown == 0 else []
+        begin = self._prompt_shown
+        first: list[TokenLogprob | None] = [None] if begin == 0 else []
         known = [*first, *chunk.prompt_logprobs]
-        begin, self._prompt_shown = self._prompt_shown, self._prompt_shown + len(known)
+        self._prompt_shown += len(known)
         ids = self._request.tokens.prompt[begin : self._prompt_shown]
         return [self._show(*pair, self._prompt_offsets) for pair in zip(ids, known, strict=False)]
 
     def _attribute(
         self, chunk: TokenChunk, ids: Sequence[int], *, last: bool
     ) -> list[AttributedToken]:
-        """Who wrote which part of the text; what is held back of a character goes to the token that completes it."""
-        if self._authors is None:
+        """The text and source of each token. A character belongs to the token that completes it."""
+        if self._attribution is None:
             return []
-        texts = [self._authors.push([token_id]) for token_id in ids]
+        texts = [self._attribution.push([token_id]) for token_id in ids]
         if last and texts:
-            texts[-1] += self._authors.finish()
+            texts[-1] += self._attribution.finish()
         return [
             AttributedToken(text, source, chunk.drafter_id)
             for text, source in zip(texts, chunk.sources, strict=False)
         ]
 
     def _show(self, token: int, known: TokenLogprob | None, offsets: TokenOffsets) -> LogprobToken:
-        text_and_bytes, offset = self._table.piece_and_bytes(token), offsets.push(token)
+        """The token with what is known of its log probability, None for nothing."""
+        text, raw = self._table.text_and_bytes(token)
+        offset = offsets.push(token)
         if known is None:
-            return LogprobToken(token, *text_and_bytes, None, offset=offset)
+            return LogprobToken(token, text, raw, None, offset=offset)
+        likeliest = zip(known.top_token_ids, known.top_logprobs, strict=True)
         top = [
-            LogprobToken(
-                other, *self._table.piece_and_bytes(other), max(logprob, _LEAST_LOGPROB), rank
-            )
-            for rank, (other, logprob) in enumerate(
-                zip(known.top_token_ids, known.top_logprobs, strict=True), 1
-            )
+            LogprobToken(other, *self._table.text_and_bytes(other), _finite(logprob), rank)
+            for rank, (other, logprob) in enumerate(likeliest, 1)
         ]
-        return LogprobToken(
-            token, *text_and_bytes, max(known.logprob, _LEAST_LOGPROB), known.rank, offset, top
-        )
+        return LogprobToken(token, text, raw, _finite(known.logprob), known.rank, offset, top)
 
     def _finish(self, chunk: TokenChunk, ended_by_token: bool) -> FinishInfo | None:
+        """How the sequence ended, if this chunk or a stop string ends it."""
         stopped = self._text.stopped
         reason = FinishReason.STOP if stopped else chunk.finish_reason
         if reason is None:
             return None
-        stats = self._stats if stopped or chunk.stats is None else chunk.stats
+        stats = self._stats
+        if not stopped and chunk.stats is not None:
+            stats = chunk.stats
         count = self._text.token_count + (ended_by_token and not stopped)
-        return FinishInfo(
-            reason, len(self._request.tokens.prompt), count, chunk.cached_token_count, stats
-        )
+        prompt_count = len(self._request.tokens.prompt)
+        return FinishInfo(reason, prompt_count, count, chunk.cached_token_count, stats)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def _max_draft_tokens(request: TextRequest, info: ModelInfo) -> int:
+    speculation = request.tokens.speculation
+    if not speculation.enabled:
+        return 0
+    if speculation.draft_tokens is None:
+        return info.max_draft_tokens
+    return speculation.draft_tokens

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beside the routes: their errors, the media types of answers, and the limits of parameters."""
+"""Complete `/openapi.json`: the routes' errors and the media types of their answers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _ERROR: Json = {
     },
 }
 _ERRORS = {
-    400: "The request is at fault; `param` names the field, and `message` the limit.",
+    400: "The request is invalid. `param` names the field, and `message` the limit.",
     403: "The Host or Origin is not allowed.",
     404: "There is no such model or drafter.",
-    408: "The body did not come in time.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "Too much is asked at once; `Retry-After` says when to come back.",
+    429: "The server has too much to do. `Retry-After` says when to try again.",
     431: "The headers are too large.",
-    500: "The server is at fault.",
-    503: "The model is not served now; `Retry-After` says when to come back.",
+    500: "The server failed.",
+    503: "The model is not served now. `Retry-After` says when to try again.",
 }
 JSON: Json = {"application/json": {"schema": {"type": "object"}}}
 STREAMED: Json = {"text/event-stream": {"schema": {"type": "string"}}}
 """The media type of a streamed answer, for a route's 200."""
 
 
-def denied(*errors: int) -> dict[int | str, Json]:
-    """FastAPI's `responses` of a route: these errors, and those of every route."""
+def error_responses(*errors: int) -> dict[int | str, Json]:
+    """FastAPI's `responses` of a route: these error statuses, and 403 and 431 of every route."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {
         status: {"description": _ERRORS[status], "content": content}
@@ -52,13 +52,16 @@ def denied(*errors: int) -> dict[int | str, Json]:
     }
 
 
-def answers(*errors: int, also: Json | None = None) -> dict[int | str, Json]:
-    """The same for a route that answers with a JSON object, or with what `also` has by media type."""
-    return {200: {"description": "The answer.", "content": JSON | (also or {})}, **denied(*errors)}
+def json_responses(*errors: int, also: Json | None = None) -> dict[int | str, Json]:
+    """`error_responses`, and 200 with a JSON object or with a content of `also` (by media type)."""
+    return {
+        200: {"description": "The answer.", "content": JSON | (also or {})},
+        **error_responses(*errors),
+    }
 
 
 def install(app: FastAPI) -> None:
-    """Serve the document without FastAPI's own validation errors (422), which api_errors answers as 400."""
+    """Serve the document without FastAPI's 422. `api_errors` answers such requests with 400."""
 
     def document() -> Json:
         if app.openapi_schema is None:

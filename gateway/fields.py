@@ -1,4 +1,4 @@
-"""The types that request bodies are made of: strict objects, text that is Unicode, and limits for the document."""
+"""The field types of request bodies: strict objects, Unicode text, and documented limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.errors import OutriderError, Reason
 from outrider.limits import MAX_LISTED_TOKENS
 
 MAX_KEYS = 128
-"""Most keys of an object with known keys; there are fewer of these."""
+"""Most keys of an object with named fields. No body has as many fields."""
 
 
 class Body(BaseModel):
@@ -29,26 +29,29 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        """Too many unknown keys would take seconds to list; raises OutriderError(INVALID_VALUE)."""
+        """Raise OutriderError(INVALID_VALUE) for too many keys and for keys that are not text.
+
+        Pydantic would take seconds to report thousands of unknown keys.
+        """
         if not isinstance(values, dict):
             return values
         if len(values) > MAX_KEYS:
-            raise OutriderError(
-                Reason.INVALID_VALUE,
-                f"an object of the body has {len(values)} keys, more than {MAX_KEYS}",
-            )
+            message = f"an object of the body has {len(values)} keys, more than {MAX_KEYS}"
+            raise OutriderError(Reason.INVALID_VALUE, message)
         for key in values:
             try:
                 check_unicode(key)
             except ValueError as problem:
-                raise OutriderError(
-                    Reason.INVALID_VALUE, f"the key {ascii(key)[:60]} {problem}"
-                ) from problem
+                message = f"the key {ascii(key)[:60]} {problem}"
+                raise OutriderError(Reason.INVALID_VALUE, message) from problem
         return values
 
 
 def check_unicode(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no text and no tokenizer takes."""
+    """The text itself. Raises ValueError if it has half of a surrogate pair.
+
+    JSON can spell one with an escape, but no tokenizer takes it.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as cause:
@@ -57,12 +60,12 @@ def check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(check_unicode)]
-# For the document alone: these limits are checked where a message can name them as the caller does.
+# These limits are for /openapi.json. Later checks enforce them with better messages.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 Choice = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
 Filled = Annotated[str, Field(min_length=1)]
 _Item = TypeVar("_Item")
-# Only its first bad item is told: to describe thousands of them takes seconds.
+# Validation stops at the first bad item. Describing thousands of them would take seconds.
 Listed = Annotated[list[_Item], Field(fail_fast=True)]
 
 
@@ -76,5 +79,5 @@ Entries = Annotated[dict[str, _Item], BeforeValidator(_at_most_entries)]
 
 
 def limited(description: str | None = None, **limits: int | float) -> Any:
-    """An optional parameter with the limits that the document tells; they are checked with the rest of the request."""
+    """An optional parameter, with its limits for /openapi.json. Later checks enforce them."""
     return Field(default=None, description=description, json_schema_extra=dict(limits))

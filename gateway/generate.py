@@ -1,4 +1,4 @@
-"""Runs a request's sequences on the replica that is picked for it. Knows no HTTP and no gRPC."""
+"""Run a request's sequences on one of the verifier's replicas. Independent of HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.messages import TokenChunk
 from outrider.model_info import ModelInfo
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
-"""Checks what was asked for against a model and builds its sequences. Raises OutriderError."""
+"""Checks a request against a model and builds its sequences. Raises OutriderError."""
 
 
 class Generation:
@@ -33,7 +33,7 @@ class Generation:
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
-        """A prompt's text, as the answer repeats it. Raises OutriderError(INVALID_VALUE) for bad ids."""
+        """The prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE)."""
         if isinstance(prompt, str):
             return prompt
         check_ids("prompt", prompt, info)
@@ -42,18 +42,20 @@ class Generation:
     async def generate(
         self, model: str, operation: str, build: Build
     ) -> AsyncGenerator[Event, None]:
-        """The deltas of a request's sequences as they come. Closing the iterator cancels them all.
+        """Yield the deltas of a request's sequences as they arrive.
 
-        The request is built for the model of one replica and runs there. A sequence that it loses
-        before its first chunk moves to another one, and is checked and built again for that one.
-        `operation` is OpenTelemetry's name of what is asked for. Raises OutriderError: what
-        `Router.pick` and `build` raise, and whatever the verifier reports.
+        The request is built for the model of one replica and runs there. If the replica fails
+        before a sequence's first chunk, the sequence is built again for another replica and
+        moves there. Closing the iterator cancels all sequences. `operation` is OpenTelemetry's
+        name of the operation. Raises OutriderError from `Router.pick`, from `build` and from
+        the verifier.
         """
         pick = self.router.pick(model)
-        # Sequences that move together to another replica are built for it once.
+        # Build the request once for all sequences that move to the same replica.
         built: Build = cache(build)
         count = len(built(pick.info))
-        # They count at once, or all requests that come together would pick the same replica.
+        # All sequences count as running from here on. Otherwise requests that arrive together
+        # would all pick the same replica.
         sequences = [_Sequence(self, operation, built, index, pick) for index in range(count)]
         if count == 1:
             async with aclosing(sequences[0].deltas()) as deltas:
@@ -67,7 +69,7 @@ class Generation:
 
 @dataclass(eq=False)
 class _Sequence:
-    """One sequence of a request; it counts as running at its replica until `deltas` is over."""
+    """One sequence of a request. It counts as running at its replica until `deltas` ends."""
 
     generation: Generation
     operation: str
@@ -79,12 +81,13 @@ class _Sequence:
         self.go_to(self.pick)
 
     def go_to(self, pick: Pick) -> None:
-        """Run there, checked against its model."""
-        self.pick, self.request = pick, self.built(pick.info)[self.index]
+        """Check the request against the pick's model, and count as running at its replica."""
+        self.pick = pick
+        self.request = self.built(pick.info)[self.index]
         pick.replica.sequences.add(self)
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """The sequence's text, to the last delta."""
+        """Yield the sequence's deltas, and record its metrics."""
         length = len(self.request.tokens.prompt)
         clock = SequenceClock(self.generation.metrics, self.pick.model, self.operation, length)
         builder: DeltaBuilder | None = None
@@ -92,7 +95,7 @@ class _Sequence:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
                     if builder is None:
-                        # From the first chunk on, the sequence stays where it is.
+                        # The replica may have changed before, but does not from here on.
                         builder = DeltaBuilder(self.request, self.pick.info, self.generation.table)
                     clock.add(chunk, gathered=self.request.tokens.min_chunk_tokens > 1)
                     delta = builder.add(chunk)
@@ -105,7 +108,7 @@ class _Sequence:
             clock.failed(error.reason.name)
             if error.field is None or not error.field.startswith("grammar."):
                 raise
-            # The verifier knows the grammar by the wire's name, the caller by its own.
+            # The verifier names the wire's field. Name the caller's field instead.
             name = self.request.grammar_field
             message = error.message.replace(error.field, name)
             raise replace(error, message=message, field=name) from error
@@ -114,16 +117,17 @@ class _Sequence:
             self.pick.replica.sequences.discard(self)
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """What the replica generates, or the next one when it is lost before the first chunk."""
+        """Yield the replica's chunks. If it fails before the first one, try another replica."""
         begun = False
         while True:
-            tokens, info, replica = self.request.tokens, self.pick.info, self.pick.replica
+            tokens = self.request.tokens
+            replica = self.pick.replica
             left = tokens.max_tokens
             try:
                 async with aclosing(replica.tokens.generate(tokens)) as chunks:
                     async for chunk in chunks:
                         begun = True
-                        left = check_chunk(chunk, info, left, replica.address)
+                        left = check_chunk(chunk, self.pick.info, left, replica.address)
                         yield chunk
                 message = f"verifier {replica.address} ended without a finish reason"
                 raise OutriderError(Reason.VERIFIER_UNAVAILABLE, message)
@@ -135,19 +139,15 @@ class _Sequence:
 
 
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> int:
-    """How many tokens may come after this chunk, when `left` might until now.
+    """Check a chunk against the model, and return how many tokens may follow it.
 
-    Raises OutriderError(INTERNAL) for what no verifier of this model can say.
+    `left` is how many tokens may come from this chunk on. Raises OutriderError(INTERNAL) for a
+    chunk that no verifier of this model can send.
     """
-    ids, listed = (
-        chunk.token_ids,
-        [
-            chunk.token_ids,
-            *(known.top_token_ids for known in (*chunk.logprobs, *chunk.prompt_logprobs)),
-        ],
-    )
+    ids = chunk.token_ids
+    id_lists = [known.top_token_ids for known in (*chunk.logprobs, *chunk.prompt_logprobs)]
     problem = ""
-    if any(of_one and max(of_one) >= info.vocab_size for of_one in listed):
+    if any(listed and max(listed) >= info.vocab_size for listed in (ids, *id_lists)):
         problem = f"a token id that is not in [0, {info.vocab_size})"
     elif len(ids) > left:
         problem = "more tokens than it was asked for"

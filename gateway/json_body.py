@@ -1,4 +1,7 @@
-"""Request bodies as JSON, bounded in what they hold before they are parsed: parsing many small values holds up the event loop."""
+"""Parse request bodies as JSON, after bounding how many values they hold.
+
+Parsing many small values would block the event loop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MAX_STRINGS = 32_768
 """Most strings of a body, keys included."""
 MAX_VALUES = 262_144
 """Most values of a body, such as the token ids of its prompts."""
-# A body of fewer bytes is parsed within some milliseconds, whatever it holds.
+# A body of at most this size takes a few milliseconds to parse, whatever it holds.
 _SMALL_BYTES = 64 * 1024
 
 
@@ -37,7 +40,7 @@ class _JsonRequest(Request):
         body = await self.body()
         if len(body) <= _SMALL_BYTES:
             return json.loads(body)
-        # Other requests get a turn between each two steps.
+        # Let other requests run between the steps.
         await asyncio.sleep(0)
         check_size(body)
         await asyncio.sleep(0)
@@ -47,25 +50,26 @@ class _JsonRequest(Request):
 
 
 def check_size(body: bytes, max_values: int = MAX_VALUES) -> None:
-    """Raises OutriderError(REQUEST_TOO_LARGE) for more than MAX_STRINGS or `max_values`, and MALFORMED_REQUEST unless it is UTF-8.
+    """Bound the strings and values of a JSON body before it is parsed.
 
-    Takes some 10 ms for 4 MiB, since only methods of `bytes` look at all of it. Exact for JSON; what is no JSON is refused later.
+    Raises OutriderError(REQUEST_TOO_LARGE) for more than MAX_STRINGS strings or `max_values`
+    values, and OutriderError(MALFORMED_REQUEST) unless the body is UTF-8. The counts are exact
+    for valid JSON; the parser refuses the rest. Takes about 10 ms for 4 MiB, since only methods
+    of `bytes` look at every byte.
     """
     if not json.detect_encoding(body).startswith("utf-8"):
         raise OutriderError(Reason.MALFORMED_REQUEST, "the body must be JSON in UTF-8")
     if b"\\" in body:
-        # Afterwards every quotation mark begins or ends a string.
+        # Without escapes, every quotation mark begins or ends a string.
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if body.count(b'"') > 2 * MAX_STRINGS:
-        raise OutriderError(
-            Reason.REQUEST_TOO_LARGE, f"the body holds more than {MAX_STRINGS} strings"
-        )
-    around_strings = b"".join(body.split(b'"')[::2])
-    # Each value but the first is after one of these.
+        message = f"the body holds more than {MAX_STRINGS} strings"
+        raise OutriderError(Reason.REQUEST_TOO_LARGE, message)
+    outside_strings = b"".join(body.split(b'"')[::2])
+    # Each value but the first follows one of these marks.
     value_count = 1
     for mark in (b",", b"[", b"{"):
-        value_count += around_strings.count(mark)
+        value_count += outside_strings.count(mark)
         if value_count > max_values:
-            raise OutriderError(
-                Reason.REQUEST_TOO_LARGE, f"the body holds more than {max_values} values"
-            )
+            message = f"the body holds more than {max_values} values"
+            raise OutriderError(Reason.REQUEST_TOO_LARGE, message)

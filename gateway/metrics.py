@@ -1,6 +1,6 @@
 """The gateway's Prometheus metrics, with vLLM's names and definitions under the prefix `outrider:`.
 
-What became of drafts has vLLM's own prefix as well, since `vllm bench serve` looks for it there.
+Counters of drafts have vLLM's own prefix as well, since `vllm bench serve` reads them.
 """
 
 from __future__ import annotations
@@ -17,76 +17,20 @@ from outrider.messages import FinishReason, TokenChunk, TokenSource
 _LABELS = ["model_name"]
 _SEMANTIC_LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
 PROVIDER = "outrider"
-_FIRST_TOKEN_S = [
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-]
-# The conventions' bounds begin at 10 ms; speculation is about what lies below.
-_TOKEN_S = [
-    0.0005,
-    0.001,
-    0.0015,
-    0.002,
-    0.003,
-    0.004,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-]
-_TOKEN_S += [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0]
-_REQUEST_S = [
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-]
-
+# Bounds of histograms, in seconds.
+_FIRST_TOKEN_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0]
+_FIRST_TOKEN_S += [7.5, 10.0, 20.0, 40.0, 80.0]
+# OpenTelemetry's own bounds begin at 10 ms. With speculation, tokens come faster.
+_TOKEN_S = [0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025]
+_TOKEN_S += [0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0]
+_REQUEST_S = [0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0]
+_REQUEST_S += [60.0, 120.0, 240.0, 480.0]
 _LAG_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
 _LAG_EVERY_S = 0.02
 
 
 async def observe_lag(lag_s: Histogram) -> None:
-    """Measure, without an end, how much later than asked for the event loop wakes a task that sleeps 20 ms."""
+    """Observe forever how many seconds too late the event loop wakes a task that sleeps 20 ms."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _LAG_EVERY_S
@@ -95,25 +39,39 @@ async def observe_lag(lag_s: Histogram) -> None:
 
 
 class Metrics:
-    """Metrics of one gateway, in a registry of their own."""
+    """The metrics of one gateway, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens given out.")
+        self.activity = Activity()
+        self._add_counters()
+        self._add_times()
+        self._add_draft_counters()
+        self.http_responses = Counter(
+            "outrider:http_responses",
+            "HTTP responses.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+
+    def _add_counters(self) -> None:
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self.finished = self._counter(
-            "request_success", "Sequences that ended by themselves.", "finished_reason"
+            "request_success", "Sequences that finished without an error.", "finished_reason"
         )
         self.failed = self._counter(
             "request_failure", "Sequences that ended in an error.", "reason"
         )
-        self.cancelled = self._counter("request_cancelled", "Sequences whose client went away.")
+        self.cancelled = self._counter("request_cancelled", "Sequences whose client hung up.")
         self.running = Gauge(
             "outrider:num_requests_running",
             "Sequences in progress.",
             _LABELS,
             registry=self.registry,
         )
+
+    def _add_times(self) -> None:
         self.first_token_s = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_S
         )
@@ -122,7 +80,7 @@ class Metrics:
         )
         self.token_s = self._histogram(
             "request_time_per_output_token_seconds",
-            "From first to last token, over the tokens after the first.",
+            "From first to last token, divided by the number of tokens after the first.",
             _TOKEN_S,
         )
         self.request_s = self._histogram(
@@ -137,6 +95,14 @@ class Metrics:
         self.semantic_request_s = self._semantic(
             "request_duration", "Time of a request.", _REQUEST_S, "error_type"
         )
+        self.loop_lag_s = Histogram(
+            "outrider:event_loop_lag_seconds",
+            "How late the event loop wakes a sleeping task.",
+            buckets=_LAG_S,
+            registry=self.registry,
+        )
+
+    def _add_draft_counters(self) -> None:
         self.drafts = self._vllm("num_drafts", "Steps of a sequence that verified a draft.")
         self.draft_tokens = self._vllm("num_draft_tokens", "Draft tokens verified.")
         self.accepted_tokens = self._vllm("num_accepted_tokens", "Draft tokens accepted.")
@@ -145,31 +111,21 @@ class Metrics:
             "Draft tokens accepted, by position in the draft.",
             "position",
         )
-        self.activity = Activity()
-        self.loop_lag_s = Histogram(
-            "outrider:event_loop_lag_seconds",
-            "How late the event loop is.",
-            buckets=_LAG_S,
-            registry=self.registry,
-        )
-        self.http_responses = Counter(
-            "outrider:http_responses",
-            "HTTP responses.",
-            ["route", "status"],
-            registry=self.registry,
-        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"outrider:{name}", text, [*_LABELS, *labels], registry=self.registry)
 
     def _vllm(self, name: str, text: str, *labels: str) -> Counter:
-        """A counter of vLLM's on speculative decoding, under its own name."""
+        """One of vLLM's counters of speculative decoding, under vLLM's name."""
         return Counter(
             f"vllm:spec_decode_{name}", text, [*_LABELS, *labels], registry=self.registry
         )
 
     def drafted(self, model: str, draft_token_count: int, accepted_counts: Sequence[int]) -> None:
-        """A sequence is over: `accepted_counts[i]` of its steps verified a draft and accepted i of its tokens."""
+        """Count the drafts of a finished sequence.
+
+        `accepted_counts[i]` of its steps verified a draft and accepted i of its tokens.
+        """
         self.drafts.labels(model).inc(sum(accepted_counts))
         self.draft_tokens.labels(model).inc(draft_token_count)
         self.accepted_tokens.labels(model).inc(
@@ -182,15 +138,20 @@ class Metrics:
 
     def _semantic(self, name: str, text: str, buckets: list[float], *labels: str) -> Histogram:
         """A metric of OpenTelemetry's semantic conventions for generative AI."""
-        name, labels = f"gen_ai_server_{name}_seconds", (*_SEMANTIC_LABELS, *labels)
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        return Histogram(
+            f"gen_ai_server_{name}_seconds",
+            text,
+            [*_SEMANTIC_LABELS, *labels],
+            buckets=buckets,
+            registry=self.registry,
+        )
 
     def _histogram(self, name: str, text: str, buckets: list[float]) -> Histogram:
         return Histogram(f"outrider:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
 
 
 class SequenceClock:
-    """Observes one sequence from its start to its end."""
+    """Records the metrics of one sequence, from its creation until `close`."""
 
     def __init__(
         self, metrics: Metrics, model: str, operation: str, prompt_token_count: int
@@ -208,21 +169,25 @@ class SequenceClock:
         metrics.running.labels(model).inc()
 
     def add(self, chunk: TokenChunk, *, gathered: bool) -> None:
-        """A chunk came; one that gathers several steps leaves it to the last to say what became of their drafts."""
+        """Record a chunk.
+
+        `gathered` means that a chunk may hold several steps. Then only the statistics of the
+        last chunk say how many tokens each step accepted.
+        """
         if chunk.token_ids:
-            self._tokens_came(len(chunk.token_ids))
+            self._add_tokens(len(chunk.token_ids))
         self._metrics.activity.add(chunk)
         self._draft_token_count += chunk.draft_token_count
         if gathered and chunk.stats is not None:
-            self._verified(chunk.stats.histogram)
+            self._add_accepted(chunk.stats.histogram)
         elif not gathered and chunk.draft_token_count:
-            self._verified([0] * chunk.sources.count(TokenSource.ACCEPTED) + [1])
+            self._add_accepted([0] * chunk.sources.count(TokenSource.ACCEPTED) + [1])
 
-    def _verified(self, accepted_counts: Sequence[int]) -> None:
+    def _add_accepted(self, accepted_counts: Sequence[int]) -> None:
         add_counts(self._accepted_counts, accepted_counts)
         add_counts(self._metrics.activity.accepted_counts, accepted_counts)
 
-    def _tokens_came(self, token_count: int) -> None:
+    def _add_tokens(self, token_count: int) -> None:
         now = time.perf_counter()
         if self._token_count == 0:
             self._first = now
@@ -235,7 +200,7 @@ class SequenceClock:
         self._token_count += token_count
 
     def finished(self, reason: FinishReason) -> None:
-        """The sequence ended by itself."""
+        """Record that the sequence finished without an error."""
         self._ended = True
         self._metrics.finished.labels(self._model, reason.name.lower()).inc()
         seconds = time.perf_counter() - self._start
@@ -247,22 +212,21 @@ class SequenceClock:
             self._metrics.semantic_token_s.labels(*self._semantic).observe(each)
 
     def failed(self, reason: str) -> None:
-        """The sequence ended in an error."""
+        """Record that the sequence ended in an error."""
         self._ended = True
         self._metrics.failed.labels(self._model, reason.lower()).inc()
-        self._metrics.semantic_request_s.labels(*self._semantic, reason.lower()).observe(
-            time.perf_counter() - self._start
-        )
+        seconds = time.perf_counter() - self._start
+        self._metrics.semantic_request_s.labels(*self._semantic, reason.lower()).observe(seconds)
 
     def close(self) -> None:
-        """The sequence is over; unless it finished or failed, its client went away."""
+        """Record the end of the sequence. It was cancelled if it neither finished nor failed."""
         if not self._ended:
             self._metrics.cancelled.labels(self._model).inc()
         self._metrics.running.labels(self._model).dec()
         self._metrics.generation_tokens.labels(self._model).inc(self._token_count)
-        # Of a sequence that was cancelled before it told of its steps the draft tokens are not counted either.
-        self._metrics.drafted(
-            self._model,
-            self._draft_token_count if self._accepted_counts else 0,
-            self._accepted_counts,
-        )
+        # A cancelled sequence may have draft tokens without accepted counts. Counting only the
+        # former would lower the acceptance rate.
+        if self._accepted_counts:
+            self._metrics.drafted(self._model, self._draft_token_count, self._accepted_counts)
+        else:
+            self._metrics.drafted(self._model, 0, ())

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions: from OpenAI's request to sequences, and back to OpenAI's answer."""
+"""POST /v1/completions and /v1/chat/completions: OpenAI's requests, and OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.choices import UsageTotals, WholeChoice, collect
-from gateway.document import STREAMED, answers
+from gateway.document import STREAMED, json_responses
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
 from gateway.parameters import text_requests
@@ -28,9 +28,9 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
     """The endpoints that generate text."""
     router = APIRouter(route_class=JsonRoute)
 
-    @router.post("/v1/completions", responses=answers(*_ERRORS, also=STREAMED))
+    @router.post("/v1/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """Continue each prompt; `max_tokens` is 16 unless given."""
+        """Continue each prompt. `max_tokens` is 16 by default."""
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, len(body.prompt), max_sequences)
         prediction = await _prediction(generation, body, info)
@@ -43,18 +43,16 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
             prompts.append(Prompt(ids, "prompt", echo, prediction))
         return await _answer(generation, request, body, prompts, n, CompletionShape(model))
 
-    @router.post("/v1/chat/completions", responses=answers(*_ERRORS, also=STREAMED))
+    @router.post("/v1/chat/completions", responses=json_responses(*_ERRORS, also=STREAMED))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """Answer a conversation; it may take what the context leaves unless `max_completion_tokens` says less."""
+        """Answer a conversation. `max_completion_tokens` is what the context leaves by default."""
         model, info = generation.router.lookup(body.model)
         n = _choice_count(body, 1, max_sequences)
         messages = [message.for_template() for message in body.messages]
-        text = await generation.prompts.rendered(
-            messages, "messages", info.context_length, **body.rendering()
-        )
-        ids = await generation.prompts.encode(
-            text, "messages", info.context_length, add_special_tokens=False
-        )
+        most = info.context_length
+        prompts = generation.prompts
+        text = await prompts.rendered(messages, "messages", most, **body.rendering())
+        ids = await prompts.encode(text, "messages", most, add_special_tokens=False)
         prompt = Prompt(ids, "messages", prediction=await _prediction(generation, body, info))
         return await _answer(generation, request, body, [prompt], n, ChatShape(model))
 
@@ -62,22 +60,21 @@ def routes(generation: Generation, max_sequences: int) -> APIRouter:
 
 
 async def _prediction(generation: Generation, body: GenerationBody, info: ModelInfo) -> list[int]:
-    """The tokens the client expects; more than the context holds are of no use."""
-    expected = "" if body.prediction is None else body.prediction.content
-    return await generation.prompts.encode_start(expected, info.context_length)
+    """The ids of the answer that the client expects, at most as many as the context holds."""
+    if body.prediction is None:
+        return []
+    return await generation.prompts.encode_start(body.prediction.content, info.context_length)
 
 
 def _choice_count(body: GenerationBody, prompt_count: int, max_sequences: int) -> int:
-    """n, when the request's sequences are within bounds."""
+    """The body's n. Raises OutriderError(INVALID_VALUE) for too many sequences."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= max_sequences:
         raise invalid("n", f"must be in [1, {max_sequences}], not {n}")
     if prompt_count * n > max_sequences:
         name = "prompt" if prompt_count > max_sequences else "n"
-        raise invalid(
-            name,
-            f"asks for {prompt_count} prompts times n={n}; at most {max_sequences} sequences go in one request",
-        )
+        limit = f"at most {max_sequences} sequences go in one request"
+        raise invalid(name, f"asks for {prompt_count} prompts times n={n}; {limit}")
     return n
 
 
@@ -89,7 +86,7 @@ async def _answer(
     n: int,
     shape: ResponseShape,
 ) -> Response:
-    """Generate n choices for each prompt and answer as asked."""
+    """Generate n choices for each prompt, and answer with one JSON object or with a stream."""
     span = begin(request.headers, shape.model, shape.operation, n, stream=bool(body.stream))
     describe_http(span, request)
     caller = Caller(shape.id, span.traceparent, tenant_of(request.headers))
@@ -105,21 +102,19 @@ async def _answer(
         with span, responding(span):
             choices = await until_gone(request, collect(events, totals))
             describe(span, shape.id, totals, shape.model)
-            return JSONResponse(
-                _whole(body, shape, totals, choices), headers={"X-Request-Id": shape.id}
-            )
+            answer = _whole(body, shape, totals, choices)
+            return JSONResponse(answer, headers={"X-Request-Id": shape.id})
     try:
         with responding(span):
-            # The first delta is awaited before the status line goes out, so that what is refused is refused with its own status.
+            # Await the first delta before the status line goes out, so that a refused request
+            # gets the status of its error.
             first = await until_gone(request, anext(events))
     except BaseException as error:
         span.ended_by(error)
         span.end()
         raise
-    options, lengths = (
-        body.stream_options or StreamOptions(),
-        [len(prompt.token_ids) for prompt in prompts for _ in range(n)],
-    )
+    options = body.stream_options or StreamOptions()
+    lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
     writer = ChunkWriter(shape, totals, options, lengths, metrics=body.speculation.metrics)
     return EventStream(sse(first, events, writer, span), events, {"X-Request-Id": shape.id})
 
@@ -127,12 +122,16 @@ async def _answer(
 def _whole(
     body: GenerationBody, shape: ResponseShape, totals: UsageTotals, choices: list[WholeChoice]
 ) -> dict[str, Any]:
-    metrics = {"metrics": totals.metrics()} if body.speculation.metrics else {}
-    echoed = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
-    shown = [[*choice.prompt, *choice.shown] if echoed else choice.shown for choice in choices]
+    """The answer to a request that does not stream."""
+    shown = [choice.shown for choice in choices]
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        shown = [choice.prompt + choice.shown for choice in choices]
     answer = shape.whole([choice.text for choice in choices], totals, shown)
     if body.prompt_logprobs is not None:
-        shape.tell_prompts(answer, [choice.prompt for choice in choices])
-    for told, choice in zip(answer["choices"], choices, strict=True):
-        told |= attribution(choice.attributed)
-    return answer | totals.speculation() | metrics
+        shape.add_prompt_logprobs(answer, [choice.prompt for choice in choices])
+    for written, choice in zip(answer["choices"], choices, strict=True):
+        written |= attribution(choice.attributed)
+    answer |= totals.speculation()
+    if body.speculation.metrics:
+        answer["metrics"] = totals.metrics()
+    return answer

@@ -1,4 +1,4 @@
-"""The page at `/`, and the events that keep it up to date. Static files and sums; knows no model and no request."""
+"""The page at `/`: its static files, and the events that update it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ from outrider import __version__
 
 _WEB = Path(__file__).with_name("web")
 _EVERY_S = 0.5
-# Scripts, styles and data from here alone; uPlot sets styles on the elements that it makes.
+# The page may load scripts, styles and data from this gateway alone. uPlot needs inline styles.
+_POLICY = [
+    "default-src 'self'",
+    "style-src 'self' 'unsafe-inline'",
+    "frame-ancestors 'none'",
+    "base-uri 'none'",
+]
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",
+    "Content-Security-Policy": "; ".join(_POLICY),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -30,7 +36,7 @@ _HEADERS = {
 
 
 class _Files(StaticFiles):
-    """The page's files, revalidated each time, so that an upgraded gateway never runs with an old script."""
+    """The page's files. Browsers revalidate them, so a new gateway never runs an old script."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -48,7 +54,7 @@ def install(app: FastAPI, router: Router, metrics: Metrics) -> None:
 
     @routes.get("/events", include_in_schema=False)
     async def events() -> Response:
-        """Processes and sums, twice a second, until the reader leaves or the gateway is about to."""
+        """Stream the state twice a second, until the client leaves or the gateway drains."""
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(
             _events(router, metrics), media_type="text/event-stream", headers=unbuffered

@@ -1,4 +1,4 @@
-"""From an HTTP body to the request's sequences, each parameter checked under the caller's name. Knows no gRPC and no replica."""
+"""Build a request's sequences from an HTTP body, and check each parameter by its HTTP name."""
 
 from __future__ import annotations
 
@@ -33,89 +33,99 @@ def text_requests(
     caller: Caller,
     info: ModelInfo,
 ) -> list[TextRequest]:
-    """The request's sequences, n for each prompt, checked against a model.
+    """Check the request against a model and build its sequences, n for each prompt.
 
-    With a seed s, choice i is what a request for one choice with seed s + i would give.
-    Raises OutriderError(INVALID_VALUE or CONTEXT_LENGTH_EXCEEDED) that names the field and the limit.
+    With a seed s, choice i equals the only choice of a request with seed s + i. Raises
+    OutriderError(INVALID_VALUE or CONTEXT_LENGTH_EXCEEDED) that names the field and the limit.
     """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for stream: true")
     if body.speculation.tokens and body.stop:
-        raise invalid(
-            "speculation.tokens",
-            "does not go with stop, since tokens may hold a part of what is cut off",
-        )
-    grammar, grammar_field = _grammar(body)
-    sampling, stop, speculation = (
-        _sampling(body, info.vocab_size),
-        check_stop(body.stop),
-        _speculation(body.speculation),
-    )
-    stop_token_ids = _stop_token_ids(body.stop_token_ids or [], info.vocab_size)
-    top_logprobs, prompt_logprobs = _top_logprobs(body), _prompt_logprobs(body)
-    scores_prompt = prompt_logprobs is not None
-    limit = _answer_limit(body, scores_prompt)
-    # Only a whole answer may come at once, and a stop string has to be looked for as the text grows.
-    at_once = not body.stream and not stop and not body.speculation.tokens
-
-    def build(prompt: Prompt, max_tokens: int, choice: int) -> TextRequest:
-        tokens = m.TokenRequest(
+        message = "does not go with stop, since tokens may hold a part of what is cut off"
+        raise invalid("speculation.tokens", message)
+    template, limit = _template(body, caller, info)
+    sampling = template.tokens.sampling
+    # A chunk may gather the whole answer, unless the caller reads it as it grows or a stop string
+    # may end it early.
+    at_once = not body.stream and not template.stop and not body.speculation.tokens
+    requests = []
+    for prompt in prompts:
+        max_tokens = limit.resolve(prompt, sampling.min_tokens, info)
+        tokens = replace(
+            template.tokens,
             prompt=prompt.token_ids,
             max_tokens=max_tokens,
-            sampling=sampling
-            if sampling.seed is None
-            else replace(sampling, seed=(sampling.seed + choice) % 2**64),
-            stop_token_ids=stop_token_ids,
-            ignore_eos=bool(body.ignore_eos),
-            speculation=speculation,
-            tenant=caller.tenant,
-            request_id=caller.request_id,
-            traceparent=caller.traceparent,
             min_chunk_tokens=max_tokens if at_once else 1,
-            top_logprobs=top_logprobs,
-            grammar=grammar,
             prediction=prompt.prediction[: info.context_length],
-            # A verifier generates nothing only for a prompt that it scores.
-            prompt_logprobs=0 if max_tokens == 0 and not scores_prompt else prompt_logprobs,
         )
-        return TextRequest(
-            tokens,
-            limit.asked,
-            stop,
-            prompt.echo,
-            scores_prompt,
-            body.speculation.tokens,
-            grammar_field,
-        )
+        if max_tokens == 0 and tokens.prompt_logprobs is None:
+            # The verifier accepts max_tokens=0 only if it scores the prompt.
+            tokens = replace(tokens, prompt_logprobs=0)
+        for choice in range(n):
+            of_choice = replace(tokens, sampling=_with_seed(sampling, choice))
+            requests.append(replace(template, tokens=of_choice, echo=prompt.echo))
+    return requests
 
-    fitted = [(prompt, limit.resolve(prompt, sampling.min_tokens, info)) for prompt in prompts]
-    return [
-        build(prompt, max_tokens, choice) for prompt, max_tokens in fitted for choice in range(n)
-    ]
+
+def _template(
+    body: CompletionBody | ChatBody, caller: Caller, info: m.ModelInfo
+) -> tuple[TextRequest, AnswerLimit]:
+    """What all sequences of the request have in common, without a prompt, and their limit."""
+    grammar, grammar_field = _grammar(body)
+    sampling = _sampling(body, info.vocab_size)
+    stop = check_stop(body.stop)
+    speculation = _speculation(body.speculation)
+    stop_token_ids = _stop_token_ids(body.stop_token_ids or [], info.vocab_size)
+    top_logprobs = _top_logprobs(body)
+    prompt_logprobs = _prompt_logprobs(body)
+    limit = _answer_limit(body, scores_prompt=prompt_logprobs is not None)
+    tokens = m.TokenRequest(
+        prompt=[],
+        max_tokens=0,
+        sampling=sampling,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        speculation=speculation,
+        tenant=caller.tenant,
+        request_id=caller.request_id,
+        traceparent=caller.traceparent,
+        top_logprobs=top_logprobs,
+        grammar=grammar,
+        prompt_logprobs=prompt_logprobs,
+    )
+    request = TextRequest(
+        tokens,
+        asked_tokens=limit.asked,
+        stop=stop,
+        shows_prompt=prompt_logprobs is not None,
+        attributed=body.speculation.tokens,
+        grammar_field=grammar_field,
+    )
+    return request, limit
+
+
+def _with_seed(sampling: m.SamplingParams, choice: int) -> m.SamplingParams:
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + choice) % 2**64)
 
 
 def _answer_limit(body: CompletionBody | ChatBody, scores_prompt: bool) -> AnswerLimit:
-    asked, field_name = body.max_tokens, "max_tokens"
+    asked = body.max_tokens
     if isinstance(body, CompletionBody):
-        return AnswerLimit(asked, field_name, _COMPLETION_MAX_TOKENS, scores_prompt)
-    if body.max_completion_tokens is not None:
-        if asked is not None:
-            raise invalid(
-                "max_tokens", "is the old name of max_completion_tokens; send one of them"
-            )
-        asked, field_name = body.max_completion_tokens, "max_completion_tokens"
-    return AnswerLimit(asked, field_name, None, scores_prompt)
+        return AnswerLimit(asked, "max_tokens", _COMPLETION_MAX_TOKENS, scores_prompt)
+    if body.max_completion_tokens is None:
+        return AnswerLimit(asked, "max_tokens", None, scores_prompt)
+    if asked is not None:
+        raise invalid("max_tokens", "is the old name of max_completion_tokens; send one of them")
+    return AnswerLimit(body.max_completion_tokens, "max_completion_tokens", None, scores_prompt)
 
 
 def _sampling(body: GenerationBody, vocab_size: int) -> m.SamplingParams:
-    named = [
-        (field.name, getattr(body, field.name)) for field in fields(m.SamplingParams) if field.init
-    ]
-    given = {name: value for name, value in named if value is not None}
-    given |= {
-        "logit_bias": _logit_bias(body.logit_bias or {}),
-        "banned_token_ids": tuple(body.banned_token_ids or ()),
-    }
+    names = [field.name for field in fields(m.SamplingParams) if field.init]
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    given["logit_bias"] = _logit_bias(body.logit_bias or {})
+    given["banned_token_ids"] = tuple(body.banned_token_ids or ())
     if body.top_k == -1:
         given["top_k"] = 0
     sampling = m.SamplingParams(**given)
@@ -145,17 +155,17 @@ def _speculation(body: SpeculationBody) -> m.SpeculationOptions:
 
 def _stop_token_ids(ids: list[int], vocab_size: int) -> frozenset[int]:
     if len(ids) > MAX_STOP_TOKENS:
-        raise invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
+        message = f"must hold at most {MAX_STOP_TOKENS} ids, not {len(ids)}"
+        raise invalid("stop_token_ids", message)
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
-            raise invalid(
-                f"stop_token_ids[{index}]", f"must be in [0, {vocab_size}), not {token_id}"
-            )
+            message = f"must be in [0, {vocab_size}), not {token_id}"
+            raise invalid(f"stop_token_ids[{index}]", message)
     return frozenset(ids)
 
 
 def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
-    """How many of the likeliest tokens are wanted with each; None for no log probabilities at all."""
+    """How many alternatives the request wants with each token; None for no log probabilities."""
     if isinstance(body, CompletionBody):
         check_logprobs("logprobs", body.logprobs)
         return body.logprobs
@@ -168,34 +178,34 @@ def _top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
-    """The same for the prompt's tokens, which an echo shows as it shows the others unless told otherwise."""
+    """How many alternatives the request wants with each token of the prompt; None for no scores.
+
+    An echo has as many as the generated tokens unless `prompt_logprobs` says otherwise.
+    """
     check_logprobs("prompt_logprobs", body.prompt_logprobs)
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid(
-            "prompt_logprobs",
-            "is not for stream: true; a completion's echo and logprobs stream a prompt's",
-        )
+        message = "is not for stream: true; a completion's echo and logprobs stream a prompt's"
+        raise invalid("prompt_logprobs", message)
     if body.prompt_logprobs is None and isinstance(body, CompletionBody) and body.echo:
         return body.logprobs
     return body.prompt_logprobs
 
 
 def _grammar(body: GenerationBody) -> tuple[m.Grammar | None, str]:
-    """What the answer must be, and which field says so."""
+    """The grammar of the answer and the field that gives it; (None, "") for no grammar."""
     found = _grammars(body)
     if not found:
         return None, ""
     (field, grammar), *more = found.items()
     if more:
-        raise invalid(
-            more[0][0], f"contradicts {field}: only one of them can say what the answer must be"
-        )
+        message = f"contradicts {field}: only one of them can say what the answer must be"
+        raise invalid(more[0][0], message)
     check_grammar(grammar, field)
     return grammar, field
 
 
 def _grammars(body: GenerationBody) -> dict[str, m.Grammar]:
-    """By field: OpenAI's response_format, our own names, and vLLM's, present and past."""
+    """All grammars of the body by field: OpenAI's response_format, our fields and vLLM's."""
     structured = body.structured_outputs or StructuredOutputs()
     texts = {
         "regex": (m.GrammarKind.REGEX, body.regex),
@@ -233,8 +243,10 @@ def _grammars(body: GenerationBody) -> dict[str, m.Grammar]:
 
 
 def _json(value: JsonValue | None) -> str | None:
-    """As JSON; a string is taken for JSON already."""
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+    """The value as JSON. A string is JSON already."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def _response_format(body: GenerationBody) -> m.Grammar | None:

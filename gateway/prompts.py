@@ -1,6 +1,7 @@
-"""Prompts to token ids: the model's tokenizer and its chat template, without torch or transformers.
+"""Turn prompts into token ids with the model's tokenizer and chat template, without torch.
 
-The template sees what `transformers`' `apply_chat_template` would show it; it comes from the model alone, never from a request.
+A template gets the variables that `apply_chat_template` of `transformers` would give it. The
+template comes from the model alone, never from a request.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from tokenizers import Encoding
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.tokenizer import fingerprint, load_tokenizer, model_file
 
-# Longer texts are tokenised on a thread: at about 0.4 µs a character this is some 2 ms of the event loop.
-_AT_ONCE_CHARACTERS = 5_000
-# Templates are programs in Python; so is what jinja2 makes of them.
-_AT_ONCE_MESSAGES = 64
-# How many texts are tokenised on threads at once, beside a long one; a million tokens take some 200 MB meanwhile.
-_AT_ONCE_TEXTS = 2
-# A text with more characters for each token of the context is counted in slices first, so that what is far too long is neither
-# tokenised to its end nor kept in memory.
+# Longer texts are tokenised on a thread. At 0.4 µs a character, these take the event loop 2 ms.
+_INLINE_CHARACTERS = 5_000
+# Conversations of more messages are rendered on a thread. Templates run as Python code.
+_INLINE_MESSAGES = 64
+# How many texts are tokenised on threads at the same time, beside one long text. A million tokens
+# take about 200 MB meanwhile.
+_CONCURRENT_TEXTS = 2
+# A text with more characters per token of the context is probably too long. Its tokens are
+# counted in slices first, to stop early and to save memory.
 _USUAL_CHARACTERS = 8
 _SLICE_CHARACTERS = 65_536
-# The slices of a text have a few tokens more than the text.
-_SLICED = 2
-# Put behind the last message's content to find its end in the rendered text. As in `transformers`, the space tells whether the
-# template trims what it shows.
-_FINAL = "CONTINUE_FINAL_MESSAGE_TAG "
+# Cutting a text into slices adds tokens, but far fewer than the text has.
+_SLICE_FACTOR = 2
+# Marks the end of the last message's content in the rendered text. As in `transformers`, the
+# space shows whether the template strips the content.
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Prompts:
@@ -43,102 +45,105 @@ class Prompts:
 
     def __init__(self, model: str) -> None:
         self.tokenizer = load_tokenizer(model)
-        # Some tokenizer.json files would silently cut a prompt or fill it up.
+        # Some tokenizer.json files turn on truncation or padding, which would change prompts.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.fingerprint = fingerprint(self.tokenizer)
         config = _json_file(model, "tokenizer_config.json")
         self._special_tokens = _special_tokens(config)
         self._template = _template(model, config)
-        # Names of byte tokens are longer than their text, never shorter.
-        self._longest_token = max(
-            map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1
-        )
-        self._turns = asyncio.Semaphore(_AT_ONCE_TEXTS)
-        # So that a long text neither waits for many short ones, nor they for it, and leaves a processor to the event loop.
+        # The name of a byte token is longer than its text, so names bound texts from above.
+        names = self.tokenizer.get_vocab(with_added_tokens=True)
+        self._longest_token = max(map(len, names), default=1)
+        self._turns = asyncio.Semaphore(_CONCURRENT_TEXTS)
+        # Long texts take turns of their own: they neither wait for short texts nor delay them, and
+        # one at a time leaves a processor to the event loop.
         self._long_turns = asyncio.Semaphore(1)
 
     async def encode(
-        self, text: str, field: str, most_tokens: int, *, add_special_tokens: bool = True
+        self, text: str, field: str, max_tokens: int, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """The text's ids; a long text does not hold up the event loop.
+        """The text's ids, without blocking the event loop for long.
 
-        A text that cannot have as few as `most_tokens` tokens is refused before it is tokenised: raises
-        OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field`. So is one that has more.
+        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the text has more than
+        `max_tokens` tokens. A text that is far too long is refused without tokenising all of it.
         """
-        if len(text) > most_tokens * self._longest_token:
-            raise _too_long(field, f"{len(text)} characters", most_tokens)
-        is_unusual = len(text) > max(most_tokens * _USUAL_CHARACTERS, _SLICE_CHARACTERS)
-        if (
-            is_unusual
-            and len(await self._first_tokens(text, _SLICED * most_tokens)) > _SLICED * most_tokens
-        ):
-            raise _too_long(field, f"{len(text)} characters", most_tokens)
+        if len(text) > max_tokens * self._longest_token:
+            raise _too_long(field, len(text), max_tokens)
+        if len(text) > max(max_tokens * _USUAL_CHARACTERS, _SLICE_CHARACTERS):
+            enough = _SLICE_FACTOR * max_tokens
+            if len(await self._first_tokens(text, enough)) > enough:
+                raise _too_long(field, len(text), max_tokens)
         encoding = await self._encode(text, add_special_tokens)
-        # To make a list of millions of ids takes long as well.
-        if (count := len(encoding)) > most_tokens:
-            raise context_overflow(
-                most_tokens, f"{field} has {count} tokens, and the answer needs room too", field
-            )
+        count = len(encoding)
+        # Check before making a list of the ids, since a list of millions takes long.
+        if count > max_tokens:
+            message = f"{field} has {count} tokens, and the answer needs room too"
+            raise context_overflow(max_tokens, message, field)
         ids: list[int] = encoding.ids
         return ids
 
-    async def encode_start(self, text: str, most_tokens: int) -> list[int]:
-        """At most so many ids of the text's beginning, without special tokens; of a very long text, ids of its slices."""
+    async def encode_start(self, text: str, max_tokens: int) -> list[int]:
+        """The ids of the text's beginning, at most `max_tokens`, without special tokens.
+
+        A very long text is tokenised in slices, so its ids may differ near a slice's border.
+        """
         if len(text) > _SLICE_CHARACTERS:
-            return (await self._first_tokens(text, most_tokens))[:most_tokens]
-        ids: list[int] = (await self._encode(text, add_special_tokens=False)).ids
-        return ids[:most_tokens]
+            return (await self._first_tokens(text, max_tokens))[:max_tokens]
+        encoding = await self._encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids[:max_tokens]
 
     async def _first_tokens(self, text: str, wanted: int) -> list[int]:
-        """Tokens of the text's slices, to the slice with which there are more than `wanted`."""
-        found: list[int] = []
+        """The ids of the text's first slices, until there are more than `wanted`."""
+        ids: list[int] = []
         for begin in range(0, len(text), _SLICE_CHARACTERS):
-            found += (
-                await self._encode(
-                    text[begin : begin + _SLICE_CHARACTERS], add_special_tokens=False
-                )
-            ).ids
-            if len(found) > wanted:
+            part = text[begin : begin + _SLICE_CHARACTERS]
+            ids += (await self._encode(part, add_special_tokens=False)).ids
+            if len(ids) > wanted:
                 break
-        return found
+        return ids
 
     async def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
-        if len(text) <= _AT_ONCE_CHARACTERS:
-            at_once: Encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return at_once
+        if len(text) <= _INLINE_CHARACTERS:
+            inline: Encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return inline
         turns = self._turns if len(text) <= _SLICE_CHARACTERS else self._long_turns
         await turns.acquire()
-        # "Fast" leaves out where in the text tokens begin, which nobody asks for here and takes long to free.
+        # The "fast" method skips the offsets of tokens, which are not used here and slow to free.
         work = asyncio.ensure_future(
             self.tokenizer.async_encode_batch_fast([text], add_special_tokens=add_special_tokens)
         )
-        # A caller that is cancelled does not end the work.
+        # The work goes on if the caller is cancelled, so it releases its turn itself.
         work.add_done_callback(lambda _: turns.release())
         encodings: list[Encoding] = await asyncio.shield(work)
         return encodings[0]
 
     async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The tokenizer's own names of the tokens."""
+        """The tokenizer's names of the tokens, such as `Ġif`; None for ids without a token."""
         return await asyncio.to_thread(
             lambda: [self.tokenizer.id_to_token(token_id) for token_id in token_ids]
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The ids' text, special tokens included."""
+        """The text of the ids, special tokens included."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     async def rendered(
-        self, messages: Sequence[Mapping[str, str]], field: str, most_tokens: int, **how: Any
+        self, messages: Sequence[Mapping[str, str]], field: str, max_tokens: int, **options: Any
     ) -> str:
-        """`render`, where a long conversation does not hold up the event loop; much too long ones are refused as by `encode`."""
+        """`render` with `options`, on a thread if the conversation is long.
+
+        Raises OutriderError(CONTEXT_LENGTH_EXCEEDED) that names `field` if the conversation
+        cannot have as few as `max_tokens` tokens.
+        """
         length = sum(len(message["content"]) for message in messages)
-        if length > most_tokens * self._longest_token:
-            raise _too_long(field, f"{length} characters", most_tokens)
-        if length <= _SLICE_CHARACTERS and len(messages) <= _AT_ONCE_MESSAGES:
-            return self.render(messages, **how)
-        return await asyncio.to_thread(self.render, messages, **how)
+        if length > max_tokens * self._longest_token:
+            raise _too_long(field, length, max_tokens)
+        if length <= _SLICE_CHARACTERS and len(messages) <= _INLINE_MESSAGES:
+            return self.render(messages, **options)
+        return await asyncio.to_thread(self.render, messages, **options)
 
     def render(
         self,
@@ -148,18 +153,18 @@ class Prompts:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as one text; raises OutriderError with the template's own words when it does not take it.
+        """The conversation as one text.
 
-        `continue_final_message` ends the text with the last message's content. `variables` are the template's own, such as
-        enable_thinking.
+        `continue_final_message` ends the text with the last message's content. `variables` are
+        variables of the template itself, such as enable_thinking. Raises OutriderError with the
+        template's own message if it refuses the conversation, and if there is no template.
         """
         if self._template is None:
-            raise OutriderError(
-                Reason.UNSUPPORTED_PARAMETER, "messages: the model has no chat template", "messages"
-            )
+            message = "messages: the model has no chat template"
+            raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, "messages")
         shown = [dict(message) for message in messages]
         if continue_final_message:
-            shown[-1]["content"] += _FINAL
+            shown[-1]["content"] += _END_MARK
         try:
             text = self._template.render(
                 messages=shown,
@@ -168,40 +173,43 @@ class Prompts:
                 add_generation_prompt=add_generation_prompt,
                 **{**(variables or {}), **self._special_tokens},
             )
-        except Exception as error:  # a template is a program, and may fail in any way
-            raise invalid(
-                "messages", f"were refused by the model's chat template: {error}"
-            ) from error
-        return _left_open(text) if continue_final_message else text
+        # A template is a program and may raise anything.
+        except Exception as error:
+            message = f"were refused by the model's chat template: {error}"
+            raise invalid("messages", message) from error
+        return _before_end_mark(text) if continue_final_message else text
 
 
-def _left_open(text: str) -> str:
-    """The text up to the mark behind the last message's content, without the space that a template trims there."""
-    before, found, after = text.rpartition(_FINAL.strip())
+def _before_end_mark(text: str) -> str:
+    """The text up to the end mark, stripped if the template stripped the mark's space."""
+    before, found, after = text.rpartition(_END_MARK.strip())
     if not found:
-        raise invalid(
-            "continue_final_message",
-            "cannot be: the model's chat template does not show the last message as it is",
-        )
+        message = "cannot be: the model's chat template does not show the last message as it is"
+        raise invalid("continue_final_message", message)
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _too_long(field: str, length: str, context_length: int) -> OutriderError:
-    return context_overflow(
-        context_length, f"{field} has {length}, more than the context can hold", field
-    )
+def _too_long(field: str, characters: int, context_length: int) -> OutriderError:
+    message = f"{field} has {characters} characters, more than the context can hold"
+    return context_overflow(context_length, message, field)
 
 
 def context_overflow(context_length: int, message: str, field: str) -> OutriderError:
-    """CONTEXT_LENGTH_EXCEEDED, in words that clients know: litellm looks for the first sentence, LangChain for the code."""
-    message = f"This model's maximum context length is {context_length} tokens. {message} (context_length_exceeded)."
+    """CONTEXT_LENGTH_EXCEEDED with the texts that clients search for.
+
+    litellm searches for the first sentence, and LangChain for the code in parentheses.
+    """
+    known = f"This model's maximum context length is {context_length} tokens."
+    message = f"{known} {message} (context_length_exceeded)."
     return OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field)
 
 
 def _json_file(model: str, name: str) -> dict[str, Any]:
     path = model_file(model, name)
+    if path is None:
+        return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as cause:
         raise invalid("tokenizer", f"{model}: its {name} is not JSON: {cause}") from cause
     if not isinstance(content, dict):
@@ -210,7 +218,7 @@ def _json_file(model: str, name: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and their like, as a template may name them; a token is written as a string or as {"content": …}."""
+    """bos_token, eos_token and so on by name. A token is a string or {"content": …}."""
     tokens = {}
     for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -220,19 +228,26 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template(model: str, config: Mapping[str, Any]) -> jinja2.Template | None:
-    """The model's chat template, from its own file or from tokenizer_config.json; of several, the one named "default"."""
+    """The model's chat template: from its own file, else from tokenizer_config.json.
+
+    Of several templates, the one named "default". None if there is none.
+    """
     path = model_file(model, "chat_template.jinja")
-    source = path.read_text(encoding="utf-8") if path is not None else config.get("chat_template")
+    source = config.get("chat_template")
+    if path is not None:
+        source = path.read_text(encoding="utf-8")
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    if source is None:
+        return None
     try:
-        return _environment().from_string(source) if source is not None else None
+        return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as cause:
         raise invalid("tokenizer", f"{model}: its chat template does not parse: {cause}") from cause
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only passes them through."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
@@ -262,7 +277,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; jinja2's own filter would escape it for HTML."""
+    """The value as plain JSON. jinja2's own filter escapes JSON for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

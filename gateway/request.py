@@ -1,4 +1,4 @@
-"""One sequence's request, checked against a model's limits. Knows no HTTP, no gRPC, no replica."""
+"""The request for one sequence, checked against a model's limits. Independent of HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_STOP_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the id of the answer, the trace that the request belongs to, and the tenant."""
+    """The id of the answer, the trace that the request belongs to, and the tenant."""
 
     request_id: str
     traceparent: str
@@ -38,11 +38,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One sequence, checked against one model: the verifier's part, and what is done here.
+    """One sequence, checked against one model: the verifier's request, and the gateway's part.
 
-    `asked_tokens` is how many tokens the caller asked for, if it did. `shows_prompt` lists the
-    prompt's tokens with their log probabilities, and `attributed` says who wrote each token.
-    `grammar_field` is what the caller calls the grammar.
+    `asked_tokens` is the caller's own limit of tokens, None without one. The answer lists the
+    prompt's tokens with their log probabilities if `shows_prompt`, and each token's source if
+    `attributed`. `grammar_field` is the caller's name of the grammar, for errors.
     """
 
     tokens: TokenRequest
@@ -56,10 +56,10 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimit:
-    """How many tokens the caller asks for, in which field, and how many it gets without asking.
+    """The limit of tokens to generate: what the caller asks for, in which field, and the default.
 
-    None takes all that the context leaves. Only a caller that has its prompt scored or echoed may
-    ask for no tokens.
+    A default of None takes all that the context leaves. Only a caller that wants its prompt
+    scored or echoed may ask for 0 tokens.
     """
 
     asked: int | None
@@ -74,14 +74,19 @@ class AnswerLimit:
         have, for too few tokens and for `min_tokens` above the result, CONTEXT_LENGTH_EXCEEDED for
         what does not fit.
         """
-        name, length = prompt.field_name, len(prompt.token_ids)
+        name = prompt.field_name
+        length = len(prompt.token_ids)
         check_ids(name, prompt.token_ids, info)
         left = info.context_length - length
-        least = 0 if self.scores_prompt or prompt.echo is not None else 1
-        if left < (least if self.asked == 0 else 1):
+        may_be_empty = self.scores_prompt or prompt.echo is not None
+        least = 0 if may_be_empty else 1
+        needed = least if self.asked == 0 else 1
+        if left < needed:
             message = f"{name} has {length} tokens, and the answer needs room too"
             raise context_overflow(info.context_length, message, name)
-        most = min(left, self.default or left) if self.asked is None else self.asked
+        most = self.asked
+        if most is None:
+            most = min(left, self.default or left)
         if most < least:
             raise invalid(self.field_name, f"must be at least {least}, not {most}")
         if most > left:
@@ -94,7 +99,7 @@ class AnswerLimit:
 
 
 def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
-    """Raises OutriderError(INVALID_VALUE) unless there is a token, and all are the model's."""
+    """Raise OutriderError(INVALID_VALUE) unless there is a token and all are in the vocabulary."""
     if not token_ids:
         raise invalid(name, "must hold at least 1 token")
     for token_id in (min(token_ids), max(token_ids)):
@@ -103,13 +108,11 @@ def check_ids(name: str, token_ids: list[int], info: ModelInfo) -> None:
 
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings when they are within bounds; raises OutriderError(INVALID_VALUE) otherwise."""
+    """The stop strings. Raises OutriderError(INVALID_VALUE) for too many or too long ones."""
     if len(stop) > MAX_STOP_STRINGS:
         raise invalid("stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
     for index, text in enumerate(stop):
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise invalid(
-                f"stop[{index}]",
-                f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(text)}",
-            )
+            message = f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(text)}"
+            raise invalid(f"stop[{index}]", message)
     return tuple(stop)

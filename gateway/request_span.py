@@ -1,4 +1,4 @@
-"""A request's span, in OpenTelemetry's semantic conventions for generative AI; and its line in the log."""
+"""A request's span, by OpenTelemetry's conventions for generative AI, and its line in the log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULTS = SamplingParams()
 def begin(
     headers: Mapping[str, str], model: str, operation: str, choice_count: int, *, stream: bool
 ) -> Span:
-    """The span of a request, under the caller's span when `headers` name one."""
+    """Start the span of a request, as a child of the caller's span if `headers` name one."""
     span = telemetry.start_root(f"{operation} {model}", headers)
     span.set(
         gen_ai__operation__name=operation,
@@ -38,23 +38,24 @@ def begin(
 
 
 def describe_settings(span: Span, request: TextRequest) -> None:
-    """Put the conventions' attributes of the settings that differ from the default on a request's span."""
+    """Put the settings that differ from their default on a request's span."""
     sampling = request.tokens.sampling
     span.set(outrider__speculation=request.tokens.speculation.enabled)
     for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
-        if (value := getattr(sampling, name)) != getattr(_DEFAULTS, name):
+        value = getattr(sampling, name)
+        if value != getattr(_DEFAULTS, name):
             span.set(**{f"gen_ai__request__{name}": value})
     if request.asked_tokens is not None:
         span.set(gen_ai__request__max_tokens=request.asked_tokens)
     if sampling.seed is not None:
-        # A seed may be larger than what an attribute of 64 bits holds.
+        # A seed may exceed the 64 signed bits of an attribute.
         span.set(gen_ai__request__seed=str(sampling.seed))
     if request.stop:
         span.set(gen_ai__request__stop_sequences=list(request.stop))
 
 
 def describe_http(span: Span, request: Request) -> None:
-    """Put the attributes of OpenTelemetry's HTTP conventions on a request's span."""
+    """Put OpenTelemetry's HTTP attributes on a request's span."""
     span.set(
         http__request__method=request.method,
         http__route=getattr(request.scope.get("route"), "path", request.url.path),
@@ -65,7 +66,7 @@ def describe_http(span: Span, request: Request) -> None:
 
 @contextmanager
 def responding(span: Span) -> Iterator[None]:
-    """Put the status of an HTTP response on its request's span: the error's when the block raises, and 200 otherwise."""
+    """Put the response's HTTP status on a span: 200, or the error's status if the block raises."""
     status = 500
     try:
         yield
@@ -78,18 +79,16 @@ def responding(span: Span) -> Iterator[None]:
 
 
 def describe(span: Span, request_id: str, totals: UsageTotals, model: str) -> None:
-    """Put what came out of the model on a request's span and into the log."""
+    """Put the finish reasons and the usage on a request's span and into the log."""
     usage = totals.usage()
     reasons = [
         "stop" if finish.reason is FinishReason.STOP else "length"
         for finish in totals.finishes
         if finish is not None
     ]
-    prompt, completion, details = (
-        usage["prompt_tokens"],
-        usage["completion_tokens"],
-        usage["completion_tokens_details"],
-    )
+    prompt = usage["prompt_tokens"]
+    completion = usage["completion_tokens"]
+    details = usage["completion_tokens_details"]
     span.set(
         gen_ai__response__id=request_id,
         gen_ai__response__model=model,

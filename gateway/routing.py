@@ -1,4 +1,4 @@
-"""The verifier's replicas: how far each has loaded, and which of the ready ones is the least busy."""
+"""Poll the verifier's replicas, and pick the least busy ready one for each request."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _POLL_READY_S = 1.0
 _POLL_LOADING_S = 0.2
 _POLL_TIMEOUT_S = 5.0
 _SHOWN_CHARACTERS = 400
-_DRAIN_LOOK_S = 0.05
-# At the start, a verifier that starts as well may take longer to answer.
-_WORTH_TELLING_S = 30.0
-# Why a verifier takes no request that another one would take.
-_GONE = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
+_DRAIN_POLL_S = 0.05
+# A verifier that starts together with the gateway may take this long to answer. Until then its
+# problems are not logged.
+_STARTUP_S = 30.0
+# Errors of one replica with which a request moves to another replica.
+_RETRY_ELSEWHERE = (Reason.VERIFIER_UNAVAILABLE, Reason.NOT_READY, Reason.DRAINING)
 
 
 class Replica:
-    """One verifier. `problem` is None when it can take requests, else the reason why not."""
+    """One verifier. `problem` says why it cannot take requests; None means that it can."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -44,71 +45,73 @@ class Replica:
         self.problem: OutriderError | None = OutriderError(
             Reason.NOT_READY, f"verifier {address} has not answered yet"
         )
-        self.sequences: set[object] = set()  # those that run there
+        self.sequences: set[object] = set()
+        """The sequences that run on this replica."""
         self.round_trip_s: float | None = None
-        """Of the last question how the verifier is."""
+        """How long the last poll took."""
         self._earlier: dict[asyncio.Task[None], TokenStream] = {}
         self._dial()
 
     def _dial(self) -> None:
-        self._channel = channel = rpc.dial(self.address)
+        channel = rpc.dial(self.address)
+        self._channel = channel
         self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        # The end of an earlier connection says nothing of the verifier.
-        self.tokens = TokenStream(
-            token_streams_pb2_grpc.TokenStreamServiceStub(channel),
-            lambda error: (
-                self.lost(error) if channel is self._channel else _lost(self.address, error)
-            ),
-        )
+
+        def on_lost(error: OutriderError) -> OutriderError:
+            # An earlier connection may end while the verifier is well.
+            if channel is self._channel:
+                return self.mark_lost(error)
+            return _lost(self.address, error)
+
+        self.tokens = TokenStream(token_streams_pb2_grpc.TokenStreamServiceStub(channel), on_lost)
 
     def redial(self) -> None:
-        """Make a new connection, since the old one may be half open. Sequences on the old one may go on there to their end."""
-        retired = watch(
-            _retire(self._channel, self.tokens), f"an earlier connection to {self.address}"
-        )
+        """Make a new connection, since the old one may be half open.
+
+        Sequences on the old connection may finish there.
+        """
+        retiring = _retire(self._channel, self.tokens)
+        retired = watch(retiring, f"an earlier connection to {self.address}")
         self._earlier[retired] = self.tokens
         retired.add_done_callback(self._earlier.pop)
         self._dial()
 
-    def give_up(self, why: OutriderError, *, waiting_only: bool = False) -> None:
-        """End all sequences with an error, or those of which nothing has been said yet."""
+    def fail_sequences(self, error: OutriderError, *, waiting_only: bool = False) -> None:
+        """End all sequences with an error, or only those without a chunk yet."""
         for tokens in (*self._earlier.values(), self.tokens):
-            tokens.give_up(why, waiting_only=waiting_only)
+            tokens.fail_sequences(error, waiting_only=waiting_only)
 
     async def refresh(self, fingerprint: str) -> None:
-        """Ask how far the verifier is."""
+        """Ask the verifier for its model and stage, and update `info` and `problem`.
+
+        `fingerprint` is the gateway's tokenizer's, which must equal the verifier's.
+        """
         asked = time.perf_counter()
+        request = verifier_pb2.GetModelRequest()
         try:
-            response = await self._stub.GetModel(
-                verifier_pb2.GetModelRequest(), timeout=_POLL_TIMEOUT_S
-            )
+            response = await self._stub.GetModel(request, timeout=_POLL_TIMEOUT_S)
             info = wire_model.model_from_proto(response)
             _check(info)
         except grpc.aio.AioRpcError as failure:
-            self.lost(rpc.error_of(failure))
+            self.mark_lost(rpc.error_of(failure))
             if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.redial()
             return
-        except Exception as cause:  # noqa: BLE001  # a verifier may answer anything; it is asked again
-            self._unreadable(cause)
+        # A broken verifier may answer anything. The next poll asks it again.
+        except Exception as cause:  # noqa: BLE001
+            self.problem = _unreadable(self.address, cause)
             return
         self.round_trip_s = time.perf_counter() - asked
         self.info = info
         self.problem = _problem(self.address, info, fingerprint)
 
-    def _unreadable(self, cause: Exception) -> None:
-        """Take no request until the verifier's answer can be read."""
-        message = f"verifier {self.address} gives an answer that cannot be read: {type(cause).__name__}: {cause}"[
-            :_SHOWN_CHARACTERS
-        ]
-        self.problem = OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
-
-    def lost(self, error: OutriderError) -> OutriderError:
-        """Take no request until the verifier answers again; what those who wait for it are told."""
-        self.problem = problem = _lost(self.address, error)
-        return problem
+    def mark_lost(self, error: OutriderError) -> OutriderError:
+        """Take no requests until the verifier answers again. Returns the error for callers."""
+        self.problem = _lost(self.address, error)
+        return self.problem
 
     async def close(self) -> None:
+        """End all sequences and connections."""
         for retired in list(self._earlier):
             retired.cancel()
         await asyncio.gather(*self._earlier, return_exceptions=True)
@@ -117,6 +120,7 @@ class Replica:
 
 
 async def _retire(channel: grpc.aio.Channel, tokens: TokenStream) -> None:
+    """Close a connection once its sequences have ended."""
     try:
         await tokens.finished()
     finally:
@@ -129,8 +133,15 @@ def _lost(address: str, error: OutriderError) -> OutriderError:
     return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
 
 
+def _unreadable(address: str, cause: Exception) -> OutriderError:
+    reason = f"{type(cause).__name__}: {cause}"
+    message = f"verifier {address} gives an answer that cannot be read: {reason}"
+    message = message[:_SHOWN_CHARACTERS]
+    return OutriderError(Reason.VERIFIER_UNAVAILABLE, message, retry_after_s=1.0)
+
+
 def _check(info: ModelInfo) -> None:
-    """Raises ValueError for a model that there cannot be."""
+    """Raise ValueError for impossible numbers of a model."""
     possible = (
         info.vocab_size > 0
         and info.context_length > 0
@@ -146,31 +157,32 @@ def _check(info: ModelInfo) -> None:
 
 
 def _problem(address: str, info: ModelInfo, fingerprint: str) -> OutriderError | None:
-    """Why a verifier that answered cannot take requests."""
+    """Why a verifier that answered cannot take requests; None if it can."""
     if info.stage is Stage.DRAINING:
         return OutriderError(Reason.DRAINING, f"verifier {address} is draining")
     if info.stage is not Stage.READY:
-        message = (
-            f"verifier {address} is not ready ({info.stage.name.lower()}): {info.stage_detail}"
-        )
+        stage = info.stage.name.lower()
+        message = f"verifier {address} is not ready ({stage}): {info.stage_detail}"
         return OutriderError(Reason.NOT_READY, message)
     if info.tokenizer_fingerprint != fingerprint:
         message = (
-            f"the gateway's tokenizer (fingerprint {fingerprint}) is not that of verifier {address} "
-            f"(fingerprint {info.tokenizer_fingerprint}); give --tokenizer the target's"
+            f"the gateway's tokenizer (fingerprint {fingerprint}) is not that of "
+            f"verifier {address} (fingerprint {info.tokenizer_fingerprint}); "
+            "give --tokenizer the target's"
         )
         return OutriderError(Reason.NOT_READY, message)
     return None
 
 
 class Pick(NamedTuple):
-    """The replica for a request, the name that requests have for its model, and the model as it was when it was picked."""
+    """A replica for a request, its model's name in requests, and the model when it was picked."""
 
     model: str
     info: ModelInfo
     replica: Replica
 
     def load(self) -> int:
+        """How many sequences run on the replica."""
         return len(self.replica.sequences)
 
 
@@ -183,28 +195,26 @@ class Router:
         self._fingerprint = fingerprint
         self._model_name = model_name
         self._tasks: list[asyncio.Task[None]] = []
-        self._told_ready: bool | None = None
+        self._reported_ready: bool | None = None
 
     def start(self, on_ready: Callable[[bool], Awaitable[None]]) -> None:
-        """Begin to poll; `on_ready` hears each change of whether requests can be taken."""
-        self._tasks = [
-            keep_running(
-                partial(self._poll, replica, on_ready), f"polling verifier {replica.address}"
-            )
-            for replica in self.replicas
-        ]
+        """Start polling. `on_ready` is called with each change of `ready`."""
+        for replica in self.replicas:
+            poll = partial(self._poll, replica, on_ready)
+            self._tasks.append(keep_running(poll, f"polling verifier {replica.address}"))
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what runs finish within so long, and end the rest with an error that says so."""
+        """Refuse new requests, give running sequences `seconds` to finish, and fail the rest."""
         self.draining = True
-        over = time.monotonic() + seconds
-        while any(replica.sequences for replica in self.replicas) and time.monotonic() < over:  # noqa: ASYNC110  # runs end in many places
-            await asyncio.sleep(_DRAIN_LOOK_S)
+        deadline = time.monotonic() + seconds
+        # Sequences end in many places, so there is no single event to wait for.
+        while any(r.sequences for r in self.replicas) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
         for replica in self.replicas:
-            replica.give_up(_shutting_down())
+            replica.fail_sequences(_shutting_down())
 
     async def close(self) -> None:
-        """Stop to poll and hang up."""
+        """Stop polling, and close all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -212,35 +222,32 @@ class Router:
             await replica.close()
 
     async def _poll(self, replica: Replica, on_ready: Callable[[bool], Awaitable[None]]) -> None:
-        told, worth_telling = str(replica.problem), time.monotonic() + _WORTH_TELLING_S
+        logged = str(replica.problem)
+        log_after = time.monotonic() + _STARTUP_S
         while True:
             await replica.refresh(self._fingerprint)
             if replica.problem is None:
-                worth_telling = 0.0
-            if str(replica.problem) != told and time.monotonic() > worth_telling:
+                log_after = 0.0
+            if str(replica.problem) != logged and time.monotonic() > log_after:
                 log.info("%s", replica.problem or f"verifier {replica.address} is ready")
-                told = str(replica.problem)
+                logged = str(replica.problem)
             if replica.problem is not None:
                 self._move_waiting(replica, replica.problem)
-            if self.ready is not self._told_ready:
-                self._told_ready = self.ready
+            if self.ready is not self._reported_ready:
+                self._reported_ready = self.ready
                 await on_ready(self.ready)
             await asyncio.sleep(_POLL_READY_S if replica.problem is None else _POLL_LOADING_S)
 
     def _move_waiting(self, replica: Replica, problem: OutriderError) -> None:
-        """Let what waits at a lost replica for its first tokens go to another one of the same model, if there is one."""
+        """Move sequences without a chunk from a lost replica to another one of the same model.
+
+        Without another one they wait, since the replica may come back.
+        """
         if problem.reason is not Reason.VERIFIER_UNAVAILABLE or replica.info is None:
             return
-        others = (
-            r
-            for r in self.replicas
-            if r is not replica and r.problem is None and r.info is not None
-        )
-        if any(
-            other.info is not None and self._name(other.info) == self._name(replica.info)
-            for other in others
-        ):
-            replica.give_up(problem, waiting_only=True)
+        name = self._name(replica.info)
+        if any(pick.model == name for pick in self._ready_picks() if pick.replica is not replica):
+            replica.fail_sequences(problem, waiting_only=True)
 
     @property
     def ready(self) -> bool:
@@ -250,39 +257,39 @@ class Router:
     @property
     def models(self) -> dict[str, ModelInfo]:
         """The served models by the name that requests use."""
-        return {
-            self._name(replica.info): replica.info
-            for replica in self.replicas
-            if replica.info is not None
-        }
+        infos = [replica.info for replica in self.replicas if replica.info is not None]
+        return {self._name(info): info for info in infos}
 
     def _name(self, info: ModelInfo) -> str:
         return self._model_name or info.model_id
 
     def lookup(self, model: str | None) -> tuple[str, ModelInfo]:
-        """The name of a model, None or "" for any, and of its replicas' infos the one with the longest context.
+        """The name of a model, and the info of its replica with the longest context.
 
-        For what is to be bounded before a replica is picked. Raises OutriderError as `pick` does.
+        None or "" stands for any model. Use it to bound a request before a replica is picked.
+        Raises OutriderError as `pick` does.
         """
         picks = self._picks(model)
         name = min(picks, key=Pick.load).model
-        return name, max(
-            (pick.info for pick in picks if pick.model == name),
-            key=lambda info: info.context_length,
-        )
+        infos = [pick.info for pick in picks if pick.model == name]
+        return name, max(infos, key=lambda info: info.context_length)
 
     def pick(self, model: str | None) -> Pick:
-        """The least busy replica that serves the model; None or "" is whichever model there is.
+        """The least busy ready replica that serves the model. None or "" stands for any model.
 
-        Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE when no replica is ready, MODEL_NOT_FOUND.
+        Raises OutriderError: NOT_READY, DRAINING or VERIFIER_UNAVAILABLE if no replica is ready,
+        MODEL_NOT_FOUND if none serves the model.
         """
         return min(self._picks(model), key=Pick.load)
 
     def instead_of(self, lost: Pick, error: OutriderError) -> Pick:
-        """Another replica of the model, for one that was gone or about to go when asked; raises `error` if there is none."""
-        if error.reason not in _GONE:
+        """Pick another replica of the model after `lost` failed with `error`.
+
+        Raises `error` if another replica would not help, or if there is none.
+        """
+        if error.reason not in _RETRY_ELSEWHERE:
             raise error
-        # Until it is asked how it is.
+        # The next poll finds out whether the replica can take requests again.
         lost.replica.problem = lost.replica.problem or error
         try:
             return self.pick(lost.model)
@@ -290,27 +297,26 @@ class Router:
             raise error from None
 
     def _picks(self, model: str | None) -> list[Pick]:
-        """The ready replicas that serve the model, at least one."""
+        """The ready replicas that serve the model, at least one. Raises as `pick` does."""
         if self.draining:
             raise _shutting_down()
-        ready = [
-            Pick(self._name(r.info), r.info, r)
-            for r in self.replicas
-            if r.problem is None and r.info is not None
-        ]
+        ready = self._ready_picks()
         if not ready:
-            raise self.replicas[0].problem or OutriderError(
-                Reason.NOT_READY, "no verifier is ready"
-            )
+            unknown = OutriderError(Reason.NOT_READY, "no verifier is ready")
+            raise self.replicas[0].problem or unknown
         serving = [pick for pick in ready if model in (None, "", pick.model)]
         if not serving:
             names = ", ".join(sorted({pick.model for pick in ready}))
-            raise OutriderError(
-                Reason.MODEL_NOT_FOUND,
-                f"model {str(model)[:100]!r} is not served here; there is {names}",
-                "model",
-            )
+            message = f"model {str(model)[:100]!r} is not served here; there is {names}"
+            raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
         return serving
+
+    def _ready_picks(self) -> list[Pick]:
+        return [
+            Pick(self._name(replica.info), replica.info, replica)
+            for replica in self.replicas
+            if replica.problem is None and replica.info is not None
+        ]
 
 
 def _shutting_down() -> OutriderError:

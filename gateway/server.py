@@ -1,4 +1,4 @@
-"""The gateway as a process: HTTP and gRPC on one event loop, and an orderly end."""
+"""Run the gateway: HTTP and gRPC on one event loop, until it is told to stop."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from outrider.process import rpc
 from outrider.process.tasks import keep_running, watch
 from outrider.v1 import generation_pb2_grpc
 
-# How long clients have to read how their answers ended.
-_LAST_WORDS_S = 2.0
-# How long uvicorn waits for a request's task; each has ended long before.
+# How long clients have to read the end of their answers.
+_LAST_READ_S = 2.0
+# How long uvicorn waits for a request's task. Each task ends long before.
 _CANCEL_S = 20
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: the process has one order of shutting down, for HTTP and gRPC."""
+    """uvicorn without signal handlers, since `Gateway.stop` shuts HTTP and gRPC down together."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -45,7 +45,7 @@ class _HttpServer(uvicorn.Server):
 
 
 class Gateway:
-    """A running gateway; `http_url` and `grpc_address` are where it listens."""
+    """A gateway. After `start` it listens on `http_url` and `grpc_address`."""
 
     def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
         self._settings = settings
@@ -59,7 +59,8 @@ class Gateway:
             lifespan="off",
             server_header=False,
             http=protocol(settings),
-            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # it takes fractions as well
+            # uvicorn declares an int but takes fractions as well.
+            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
             timeout_graceful_shutdown=_CANCEL_S,
         )
         self._http = _HttpServer(config)
@@ -75,7 +76,7 @@ class Gateway:
         self.grpc_address = ""
 
     async def start(self) -> None:
-        """Listen; raises OutriderError(INVALID_VALUE) when an address cannot be bound."""
+        """Start to listen. Raises OutriderError(INVALID_VALUE) if an address cannot be bound."""
         settings = self._settings
         listener = _listen(settings.http_host, settings.http_port)
         [port] = await self._grpc.start(settings.grpc_listen)
@@ -84,29 +85,26 @@ class Gateway:
             self.grpc_address = f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
         host = f"[{settings.http_host}]" if ":" in settings.http_host else settings.http_host
         self.http_url = f"http://{host}:{listener.getsockname()[1]}"
-        serving = watch(
-            self._http.serve(sockets=[listener]), "the HTTP server", lambda _: self.broken.set()
+        http = self._http.serve(sockets=[listener])
+        serving = watch(http, "the HTTP server", lambda _: self.broken.set())
+        measuring = keep_running(
+            lambda: observe_lag(self._metrics.loop_lag_s), "measuring the event loop's lag"
         )
-        self._tasks = [
-            serving,
-            keep_running(
-                lambda: observe_lag(self._metrics.loop_lag_s), "measuring the event loop's lag"
-            ),
-        ]
+        self._tasks = [serving, measuring]
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
-        """Take nothing new, let what runs finish within `drain_seconds`, then end it with an error that says so.
+        """Refuse new requests, give running ones `drain_seconds` to finish, and fail the rest.
 
-        Until all has ended, new requests over HTTP are answered with that error too.
+        Until everything has ended, new HTTP requests get an error that says so.
         """
         drain_s = self._settings.drain_seconds
-        grpc_stopped = asyncio.create_task(self._grpc.stop(drain_s + _LAST_WORDS_S))
+        grpc_stopped = asyncio.create_task(self._grpc.stop(drain_s + _LAST_READ_S))
         await self.router.drain(drain_s)
         self._http.should_exit = True
         for task in self._tasks[:1]:
-            await asyncio.wait({task}, timeout=_LAST_WORDS_S)
-            # Only clients that do not read, or do not send the rest of their request, are left.
+            await asyncio.wait({task}, timeout=_LAST_READ_S)
+            # The clients left neither read nor finish their request.
             self._http.hang_up()
             await asyncio.wait({task})
         await grpc_stopped
@@ -116,10 +114,10 @@ class Gateway:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Its protocol is named because asyncio turns Nagle's algorithm off for sockets that name TCP alone."""
-    listener = socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )
+    """A listening socket. Raises OutriderError(INVALID_VALUE) if the address cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns off Nagle's algorithm only for sockets with an explicit protocol.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -132,7 +130,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def running(settings: GatewaySettings, metrics: Metrics) -> AsyncIterator[Gateway]:
-    """A gateway that runs while the block does."""
+    """Run a gateway during the block."""
     gateway = Gateway(settings, metrics)
     await gateway.start()
     try:
@@ -142,23 +140,19 @@ async def running(settings: GatewaySettings, metrics: Metrics) -> AsyncIterator[
 
 
 async def serve(settings: GatewaySettings, metrics: Metrics) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT. Raises OutriderError(INTERNAL) if the HTTP server ends."""
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with running(settings, metrics) as gateway:
-        # What starting left behind lives as long as the process; a collection that looks at it again stalls every stream.
+        # Objects made at the start live as long as the process. Without `freeze` the collector
+        # would look at them again and stall every stream.
         gc.collect()
         gc.freeze()
-        print(
-            f"gateway listening on {gateway.http_url} (OpenAI API) and {gateway.grpc_address} (gRPC)",
-            flush=True,
-        )
-        await asyncio.wait(
-            [asyncio.ensure_future(event.wait()) for event in (ended, gateway.broken)],
-            return_when=FIRST_COMPLETED,
-        )
+        http = f"{gateway.http_url} (OpenAI API)"
+        print(f"gateway listening on {http} and {gateway.grpc_address} (gRPC)", flush=True)
+        events = [asyncio.ensure_future(event.wait()) for event in (ended, gateway.broken)]
+        await asyncio.wait(events, return_when=FIRST_COMPLETED)
         if gateway.broken.is_set():
-            raise OutriderError(
-                Reason.INTERNAL, "the HTTP server has ended; the log has the reason"
-            )
+            message = "the HTTP server has ended; the log has the reason"
+            raise OutriderError(Reason.INTERNAL, message)

@@ -1,4 +1,4 @@
-"""GenerationService over gRPC: the same core as HTTP, in the protos' shape."""
+"""GenerationService: the same generation as over HTTP, with the protos' messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
@@ -34,7 +34,7 @@ _ROLES = ("system", "user", "assistant")
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves GenerateText."""
+    """Serves GenerateText over gRPC. `answer` serves it for other protocols too."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -46,11 +46,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Stream the text of one request."""
-        headers = {
-            key: value
-            for key, value in context.invocation_metadata() or ()
-            if isinstance(value, str)
-        }
+        metadata = context.invocation_metadata() or ()
+        headers = {key: value for key, value in metadata if isinstance(value, str)}
         async with aclosing(self.answer(request, headers)) as responses:
             async for response in responses:
                 yield response
@@ -58,13 +55,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def answer(
         self, request: generation_pb2.GenerateTextRequest, headers: Mapping[str, str]
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
-        """The same for any protocol; `traceparent` in the caller's headers is the span's parent. Raises OutriderError."""
+        """Yield the responses to one request. Raises OutriderError.
+
+        The caller's `headers`, in lower case, name its tenant and its trace.
+        """
         model, info = self._generation.router.lookup(request.model)
-        ids, field_name = await self._prompt(request, info.context_length)
-        prediction = await self._generation.prompts.encode_start(
-            request.prediction, info.context_length
-        )
-        prompt = Prompt(ids, field_name, prediction=prediction)
+        prompt = await self._prompt(request, info.context_length)
         operation = "chat" if request.HasField("chat") else "text_completion"
         totals = UsageTotals(1, 1)
         with begin(headers, model, operation, 1, stream=True) as span, _responding(span):
@@ -84,44 +80,48 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _prompt(
         self, request: generation_pb2.GenerateTextRequest, context_length: int
-    ) -> tuple[list[int], str]:
-        """The prompt's ids, and the field it came in."""
+    ) -> Prompt:
+        """The request's prompt as ids. Raises OutriderError that names the field."""
         prompts = self._generation.prompts
         kind = request.WhichOneof("input")
-        if kind == "prompt":
-            return await prompts.encode(request.prompt, "prompt", context_length), "prompt"
-        if kind == "tokens":
-            if (count := len(request.tokens.token_ids)) > MAX_VALUES:
-                raise invalid(
-                    "tokens.token_ids", f"must hold at most {MAX_VALUES} ids, not {count}"
-                )
-            return list(request.tokens.token_ids), "tokens.token_ids"
         if kind is None:
             raise invalid("input", "must be one of prompt, chat and tokens")
-        if not request.chat.messages:
-            raise invalid("chat.messages", "must hold at least 1 message")
-        if (count := len(request.chat.messages)) > MAX_MESSAGES:
-            raise invalid(
-                "chat.messages", f"must hold at most {MAX_MESSAGES} messages, not {count}"
-            )
-        for index, message in enumerate(request.chat.messages):
-            if message.role not in _ROLES:
-                raise invalid(
-                    f"chat.messages[{index}].role",
-                    f"must be one of {', '.join(_ROLES)}, not {message.role[:40]!r}",
-                )
-        messages = [
-            {"role": message.role, "content": message.content} for message in request.chat.messages
-        ]
-        text = await prompts.rendered(messages, "chat.messages", context_length)
-        return await prompts.encode(
-            text, "chat.messages", context_length, add_special_tokens=False
-        ), "chat.messages"
+        if kind == "tokens":
+            name = "tokens.token_ids"
+            count = len(request.tokens.token_ids)
+            if count > MAX_VALUES:
+                raise invalid(name, f"must hold at most {MAX_VALUES} ids, not {count}")
+            ids = list(request.tokens.token_ids)
+        elif kind == "prompt":
+            name = "prompt"
+            ids = await prompts.encode(request.prompt, name, context_length)
+        else:
+            name = "chat.messages"
+            messages = _messages(request.chat)
+            text = await prompts.rendered(messages, name, context_length)
+            ids = await prompts.encode(text, name, context_length, add_special_tokens=False)
+        prediction = await prompts.encode_start(request.prediction, context_length)
+        return Prompt(ids, name, prediction=prediction)
+
+
+def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
+    """The messages for a chat template. Raises OutriderError(INVALID_VALUE)."""
+    if not chat.messages:
+        raise invalid("chat.messages", "must hold at least 1 message")
+    count = len(chat.messages)
+    if count > MAX_MESSAGES:
+        raise invalid("chat.messages", f"must hold at most {MAX_MESSAGES} messages, not {count}")
+    for index, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            roles = ", ".join(_ROLES)
+            problem = f"must be one of {roles}, not {message.role[:40]!r}"
+            raise invalid(f"chat.messages[{index}].role", problem)
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
 @contextmanager
 def _responding(span: Span) -> Iterator[None]:
-    """Put the attributes of OpenTelemetry's RPC conventions on a request's span."""
+    """Put OpenTelemetry's RPC attributes on a span, with the status by how the block ends."""
     span.set(rpc__system__name="grpc", rpc__method=f"{SERVICE}/GenerateText")
     status = "OK"
     try:
@@ -142,18 +142,15 @@ def _responding(span: Span) -> Iterator[None]:
 def _text_request(
     request: generation_pb2.GenerateTextRequest, prompt: Prompt, caller: Caller, info: ModelInfo
 ) -> TextRequest:
-    """The request, checked against a model; raises OutriderError that names the field and the limit."""
-    top_logprobs = request.top_logprob_count if request.HasField("top_logprob_count") else None
+    """The request, checked against a model. Raises OutriderError that names field and limit."""
+    top_logprobs = _given(request, "top_logprob_count")
     check_logprobs("top_logprob_count", top_logprobs)
-    prompt_logprobs = (
-        request.prompt_logprob_count if request.HasField("prompt_logprob_count") else None
-    )
+    prompt_logprobs = _given(request, "prompt_logprob_count")
     check_logprobs("prompt_logprob_count", prompt_logprobs)
     sampling = wire_settings.sampling_from_proto(request.sampling, info.vocab_size)
-    limit = AnswerLimit(
-        request.max_tokens if request.HasField("max_tokens") else None,
-        scores_prompt=prompt_logprobs is not None,
-    )
+    asked = _given(request, "max_tokens")
+    limit = AnswerLimit(asked, scores_prompt=prompt_logprobs is not None)
+    grammar = request.grammar if request.HasField("grammar") else None
     stop = check_stop(request.stop)
     tokens = TokenRequest(
         prompt=prompt.token_ids,
@@ -164,15 +161,23 @@ def _text_request(
         request_id=caller.request_id,
         traceparent=caller.traceparent,
         top_logprobs=top_logprobs,
-        grammar=wire_settings.grammar_from_proto(
-            request.grammar if request.HasField("grammar") else None
-        ),
+        grammar=wire_settings.grammar_from_proto(grammar),
         prediction=prompt.prediction[: info.context_length],
         prompt_logprobs=prompt_logprobs,
     )
-    return TextRequest(
-        tokens, limit.asked, stop, grammar_field=f"grammar.{request.grammar.WhichOneof('kind')}"
-    )
+    grammar_field = f"grammar.{request.grammar.WhichOneof('kind')}"
+    return TextRequest(tokens, asked, stop, grammar_field=grammar_field)
+
+
+_Counts = Literal["max_tokens", "top_logprob_count", "prompt_logprob_count"]
+
+
+def _given(request: generation_pb2.GenerateTextRequest, name: _Counts) -> int | None:
+    """The value of an optional field; None if the request does not set it."""
+    if not request.HasField(name):
+        return None
+    value: int = getattr(request, name)
+    return value
 
 
 def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
@@ -184,7 +189,8 @@ def _response(delta: TextDelta) -> generation_pb2.GenerateTextResponse:
         logprobs=map(wire_requests.logprob_to_proto, delta.logprobs),
         prompt_logprobs=map(wire_requests.logprob_to_proto, delta.prompt_logprobs),
     )
-    if (finish := delta.finish) is not None:
+    finish = delta.finish
+    if finish is not None:
         response.finish_reason = proto_enum(finish.reason)
         response.usage.prompt_token_count = finish.prompt_token_count
         response.usage.completion_token_count = finish.completion_token_count

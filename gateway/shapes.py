@@ -1,4 +1,4 @@
-"""OpenAI's answers as plain dictionaries: whole ones, and the chunks of a stream."""
+"""OpenAI's answers as dictionaries: whole answers, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -23,33 +23,38 @@ def _named(token: LogprobToken) -> Json:
 
 
 def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
-    """By text, the likeliest first; as in OpenAI's own answers the token itself is always among them."""
+    """Log probabilities by text, the likeliest first, and as in OpenAI's answers the token itself.
+
+    Several tokens may have the same text, such as parts of characters. The likeliest is kept.
+    """
     if token.logprob is None:
         return None
-    found: dict[str, float | None] = {}
+    by_text: dict[str, float | None] = {}
     for likely in (*token.top, token):
-        found.setdefault(
-            likely.text, likely.logprob
-        )  # of several tokens with one text, such as parts of characters, the likeliest
-    return found
+        by_text.setdefault(likely.text, likely.logprob)
+    return by_text
 
 
 def _prompt_logprobs(prompt: Sequence[LogprobToken]) -> list[Json | None]:
-    """vLLM's list: for each token of the prompt, itself and the likeliest ones by id; None for the first."""
-    return [
-        None
-        if token.logprob is None
-        else {str(t.token_id): _ranked(t) for t in (token, *token.top)}
-        for token in prompt
-    ]
+    """vLLM's list: an object by token id for each token of the prompt, None for the first token."""
+    return [_by_id(token) for token in prompt]
 
 
-def _ranked(token: LogprobToken) -> Json:
-    return {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
+def _by_id(token: LogprobToken) -> Json | None:
+    if token.logprob is None:
+        return None
+    return {
+        str(likely.token_id): {
+            "logprob": likely.logprob,
+            "rank": likely.rank,
+            "decoded_token": likely.text,
+        }
+        for likely in (token, *token.top)
+    }
 
 
 def attribution(tokens: Sequence[AttributedToken]) -> Json:
-    """What a choice says of who wrote it; nothing when nobody asked."""
+    """The `speculation` field of a choice: its tokens with their sources. Empty without tokens."""
     if not tokens:
         return {}
     listed = [
@@ -60,7 +65,7 @@ def attribution(tokens: Sequence[AttributedToken]) -> Json:
 
 
 class ResponseShape(ABC):
-    """How one endpoint writes its answers. Subclasses say what a choice looks like."""
+    """Writes the answers of one endpoint. Subclasses write its choices."""
 
     operation: str
     """OpenTelemetry's name of the endpoint's operation."""
@@ -68,9 +73,9 @@ class ResponseShape(ABC):
     whole_object: str
     chunk_object: str
     opening: ClassVar[Json | None] = None
-    """What a choice's first chunk holds before any text."""
+    """The content of a choice's first chunk, before any text; None for no such chunk."""
     closing: ClassVar[Json]
-    """What the chunk with the finish reason holds."""
+    """The content of a choice's last chunk, with the finish reason."""
 
     def __init__(self, model: str) -> None:
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
@@ -90,20 +95,19 @@ class ResponseShape(ABC):
     def whole(
         self, texts: list[str], totals: UsageTotals, shown: Sequence[Sequence[LogprobToken]]
     ) -> Json:
-        """The answer to a request that does not stream: a text, how it finished and the tokens shown, for each choice."""
-        choices = []
-        for index, (text, finish, tokens) in enumerate(
-            zip(texts, totals.finishes, shown, strict=True)
-        ):
-            reason = None if finish is None else _FINISH[finish.reason]
-            choices.append(
-                {
-                    "index": index,
-                    **self._whole_choice(text),
-                    "logprobs": self.logprobs(tokens),
-                    "finish_reason": reason,
-                }
-            )
+        """The answer to a request that does not stream.
+
+        `texts` and `shown` have each choice's text and its tokens with log probabilities.
+        """
+        choices: list[Json] = []
+        for text, finish, tokens in zip(texts, totals.finishes, shown, strict=True):
+            choice = {
+                "index": len(choices),
+                **self._whole_choice(text),
+                "logprobs": self.logprobs(tokens),
+                "finish_reason": None if finish is None else _FINISH[finish.reason],
+            }
+            choices.append(choice)
         return self._answer(self.whole_object, choices) | {"usage": totals.usage()}
 
     def chunk(
@@ -119,24 +123,24 @@ class ResponseShape(ABC):
         return self._answer(self.chunk_object, [choice])
 
     def usage_chunk(self, usage: Json) -> Json:
-        """The last chunk when usage was asked for."""
+        """The last chunk of a stream with usage."""
         return self._answer(self.chunk_object, []) | {"usage": usage}
 
     def _whole_choice(self, text: str) -> Json:
-        """What a choice of a whole answer holds."""
+        """The content of a choice of a whole answer."""
         return self.delta(text)
 
     @abstractmethod
-    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        """Put vLLM's `prompt_logprobs` into a whole answer; `prompts` has one for each choice."""
+    def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
+        """Put vLLM's `prompt_logprobs` into a whole answer. `prompts` has one list a choice."""
 
     @abstractmethod
     def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:
-        """Tokens with their log probabilities, None when there are none."""
+        """OpenAI's `logprobs` object of tokens; None without tokens."""
 
     @abstractmethod
     def delta(self, text: str) -> Json:
-        """What a chunk with text holds."""
+        """The content of a chunk with text."""
 
 
 class CompletionShape(ResponseShape):
@@ -147,7 +151,7 @@ class CompletionShape(ResponseShape):
     whole_object = chunk_object = "text_completion"
     closing: ClassVar[Json] = {"text": ""}
 
-    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
+    def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
         for choice, prompt in zip(answer["choices"], prompts, strict=True):
             choice["prompt_logprobs"] = _prompt_logprobs(prompt)
 
@@ -177,8 +181,8 @@ class ChatShape(ResponseShape):
     }
     closing: ClassVar[Json] = {"delta": {}}
 
-    def tell_prompts(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
-        # All choices answer the same conversation.
+    def add_prompt_logprobs(self, answer: Json, prompts: Sequence[Sequence[LogprobToken]]) -> None:
+        # A chat has one prompt, so vLLM puts its scores beside the choices.
         answer["prompt_logprobs"] = _prompt_logprobs(prompts[0])
 
     def logprobs(self, shown: Sequence[LogprobToken]) -> Json | None:

@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away. Knows no model."""
+"""Write answers as server-sent events, and cancel work for clients that hang up."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 DONE = b"data: [DONE]\n\n"
-# `json.dumps` would make one for each event.
+# `json.dumps` with separators would make an encoder for each event.
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 async def until_gone(request: Request, work: Awaitable[_Result]) -> _Result:
-    """The result of `work`; raises OutriderError(CLIENT_GONE) and cancels the work when the client hangs up first."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+    """The result of `work`. If the client hangs up first, cancel it and raise CLIENT_GONE."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -53,12 +54,12 @@ async def _hung_up(request: Request) -> None:
 
 
 def event(data: Json) -> bytes:
-    """One server-sent event. Non-ASCII is escaped: some clients take U+2028 and its like for the end of a line."""
+    """One server-sent event in ASCII. Some clients end a line at U+2028 and similar characters."""
     return b"data: " + _ENCODER.encode(data).encode() + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Streams events, and closes their source when the client is gone, even in the middle of a write."""
+    """Streams events, and closes their source when the client hangs up, even during a write."""
 
     def __init__(
         self,
@@ -108,14 +109,17 @@ class ChunkWriter:
         return self._open_count == 0
 
     def write(self, index: int, delta: TextDelta) -> bytes:
-        """The events for a delta, if it needs any; log probabilities go out even while their text is held back."""
+        """The events for a delta; empty if it has nothing to show.
+
+        A delta may have log probabilities without text, while the text is held back.
+        """
         out = b""
         if index not in self._opened:
             self._opened.add(index)
             if self.shape.opening is not None:
                 out = event(self.shape.chunk(index, self.shape.opening) | self._usage(index))
         self._token_counts[index] += len(delta.token_ids)
-        # Where an answer streams, prompts are scored for their echo alone.
+        # In a stream a prompt is scored only for an echo, so its tokens belong to the output.
         shown = [*delta.prompt, *delta.shown]
         if delta.text or shown or delta.attributed:
             logprobs = self.shape.logprobs(shown)
@@ -124,39 +128,39 @@ class ChunkWriter:
         return out if delta.finish is None else out + self._close(index, delta.finish)
 
     def _usage(self, index: int) -> Json:
-        """vLLM's usage of one choice so far if it is wanted with each chunk, else OpenAI's null until the last chunk."""
+        """The `usage` field of a chunk: vLLM's usage of the choice so far, or OpenAI's null."""
         if not self._options.include_usage:
             return {}
         if not self._options.continuous_usage_stats:
             return {"usage": None}
-        prompt, completion = self._prompt_lengths[index], self._token_counts[index]
-        return {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-            }
+        prompt = self._prompt_lengths[index]
+        completion = self._token_counts[index]
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
         }
+        return {"usage": usage}
 
     def _close(self, index: int, finish: FinishInfo) -> bytes:
-        """The events for the end of a choice, and after the last one for the end of all."""
+        """The events that end a choice. Those of the last choice end the stream too."""
         self.totals.finishes[index] = finish
         closing = self.shape.chunk(index, self.shape.closing, finish.reason) | self._usage(index)
         self._open_count -= 1
         if self._open_count:
             return event(closing)
-        metrics = self.totals.speculation() | (
-            {"metrics": self.totals.metrics()} if self._include_metrics else {}
-        )
+        extra = self.totals.speculation()
+        if self._include_metrics:
+            extra["metrics"] = self.totals.metrics()
         if not self._options.include_usage:
-            return event(closing | metrics) + DONE
-        return event(closing) + event(self.shape.usage_chunk(self.totals.usage()) | metrics) + DONE
+            return event(closing | extra) + DONE
+        return event(closing) + event(self.shape.usage_chunk(self.totals.usage()) | extra) + DONE
 
 
 async def sse(
     first: Event, rest: AsyncGenerator[Event, None], writer: ChunkWriter, span: Span
 ) -> AsyncGenerator[bytes, None]:
-    """All events of a stream; a failure is its last event, in the shape of every other error."""
+    """Yield the events of a stream. An error becomes the last event, in OpenAI's shape."""
     with span:
         try:
             item: Event | None = first
@@ -168,14 +172,14 @@ async def sse(
                     yield out
                 item = await anext(rest, None)
         except (GeneratorExit, asyncio.CancelledError):
-            # A client may also hang up as soon as it has read the end of the answer.
+            # After the end of the answer, hanging up is no error.
             if not writer.complete:
                 span.ended_by(_client_gone())
             raise
         except OutriderError as error:
             span.ended_by(error)
             yield event(error_body(error))
-        except Exception as error:  # logged, and answered with INTERNAL
+        except Exception as error:
             log.exception("a stream failed")
             span.ended_by(error)
             yield event(error_body(unexpected()))

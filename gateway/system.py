@@ -1,4 +1,4 @@
-"""Everything over HTTP that generates no text: models, tokenisation, health and metrics."""
+"""The HTTP endpoints that generate no text: models, tokenisation, health and metrics."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from gateway.document import JSON, answers, denied
+from gateway.document import JSON, error_responses, json_responses
 from gateway.generate import Generation
 from gateway.json_body import JsonRoute
 from gateway.metrics import Metrics
+from gateway.prompts import Prompts
 from gateway.routing import Replica, Router
 from gateway.schema import DetokenizeBody, TokenizeBody
 from outrider.errors import OutriderError, Reason, invalid
 from outrider.model_info import DrafterInfo, ModelInfo, Stage
 
 MAX_TOKENIZED = 65_536
-"""Most tokens that /tokenize and /detokenize take where the model's context is shorter."""
+"""The limit of tokens of /tokenize and /detokenize for models with a shorter context."""
 
 
 class _Metrics(Response):
@@ -28,54 +29,16 @@ class _Metrics(Response):
 
 
 def routes(generation: Generation, metrics: Metrics) -> APIRouter:
-    """The endpoints around the generation."""
+    """The router of these endpoints."""
     router = APIRouter(route_class=JsonRoute)
-    started = int(time.time())
+    _add_model_routes(router, generation.router)
+    _add_health_routes(router, generation.router)
 
-    @router.get("/v1/models", responses=answers())
-    async def models() -> Response:
-        """The served models; none before the verifier has told its model's name."""
-        listed = [_model(name, info, started) for name, info in generation.router.models.items()]
-        return JSONResponse({"object": "list", "data": listed})
-
-    @router.get("/v1/models/{name:path}", responses=answers(404))
-    async def model(name: str) -> Response:
-        info = generation.router.models.get(name)
-        if info is None:
-            raise OutriderError(
-                Reason.MODEL_NOT_FOUND, f"model {name[:100]!r} is not served here", "model"
-            )
-        return JSONResponse(_model(name, info, started))
-
-    @router.get("/livez", responses=answers())
-    async def livez() -> Response:
-        """200 while the process runs."""
-        return JSONResponse({"status": "alive"})
-
-    @router.get(
-        "/readyz", responses={**answers(), 503: {"description": "As above.", "content": JSON}}
-    )
-    async def readyz() -> Response:
-        """200 when requests are taken, with status "degraded" when something that was there is lost; else 503 with the reason."""
-        body = readiness(generation.router)
-        return JSONResponse(
-            body, status_code=200 if body["status"] in ("ready", "degraded") else 503
-        )
-
-    @router.get(
-        "/health",
-        response_class=Response,
-        responses={**denied(), 503: {"description": "No requests are taken."}},
-    )
-    async def health() -> Response:
-        """As vLLM's: 200 without a body when requests are taken, else 503."""
-        return Response(status_code=200 if generation.router.ready else 503)
-
-    @router.get("/metrics", response_class=_Metrics, responses=denied())
+    @router.get("/metrics", response_class=_Metrics, responses=error_responses())
     async def prometheus() -> Response:
-        """Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         for name in generation.router.models:
-            # `vllm bench serve` looks for these counters before its first request.
+            # `vllm bench serve` reads these counters before its first request.
             metrics.drafted(name, 0, ())
         return _Metrics(generate_latest(metrics.registry))
 
@@ -84,8 +47,56 @@ def routes(generation: Generation, metrics: Metrics) -> APIRouter:
     return router
 
 
+def _add_model_routes(router: APIRouter, replicas: Router) -> None:
+    started = int(time.time())
+
+    @router.get("/v1/models", responses=json_responses())
+    async def models() -> Response:
+        """The served models. Empty before a verifier has answered."""
+        listed = [_model(name, info, started) for name, info in replicas.models.items()]
+        return JSONResponse({"object": "list", "data": listed})
+
+    @router.get("/v1/models/{name:path}", responses=json_responses(404))
+    async def model(name: str) -> Response:
+        """One served model, or 404."""
+        info = replicas.models.get(name)
+        if info is None:
+            message = f"model {name[:100]!r} is not served here"
+            raise OutriderError(Reason.MODEL_NOT_FOUND, message, "model")
+        return JSONResponse(_model(name, info, started))
+
+
+def _add_health_routes(router: APIRouter, replicas: Router) -> None:
+    @router.get("/livez", responses=json_responses())
+    async def livez() -> Response:
+        """200 while the process runs."""
+        return JSONResponse({"status": "alive"})
+
+    @router.get(
+        "/readyz",
+        responses={**json_responses(), 503: {"description": "As above.", "content": JSON}},
+    )
+    async def readyz() -> Response:
+        """200 if the gateway takes requests, else 503 with the reason.
+
+        The status is "degraded" if it takes requests, but has lost a verifier or a drafter.
+        """
+        body = readiness(replicas)
+        takes_requests = body["status"] in ("ready", "degraded")
+        return JSONResponse(body, status_code=200 if takes_requests else 503)
+
+    @router.get(
+        "/health",
+        response_class=Response,
+        responses={**error_responses(), 503: {"description": "The gateway takes no requests."}},
+    )
+    async def health() -> Response:
+        """As vLLM's: 200 without a body if the gateway takes requests, else 503."""
+        return Response(status_code=200 if replicas.ready else 503)
+
+
 def _answer_head(router: APIRouter) -> None:
-    """Let HEAD be answered as GET is, without the body, which uvicorn leaves out."""
+    """Answer HEAD like GET. uvicorn leaves out the body."""
     for route in list(router.routes):
         if isinstance(route, APIRoute):
             router.add_api_route(
@@ -94,25 +105,12 @@ def _answer_head(router: APIRouter) -> None:
 
 
 def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
-    @router.post("/tokenize", responses=answers(400, 404, 408, 413, 500, 503))
+    @router.post("/tokenize", responses=json_responses(400, 404, 408, 413, 500, 503))
     async def tokenize(body: TokenizeBody) -> Response:
         """The ids of a prompt or of a rendered conversation, in vLLM's shape."""
         _, info = generation.router.lookup(body.model)
-        if (body.prompt is None) is (body.messages is None):
-            raise invalid("prompt", "or messages must be given, and not both")
-        most, prompts = max(info.context_length, MAX_TOKENIZED), generation.prompts
-        field, text = "prompt", body.prompt or ""
-        if body.messages is not None:
-            field, messages = "messages", [message.for_template() for message in body.messages]
-            text = await prompts.rendered(messages, field, most, **body.rendering())
-        special = (
-            body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        )
-        try:
-            ids = await prompts.encode(text, field, most, add_special_tokens=special)
-        except OutriderError as error:
-            # Here the limit may be another than the model's context.
-            raise invalid(field, f"must have at most {most} tokens") from error
+        prompts = generation.prompts
+        ids = await _tokenize(body, prompts, max(info.context_length, MAX_TOKENIZED))
         strings = await prompts.token_names(ids) if body.return_token_strs else None
         return JSONResponse(
             {
@@ -123,27 +121,39 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
             }
         )
 
-    @router.post("/detokenize", responses=answers(400, 404, 408, 413, 500, 503))
+    @router.post("/detokenize", responses=json_responses(400, 404, 408, 413, 500, 503))
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of ids, special tokens included, in vLLM's shape."""
         _, info = generation.router.lookup(body.model)
         most = max(info.context_length, MAX_TOKENIZED)
         if len(body.tokens) > most:
             raise invalid("tokens", f"must hold at most {most} ids, not {len(body.tokens)}")
-        outside = next(
-            (
-                i
-                for i in (min(body.tokens, default=0), max(body.tokens, default=0))
-                if not 0 <= i < info.vocab_size
-            ),
-            None,
-        )
-        if outside is not None:
-            raise invalid(
-                f"tokens[{body.tokens.index(outside)}]",
-                f"must be in [0, {info.vocab_size}), not {outside}",
-            )
+        for extreme in (min(body.tokens, default=0), max(body.tokens, default=0)):
+            if not 0 <= extreme < info.vocab_size:
+                message = f"must be in [0, {info.vocab_size}), not {extreme}"
+                raise invalid(f"tokens[{body.tokens.index(extreme)}]", message)
         return JSONResponse({"prompt": generation.prompts.decode(body.tokens)})
+
+
+async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int) -> list[int]:
+    """The ids of the body's prompt or messages, at most `most`. Raises OutriderError."""
+    if (body.prompt is None) is (body.messages is None):
+        raise invalid("prompt", "or messages must be given, and not both")
+    if body.messages is None:
+        field = "prompt"
+        text = body.prompt or ""
+    else:
+        field = "messages"
+        messages = [message.for_template() for message in body.messages]
+        text = await prompts.rendered(messages, field, most, **body.rendering())
+    special = body.add_special_tokens
+    if special is None:
+        special = body.messages is None
+    try:
+        return await prompts.encode(text, field, most, add_special_tokens=special)
+    except OutriderError as error:
+        # The error names the model's context, but the limit may be MAX_TOKENIZED.
+        raise invalid(field, f"must have at most {most} tokens") from error
 
 
 def _model(name: str, info: ModelInfo, created: int) -> dict[str, Any]:
@@ -157,41 +167,32 @@ def _model(name: str, info: ModelInfo, created: int) -> dict[str, Any]:
 
 
 def readiness(router: Router) -> dict[str, Any]:
-    """What `/readyz` says: status ready, degraded, loading, failed, unavailable or draining, and each verifier's state."""
+    """The body of `/readyz`: the status, its reason, and each verifier's state.
+
+    The status is ready, degraded, loading, failed, unavailable or draining.
+    """
+    status, detail = _status(router)
     verifiers = [_verifier(replica) for replica in router.replicas]
+    return {"status": status, "detail": detail, "verifiers": verifiers}
+
+
+def _status(router: Router) -> tuple[str, str]:
     if router.draining:
-        return {
-            "status": "draining",
-            "detail": "the gateway is shutting down",
-            "verifiers": verifiers,
-        }
+        return "draining", "the gateway is shutting down"
     problems = [str(replica.problem) for replica in router.replicas if replica.problem is not None]
     if not router.ready:
-        return {
-            "status": _not_ready(router.replicas[0]),
-            "detail": "; ".join(problems),
-            "verifiers": verifiers,
-        }
-    drafters = [
-        drafter
-        for replica in router.replicas
-        if replica.info is not None
-        for drafter in replica.info.drafters
-    ]
-    problems += [
-        f"drafter {drafter.drafter_id} is lost" for drafter in drafters if not drafter.connected
-    ]
-    return {
-        "status": "degraded" if problems else "ready",
-        "detail": "; ".join(problems),
-        "verifiers": verifiers,
-    }
+        return _not_ready(router.replicas[0]), "; ".join(problems)
+    infos = [replica.info for replica in router.replicas if replica.info is not None]
+    drafters = [drafter for info in infos for drafter in info.drafters]
+    lost = [drafter.drafter_id for drafter in drafters if not drafter.connected]
+    problems += [f"drafter {drafter_id} is lost" for drafter_id in lost]
+    return "degraded" if problems else "ready", "; ".join(problems)
 
 
 def _not_ready(replica: Replica) -> str:
-    if replica.info is None or (
-        replica.problem is not None and replica.problem.reason is Reason.VERIFIER_UNAVAILABLE
-    ):
+    problem = replica.problem
+    lost = problem is not None and problem.reason is Reason.VERIFIER_UNAVAILABLE
+    if replica.info is None or lost:
         return "unavailable"
     stages = {Stage.LOADING: "loading", Stage.WARMING_UP: "loading", Stage.DRAINING: "draining"}
     return stages.get(replica.info.stage, "failed")
@@ -209,17 +210,14 @@ def _verifier(replica: Replica) -> dict[str, Any]:
             "device": info.device,
             "drafters": [_drafter(drafter) for drafter in info.drafters],
         }
-    problem, running = (
-        None if replica.problem is None else replica.problem.message,
-        len(replica.sequences),
-    )
-    here = {
-        "ready": problem is None,
-        "problem": problem,
-        "running": running,
+    return {
+        "address": replica.address,
+        "ready": replica.problem is None,
+        "problem": None if replica.problem is None else replica.problem.message,
+        "running": len(replica.sequences),
         "round_trip_seconds": replica.round_trip_s,
+        **known,
     }
-    return {"address": replica.address, **here, **known}
 
 
 def _drafter(drafter: DrafterInfo) -> dict[str, Any]:

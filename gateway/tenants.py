@@ -1,4 +1,4 @@
-"""Whose request it is. Caches and n-gram pools are private to a tenant, and a tenant is whoever shares an API key."""
+"""Tell tenants apart by their API key. Caches and n-gram pools are private to a tenant."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _DIGITS = 32
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """The tenant of a request by its `authorization: Bearer KEY`; empty, the default tenant, without a key.
+    """The tenant of a request with `authorization: Bearer KEY`; empty (the default) without a key.
 
-    The name is a digest of the key, `key-` and the first 32 hex digits of its SHA-256: it tells tenants apart in logs, traces and
-    Redis without giving their keys away. Headers are looked up in lower case.
+    The name is `key-` and the first 32 hex digits of the key's SHA-256, so logs, traces and Redis
+    do not reveal keys. `headers` have lower-case names.
     """
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():

@@ -1,4 +1,7 @@
-"""A gateway's sequences at one verifier, all on one stream: what a step commits for them comes in one message."""
+"""Carry all sequences of a gateway at one verifier on one gRPC stream.
+
+The tokens that a step of the verifier commits for them arrive in one message.
+"""
 
 from __future__ import annotations
 
@@ -18,72 +21,74 @@ from outrider.process.tasks import watch
 from outrider.wire import requests as wire_requests
 
 if TYPE_CHECKING:
-    from outrider.internal.v1.token_streams_pb2_grpc import (
-        TokenStreamServiceAsyncStub,
-    )  # which only the type stubs have
+    # Only the type stubs have this class.
+    from outrider.internal.v1.token_streams_pb2_grpc import TokenStreamServiceAsyncStub
 
-# So that no request can end the stream for the others.
+# A larger message would end the stream for all sequences.
 _MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 1024
-# What one sequence's client leaves unread cannot hold up the stream, and must not fill the gateway's memory either.
+# A client that does not read can neither stop the stream nor fill the gateway's memory.
 MOST_UNREAD_CHUNKS = 8192
-_Said = asyncio.Queue[TokenChunk | OutriderError | None]
+_Chunks = asyncio.Queue[TokenChunk | OutriderError | None]
+"""The chunks of one sequence. An error or None ends them; None means that the verifier hung up."""
 _OnLost = Callable[[OutriderError], OutriderError]
 _HUNG_UP = OutriderError(Reason.VERIFIER_UNAVAILABLE, "the gateway has hung up")
 
 
 class TokenStream:
-    """Opened by the first request, and again by the first one after it broke."""
+    """The stream to one verifier. A request opens it if it is not open or has broken."""
 
     def __init__(self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost) -> None:
-        """`on_lost` hears why the verifier cannot be reached, and says what callers are to be told."""
+        """If the verifier is lost, `on_lost` gets the error and returns the one for callers."""
         self._stub = stub
         self._on_lost = on_lost
-        self._link: _Link | None = None
+        self._call: _StreamCall | None = None
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The chunks of one sequence, to its last or to where the verifier hung up; closing the iterator frees the sequence.
+        """Yield the chunks of one sequence, up to the last or until the verifier hangs up.
 
-        Raises OutriderError: what the verifier reports, VERIFIER_UNAVAILABLE when the stream breaks, REQUEST_TOO_LARGE, and
-        SLOW_READER after MOST_UNREAD_CHUNKS that were not asked for.
+        Closing the iterator cancels the sequence. Raises OutriderError: the verifier's own,
+        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, and SLOW_READER if
+        MOST_UNREAD_CHUNKS are unread.
         """
-        if self._link is None or self._link.over:
-            # Not in the context of the request that happens to be the first: what is logged later is not of its trace.
-            self._link = Context().run(_Link, self._stub, self._on_lost)
-        link, number, said = self._link, *self._link.begin(request)
+        if self._call is None or self._call.ended:
+            # An empty context: later log lines of the stream do not belong to this request's trace.
+            self._call = Context().run(_StreamCall, self._stub, self._on_lost)
+        call = self._call
+        call_id, chunks = call.begin(request)
         try:
-            while (chunk := await said.get()) is not None:
+            while (chunk := await chunks.get()) is not None:
                 if isinstance(chunk, OutriderError):
                     raise chunk
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
         finally:
-            link.end(number)
+            call.end(call_id)
 
-    def give_up(self, why: OutriderError, *, waiting_only: bool) -> None:
-        """End all sequences with an error, or those of which nothing has been said yet."""
-        if self._link is not None:
-            self._link.give_up(why, waiting_only=waiting_only)
+    def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
+        """End all sequences with an error, or only those without a chunk yet."""
+        if self._call is not None:
+            self._call.fail_sequences(error, waiting_only=waiting_only)
 
     async def finished(self) -> None:
         """Wait until no sequence is left."""
-        if self._link is not None:
-            await self._link.finished()
+        if self._call is not None:
+            await self._call.finished()
 
     async def close(self) -> None:
-        """Free all sequences and hang up."""
-        if self._link is not None:
-            await self._link.close()
+        """End all sequences and the stream."""
+        if self._call is not None:
+            await self._call.close()
 
 
-class _Link:
-    """One call of StreamTokens, until it ends."""
+class _StreamCall:
+    """One gRPC call of StreamTokens, until it ends."""
 
     def __init__(self, stub: TokenStreamServiceAsyncStub, on_lost: _OnLost) -> None:
         self._on_lost = on_lost
-        self._last = 0
-        self._going_on: dict[int, _Said] = {}
-        # Sequences of which nothing has been said yet.
+        self._last_id = 0
+        self._running: dict[int, _Chunks] = {}
+        # Running sequences without a chunk yet.
         self._waiting: set[int] = set()
         self._empty = asyncio.Event()
         self._unsent: asyncio.Queue[token_streams_pb2.StreamTokensRequest | None] = asyncio.Queue()
@@ -91,56 +96,60 @@ class _Link:
         self._reading = watch(self._read(), "reading from a verifier")
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
+        """Whether the call has ended, so that it can take no request."""
         return self._reading.done()
 
-    def begin(self, request: TokenRequest) -> tuple[int, _Said]:
-        """Ask for a sequence: its number, and where what is said of it comes; None when the verifier has hung up."""
-        self._last += 1
+    def begin(self, request: TokenRequest) -> tuple[int, _Chunks]:
+        """Request a sequence. Returns its call id and the queue of its chunks."""
+        self._last_id += 1
         generate = wire_requests.request_to_proto(request)
         begin = token_streams_pb2.StreamTokensRequest(
-            call_id=self._last, generate=generate, traceparent=request.traceparent
+            call_id=self._last_id, generate=generate, traceparent=request.traceparent
         )
-        if (size := begin.ByteSize()) > _MOST_BYTES:
-            raise OutriderError(
-                Reason.REQUEST_TOO_LARGE,
-                f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}",
-            )
+        size = begin.ByteSize()
+        if size > _MOST_BYTES:
+            message = f"the request makes {size} bytes for the verifier, more than {_MOST_BYTES}"
+            raise OutriderError(Reason.REQUEST_TOO_LARGE, message)
         self._unsent.put_nowait(begin)
-        said = self._going_on[self._last] = _Said()
-        self._waiting.add(self._last)
-        return self._last, said
+        chunks = _Chunks()
+        self._running[self._last_id] = chunks
+        self._waiting.add(self._last_id)
+        return self._last_id, chunks
 
-    def end(self, number: int) -> None:
-        """Forget a sequence, and free it if it goes on."""
-        if self._forget(number) is not None:
+    def end(self, call_id: int) -> None:
+        """Forget a sequence. If it still runs, cancel it at the verifier."""
+        if self._forget(call_id):
+            cancel = token_streams_pb2.CancelTokens()
             self._unsent.put_nowait(
-                token_streams_pb2.StreamTokensRequest(
-                    call_id=number, cancel=token_streams_pb2.CancelTokens()
-                )
+                token_streams_pb2.StreamTokensRequest(call_id=call_id, cancel=cancel)
             )
 
-    def _forget(self, number: int) -> _Said | None:
-        self._waiting.discard(number)
-        said = self._going_on.pop(number, None)
-        if not self._going_on:
+    def _forget(self, call_id: int) -> bool:
+        """Forget a sequence. Returns whether it was running."""
+        self._waiting.discard(call_id)
+        was_running = self._running.pop(call_id, None) is not None
+        if not self._running:
             self._empty.set()
-        return said
+        return was_running
 
-    def give_up(self, why: OutriderError, *, waiting_only: bool) -> None:
-        for number in list(self._waiting if waiting_only else self._going_on):
-            self._going_on[number].put_nowait(replace(why))
-            self.end(number)
+    def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
+        """End all sequences with an error, or only those without a chunk yet."""
+        for call_id in list(self._waiting if waiting_only else self._running):
+            self._running[call_id].put_nowait(replace(error))
+            self.end(call_id)
 
     async def finished(self) -> None:
-        while self._going_on and not self.over:
+        """Wait until no sequence is left or the call has ended."""
+        while self._running and not self.ended:
             self._empty.clear()
             await self._empty.wait()
 
     async def close(self) -> None:
+        """End all sequences and the call."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        # In case it had not begun.
+        # A task that is cancelled before it begins does not hang up itself.
         self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:
@@ -148,58 +157,58 @@ class _Link:
             yield request
 
     async def _read(self) -> None:
-        why: OutriderError | None = _HUNG_UP
+        error: OutriderError | None = _HUNG_UP
         try:
             async for response in self._call:
                 for part in response.parts:
-                    # What was freed meanwhile may still be spoken of.
-                    if (said := self._going_on.get(part.call_id)) is not None:
-                        self._take(part, said)
-            why = None
+                    chunks = self._running.get(part.call_id)
+                    # Tokens of a cancelled sequence may have been on their way.
+                    if chunks is not None:
+                        self._add(part, chunks)
+            error = None
         except grpc.aio.AioRpcError as failure:
-            why = rpc.error_of(failure)
+            error = rpc.error_of(failure)
             # A verifier of another version may lack the call.
             gone = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
-            if gone and why.reason is Reason.VERIFIER_UNAVAILABLE:
-                why = self._on_lost(why)
-        except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
-            why = rpc.unexpected("StreamTokens")
+            if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
+                error = self._on_lost(error)
+        # `unexpected` logs any other failure and gives INTERNAL.
+        except Exception:  # noqa: BLE001
+            error = rpc.unexpected("StreamTokens")
         finally:
-            self._hang_up(why)
+            self._hang_up(error)
 
-    def _take(self, part: token_streams_pb2.TokensPart, said: _Said) -> None:
-        # Not the part itself, which would keep what was said of all others in the same message.
-        chunk = _meaning(part)
+    def _add(self, part: token_streams_pb2.TokensPart, chunks: _Chunks) -> None:
+        # Queue a decoded copy: the part itself would keep the whole message in memory.
+        chunk = _decode(part)
         self._waiting.discard(part.call_id)
         if part.HasField("status") or part.tokens.finish_reason:
             self._forget(part.call_id)
         elif isinstance(chunk, OutriderError):
             self.end(part.call_id)
-        elif said.qsize() >= MOST_UNREAD_CHUNKS:
-            chunk = OutriderError(
-                Reason.SLOW_READER,
-                f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here",
-            )
+        elif chunks.qsize() >= MOST_UNREAD_CHUNKS:
+            message = f"{MOST_UNREAD_CHUNKS} chunks of the answer are unread, so it ends here"
+            chunk = OutriderError(Reason.SLOW_READER, message)
             self.end(part.call_id)
-        said.put_nowait(chunk)
+        chunks.put_nowait(chunk)
 
-    def _hang_up(self, why: OutriderError | None) -> None:
+    def _hang_up(self, error: OutriderError | None) -> None:
+        """End the call, and all sequences with an error or None."""
         self._call.cancel()
-        # gRPC goes on to wait for requests after a call has ended.
+        # gRPC waits for requests even after a call has ended.
         self._unsent.put_nowait(None)
-        for said in self._going_on.values():
-            said.put_nowait(why and replace(why))
+        for chunks in self._running.values():
+            chunks.put_nowait(error and replace(error))
         self._waiting.clear()
         self._empty.set()
 
 
-def _meaning(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
-    """What a part says; that it cannot be made out is its own sequence's failure, and not the stream's."""
+def _decode(part: token_streams_pb2.TokensPart) -> TokenChunk | OutriderError:
+    """The chunk or the error of a part. An invalid part fails its sequence, not the stream."""
     try:
-        return (
-            rpc.error_in(part.status)
-            if part.HasField("status")
-            else wire_requests.chunk_from_proto(part.tokens)
-        )
-    except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+        if part.HasField("status"):
+            return rpc.error_in(part.status)
+        return wire_requests.chunk_from_proto(part.tokens)
+    # `unexpected` logs the failure and gives INTERNAL.
+    except Exception:  # noqa: BLE001
         return rpc.unexpected("StreamTokens")

@@ -1,4 +1,4 @@
-"""Parameters of OpenAI's and vLLM's that are not supported, and are taken only with values that ask for nothing."""
+"""Refuse OpenAI's and vLLM's unsupported parameters, except with values that change nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from outrider.errors import OutriderError, Reason
 
 UNSUPPORTED = "unsupported_parameter"
-"""The type of pydantic's error for what is not supported."""
-# Each with the values that are let through.
+"""The type of pydantic's error for an unsupported parameter."""
+# By parameter: the values that change nothing, beside null.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -25,51 +25,52 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_NO_TOOLS = '; with tool_choice "none" tools are ignored; for JSON as an answer use response_format'
+_USE_FORMAT = "for JSON as an answer use response_format"
+_NO_TOOLS = f'; with tool_choice "none" tools are ignored; {_USE_FORMAT}'
 _HINTS = {
     "tools": _NO_TOOLS,
     "tool_choice": _NO_TOOLS,
-    "functions": '; with function_call "none" functions are ignored; for JSON as an answer use response_format',
+    "functions": f'; with function_call "none" functions are ignored; {_USE_FORMAT}',
 }
+_SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 
 
 def drop_neutral(values: Any) -> Any:
-    """Take out what asks for nothing; raises OutriderError(UNSUPPORTED_PARAMETER) that names what asks for something."""
+    """Remove unsupported parameters whose values change nothing.
+
+    Raises OutriderError(UNSUPPORTED_PARAMETER) that names a parameter with any other value.
+    """
     if not isinstance(values, dict):
         return values
-    unused = {
-        name
-        for name, choice in (("tools", "tool_choice"), ("functions", "function_call"))
-        if values.get(choice) == "none"
-    }
+    unused = {name for name, switch in _SWITCHES.items() if values.get(switch) == "none"}
     kept = {}
     for name, value in values.items():
-        if name not in _NEUTRAL:
+        # A chat template gets reasoning_effort, so it is kept.
+        if name not in _NEUTRAL or name == "reasoning_effort":
             kept[name] = value
-        elif (
-            value is not None
-            and name not in unused
-            and not any(_same(value, neutral) for neutral in _NEUTRAL[name])
-        ):
-            allowed = "".join(f" or send {json.dumps(neutral)}" for neutral in _NEUTRAL[name])
-            hint = _HINTS.get(name, "")
-            raise OutriderError(
-                Reason.UNSUPPORTED_PARAMETER,
-                f"{name} is not supported; leave it out{allowed}{hint}",
-                name,
-            )
-        elif name == "reasoning_effort":
-            kept[name] = value  # which a chat's template is told
+        if name not in unused:
+            _check_neutral(name, value)
     return kept
 
 
+def _check_neutral(name: str, value: object) -> None:
+    """Raise OutriderError(UNSUPPORTED_PARAMETER) for an unsupported parameter with an effect."""
+    if name not in _NEUTRAL or value is None:
+        return
+    neutral = _NEUTRAL[name]
+    if not any(_same(value, accepted) for accepted in neutral):
+        allowed = "".join(f" or send {json.dumps(accepted)}" for accepted in neutral)
+        message = f"{name} is not supported; leave it out{allowed}{_HINTS.get(name, '')}"
+        raise OutriderError(Reason.UNSUPPORTED_PARAMETER, message, name)
+
+
 def _same(value: object, neutral: object) -> bool:
-    """Equality that tells 0 from False, as JSON does."""
+    """Equality as in JSON, where 0 is not false."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
-def tell_neutral(schema: dict[str, Any]) -> None:
-    """Put parameters into the document that are taken with values that ask for nothing."""
+def document_neutral(schema: dict[str, Any]) -> None:
+    """Add the unsupported parameters to a body's JSON schema, with the values that are accepted."""
     for name, values in _NEUTRAL.items():
         schema["properties"].setdefault(
             name, {"enum": [None, *values], "description": "Not supported."}

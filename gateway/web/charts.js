@@ -1,4 +1,4 @@
-// The live charts: rates from differences of the gateway's sums. Knows sums; not where they come from.
+// The live charts. They show rates, computed from differences of the gateway's sums.
 /* global uPlot */
 
 const SHOWN_S = 120;
@@ -20,16 +20,16 @@ export class Charts {
     new ResizeObserver(() => this.#resize()).observe(document.querySelector(".charts"));
   }
 
-  /** Take the sums of an event. */
+  /** Add the sums at a time in seconds, and draw. */
   push(seconds, activity) {
-    // Sums never fall, so this is another gateway, or the same one started anew.
+    // Sums never fall, so the gateway was restarted. Begin again.
     if (this.samples.length && total(activity) < total(this.samples.at(-1).activity)) this.samples = [];
     this.samples.push({ seconds, activity, ...this.#rates(seconds, activity) });
     while (this.samples[0].seconds < seconds - SHOWN_S) this.samples.shift();
     this.#draw();
   }
 
-  /** Draw anew, in the colours that hold now. */
+  /** Draw again, in the colours of the current theme. */
   recolor() {
     for (const plot of Object.values(this.plots)) plot.destroy();
     this.#build();
@@ -106,7 +106,7 @@ function total(activity) {
 }
 
 function color(name) {
-  // A canvas knows no light-dark(), so an element has to work it out.
+  // A canvas does not support light-dark(), so let an element resolve the colour.
   const probe = document.createElement("i");
   probe.style.color = `var(${name})`;
   document.body.append(probe);

@@ -1,10 +1,12 @@
-// One streamed completion over the OpenAI API: its tokens with their authors, and its statistics.
+// One streamed completion over the OpenAI API: its tokens with their sources, and its statistics.
 
 /**
- * @param {object} request endpoint ("completions" or "chat/completions"), model, prompt, maxTokens, temperature, seed, speculation
+ * @param {object} request endpoint ("completions" or "chat/completions"), model, prompt, maxTokens,
+ *   temperature, seed, speculation
  * @param {(tokens: {text: string, source: string, drafter: string | null}[]) => void} onTokens
  * @param {AbortSignal} signal
- * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond, and vLLM's speculative_decoding when drafts were verified
+ * @returns {Promise<object>} tokens, totalMs, firstMs, tokenMs, tokensPerSecond, and speculative:
+ *   vLLM's speculative_decoding, or null if no draft was verified
  */
 export async function complete(request, onTokens, signal) {
   const started = performance.now();
@@ -26,7 +28,7 @@ export async function complete(request, onTokens, signal) {
     }
     if (event.usage) final = event;
   }
-  if (!final) throw new Error("The stream ended before the answer did.");
+  if (!final) throw new Error("The stream ended before the answer was complete.");
   const count = final.usage.completion_tokens;
   const tokenMs = count > 1 ? (last - first) / (count - 1) : 0;
   return {
@@ -40,11 +42,11 @@ export async function complete(request, onTokens, signal) {
 }
 
 function bodyOf(request) {
-  const said = request.endpoint === "completions"
+  const input = request.endpoint === "completions"
     ? { prompt: request.prompt, max_tokens: request.maxTokens }
     : { messages: [{ role: "user", content: request.prompt }], max_completion_tokens: request.maxTokens };
   return {
-    ...said,
+    ...input,
     model: request.model,
     temperature: request.temperature,
     seed: request.seed,

@@ -1,21 +1,23 @@
-// Two examples of what a drafter's coming and going does to a text that is being written: nothing but its speed.
+// Two examples: a drafter joins or is lost while a text is generated. Only the speed changes.
 
 import { complete } from "./completion.js";
 import { Output, figures, stepCount } from "./output.js";
 
-// Long enough to start a drafter meanwhile; with what follows and the prompt it fits into the bundled model's context.
+// Long enough to start a drafter meanwhile. Together with the prompt and DRAFTED_TOKENS, it fits
+// into the bundled model's context.
 const WAITING_TOKENS = 1400;
 const DRAFTED_TOKENS = 400;
 const TOKENS = 480;
-// Twice, so that there is something that an n-gram drafter can guess.
+// The prompt repeats this, so that an n-gram drafter has something to guess.
 const METHOD = "    def get(self, key):\n        if key in self.items:\n            return self.items[key]\n        return None\n\n";
 const PROMPT = `class Cache:\n${METHOD}\nclass Store:\n${METHOD}\nclass Table:\n`;
-// Ids and addresses come from drafters and go into a shell's line: nothing that a shell or a pattern could take for more.
+// Drafters choose ids and addresses, and the page puts them into shell commands and patterns. These
+// characters are safe in both.
 const SAFE = /^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}$/;
 const PLAIN = { enabled: false };
 
 export class Example {
-  /** `kind` is "join" or "leave"; `request` gives the model's name. */
+  /** `kind` is "join" or "leave". `request` returns the form's request, with the model's name. */
   constructor(kind, request) {
     this.kind = kind;
     this.request = request;
@@ -27,7 +29,7 @@ export class Example {
     this.button.onclick = () => this.stop ? this.stop.abort() : this.#start();
   }
 
-  /** Put the addresses of this very stack into the commands. */
+  /** Show the commands with the addresses of this stack. */
   explain(readiness) {
     const verifier = readiness.verifiers[0];
     const commands = this.kind === "join" ? joining(verifier) : leaving(verifier);
@@ -37,11 +39,12 @@ export class Example {
     this.commands.replaceChildren(...commands.map(([where, line]) => command(where, line)));
   }
 
-  /** A drafter joined, left or was lost. */
-  heard(drafter, what) {
-    if (this.output && !this.happening && (what === "joined") === (this.kind === "join")) {
-      this.happening = { id: drafter.id, words: what === "joined" ? "joined" : "was lost", at: this.output.tokens.length };
-      this.#say(this.kind === "join" ? "It drafts what follows." : "The text goes on.");
+  /** Continue if the example waits for this change of a drafter: joined, left or lost. */
+  onChange(drafter, change) {
+    if (this.output && !this.happening && (change === "joined") === (this.kind === "join")) {
+      const words = change === "joined" ? "joined" : "was lost";
+      this.happening = { id: drafter.id, words, at: this.output.tokens.length };
+      this.#say(this.kind === "join" ? "It drafts the rest." : "The text continues.");
       this.onHappening?.();
     }
   }
@@ -65,7 +68,7 @@ export class Example {
     }
   }
 
-  /** Write without drafts until a drafter joins, then go on with that drafter alone. */
+  /** Generate without drafts until a drafter joins, then continue with that drafter alone. */
   async #join() {
     this.outcome.textContent = "Writing without drafts; waiting for a drafter to join.";
     const first = new AbortController();
@@ -77,7 +80,7 @@ export class Example {
     await this.#write({ maxTokens: WAITING_TOKENS, speculation: PLAIN }, first.signal).catch((error) => {
       if (!this.happening) throw error;
     });
-    if (!this.happening) this.outcome.textContent = "Written without drafts; waiting for a drafter to join, to go on with it.";
+    if (!this.happening) this.outcome.textContent = "Written without drafts. The text continues when a drafter joins.";
     await joined;
     const before = this.output.text;
     const rest = { prompt: PROMPT + before, maxTokens: DRAFTED_TOKENS };
@@ -87,10 +90,11 @@ export class Example {
     const own = after.filter((token) => token.source === "accepted").length;
     const share = Math.round(100 * own / after.length);
     const steps = stepCount(after);
-    this.#say(`${share} % of the ${after.length} tokens since are its guesses: ${steps} steps of the model in place of ${after.length}. ${verdict}`);
+    const saved = `${steps} steps of the model instead of ${after.length}`;
+    this.#say(`${share} % of the next ${after.length} tokens are its guesses: ${saved}. ${verdict}`);
   }
 
-  /** Write the same text again and again until a drafter is lost. */
+  /** Generate the same text again and again until a drafter is lost. */
   async #leave() {
     this.outcome.textContent = "Writing; waiting for a drafter to be lost.";
     do {
@@ -115,13 +119,13 @@ export class Example {
     this.output.show(figures(statistics, this.output.tokens.slice(first)));
   }
 
-  /** Whether plain decoding makes the same text of the same request. */
+  /** Repeat the request with plain decoding. Returns a sentence on whether the texts agree. */
   async #compare(change, text) {
     this.#say("Comparing with plain decoding.");
     let plain = "";
     const take = (tokens) => tokens.forEach((token) => { plain += token.text; });
     await complete({ ...this.#common(), ...change, speculation: PLAIN }, take, this.stop.signal);
-    return plain === text ? "The text is the one of plain decoding." : "The text differs from plain decoding.";
+    return plain === text ? "Plain decoding gives the same text." : "Plain decoding gives another text.";
   }
 
   #common() {
@@ -134,26 +138,27 @@ export class Example {
   }
 }
 
-/** [where, line] of each command that adds a drafter. */
+/** The commands that add a drafter, as [where, line] pairs. */
 function joining(verifier) {
   const taken = (verifier.drafters ?? []).filter((drafter) => drafter.connected).map((drafter) => drafter.id);
   let id = "ngram-new";
   for (let i = 2; taken.includes(id); i += 1) id = `ngram-new-${i}`;
   const address = SAFE.test(verifier.address) ? verifier.address : "HOST:PORT";
   return [
-    ["beside outrider serve, in its directory", `.venv/bin/python -m drafter_svc --verifier ${address} --family ngram --id ${id}`],
+    ["with outrider serve, in its directory", `.venv/bin/python -m drafter_svc --verifier ${address} --family ngram --id ${id}`],
     ["with docker compose", "docker compose up -d --scale drafter-ngram=3"],
   ];
 }
 
-/** The same of each that kills one. The pattern has the verifier's address, so that no other stack's drafter is meant. */
+/** The commands that kill a drafter, as [where, line] pairs. The verifier's address in the pattern
+ *  protects the drafters of other stacks. */
 function leaving(verifier) {
   const victim = (verifier.drafters ?? []).find((drafter) => drafter.connected && SAFE.test(drafter.id));
   const commands = [["with docker compose; docker compose ps lists the containers", "docker kill CONTAINER"]];
   if (!victim || !SAFE.test(verifier.address)) return commands;
   const [address, id] = [verifier.address, victim.id].map((text) => text.replaceAll(".", "\\."));
   const line = `pkill -KILL -f -- '--verifier ${address} .*--id ${id}( |$)'`;
-  return [[`beside outrider serve: kills ${victim.id} of this stack alone; serve starts it anew`, line], ...commands];
+  return [[`with outrider serve: kills ${victim.id} of this stack only; serve restarts it`, line], ...commands];
 }
 
 function command(where, line) {
@@ -166,7 +171,7 @@ function command(where, line) {
   button.setAttribute("aria-label", `Copy the command ${where}`);
   button.onclick = async () => {
     getSelection().selectAllChildren(pre.firstElementChild);
-    // Not there where the page is served neither by TLS nor from this host; the line is selected for the keyboard then.
+    // Without TLS and from another host, there is no clipboard. The reader can copy the selection.
     await navigator.clipboard?.writeText(line);
     button.textContent = navigator.clipboard ? "Copied" : "Selected";
     setTimeout(() => { button.textContent = "Copy"; }, 2000);

@@ -1,4 +1,4 @@
-// The page: ties form, outputs, charts, map and examples together.
+// The page: connects the form, outputs, charts, map and examples.
 
 import { Charts } from "./charts.js";
 import { complete } from "./completion.js";
@@ -19,7 +19,7 @@ const PLAIN = ["plain decoding", { speculation: { enabled: false } }];
 const $ = (id) => document.getElementById(id);
 const charts = new Charts();
 const examples = [new Example("join", request), new Example("leave", request)];
-const processes = new Processes((drafter, what) => examples.forEach((example) => example.heard(drafter, what)));
+const processes = new Processes((...change) => examples.forEach((example) => example.onChange(...change)));
 let model = "";
 let running = null;
 
@@ -27,7 +27,7 @@ function repeat(source) {
   return `${source}\n\n${source}\n\n${source.split("\n")[0]}\n`;
 }
 
-/** What the form asks for. */
+/** The request that the form describes. */
 function request() {
   return {
     endpoint: $("endpoint").value,
@@ -46,7 +46,7 @@ async function run(titles) {
   $("problem").hidden = true;
   $("verdict").textContent = "";
   $("outputs").replaceChildren();
-  // One seed for all, so that they draw with the same noise and their texts can be compared.
+  // With one seed all outputs sample with the same noise, so their texts can be compared.
   const seed = Math.floor(Math.random() * MAX_SEED);
   const outputs = titles.map(([title]) => new Output($("outputs"), title));
   $("outputs").scrollIntoView({ block: "nearest" });
@@ -71,8 +71,9 @@ async function run(titles) {
 
 function comparison([speculative, plain], [fast, slow]) {
   const same = speculative.text === plain.text ? "Both texts are identical." : "The texts differ.";
-  // From the request on: on a busy machine a browser may be handed a whole text at once.
-  return fast.totalMs ? `${same} With speculation it came ${(slow.totalMs / fast.totalMs).toFixed(2)} times as fast.` : same;
+  // Compare total times: on a busy machine a browser may get a whole text at once.
+  if (!fast.totalMs) return same;
+  return `${same} With speculation it was ${(slow.totalMs / fast.totalMs).toFixed(2)} times as fast.`;
 }
 
 function listen() {
@@ -90,12 +91,12 @@ function listen() {
   source.onerror = () => {
     say("no answer", "the gateway does not answer");
     processes.lost();
-    // After an answer other than 200 a browser does not try again by itself.
+    // After an answer other than 200, a browser does not reconnect by itself.
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
   };
 }
 
-/** The gateway's state in a word, and the reason when there is one. */
+/** Show the gateway's status, and its reason if there is one. */
 function say(word, reason) {
   $("status").className = `status ${{ ready: "good", degraded: "fair" }[word] ?? "bad"}`;
   if ($("status").lastElementChild.textContent !== word) $("status").lastElementChild.textContent = word;

@@ -1,10 +1,10 @@
-// A pane of tokens, each coloured by who wrote it; the pointer or the arrow keys name the drafter.
+// A pane of tokens, coloured by their source. The pointer and the arrow keys show the drafter.
 
-const WROTE = {
-  accepted: "accepted: a guess of",
-  recovered: "recovered: the target's own, in place of a guess of",
-  bonus: "bonus: the target's own, behind a whole draft of",
-  plain: "plain: the target's own, no draft",
+const SOURCES = {
+  accepted: "accepted: guessed by",
+  recovered: "recovered: the target's token, in place of a guess by",
+  bonus: "bonus: the target's token, after a fully accepted draft by",
+  plain: "plain: the target's token, without a draft",
 };
 const tip = document.getElementById("tip");
 
@@ -15,7 +15,8 @@ export class Output {
     article.innerHTML = `<h3></h3><pre tabindex="0" role="group"></pre><dl></dl>`;
     [this.heading, this.pane, this.list] = article.children;
     this.heading.textContent = title;
-    this.pane.setAttribute("aria-label", `${title}: text. Left and right arrow name the author of each token.`);
+    const help = "The left and right arrow keys show each token's source.";
+    this.pane.setAttribute("aria-label", `${title}: text. ${help}`);
     this.tokens = [];
     this.current = -1;
     this.frame = 0;
@@ -42,7 +43,7 @@ export class Output {
       spans.append(span);
     }
     this.pane.append(spans);
-    // Once a frame, since it has the browser lay out the whole text.
+    // Once a frame, since it makes the browser lay out the whole text.
     this.frame ||= requestAnimationFrame(() => this.#follow());
   }
 
@@ -60,7 +61,7 @@ export class Output {
     this.end = 0;
   }
 
-  /** Figures below the text: [name, value] each. */
+  /** Show figures below the text, as [name, value] pairs. */
   show(figures) {
     this.list.replaceChildren(...figures.map(([name, value]) => {
       const item = document.createElement("div");
@@ -100,7 +101,7 @@ export class Output {
 
   #name(index, span) {
     const { source, drafter } = this.tokens[index];
-    tip.textContent = drafter ? `${WROTE[source]} ${drafter}` : WROTE[source];
+    tip.textContent = drafter ? `${SOURCES[source]} ${drafter}` : SOURCES[source];
     tip.hidden = false;
     const [box, own] = [span.getBoundingClientRect(), tip.getBoundingClientRect()];
     tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - own.width - 4))}px`;
@@ -108,7 +109,7 @@ export class Output {
   }
 }
 
-/** What a finished completion's statistics and tokens say, for `Output.show`. */
+/** The figures of a completion for `Output.show`, from its statistics and tokens. */
 export function figures(statistics, tokens) {
   const known = [
     ["tokens", statistics.tokens],
@@ -125,8 +126,8 @@ export function figures(statistics, tokens) {
   ];
 }
 
-/** The steps of the target that wrote the tokens, those without a draft too: each ends with a token of the target's own. */
+/** The number of the target's steps, with and without a draft, that generated the tokens. */
 export function stepCount(tokens) {
-  // But for the last step, which the end of the text may cut.
+  // Each step ends with a token of the target, except the last one if the text's end cuts it.
   return tokens.filter((token, i) => token.source !== "accepted" || i === tokens.length - 1).length;
 }

@@ -1,9 +1,9 @@
-// The map of the processes, and what happened to them since the page was opened.
+// The map of the processes, and a list of the drafters that joined or left.
 
 const NEW_MS = 6000;
 const MOST_HAPPENINGS = 12;
 
-/** Milliseconds with as many digits as mean something. */
+/** A time in milliseconds, with as many digits as are significant. */
 function ms(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const value = 1000 * seconds;
@@ -12,7 +12,7 @@ function ms(seconds) {
 }
 
 export class Processes {
-  /** `onChange(drafter, "joined" | "left" | "lost")` hears each change after the first event. */
+  /** `onChange(drafter, "joined" | "left" | "lost")` is called for each change of a drafter. */
   constructor(onChange) {
     this.map = document.getElementById("map");
     this.happened = document.getElementById("happened");
@@ -22,7 +22,7 @@ export class Processes {
     this.shown = "";
   }
 
-  /** Take the gateway's view of itself and of the others. */
+  /** Show the processes as the gateway reports them. */
   push(readiness, version) {
     this.#compare(readiness);
     const gateway = { name: "gateway", state: readiness.status, good: readiness.status === "ready", fair: readiness.status === "degraded", lines: [`version ${version}`] };
@@ -32,7 +32,7 @@ export class Processes {
     this.map.replaceChildren(tree);
   }
 
-  /** Nobody tells any more. */
+  /** Show that the gateway does not answer. */
   lost() {
     this.shown = "";
     this.map.replaceChildren(branch({ name: "gateway", state: "does not answer", good: false, lines: [] }, []));
@@ -78,7 +78,7 @@ export class Processes {
 
   #tell(drafter, what) {
     if (what === "joined") this.joinedAt.set(drafter.id, performance.now());
-    const words = { joined: "joined", left: "said goodbye", lost: "was lost without a word" };
+    const words = { joined: "joined", left: "left", lost: "was lost" };
     const item = document.createElement("li");
     item.textContent = `${new Date().toLocaleTimeString()} ${drafter.id} ${words[what]}.`;
     this.happened.querySelector(".quiet")?.remove();

@@ -36,9 +36,8 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
         max_sequences=8,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            routing, "_POLL_READY_S", 0.05
-        )  # so that a test need not wait a second to see a change
+        # Tests should not wait a second until the gateway sees a change.
+        patch.setattr(routing, "_POLL_READY_S", 0.05)
         async with running_rig(settings, script, prompts) as rig:
             yield rig
     await server.stop(0)
@@ -46,8 +45,9 @@ async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def rig(shared_rig: Rig) -> Rig:
-    """The shared gateway, ready, with a verifier that remembers nothing and echoes."""
-    script, fresh = shared_rig.script, Script(ready(shared_rig.prompts.fingerprint), echo)
+    """The shared gateway, ready, with a verifier that is reset and echoes prompts."""
+    script = shared_rig.script
+    fresh = Script(ready(shared_rig.prompts.fingerprint), echo)
     await until(lambda: script.running == 0)
     for field in fields(Script):
         setattr(script, field.name, getattr(fresh, field.name))

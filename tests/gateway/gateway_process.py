@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process of its own, before a verifier that plays a test's script."""
+"""Run `python -m gateway` as a process, in front of a verifier that plays a test's script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.process import rpc
 
 @dataclass
 class GatewayProcess:
-    """Where it listens, what its verifier does, and what it logged."""
+    """A running gateway: its addresses, its verifier's script and its log."""
 
     script: Script
     http_url: str
@@ -42,20 +42,13 @@ class GatewayProcess:
 async def gateway_process(
     prompts: Prompts, log: Path, *arguments: str, tokenizer: str = TARGET
 ) -> AsyncIterator[GatewayProcess]:
-    """One that is ready; its log is written to a file."""
+    """Run a gateway until the block ends, and wait until it is ready. It logs to the file `log`."""
     script = Script(ready(prompts.fingerprint), echo)
     server = rpc.Server("outrider.v1.VerifierService")
     serve_verifier(ScriptedVerifier(script), server.grpc)
     [port] = await server.start("127.0.0.1:0")
-    command = [
-        sys.executable,
-        "-m",
-        "gateway",
-        "--verifier",
-        f"127.0.0.1:{port}",
-        "--tokenizer",
-        tokenizer,
-    ]
+    command = [sys.executable, "-m", "gateway", "--verifier", f"127.0.0.1:{port}"]
+    command += ["--tokenizer", tokenizer]
     command += ["--http-port", "0", "--grpc-listen", "127.0.0.1:0", *arguments]
     with log.open("w") as errors:
         process = await asyncio.create_subprocess_exec(

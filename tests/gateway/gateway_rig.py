@@ -1,4 +1,4 @@
-"""What the gateway's tests share: the gateway under test with its clients, and waiting for a peer's state."""
+"""Shared by the gateway's tests: a gateway with its clients, and waiting for a condition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TARGET = str(Path(__file__).parents[2] / "models/target")
 
 @dataclass
 class Rig:
-    """The gateway under test, its clients, and the script its verifier plays."""
+    """The gateway under test, its clients, and the script that its verifier plays."""
 
     gateway: Gateway
     script: Script
@@ -43,18 +43,23 @@ class Rig:
         reason: FinishReason = FinishReason.STOP,
         pause_s: float = 0.0,
     ) -> list[int]:
-        """Let the verifier answer every request with a text, some tokens at a time; the text's ids."""
+        """Let the verifier answer every request with a text, `chunk` tokens at a time.
+
+        Returns the text's ids.
+        """
         ids = self.prompts.tokenizer.encode(text).ids
-        pieces = [ids[at : at + chunk] for at in range(0, len(ids), chunk)]
-        pause = [pause_s] if pause_s else []
-        steps = [step for piece in pieces for step in (plain(piece), *pause)]
-        ending = last([3], reason) if reason is FinishReason.STOP else last([], reason)
-        self.script.answer = lambda request: [*steps, ending]
+        steps: list[Step] = []
+        for at in range(0, len(ids), chunk):
+            steps.append(plain(ids[at : at + chunk]))
+            if pause_s:
+                steps.append(pause_s)
+        steps.append(last([3] if reason is FinishReason.STOP else [], reason))
+        self.script.answer = lambda request: steps
         return ids
 
 
 def echo(request: TokenRequest) -> list[Step]:
-    """By default the verifier says the prompt once more."""
+    """The default answer of the verifier: the prompt's own tokens."""
     return [plain(request.prompt), last([3], FinishReason.STOP)]
 
 
@@ -63,9 +68,14 @@ async def is_ready(http: httpx.AsyncClient) -> bool:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 5.0) -> None:
-    """Wait for what has no event to wait for: the state of another process's poll or of a peer's call."""
+    """Poll until the condition holds. Use it for states without an event, such as a peer's call."""
+
+    async def holds() -> bool:
+        met = condition()
+        return await met if isinstance(met, Awaitable) else met
+
     async with asyncio.timeout(timeout_s):
-        while not ((await met) if isinstance(met := condition(), Awaitable) else met):  # noqa: ASYNC110  # see above
+        while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -73,7 +83,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
 async def running_rig(
     settings: GatewaySettings, script: Script, prompts: Prompts
 ) -> AsyncIterator[Rig]:
-    """A gateway of its own with its clients."""
+    """Run a gateway with its clients during the block."""
     async with (
         running(settings, Metrics()) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url) as http,
@@ -82,19 +92,13 @@ async def running_rig(
         ) as client,
     ):
         channel = rpc.dial(gateway.grpc_address)
-        yield Rig(
-            gateway,
-            script,
-            prompts,
-            http,
-            client,
-            generation_pb2_grpc.GenerationServiceStub(channel),
-        )
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        yield Rig(gateway, script, prompts, http, client, stub)
         await channel.close()
 
 
 def model_with_template(folder: Path, template: object, **config: object) -> str:
-    """The bundled model's tokenizer with another chat template, in a folder."""
+    """Put the bundled model's tokenizer with another chat template into a folder."""
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(Path(TARGET) / name, folder)
     known = json.loads((Path(TARGET) / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""A VerifierService over real gRPC that says what a test tells it to, so that errors and odd chunks can be had at will."""
+"""A VerifierService over real gRPC that plays a test's script, errors and odd chunks included."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Step = TokenChunk | OutriderError | float
 
 @dataclass
 class Script:
-    """What the verifier is and does. `answer` gives the steps for a request."""
+    """The verifier's model and behaviour, and what it has seen. `answer` maps requests to steps."""
 
     info: ModelInfo
     answer: Callable[[TokenRequest], list[Step]]
@@ -39,7 +39,7 @@ class Script:
 
 
 def serve_verifier(servicer: ScriptedVerifier, server: grpc.aio.Server) -> None:
-    """Add it under the names of both of a verifier's services."""
+    """Add the servicer to the server as both of a verifier's services."""
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
     token_streams_pb2_grpc.add_TokenStreamServiceServicer_to_server(servicer, server)
 
@@ -61,15 +61,14 @@ class ScriptedVerifier(
         return wire_model.model_to_proto(self.script.info)
 
     @rpc.reports_errors
-    async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+    # It writes through the context, which the stubs do not support.
+    async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest], context: Any
     ) -> None:
         self.script.stream_count += 1
         stream = TokenStream(self._generate, aiter(request_iterator), context)
-        serving, hung_up = (
-            asyncio.ensure_future(stream.run()),
-            asyncio.ensure_future(self._hang_up(stream)),
-        )
+        serving = asyncio.ensure_future(stream.run())
+        hung_up = asyncio.ensure_future(self._hang_up(stream))
         try:
             await serving
         finally:
@@ -77,7 +76,8 @@ class ScriptedVerifier(
             hung_up.cancel()
 
     async def _hang_up(self, stream: TokenStream) -> None:
-        while not self.script.hangs_up:  # noqa: ASYNC110  # a test's wish has no event to wait for
+        # Tests set a plain flag, so there is no event to wait for.
+        while not self.script.hangs_up:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         self.script.hangs_up = False
         stream.end()
@@ -91,7 +91,8 @@ class ScriptedVerifier(
             request, vocab_size=info.vocab_size, context_length=info.context_length
         )
         script.requests.append(asked)
-        script.traceparents += [traceparent] if traceparent else []
+        if traceparent:
+            script.traceparents.append(traceparent)
         script.running += 1
         try:
             for step in script.answer(asked):
@@ -130,7 +131,7 @@ def last(
 
 
 def ready(fingerprint: str, vocab_size: int = 4096, **changes: Any) -> ModelInfo:
-    """A served model with the bundled pair's numbers."""
+    """A ready model with the limits of the bundled one."""
     known: dict[str, Any] = {
         "model_id": "models/target",
         "stage": Stage.READY,

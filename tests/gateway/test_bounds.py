@@ -1,4 +1,4 @@
-"""What would take long to read is refused for its size, before anything else is done with it."""
+"""Requests that would take long to read are refused for their size first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     ],
     ids=["numbers", "objects with keys", "empty objects", "strings", "keys"],
 )
-async def test_a_body_of_too_many_small_values_is_refused_without_parsing_it(
+async def test_a_body_of_too_many_values_is_refused_before_parsing(
     content: bytes, words: str
 ) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
@@ -62,12 +62,12 @@ async def test_a_body_of_too_many_small_values_is_refused_without_parsing_it(
     ],
     ids=["a text with commas", "quotation marks", "backslashes", "strings of marks", "numbers"],
 )
-async def test_what_is_inside_of_strings_is_not_counted(value: object) -> None:
+async def test_marks_inside_strings_are_not_counted_as_values(value: object) -> None:
     check_size(json.dumps(value).encode())
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-async def test_a_body_in_which_nothing_can_be_counted_is_refused(encoding: str) -> None:
+async def test_a_body_that_is_not_utf_8_is_refused(encoding: str) -> None:
     with pytest.raises(OutriderError, match="UTF-8"):
         check_size(json.dumps({"prompt": "x"}).encode(encoding))
 
@@ -111,7 +111,7 @@ async def test_messages_are_bounded_in_number(rig: Rig) -> None:
     assert rpc.error_of(caught.value).field == "chat.messages"
 
 
-async def test_a_prompt_that_no_context_could_hold_is_refused_before_it_is_tokenised(
+async def test_a_far_too_long_prompt_is_refused_before_tokenising(
     prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = max(map(len, prompts.tokenizer.get_vocab()))
@@ -125,13 +125,11 @@ async def test_a_prompt_that_no_context_could_hold_is_refused_before_it_is_token
         ):
             with pytest.raises(OutriderError, match=f"{CONTEXT} tokens") as caught:
                 await attempt
-            assert (caught.value.reason, caught.value.field) == (
-                Reason.CONTEXT_LENGTH_EXCEEDED,
-                "prompt",
-            )
+            assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+            assert caught.value.field == "prompt"
 
 
-async def test_a_prompt_that_just_fits_is_taken_whatever_it_consists_of(prompts: Prompts) -> None:
+async def test_a_prompt_that_just_fits_is_accepted_whatever_its_tokens(prompts: Prompts) -> None:
     names = sorted(prompts.tokenizer.get_vocab(), key=len)
     draw = random.Random(5)
     for kinds in (names[-3:], names[:40], names):
@@ -144,7 +142,7 @@ async def test_a_prompt_that_just_fits_is_taken_whatever_it_consists_of(prompts:
             await prompts.encode(text, "prompt", len(ids) - 1)
 
 
-async def test_of_a_prompt_that_is_much_too_long_only_the_beginning_is_tokenised(
+async def test_only_the_beginning_of_a_far_too_long_prompt_is_tokenised(
     prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenised = 0
@@ -162,7 +160,7 @@ async def test_of_a_prompt_that_is_much_too_long_only_the_beginning_is_tokenised
     assert tokenised <= 100_000
 
 
-async def test_a_prediction_is_cut_and_never_tokenised_whole(prompts: Prompts) -> None:
+async def test_only_the_beginning_of_a_prediction_is_tokenised(prompts: Prompts) -> None:
     text = "one two three four " * 10_000
     ids = await prompts.encode_start(text, CONTEXT)
     assert len(ids) == CONTEXT
@@ -185,7 +183,7 @@ async def test_tokenising_endpoints_are_bounded(rig: Rig) -> None:
     assert MAX_TOKENIZED >= CONTEXT
 
 
-async def test_an_unknown_key_is_shown_no_longer_than_needed(rig: Rig) -> None:
+async def test_an_error_shows_only_the_beginning_of_an_unknown_key(rig: Rig) -> None:
     for body in (
         {"prompt": "x", "k" * 30_000: 1},
         {"prompt": "x", "speculation": {"k" * 30_000: 1}},
@@ -197,7 +195,7 @@ async def test_an_unknown_key_is_shown_no_longer_than_needed(rig: Rig) -> None:
     assert len(wrong.content) < 500
 
 
-async def test_a_bad_value_is_shown_no_longer_than_needed(rig: Rig) -> None:
+async def test_an_error_shows_only_the_beginning_of_a_bad_value(rig: Rig) -> None:
     for value in ("v" * 30_000, ["v" * 30_000], {"v" * 30_000: 1}, list(range(5000))):
         response = await rig.http.post(
             "/v1/completions", json={"prompt": "x", "temperature": value}
@@ -214,7 +212,7 @@ async def test_a_bad_value_is_shown_no_longer_than_needed(rig: Rig) -> None:
         b'{"messages":[{"\\ud800":1}]}',
     ],
 )
-async def test_a_key_that_is_no_text_is_named_as_such(rig: Rig, body: bytes) -> None:
+async def test_a_key_that_is_not_unicode_is_refused(rig: Rig, body: bytes) -> None:
     path = "/v1/chat/completions" if b"messages" in body else "/v1/completions"
     response = await rig.http.post(path, content=body, headers=JSON)
     assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")

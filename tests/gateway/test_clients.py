@@ -1,4 +1,4 @@
-"""What clients nobody here wrote send without being configured: recorded requests, and what they look for in the answers."""
+"""Recorded requests of other people's clients, and what these clients read in the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-# As guidellm 0.8 sends them.
+# The requests of guidellm 0.8.
 GUIDELLM: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x y", "max_tokens": 64, "stop": None, "ignore_eos": True},
     "/v1/chat/completions": {
@@ -29,7 +29,7 @@ GUIDELLM: dict[str, dict[str, Any]] = {
         "ignore_eos": True,
     },
 }
-# As `vllm bench serve` 0.32 sends them.
+# The requests of `vllm bench serve` 0.32.
 VLLM_BENCH: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "model": "models/target",
@@ -117,7 +117,7 @@ async def test_chunks_have_no_usage_unless_both_options_ask_for_it(
 
 
 def drafted(accepted: int, drafted_count: int) -> TokenChunk:
-    """A step that accepted some of its draft."""
+    """The chunk of a step that accepted some of its draft tokens."""
     own = TokenSource.BONUS if accepted == drafted_count else TokenSource.RECOVERED
     sources = [TokenSource.ACCEPTED] * accepted + [own]
     return TokenChunk([5] * (accepted + 1), sources, "ngram-1", draft_token_count=drafted_count)
@@ -143,7 +143,7 @@ async def test_vllm_bench_finds_its_counters_before_any_request(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("path", VLLM_BENCH)
-async def test_vllm_bench_reads_the_acceptance_of_what_it_asked_for(rig: Rig, path: str) -> None:
+async def test_vllm_bench_reads_the_acceptance_of_its_requests(rig: Rig, path: str) -> None:
     before = await spec_decode(rig)
     steps = [drafted(3, 4), plain([5]), drafted(0, 2), drafted(1, 1)]
     rig.script.answer = lambda _: [
@@ -167,7 +167,7 @@ async def test_vllm_bench_reads_the_acceptance_of_what_it_asked_for(rig: Rig, pa
     }
 
 
-async def test_a_whole_answer_counts_what_its_gathered_steps_did(rig: Rig) -> None:
+async def test_a_whole_answer_counts_the_drafts_of_its_gathered_steps(rig: Rig) -> None:
     before = await spec_decode(rig)
     stats = SpeculationStats(
         forward_count=5,
@@ -181,18 +181,14 @@ async def test_a_whole_answer_counts_what_its_gathered_steps_did(rig: Rig) -> No
     await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 30})
     after = await spec_decode(rig)
     changed = {name: value - before.get(name, 0) for name, value in after.items()}
-    assert (
-        changed["num_drafts_total"],
-        changed["num_draft_tokens_total"],
-        changed["num_accepted_tokens_total"],
-    ) == (3, 7, 3)
-    assert (
-        changed["num_accepted_tokens_per_pos_total0"],
-        changed["num_accepted_tokens_per_pos_total1"],
-    ) == (2, 1)
+    assert changed["num_drafts_total"] == 3
+    assert changed["num_draft_tokens_total"] == 7
+    assert changed["num_accepted_tokens_total"] == 3
+    assert changed["num_accepted_tokens_per_pos_total0"] == 2
+    assert changed["num_accepted_tokens_per_pos_total1"] == 1
 
 
-async def test_an_answer_cut_off_before_its_steps_are_known_counts_no_draft_tokens(
+async def test_a_cancelled_whole_answer_counts_no_draft_tokens(
     rig: Rig,
 ) -> None:
     before = await spec_decode(rig)
@@ -215,14 +211,14 @@ async def test_an_answer_cut_off_before_its_steps_are_known_counts_no_draft_toke
     ],
     ids=["messages", "limit", "prompt"],
 )
-async def test_litellm_and_langchain_know_the_overflow_of_the_context(
+async def test_litellm_and_langchain_recognise_a_context_overflow(
     rig: Rig, path: str, body: dict[str, Any]
 ) -> None:
     error = (await rig.http.post(path, json=body)).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    # litellm 1.106, is_error_str_context_window_exceeded: what makes it fall back to a larger model.
+    # litellm 1.106, is_error_str_context_window_exceeded, falls back to a larger model.
     assert error["message"].startswith("This model's maximum context length is 2048 tokens. ")
-    # langchain-openai 1.7, _handle_openai_bad_request, which searches the exception's text.
+    # langchain-openai 1.7, _handle_openai_bad_request, searches the exception's text.
     assert "context_length_exceeded" in error["message"]
 
 
@@ -242,7 +238,9 @@ async def test_litellm_and_langchain_know_the_overflow_of_the_context(
     ],
     ids=lambda extra: next(iter(extra)),
 )
-async def test_what_asks_for_nothing_changes_nothing(rig: Rig, extra: dict[str, Any]) -> None:
+async def test_a_parameter_without_an_effect_changes_nothing(
+    rig: Rig, extra: dict[str, Any]
+) -> None:
     rig.says("yes")
     for body in ({}, extra):
         response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
@@ -255,7 +253,7 @@ async def test_what_asks_for_nothing_changes_nothing(rig: Rig, extra: dict[str, 
     "calls", [{"tool_calls": []}, {"tool_calls": None}, {"function_call": None, "audio": None}]
 )
 @pytest.mark.parametrize("content", ["Hello!", "", None])
-async def test_a_history_of_answers_without_calls_is_taken(
+async def test_a_history_of_answers_without_calls_is_accepted(
     rig: Rig, calls: dict[str, Any], content: str | None
 ) -> None:
     history = [*CHAT, {"role": "assistant", "content": content, **calls}, *CHAT]
@@ -267,7 +265,7 @@ async def test_a_history_of_answers_without_calls_is_taken(
 @pytest.mark.parametrize(
     "calls", [{"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}], ids=str
 )
-async def test_a_history_with_calls_is_refused_by_their_name_and_not_by_the_contents(
+async def test_an_error_for_a_history_with_calls_names_the_calls(
     rig: Rig, calls: dict[str, Any]
 ) -> None:
     history = [*CHAT, {"role": "assistant", "content": None, **calls}]
@@ -282,21 +280,19 @@ async def test_a_history_with_calls_is_refused_by_their_name_and_not_by_the_cont
 @pytest.mark.parametrize(
     "extra", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}], ids=str
 )
-async def test_tools_are_refused_with_what_to_do_instead(rig: Rig, extra: dict[str, Any]) -> None:
+async def test_the_error_for_tools_names_the_alternatives(rig: Rig, extra: dict[str, Any]) -> None:
     response = await rig.http.post(
         "/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS, **extra}
     )
     error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (
-        400,
-        "tools",
-        "unsupported_parameter",
-    )
+    assert response.status_code == 400
+    assert error["param"] == "tools"
+    assert error["code"] == "unsupported_parameter"
     assert 'tool_choice "none"' in error["message"]
     assert "response_format" in error["message"]
 
 
-async def test_who_looks_for_the_responses_api_is_told_of_chat_completions(rig: Rig) -> None:
+async def test_the_error_for_the_responses_api_names_chat_completions(rig: Rig) -> None:
     response = await rig.http.post("/v1/responses", json={"input": "hi"})
     assert response.status_code == 404
     assert "POST /v1/chat/completions" in response.json()["error"]["message"]
@@ -305,16 +301,20 @@ async def test_who_looks_for_the_responses_api_is_told_of_chat_completions(rig: 
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/v1/models/models/target", "/livez", "/readyz", "/health", "/metrics"]
 )
-async def test_head_is_answered_as_get_is_without_the_body(rig: Rig, path: str) -> None:
-    head, get = await rig.http.head(path), await rig.http.get(path)
+async def test_head_is_answered_like_get_without_the_body(rig: Rig, path: str) -> None:
+    head = await rig.http.head(path)
+    get = await rig.http.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")
 
 
-THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is not false %} think{% endif %}{{ effort }}"
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is not false %} think{% endif %}{{ effort }}"
+)
 
 
-async def test_a_chats_template_is_told_its_variables(rig: Rig, tmp_path: Path) -> None:
+async def test_a_chat_template_gets_its_variables(rig: Rig, tmp_path: Path) -> None:
     [verifier] = rig.gateway.router.replicas
     settings = GatewaySettings(
         verifier=[verifier.address],
@@ -360,7 +360,9 @@ async def test_a_chats_template_is_told_its_variables(rig: Rig, tmp_path: Path) 
     ],
     ids=lambda value: str(value)[:30],
 )
-async def test_variables_of_a_template_are_bounded(rig: Rig, variables: Any, words: str) -> None:
+async def test_the_variables_of_a_chat_template_are_bounded(
+    rig: Rig, variables: Any, words: str
+) -> None:
     body = json.dumps({"messages": CHAT, "chat_template_kwargs": variables})
     response = await rig.http.post(
         "/v1/chat/completions", content=body, headers={"content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""Browsers get GenerationService on the HTTP port, over Connect and gRPC-Web, with the texts, errors and limits that gRPC has."""
+"""Over Connect and gRPC-Web, GenerationService has the texts, errors and limits of gRPC."""
 
 from __future__ import annotations
 
@@ -23,21 +23,17 @@ from outrider.v1.generation_pb2 import GenerateTextRequest, GenerateTextResponse
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-JSON, PROTO, WEB = (
-    "application/connect+json",
-    "application/connect+proto",
-    "application/grpc-web+proto",
-)
+JSON = "application/connect+json"
+PROTO = "application/connect+proto"
+WEB = "application/grpc-web+proto"
 every_encoding = pytest.mark.parametrize("encoding", [JSON, PROTO, WEB])
 TEXT = "def add(a, b):  # 😀"
 
 
 def envelope(encoding: str, request: GenerateTextRequest) -> bytes:
-    return framed(
-        json_format.MessageToJson(request).encode()
-        if encoding == JSON
-        else request.SerializeToString()
-    )
+    if encoding == JSON:
+        return framed(json_format.MessageToJson(request).encode())
+    return framed(request.SerializeToString())
 
 
 def framed(data: bytes) -> bytes:
@@ -45,7 +41,7 @@ def framed(data: bytes) -> bytes:
 
 
 async def frames(response: httpx.Response) -> AsyncIterator[tuple[int, bytes]]:
-    """What an answer holds, as it comes: flags and content."""
+    """The frames of an answer as they arrive: flags and content."""
     buffer = b""
     async for data in response.aiter_bytes():
         buffer += data
@@ -58,8 +54,9 @@ async def frames(response: httpx.Response) -> AsyncIterator[tuple[int, bytes]]:
 async def post(
     rig: Rig, encoding: str, body: bytes, **headers: str
 ) -> tuple[list[GenerateTextResponse], status_pb2.Status]:
-    """A call's messages, and how it ended."""
-    messages, ending = [], b""
+    """The messages of a call, and its status."""
+    messages = []
+    ending = b""
     async with rig.http.stream(
         "POST", PATH, content=body, headers={"content-type": encoding, **headers}
     ) as response:
@@ -143,15 +140,15 @@ async def test_an_error_has_the_status_and_the_details_that_grpc_gives(
         await rig.generation.GenerateText(request_).read()
     assert messages == []
     assert (status.code, status.message) == (caught.value.code().value[0], caught.value.details())
-    over_grpc, here = rpc.error_of(caught.value), rpc.error_in(status.SerializeToString())
-    assert here == over_grpc
+    here = rpc.error_in(status.SerializeToString())
+    assert here == rpc.error_of(caught.value)
     assert (here.field is None) == (here.retry_after_s is not None), (
-        "a field at fault, or a time to come back"
+        "an error has either a field or a time to retry"
     )
 
 
 @every_encoding
-async def test_a_fault_of_the_gateway_is_logged_and_its_text_is_not_told(
+async def test_a_bug_of_the_gateway_is_logged_and_not_shown_to_the_caller(
     rig: Rig, encoding: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rig.gateway.router, "lookup", lambda _: 1 / 0)
@@ -195,11 +192,11 @@ async def test_a_deadline_ends_the_call_and_frees_its_sequence(rig: Rig, encodin
 
 
 @every_encoding
-@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+@pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
 async def test_a_browser_that_hangs_up_frees_its_sequence(
-    rig: Rig, encoding: str, said: list[object]
+    rig: Rig, encoding: str, chunks: list[object]
 ) -> None:
-    rig.script.answer = lambda _: [*said, 60.0]  # type: ignore[list-item]
+    rig.script.answer = lambda _: [*chunks, 60.0]  # type: ignore[list-item]
     body = envelope(encoding, GenerateTextRequest(prompt="x"))
     with pytest.raises(httpx.ReadTimeout):
         await rig.http.post(PATH, content=body, headers={"content-type": encoding}, timeout=0.3)
@@ -207,7 +204,7 @@ async def test_a_browser_that_hangs_up_frees_its_sequence(
 
 
 @every_encoding
-async def test_headers_are_the_calls_metadata(
+async def test_http_headers_become_the_calls_metadata(
     rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     headers = {"authorization": "Bearer key", "x-name": b"\xff\xfe".decode("latin-1")}
@@ -222,9 +219,7 @@ async def test_headers_are_the_calls_metadata(
 
 
 @every_encoding
-async def test_what_is_larger_than_a_grpc_message_may_be_is_refused(
-    rig: Rig, encoding: str
-) -> None:
+async def test_a_request_larger_than_a_grpc_message_is_refused(rig: Rig, encoding: str) -> None:
     _, status = await post(
         rig, encoding, envelope(encoding, GenerateTextRequest(prompt="x" * 40_000))
     )
@@ -235,7 +230,7 @@ async def test_what_is_larger_than_a_grpc_message_may_be_is_refused(
     assert reason(status) is Reason.REQUEST_TOO_LARGE
 
 
-async def test_json_of_more_values_than_are_quickly_made_a_message_is_refused(rig: Rig) -> None:
+async def test_json_of_too_many_values_is_refused(rig: Rig) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "MAX_JSON_VALUES", 1000)  # this gateway takes bodies of 64 KiB
         for count, refusal in ((900, None), (1001, Reason.REQUEST_TOO_LARGE)):
@@ -252,7 +247,7 @@ async def test_json_of_more_values_than_are_quickly_made_a_message_is_refused(ri
     "encoding",
     ["application/json", "application/grpc", "application/grpc-web-text", "text/plain", ""],
 )
-async def test_another_content_type_is_refused_with_those_that_are_taken(
+async def test_the_error_for_a_content_type_names_the_accepted_ones(
     rig: Rig, encoding: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = await rig.http.post(PATH, content=b"{}", headers={"content-type": encoding})
@@ -261,7 +256,7 @@ async def test_another_content_type_is_refused_with_those_that_are_taken(
     assert caplog.text == ""
 
 
-async def test_another_method_of_http_or_of_the_service_is_refused(rig: Rig) -> None:
+async def test_other_http_methods_and_rpc_methods_are_refused(rig: Rig) -> None:
     assert (await rig.http.get(PATH)).json()["error"]["code"] == "method_not_allowed"
     assert (await rig.http.post(f"{PATH}s", headers={"content-type": JSON})).json()["error"][
         "code"

@@ -1,4 +1,4 @@
-"""No connection takes more of the gateway than it may: headers are bounded, and whoever is silent or slow is hung up on."""
+"""Headers of HTTP requests are bounded, and silent or slow connections are closed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gateway.server import Gateway, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# A connection that is never closed fails a test after this.
+# A test fails if a connection stays open for longer.
 PATIENCE_S = 20.0
 HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -27,7 +27,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway() -> AsyncIterator[Gateway]:
-    """Without a verifier, and with little patience."""
+    """A gateway without a verifier, and with short timeouts."""
     settings = GatewaySettings(
         verifier=["127.0.0.1:9"],
         tokenizer=TARGET,
@@ -58,7 +58,7 @@ class Connection:
         self._writer.close()
 
     async def send(self, data: bytes) -> None:
-        """Send, or notice that the gateway reads no more."""
+        """Send data. The gateway may have closed the connection."""
         try:
             self._writer.write(data)
             await self._writer.drain()
@@ -66,7 +66,7 @@ class Connection:
             pass
 
     async def to_the_end(self) -> bytes:
-        """All that the gateway says, until it hangs up."""
+        """Everything that the gateway sends, until it closes the connection."""
         async with asyncio.timeout(PATIENCE_S):
             try:
                 return await self.reader.read()
@@ -74,8 +74,8 @@ class Connection:
                 return b""
 
 
-def answer_of(said: bytes) -> tuple[int, dict[str, Any]]:
-    head, _, body = said.partition(b"\r\n\r\n")
+def answer_of(received: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = received.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
 
 
@@ -105,34 +105,34 @@ async def test_a_long_path_counts_as_a_header(gateway: Gateway) -> None:
         assert answer_of(await connection.to_the_end())[0] == 431
 
 
-async def test_a_header_that_never_ends_is_refused_when_it_has_become_too_long(
+async def test_a_header_that_never_ends_is_refused_at_the_bound(
     gateway: Gateway,
 ) -> None:
-    """However many bytes the client sends: the gateway reads no more than the bound and what the system had read by then."""
+    """The gateway stops reading at the bound, however many bytes the client sends."""
     async with Connection(gateway) as connection:
         await connection.send(HEAD + b"X: ")
         sent = asyncio.create_task(connection.send(b"a" * 64 * 2**20))
-        said = await connection.to_the_end()
+        received = await connection.to_the_end()
         sent.cancel()
-    assert said == b"" or answer_of(said)[0] == 431
+    assert received == b"" or answer_of(received)[0] == 431
 
 
 async def test_a_trailer_is_bounded_as_headers_are(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         await connection.send(POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
         await connection.send(b"X: " + b"a" * 8 * 2**20)
-        said = await connection.to_the_end()
-    assert said == b"" or answer_of(said)[0] == 431
+        received = await connection.to_the_end()
+    assert received == b"" or answer_of(received)[0] == 431
 
 
-async def test_as_many_headers_as_allowed_are_taken(gateway: Gateway) -> None:
+async def test_as_many_headers_as_allowed_are_accepted(gateway: Gateway) -> None:
     filling = b"".join(b"X-%d: %s\r\n" % (number, b"a" * 400) for number in range(MAX_HEADERS - 2))
     async with Connection(gateway) as connection:
         await connection.send(HEAD + filling + b"Connection: close\r\n\r\n")
         assert (await connection.to_the_end()).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_connection_that_says_nothing_is_closed(gateway: Gateway) -> None:
+async def test_a_connection_without_a_request_is_closed(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         assert await connection.to_the_end() == b""
 
@@ -140,9 +140,9 @@ async def test_a_connection_that_says_nothing_is_closed(gateway: Gateway) -> Non
 async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         await connection.send(HEAD + b"\r\n")
-        said = await connection.to_the_end()
-    assert said.startswith(b"HTTP/1.1 200")
-    assert b"connection: close" not in said
+        received = await connection.to_the_end()
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" not in received
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
     [HEAD, b"\r\n", POST + b"Content-Length: 9\r\n\r\n", POST + b"Content-Length: 9\r\n\r\n{"],
 )
 @pytest.mark.parametrize("after_a_request", [False, True])
-async def test_half_a_request_is_not_waited_for(
+async def test_half_a_request_times_out(
     gateway: Gateway, beginning: bytes, after_a_request: bool
 ) -> None:
     async with Connection(gateway) as connection:
@@ -158,12 +158,12 @@ async def test_half_a_request_is_not_waited_for(
             await connection.send(HEAD + b"\r\n")
             await connection.reader.readuntil(b"}")
         await connection.send(beginning)
-        said = await connection.to_the_end()
-    status, error = answer_of(said)
+        received = await connection.to_the_end()
+    status, error = answer_of(received)
     assert (status, error["code"]) == (408, "request_timeout")
 
 
-async def test_a_request_that_trickles_in_is_not_waited_for(gateway: Gateway) -> None:
+async def test_a_request_that_arrives_too_slowly_times_out(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         ended = asyncio.create_task(connection.to_the_end())
         while not ended.done():
@@ -172,7 +172,7 @@ async def test_a_request_that_trickles_in_is_not_waited_for(gateway: Gateway) ->
         assert answer_of(await ended)[0] == 408
 
 
-async def test_what_is_no_http_is_answered_in_the_shape_of_all_errors(gateway: Gateway) -> None:
+async def test_bytes_that_are_not_http_get_an_error_in_openais_shape(gateway: Gateway) -> None:
     async with Connection(gateway) as connection:
         await connection.send(b"\x16\x03\x01 hello\r\n\r\n")
         status, error = answer_of(await connection.to_the_end())
@@ -186,8 +186,8 @@ async def test_a_request_with_two_hosts_is_refused(gateway: Gateway) -> None:
     assert (status, error["code"]) == (400, "malformed_request")
 
 
-async def test_a_slow_answer_is_no_reason_to_hang_up(gateway: Gateway) -> None:
-    """The page's events go on for longer than any request may take to arrive."""
+async def test_a_slow_answer_does_not_time_out(gateway: Gateway) -> None:
+    """The page's events last longer than a request may take to arrive."""
     async with Connection(gateway) as connection:
         await connection.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):

@@ -1,4 +1,4 @@
-"""A client that goes away frees its sequences at the verifier within a second, wherever it was."""
+"""A client that hangs up frees its sequences at the verifier within a second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def endless(rig: Rig, first: list[Any]) -> None:
-    """Let the verifier say something and then nothing for a minute."""
+    """Let the verifier send some chunks and then nothing for a minute."""
     rig.script.answer = lambda _: [*first, 60.0]
 
 
@@ -36,30 +36,33 @@ _ENDLESS = 2**22
 
 
 async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
-    """Of a verifier whose context holds a very long answer."""
+    """A connection that has requested a very long answer and does not read it."""
     rig.script.info = replace(rig.script.info, context_length=2 * _ENDLESS)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
     where = urlsplit(rig.gateway.http_url)
     connection = socket.create_connection((where.hostname, where.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     body = b'{"prompt": "x", "stream": true, "max_tokens": %d}' % _ENDLESS
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + body)
     return connection
 
 
-@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+@pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_client_that_hangs_up_frees_its_sequences(
-    rig: Rig, said: list[Any], stream: bool, n: int
+    rig: Rig, chunks: list[Any], stream: bool, n: int
 ) -> None:
-    endless(rig, said)
+    endless(rig, chunks)
     request = asyncio.create_task(
         rig.client.completions.create(model="models/target", prompt="x", n=n, stream=stream)
     )
     await until(lambda: rig.script.running == n)
-    if stream and said:
+    if stream and chunks:
         await (await request).close()
     else:
         request.cancel()
@@ -75,8 +78,8 @@ async def test_a_client_that_hangs_up_between_tokens_frees_its_sequence(rig: Rig
     await freed(rig, 1)
 
 
-async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(rig: Rig) -> None:
-    """The gateway is then in the middle of a write that its full socket does not take."""
+async def test_a_client_that_never_reads_and_hangs_up_frees_its_sequence(rig: Rig) -> None:
+    """The gateway is then waiting in a write to a full socket."""
     rig.script.answer = lambda _: [
         step for _ in range(20_000) for step in (plain([5] * 200), 0.001)
     ]
@@ -88,7 +91,7 @@ async def test_a_client_that_reads_nothing_and_then_resets_frees_its_sequence(ri
     await freed(rig, 1)
 
 
-async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread(rig: Rig) -> None:
+async def test_an_unread_answer_ends_with_an_error_at_the_bound(rig: Rig) -> None:
     rig.script.answer = lambda _: [*[plain([5] * 50)] * 20, 0.0] * 5000
     connection = await asks_and_reads_nothing(rig)
     await until(lambda: rig.script.running == 1)
@@ -109,7 +112,7 @@ async def test_an_answer_that_nobody_reads_ends_and_says_so_after_what_is_unread
     assert str(MOST_UNREAD_CHUNKS) in last_event["error"]["message"]
 
 
-async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig: Rig) -> None:
+async def test_many_clients_that_hang_up_at_any_time_leave_nothing_behind(rig: Rig) -> None:
     rig.script.answer = lambda _: (
         [step for _ in range(20) for step in (plain([5]), 0.005)] + [last([], FinishReason.LENGTH)]
     )
@@ -129,12 +132,12 @@ async def test_nothing_is_left_behind_by_many_clients_that_go_at_any_moment(rig:
     )
 
 
-@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
-async def test_a_cancelled_grpc_call_frees_its_sequence(rig: Rig, said: list[Any]) -> None:
-    endless(rig, said)
+@pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
+async def test_a_cancelled_grpc_call_frees_its_sequence(rig: Rig, chunks: list[Any]) -> None:
+    endless(rig, chunks)
     call = rig.generation.GenerateText(generation_pb2.GenerateTextRequest(prompt="x"))
     await until(lambda: rig.script.running == 1)
-    if said:
+    if chunks:
         await anext(aiter(call))
     call.cancel()
     await freed(rig, 1)

@@ -1,4 +1,4 @@
-"""`/openapi.json` is true: what it bounds is refused beyond, what it lists is what comes, and nothing else."""
+"""`/openapi.json` is true: its limits are the enforced ones, and it lists each status and type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("CompletionBody", {"prompt": "x"}),
     "/v1/chat/completions": ("ChatBody", {"messages": CHAT}),
 }
-# What a parameter needs beside it.
+# Other parameters that a parameter needs.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "max_tokens": {"prompt_logprobs": 0},
@@ -33,7 +33,7 @@ async def document(rig: Rig) -> Any:
     return (await rig.http.get("/openapi.json")).json()
 
 
-async def test_each_error_has_the_shape_of_errors_and_there_is_no_422(document: Any) -> None:
+async def test_each_documented_error_has_openais_shape_and_none_is_422(document: Any) -> None:
     for path, operations in document["paths"].items():
         for operation in operations.values():
             errors = {
@@ -68,7 +68,7 @@ async def test_the_media_type_is_the_documented_one(rig: Rig, document: Any, pat
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_each_error_that_comes_is_documented(
+async def test_each_error_that_occurs_is_documented(
     rig: Rig, document: Any, path: str, stream: bool
 ) -> None:
     documented = document["paths"][path]["post"]["responses"]
@@ -88,46 +88,48 @@ async def test_each_error_that_comes_is_documented(
 
 
 def limits(schema: Any) -> list[tuple[str, Any, Any]]:
-    """(parameter, the last value within a limit, the first beyond) for each limit of a body's parameters."""
-    found: list[tuple[str, Any, Any]] = []
-    for name, parameter in schema["properties"].items():
-        whole = any(kind.get("type") == "integer" for kind in parameter.get("anyOf", [parameter]))
-        step = 1 if whole else 0.001
-        as_type = int if whole else float
-        if "minimum" in parameter:
-            found.append(
-                (name, as_type(parameter["minimum"]), as_type(parameter["minimum"]) - step)
-            )
-        if "maximum" in parameter:
-            found.append(
-                (name, as_type(parameter["maximum"]), as_type(parameter["maximum"]) + step)
-            )
-        if "exclusiveMinimum" in parameter:
-            found.append(
-                (name, parameter["exclusiveMinimum"] + step, parameter["exclusiveMinimum"])
-            )
-        if "exclusiveMaximum" in parameter:
-            found.append(
-                (
-                    name,
-                    as_type(parameter["exclusiveMaximum"]) - step,
-                    as_type(parameter["exclusiveMaximum"]),
-                )
-            )
-        if "maxItems" in parameter and name != "messages":
-            item: Any = "x" if "choice" in name else 1
-            found.append(
-                (name, [item] * parameter["maxItems"], [item] * (parameter["maxItems"] + 1))
-            )
-        if "minItems" in parameter and "choice" in name:
-            found.append((name, ["x"], []))
-        if "minLength" in parameter:
-            found.append((name, "x", ""))
+    """The limits of a body's parameters: (parameter, last value within, first value beyond)."""
+    return [
+        (name, within, beyond)
+        for name, parameter in schema["properties"].items()
+        for within, beyond in [*number_limits(parameter), *length_limits(name, parameter)]
+    ]
+
+
+def number_limits(parameter: Any) -> list[tuple[Any, Any]]:
+    kinds = parameter.get("anyOf", [parameter])
+    whole = any(kind.get("type") == "integer" for kind in kinds)
+    step = 1 if whole else 0.001
+    # By the name of a limit: the steps from it to the last value within and the first beyond.
+    steps = {
+        "minimum": (0, -step),
+        "maximum": (0, step),
+        "exclusiveMinimum": (step, 0),
+        "exclusiveMaximum": (-step, 0),
+    }
+    as_type = int if whole else float
+    return [
+        (as_type(parameter[name]) + within, as_type(parameter[name]) + beyond)
+        for name, (within, beyond) in steps.items()
+        if name in parameter
+    ]
+
+
+def length_limits(name: str, parameter: Any) -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
+    if "maxItems" in parameter and name != "messages":
+        item: Any = "x" if "choice" in name else 1
+        most = parameter["maxItems"]
+        found.append(([item] * most, [item] * (most + 1)))
+    if "minItems" in parameter and "choice" in name:
+        found.append((["x"], []))
+    if "minLength" in parameter:
+        found.append(("x", ""))
     return found
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_what_is_within_a_documented_limit_is_taken_and_what_is_beyond_is_refused(
+async def test_each_documented_limit_is_the_enforced_one(
     rig: Rig, document: Any, path: str
 ) -> None:
     rig.script.answer = lambda _: [last([], FinishReason.LENGTH)]
@@ -155,7 +157,7 @@ async def test_each_documented_parameter_is_known(rig: Rig, document: Any, path:
         assert "unknown_parameter" not in answer.text, name
 
 
-async def test_each_form_of_a_prompt_that_is_documented_is_taken(rig: Rig, document: Any) -> None:
+async def test_each_documented_form_of_a_prompt_is_accepted(rig: Rig, document: Any) -> None:
     forms = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]["anyOf"]
     assert len(forms) == 4
     for prompt in ("x", ["x", "y"], [5, 6], [[5], [6, 7]]):

@@ -1,4 +1,4 @@
-"""A prompt's log probabilities: with an echo as OpenAI has them, as vLLM's `prompt_logprobs`, and over gRPC."""
+"""Log probabilities of prompts: OpenAI's echo, vLLM's `prompt_logprobs`, and gRPC."""
 
 from __future__ import annotations
 
@@ -29,51 +29,56 @@ CONTEXT_LENGTH = 2048
 
 
 def made_up(token: int) -> TokenLogprob:
-    """A log probability by which the token can be told, and more alternatives than anyone asked for here."""
+    """A log probability that identifies the token, and two alternatives."""
     return TokenLogprob(-token / 100, (token + 1, token), (-0.001, -token / 100), 2)
 
 
 def scoring(ids: list[int], part: int = 3) -> Any:
-    """A verifier that scores a prompt in parts when asked, then says these tokens, the last part of the prompt with the first."""
+    """A verifier's answer: the prompt's scores in parts of `part` tokens, then these ids.
+
+    The last part of the scores comes with the ids.
+    """
 
     def answer(request: TokenRequest) -> list[Step]:
-        scored = (
-            [made_up(token) for token in request.prompt[1:]]
-            if request.prompt_logprobs is not None
-            else []
-        )
+        scored: list[TokenLogprob] = []
+        if request.prompt_logprobs is not None:
+            scored = [made_up(token) for token in request.prompt[1:]]
         parts = [scored[at : at + part] for at in range(0, len(scored), part)] or [[]]
         steps: list[Step] = [TokenChunk([], [], prompt_logprobs=found) for found in parts[:-1]]
-        said = [*ids, END][: request.max_tokens]
-        told = [made_up(token) for token in said] if request.top_logprobs is not None else []
-        reason = FinishReason.STOP if END in said else FinishReason.LENGTH
-        stats, sources = SpeculationStats(forward_count=1), [TokenSource.PLAIN] * len(said)
-        return [
-            *steps,
-            TokenChunk(said, sources, "", reason, stats, logprobs=told, prompt_logprobs=parts[-1]),
-        ]
+        output = [*ids, END][: request.max_tokens]
+        end = TokenChunk(
+            output,
+            [TokenSource.PLAIN] * len(output),
+            finish_reason=FinishReason.STOP if END in output else FinishReason.LENGTH,
+            stats=SpeculationStats(forward_count=1),
+            prompt_logprobs=parts[-1],
+        )
+        if request.top_logprobs is not None:
+            end.logprobs = [made_up(token) for token in output]
+        return [*steps, end]
 
     return answer
 
 
+def logprobs_of(choice: Any) -> dict[str, Any]:
+    return choice.logprobs.model_dump() if choice.logprobs else {}
+
+
 async def ask(rig: Rig, stream: bool, **body: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The text of each choice, and its log probabilities; a stream's chunks put together."""
+    """The text and the log probabilities of each choice. The chunks of a stream are joined."""
     if not stream:
         whole = await rig.client.completions.create(model="models/target", **body)
-        return [
-            (choice.text, choice.logprobs.model_dump() if choice.logprobs else {})
-            for choice in whole.choices
-        ]
-    found: dict[int, tuple[str, dict[str, Any]]] = {}
-    async for chunk in await rig.client.completions.create(
-        model="models/target", stream=True, **body
-    ):
+        return [(choice.text, logprobs_of(choice)) for choice in whole.choices]
+    texts: dict[int, str] = {}
+    logprobs: dict[int, dict[str, Any]] = {}
+    chunks = await rig.client.completions.create(model="models/target", stream=True, **body)
+    async for chunk in chunks:
         for choice in chunk.choices:
-            text, told = found.setdefault(choice.index, ("", {}))
-            for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
-                told.setdefault(name, []).extend(values)
-            found[choice.index] = text + choice.text, told
-    return [found[index] for index in sorted(found)]
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            of_choice = logprobs.setdefault(choice.index, {})
+            for name, values in logprobs_of(choice).items():
+                of_choice.setdefault(name, []).extend(values)
+    return [(texts[index], logprobs[index]) for index in sorted(texts)]
 
 
 PROMPTS = ["once upon a time", "naïve 日本語 😀!", "<|user|>hi<|end|><|assistant|>"]
@@ -82,55 +87,50 @@ PROMPTS = ["once upon a time", "naïve 日本語 😀!", "<|user|>hi<|end|><|ass
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "token ids"])
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_an_echo_tells_of_the_prompts_tokens_and_then_of_all_generated_ones(
+async def test_an_echo_lists_the_prompts_tokens_before_the_generated_ones(
     rig: Rig, prompt: str, as_ids: bool, stream: bool
 ) -> None:
-    ids, said = (
-        rig.prompts.tokenizer.encode(prompt).ids,
-        rig.prompts.tokenizer.encode(" and ü on").ids,
-    )
-    rig.script.answer = scoring(said)
-    [(text, told)] = await ask(
-        rig, stream, prompt=ids if as_ids else prompt, echo=True, logprobs=2, max_tokens=99
-    )
-    echo = rig.prompts.tokenizer.decode(ids, skip_special_tokens=True) if as_ids else prompt
+    ids = rig.prompts.tokenizer.encode(prompt).ids
+    output = rig.prompts.tokenizer.encode(" and ü on").ids
+    rig.script.answer = scoring(output)
+    given: Any = prompt
+    echo = prompt
+    if as_ids:
+        given = ids
+        echo = rig.prompts.tokenizer.decode(ids, skip_special_tokens=True)
+    [(text, found)] = await ask(rig, stream, prompt=given, echo=True, logprobs=2, max_tokens=99)
     assert text == echo + " and ü on"
     assert rig.script.requests[-1].prompt_logprobs == 2
-    every = [*ids, *said, END]
-    assert told["tokens"] == [rig.prompts.decode([token]) for token in every]
-    assert told["token_logprobs"] == [None, *(pytest.approx(-token / 100) for token in every[1:])]
-    assert told["top_logprobs"][0] is None
+    every = [*ids, *output, END]
+    assert found["tokens"] == [rig.prompts.decode([token]) for token in every]
+    assert found["token_logprobs"] == [None, *(pytest.approx(-token / 100) for token in every[1:])]
+    assert found["top_logprobs"][0] is None
     for token, name, top in zip(
-        every[1:], told["tokens"][1:], told["top_logprobs"][1:], strict=True
+        every[1:], found["tokens"][1:], found["top_logprobs"][1:], strict=True
     ):
-        assert top[name] == pytest.approx(
-            -0.001 if rig.prompts.decode([token + 1]) == name else -token / 100
-        )
-    # Tokens that are whole characters are found in the text where they are said to begin.
-    for name, at in zip(told["tokens"], told["text_offset"], strict=True):
+        same_text = rig.prompts.decode([token + 1]) == name
+        assert top[name] == pytest.approx(-0.001 if same_text else -token / 100)
+    # Each token of whole characters is in the text at its offset.
+    for name, at in zip(found["tokens"], found["text_offset"], strict=True):
         if "\ufffd" not in name and not (name.startswith("<|") and (as_ids or at == len(text))):
             assert text[at : at + len(name)] == name
-    assert told["text_offset"] == sorted(told["text_offset"])
-    assert told["text_offset"][len(ids)] == len(echo)
+    assert found["text_offset"] == sorted(found["text_offset"])
+    assert found["text_offset"][len(ids)] == len(echo)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_without_tokens_to_generate_the_prompt_alone_is_scored(
-    rig: Rig, stream: bool
-) -> None:
+async def test_with_no_tokens_to_generate_only_the_prompt_is_scored(rig: Rig, stream: bool) -> None:
     rig.script.answer = scoring([50])
     for prompt in ("x", "once upon a time", [7] * CONTEXT_LENGTH):
-        [(text, told)] = await ask(rig, stream, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
+        [(text, found)] = await ask(rig, stream, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
         ids = prompt if isinstance(prompt, list) else rig.prompts.tokenizer.encode(prompt).ids
         assert text == (prompt if isinstance(prompt, str) else rig.prompts.decode(prompt))
-        assert len(told["tokens"]) == len(ids)
-        assert (rig.script.requests[-1].max_tokens, rig.script.requests[-1].prompt_logprobs) == (
-            0,
-            0,
-        )
+        assert len(found["tokens"]) == len(ids)
+        assert rig.script.requests[-1].max_tokens == 0
+        assert rig.script.requests[-1].prompt_logprobs == 0
 
 
-async def test_an_echo_of_no_further_tokens_needs_no_log_probabilities(rig: Rig) -> None:
+async def test_an_echo_alone_needs_no_log_probabilities(rig: Rig) -> None:
     rig.script.answer = scoring([50])
     answer = await rig.client.completions.create(
         model="models/target", prompt="x = 1", echo=True, max_tokens=0
@@ -146,26 +146,24 @@ async def test_an_echo_of_no_further_tokens_needs_no_log_probabilities(rig: Rig)
 async def test_each_choice_repeats_its_prompt_and_scores_it(
     rig: Rig, stream: bool, max_tokens: int
 ) -> None:
-    said = [50, 51][:max_tokens]
-    rig.script.answer = scoring(said)
+    output = [50, 51][:max_tokens]
+    rig.script.answer = scoring(output)
     prompts = ["once upon a time", "x"]
     found = await ask(
         rig, stream, prompt=prompts, echo=True, logprobs=1, n=3, max_tokens=max_tokens, seed=-1
     )
-    told = iter(found)
+    choices = iter(found)
     for prompt in prompts:
-        ids = [*rig.prompts.tokenizer.encode(prompt).ids, *said]
-        for text, logprobs in (next(told) for _ in range(3)):
-            assert text == prompt + rig.prompts.decode(said)
+        ids = [*rig.prompts.tokenizer.encode(prompt).ids, *output]
+        for text, logprobs in (next(choices) for _ in range(3)):
+            assert text == prompt + rig.prompts.decode(output)
             assert logprobs["tokens"] == [rig.prompts.decode([token]) for token in ids]
-            assert logprobs["token_logprobs"] == [
-                None,
-                *(pytest.approx(-token / 100) for token in ids[1:]),
-            ]
+            scores = [pytest.approx(-token / 100) for token in ids[1:]]
+            assert logprobs["token_logprobs"] == [None, *scores]
     assert len(found) == len(rig.script.requests) == 6
 
 
-async def test_choices_that_repeat_a_prompt_without_scores_count_it_once(rig: Rig) -> None:
+async def test_choices_that_echo_a_prompt_count_its_tokens_once(rig: Rig) -> None:
     rig.script.answer = scoring([50])
     answer = await rig.client.completions.create(
         model="models/target", prompt="x = 1", echo=True, max_tokens=0, n=3
@@ -175,7 +173,7 @@ async def test_choices_that_repeat_a_prompt_without_scores_count_it_once(rig: Ri
     assert answer.usage.prompt_tokens == len(rig.prompts.tokenizer.encode("x = 1").ids)
 
 
-async def test_of_several_tokens_with_one_text_the_likeliest_is_told(rig: Rig) -> None:
+async def test_of_several_tokens_with_one_text_the_likeliest_is_listed(rig: Rig) -> None:
     first, second = rig.prompts.tokenizer.encode("😀").ids[:2]
     assert rig.prompts.decode([first]) == rig.prompts.decode([second])
     likely = TokenLogprob(-5.0, (first, 50), (-0.1, -2.0), 3)
@@ -188,11 +186,11 @@ async def test_of_several_tokens_with_one_text_the_likeliest_is_told(rig: Rig) -
             prompt_logprobs=[likely],
         )
     ]
-    [(_, told)] = await ask(
+    [(_, found)] = await ask(
         rig, False, prompt=[second, second], echo=True, logprobs=2, max_tokens=0
     )
-    assert told["token_logprobs"] == [None, -5.0]
-    assert list(told["top_logprobs"][1].values()) == [pytest.approx(-0.1), -2.0]
+    assert found["token_logprobs"] == [None, -5.0]
+    assert list(found["top_logprobs"][1].values()) == [pytest.approx(-0.1), -2.0]
 
 
 async def test_vllms_prompt_logprobs_have_its_shape_in_both_endpoints(rig: Rig) -> None:
@@ -225,11 +223,9 @@ async def test_vllms_prompt_logprobs_have_its_shape_in_both_endpoints(rig: Rig) 
             ),
         ]
     prompt = rig.script.requests[-1].prompt
-    told = (chat.model_extra or {})["prompt_logprobs"]
-    assert (told[0], [next(iter(entry)) for entry in told[1:]]) == (
-        None,
-        [str(token) for token in prompt[1:]],
-    )
+    found = (chat.model_extra or {})["prompt_logprobs"]
+    assert found[0] is None
+    assert [next(iter(entry)) for entry in found[1:]] == [str(token) for token in prompt[1:]]
     assert "prompt_logprobs" not in (chat.choices[0].model_extra or {})
 
 
@@ -242,7 +238,7 @@ async def test_a_conversation_can_be_scored_without_an_answer(rig: Rig) -> None:
     assert len((answer.model_extra or {})["prompt_logprobs"]) == len(rig.script.requests[-1].prompt)
 
 
-async def test_a_token_that_cannot_come_has_a_number_that_json_knows(rig: Rig) -> None:
+async def test_the_log_probability_of_an_impossible_token_is_finite(rig: Rig) -> None:
     never = TokenLogprob(-math.inf, (50,), (0.0,), 4096)
     rig.script.answer = lambda request: [
         TokenChunk(
@@ -253,8 +249,8 @@ async def test_a_token_that_cannot_come_has_a_number_that_json_knows(rig: Rig) -
             prompt_logprobs=[never],
         )
     ]
-    [(_, told)] = await ask(rig, False, prompt=[60, 70], echo=True, logprobs=1, max_tokens=0)
-    assert told["token_logprobs"] == [None, -9999.0]
+    [(_, found)] = await ask(rig, False, prompt=[60, 70], echo=True, logprobs=1, max_tokens=0)
+    assert found["token_logprobs"] == [None, -9999.0]
 
 
 async def test_a_prompts_parts_are_not_taken_for_the_first_token(rig: Rig) -> None:
@@ -281,11 +277,11 @@ async def test_grpc_streams_a_prompts_log_probabilities_before_its_first_token(r
         request = GenerateTextRequest(tokens=prompt, max_tokens=max_tokens, prompt_logprob_count=2)
         responses = [response async for response in rig.generation.GenerateText(request)]
         assert [len(response.prompt_logprobs) for response in responses] == [3, 3, 3]
-        told = [logprob for response in responses for logprob in response.prompt_logprobs]
-        assert [logprob.logprob for logprob in told] == [
+        found = [logprob for response in responses for logprob in response.prompt_logprobs]
+        assert [logprob.logprob for logprob in found] == [
             pytest.approx(-token / 100) for token in range(41, 50)
         ]
-        assert all((logprob.rank, len(logprob.top_token_ids)) == (2, 2) for logprob in told)
+        assert all((logprob.rank, len(logprob.top_token_ids)) == (2, 2) for logprob in found)
         assert [token for response in responses for token in response.token_ids] == tokens
 
 

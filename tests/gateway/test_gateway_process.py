@@ -1,4 +1,4 @@
-"""`python -m gateway` as a user runs it."""
+"""`python -m gateway` prints its addresses, ends on a signal, and explains bad settings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ import httpx
 import pytest
 from gateway_rig import TARGET
 
-COMMAND = [
-    sys.executable,
-    "-m",
-    "gateway",
-    "--verifier",
-    "127.0.0.1:9",
-    "--tokenizer",
-    TARGET,
-    "--http-port",
-    "0",
-]
+COMMAND = [sys.executable, "-m", "gateway", "--verifier", "127.0.0.1:9"]
+COMMAND += ["--tokenizer", TARGET, "--http-port", "0"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_prints_where_it_listens_and_ends_on_a_signal(number: signal.Signals) -> None:
+def test_the_gateway_prints_its_addresses_and_ends_on_a_signal(number: signal.Signals) -> None:
     process = subprocess.Popen(
         [*COMMAND, "--grpc-listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
     )
@@ -58,7 +49,9 @@ def test_it_prints_where_it_listens_and_ends_on_a_signal(number: signal.Signals)
         (["--http-host", "256.0.0.1"], 1, "256.0.0.1"),
     ],
 )
-def test_a_bad_setting_is_named(arguments: list[str], status: int, words: str) -> None:
+def test_the_error_for_a_bad_setting_names_it(
+    arguments: list[str], status: int, words: str
+) -> None:
     result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=20)
     assert result.returncode == status
     assert words in result.stderr

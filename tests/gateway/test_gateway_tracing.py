@@ -1,4 +1,4 @@
-"""A request is one span whose context reaches the verifier; with tracing off nothing is sent."""
+"""Each request makes one span, and the verifier gets its context. Without tracing it gets none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_nothing_is_sent_when_tracing_is_off(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_span_is_a_child_of_the_clients_and_the_parent_of_the_verifiers(
+async def test_a_span_is_the_clients_child_and_the_verifiers_parent(
     rig: Rig, spans: InMemorySpanExporter, stream: bool
 ) -> None:
     ids = rig.says("if x")
@@ -81,7 +81,7 @@ async def test_the_span_is_a_child_of_the_clients_and_the_parent_of_the_verifier
     assert {name: attributes[name] for name in conventions} == conventions
 
 
-async def test_what_a_request_logs_carries_the_ids_of_its_trace(
+async def test_log_lines_of_a_request_carry_the_ids_of_its_trace(
     rig: Rig, spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.handler.setFormatter(telemetry.TraceFormatter("%(message)s"))
@@ -97,7 +97,7 @@ async def test_what_a_request_logs_carries_the_ids_of_its_trace(
         assert line.endswith(f" trace_id={TRACE} span_id={span.context.span_id:016x}")
 
 
-async def test_a_span_has_the_settings_that_differ_from_the_default_alone(
+async def test_a_span_has_only_the_settings_that_differ_from_the_default(
     rig: Rig, spans: InMemorySpanExporter
 ) -> None:
     rig.says("if x")
@@ -113,7 +113,7 @@ async def test_a_span_has_the_settings_that_differ_from_the_default_alone(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_finished_request_is_no_error_and_has_the_attributes_of_http(
+async def test_the_span_of_a_finished_request_has_http_attributes(
     rig: Rig, spans: InMemorySpanExporter, stream: bool
 ) -> None:
     rig.says("if x")
@@ -138,7 +138,7 @@ async def test_a_finished_request_is_no_error_and_has_the_attributes_of_http(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_only_a_fault_of_the_servers_is_an_error_and_the_reason_is_named(
+async def test_a_span_is_an_error_only_if_the_server_failed(
     rig: Rig, spans: InMemorySpanExporter, stream: bool
 ) -> None:
     expected = [
@@ -160,7 +160,7 @@ async def test_only_a_fault_of_the_servers_is_an_error_and_the_reason_is_named(
     assert seen == [(status, reason.name.lower(), code) for reason, status, code in expected]
 
 
-async def test_a_stream_that_fails_after_its_first_event_is_an_error_with_status_200(
+async def test_a_stream_that_fails_after_its_first_event_has_status_200(
     rig: Rig, spans: InMemorySpanExporter
 ) -> None:
     rig.script.answer = lambda _: [plain([5]), OutriderError(Reason.INTERNAL, "broken")]
@@ -171,17 +171,17 @@ async def test_a_stream_that_fails_after_its_first_event_is_an_error_with_status
     assert (attributes["error.type"], attributes["http.response.status_code"]) == ("internal", 200)
 
 
-@pytest.mark.parametrize("said", [[], [plain([5])]], ids=["before the first token", "after it"])
+@pytest.mark.parametrize("chunks", [[], [plain([5])]], ids=["before the first token", "after it"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_is_no_error_of_the_servers(
-    rig: Rig, spans: InMemorySpanExporter, said: list[TokenChunk], stream: bool
+async def test_a_span_is_no_error_if_the_client_hangs_up(
+    rig: Rig, spans: InMemorySpanExporter, chunks: list[TokenChunk], stream: bool
 ) -> None:
-    rig.script.answer = lambda _: [*said, 60.0]
+    rig.script.answer = lambda _: [*chunks, 60.0]
     request = asyncio.create_task(
         rig.client.completions.create(model="models/target", prompt="x", stream=stream)
     )
     await until(lambda: rig.script.running == 1)
-    if stream and said:
+    if stream and chunks:
         await (await request).close()
     else:
         request.cancel()
@@ -190,10 +190,10 @@ async def test_a_client_that_hangs_up_is_no_error_of_the_servers(
     assert span.status.status_code is StatusCode.UNSET
     attributes = dict(span.attributes or {})
     assert attributes["error.type"] == "client_gone"
-    assert attributes["http.response.status_code"] == (200 if stream and said else 499)
+    assert attributes["http.response.status_code"] == (200 if stream and chunks else 499)
 
 
-async def test_a_client_that_hangs_up_after_the_last_event_has_had_its_answer(
+async def test_hanging_up_after_the_last_event_is_not_recorded(
     rig: Rig, spans: InMemorySpanExporter
 ) -> None:
     shape = CompletionShape("models/target")
@@ -237,7 +237,7 @@ async def test_grpc_is_traced_as_well(rig: Rig, spans: InMemorySpanExporter) -> 
     }
 
 
-async def test_a_grpc_call_that_is_cancelled_is_no_error_and_one_that_is_refused_names_the_reason(
+async def test_the_span_of_a_grpc_call_names_how_the_call_ended(
     rig: Rig, spans: InMemorySpanExporter
 ) -> None:
     rig.script.answer = lambda _: [plain([5]), 60.0]

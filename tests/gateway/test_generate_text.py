@@ -1,4 +1,4 @@
-"""GenerationService gives over gRPC what HTTP gives, and errors with google.rpc details."""
+"""GenerationService over gRPC generates the same as HTTP, and its errors have details."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_text_streams_in_whole_characters_with_its_tokens(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("data", [b"", b"\x3a\x02hi"])
-async def test_a_grammar_of_no_kind_or_of_one_to_come_is_refused(rig: Rig, data: bytes) -> None:
+async def test_a_grammar_without_a_known_kind_is_refused(rig: Rig, data: bytes) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(
             rig, GenerateTextRequest(prompt="x", grammar=common_pb2.Grammar.FromString(data))
@@ -67,7 +67,7 @@ async def test_a_request_that_cannot_be_parsed_is_refused(
     assert "Traceback" not in caplog.text
 
 
-async def test_statistics_of_the_speculation_come_with_the_end(rig: Rig) -> None:
+async def test_the_last_message_has_the_statistics_of_the_speculation(rig: Rig) -> None:
     stats = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
     rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, stats, cached=1)]
     [final] = await call(rig, GenerateTextRequest(prompt="x"))
@@ -97,17 +97,13 @@ async def test_settings_reach_the_verifier(rig: Rig) -> None:
     )
     await call(rig, GenerateTextRequest(prompt="x"))
     given, unset = rig.script.requests
-    assert (given.max_tokens, given.sampling.greedy, given.sampling.top_k, given.sampling.seed) == (
-        9,
-        True,
-        3,
-        2**63,
-    )
-    assert (
-        given.speculation.enabled,
-        given.speculation.drafter,
-        given.speculation.draft_tokens,
-    ) == (False, "ngram", 2)
+    assert given.max_tokens == 9
+    assert given.sampling.greedy is True
+    assert given.sampling.top_k == 3
+    assert given.sampling.seed == 2**63
+    assert given.speculation.enabled is False
+    assert given.speculation.drafter == "ngram"
+    assert given.speculation.draft_tokens == 2
     assert unset.max_tokens == 2048 - 1
 
 
@@ -159,14 +155,15 @@ async def test_bad_input_names_its_field(
         await call(rig, request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     details = list(rpc_status.from_call(caught.value).details)
-    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
     assert details[0].Unpack(info)
     assert details[1].Unpack(bad)
     assert info.domain == "outrider.dev"
     assert bad.field_violations[0].field == field
 
 
-async def test_what_the_verifier_refuses_passes_through_with_its_details(rig: Rig) -> None:
+async def test_the_verifiers_errors_pass_through_with_their_details(rig: Rig) -> None:
     rig.script.answer = lambda _: [OutriderError(Reason.OVERLOADED, "full", retry_after_s=2.0)]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(rig, GenerateTextRequest(prompt="x"))

@@ -1,4 +1,4 @@
-"""Bad input gets an error in OpenAI's shape that names the field and the limit, and disturbs nothing else."""
+"""Errors have OpenAI's shape, name the field and the limit, and affect no other request."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def test_a_bad_chat_names_the_place(rig: Rig, body: dict[str, Any], param:
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_malformed_body_is_told_what_is_wrong(
+async def test_the_error_for_a_malformed_body_says_why(
     rig: Rig, content: bytes, headers: dict[str, str], words: str
 ) -> None:
     response = await rig.http.post("/v1/completions", content=content, headers=headers)
@@ -214,14 +214,14 @@ async def test_a_malformed_body_is_told_what_is_wrong(
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
-async def test_numbers_that_are_none_are_refused(rig: Rig, name: str, number: str) -> None:
+async def test_numbers_that_are_not_finite_are_refused(rig: Rig, name: str, number: str) -> None:
     response = await rig.http.post(
         "/v1/completions", content=f'{{"prompt": "x", "{name}": {number}}}', headers=JSON
     )
     assert (response.status_code, error_of(response)["param"]) == (400, name)
 
 
-async def test_a_body_over_the_limit_is_refused_whether_its_length_is_told_or_not(rig: Rig) -> None:
+async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(rig: Rig) -> None:
     async def parts() -> Any:
         for _ in range(70):
             yield b"x" * 1000
@@ -232,15 +232,13 @@ async def test_a_body_over_the_limit_is_refused_whether_its_length_is_told_or_no
         assert error_of(response)["message"] == "the body is larger than 65536 bytes"
 
 
-async def test_unknown_routes_and_methods_have_the_shape_too(rig: Rig) -> None:
+async def test_errors_for_unknown_routes_and_methods_have_openais_shape(rig: Rig) -> None:
     missing = await rig.http.get("/v1/nothing")
     assert (missing.status_code, error_of(missing)["code"]) == (404, "route_not_found")
     wrong = await rig.http.get("/v1/completions")
-    assert (wrong.status_code, error_of(wrong)["code"], wrong.headers["allow"]) == (
-        405,
-        "method_not_allowed",
-        "POST",
-    )
+    assert wrong.status_code == 405
+    assert error_of(wrong)["code"] == "method_not_allowed"
+    assert wrong.headers["allow"] == "POST"
     model = await rig.http.get("/v1/models/gpt")
     assert (model.status_code, error_of(model)["code"]) == (404, "model_not_found")
 
@@ -255,7 +253,7 @@ async def test_unknown_routes_and_methods_have_the_shape_too(rig: Rig) -> None:
         (Reason.DRAINING, 503),
     ],
 )
-async def test_what_the_verifier_refuses_has_its_own_status(
+async def test_the_verifiers_errors_have_their_own_http_status(
     rig: Rig, reason: Reason, status: int, stream: bool
 ) -> None:
     rig.script.answer = lambda _: [
@@ -264,14 +262,12 @@ async def test_what_the_verifier_refuses_has_its_own_status(
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
     assert (response.status_code, response.headers["retry-after"]) == (status, "3")
     error = error_of(response)
-    assert (error["message"], error["code"], error["param"]) == (
-        "because",
-        reason.name.lower(),
-        "speculation.drafter",
-    )
+    assert error["message"] == "because"
+    assert error["code"] == reason.name.lower()
+    assert error["param"] == "speculation.drafter"
 
 
-async def test_what_a_verifier_says_of_a_grammar_names_the_callers_field_and_when_to_come_back(
+async def test_a_verifiers_error_about_a_grammar_names_the_callers_field(
     rig: Rig,
 ) -> None:
     rig.script.answer = lambda _: [
@@ -279,10 +275,8 @@ async def test_what_a_verifier_says_of_a_grammar_names_the_callers_field_and_whe
     ]
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
-    assert (error_of(response)["message"], error_of(response)["param"]) == (
-        "guided_regex: busy",
-        "guided_regex",
-    )
+    assert error_of(response)["message"] == "guided_regex: busy"
+    assert error_of(response)["param"] == "guided_regex"
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -322,7 +316,8 @@ async def test_one_failed_choice_fails_the_request_and_cancels_its_siblings(rig:
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "n": 3, "seed": 0})
     assert (response.status_code, error_of(response)["message"]) == (500, "broken")
     async with asyncio.timeout(1):
-        while rig.script.running:  # noqa: ASYNC110  # the verifier's own state has no event
+        # The verifier's state has no event to wait for.
+        while rig.script.running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

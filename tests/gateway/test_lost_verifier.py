@@ -1,4 +1,4 @@
-"""A verifier that vanishes, or says what cannot be, harms neither the gateway nor what another one can serve."""
+"""A verifier that vanishes or sends impossible values affects no other verifier's requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GET_MODEL = "/outrider.v1.VerifierService/GetModel"
 
 
 class LyingVerifier(ScriptedVerifier):
-    """Answers GetModel with any bytes at all, as long as there are some, and else as its script says."""
+    """Answers GetModel with the bytes of `says`, if there are any, and else by its script."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
@@ -44,13 +44,13 @@ class LyingVerifier(ScriptedVerifier):
 
 
 class _GenericOnly:
-    """A server's methods by name alone, in the order in which they are added."""
+    """Adds the methods of a server by name only, so that handlers added earlier come first."""
 
     def __init__(self, server: rpc.Server) -> None:
         self.add_generic_rpc_handlers = server.grpc.add_generic_rpc_handlers
 
     def add_registered_method_handlers(self, *_: Any) -> None:
-        """These would be found before those by name."""
+        """Ignore these methods. A server would find them before those by name."""
 
 
 class _Raw(grpc.GenericRpcHandler):
@@ -74,10 +74,11 @@ class _Raw(grpc.GenericRpcHandler):
 
 
 class Pair:
-    """A gateway with two verifiers, the first of them behind a proxy and a liar if it is told to be."""
+    """A gateway with two verifiers. The first is behind a proxy, and its GetModel can be faked."""
 
     def __init__(self, prompts: Prompts) -> None:
-        self.first, self.second = (Script(ready(prompts.fingerprint), echo) for _ in range(2))
+        self.first = Script(ready(prompts.fingerprint), echo)
+        self.second = Script(ready(prompts.fingerprint), echo)
         self.liar = LyingVerifier(self.first)
         self.proxy: ChaosProxy
         self.gateway: Gateway
@@ -128,10 +129,10 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(
+async def test_waiting_sequences_leave_a_verifier_when_its_poll_fails(
     pair: Pair, stream: bool
 ) -> None:
-    """The connection stays open, as when a machine dies: nothing ends the call itself for many seconds."""
+    """The connection stays open, as when a machine dies, so the call does not end by itself."""
     pair.first.answer = lambda _: [60.0]
     asked = asyncio.create_task(pair.ask(stream=stream))
     await until(lambda: pair.first.running == 1)
@@ -141,7 +142,7 @@ async def test_what_waits_at_a_verifier_that_vanishes_moves_when_the_poll_fails(
     assert len(pair.second.requests) == 1
 
 
-async def test_what_has_begun_does_not_move_and_goes_on_when_the_verifier_does(pair: Pair) -> None:
+async def test_a_sequence_with_a_chunk_stays_when_the_poll_fails(pair: Pair) -> None:
     pair.first.answer = lambda request: [
         plain(request.prompt[:1]),
         1.0,
@@ -152,15 +153,15 @@ async def test_what_has_begun_does_not_move_and_goes_on_when_the_verifier_does(p
     await until(
         lambda: len(pair.gateway.router.replicas[0].sequences) == 1 and pair.first.running == 1
     )
-    await until(lambda: not pair.gateway.router.replicas[0].tokens._link._waiting)  # type: ignore[union-attr]
+    await until(lambda: not pair.gateway.router.replicas[0].tokens._call._waiting)  # type: ignore[union-attr]
     pair.first.unreachable = True
     await until(lambda: pair.problems[0] is Reason.VERIFIER_UNAVAILABLE)
     assert "[DONE]" in (await asked).text
     assert pair.second.requests == []
 
 
-async def test_alone_a_verifier_that_does_not_answer_keeps_what_waits(pair: Pair) -> None:
-    """Nobody else would serve it, and the verifier may only be slow."""
+async def test_without_another_verifier_waiting_sequences_stay(pair: Pair) -> None:
+    """No other verifier would serve them, and this one may only be slow."""
     pair.second.info = replace(pair.second.info, stage=Stage.DRAINING)
     await until(lambda: pair.problems[1] is Reason.DRAINING)
     pair.first.answer = lambda request: [1.0, *echo(request)]
@@ -176,7 +177,7 @@ async def test_a_half_open_connection_is_replaced_as_soon_as_a_poll_fails(pair: 
     await until(lambda: pair.problems[1] is Reason.VERIFIER_UNAVAILABLE)
     channel = pair.gateway.router.replicas[0]._channel
     pair.proxy.swallow()
-    # gRPC itself gives the connection up after 12 s.
+    # gRPC itself would close the connection after 12 s.
     await until(lambda: pair.gateway.router.replicas[0]._channel is not channel)
     await until(lambda: pair.problems[0] is None)
     assert (await pair.ask()).status_code == 200
@@ -218,7 +219,7 @@ LIES: dict[str, Any] = {
 @pytest.mark.parametrize(
     "lie", [pytest.param(lie, marks=[] if lie == "garbage" else pytest.mark.slow) for lie in LIES]
 )
-async def test_a_verifier_whose_answer_cannot_be_read_is_polled_again(
+async def test_a_verifier_with_an_unreadable_answer_is_polled_again(
     pair: Pair, prompts: Prompts, lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "gateway.routing")
@@ -233,16 +234,15 @@ async def test_a_verifier_whose_answer_cannot_be_read_is_polled_again(
     assert "cannot be read" in ready_now["detail"]
     pair.liar.says = None
     await until(lambda: pair.problems == [None, None])
-    # Told when it changed, not at each poll.
-    assert (
-        len([record for record in caplog.records if "cannot be read" in record.getMessage()]) == 1
-    )
+    # The gateway logs a change, not each poll.
+    logged = [record.getMessage() for record in caplog.records]
+    assert len([message for message in logged if "cannot be read" in message]) == 1
 
 
 @pytest.mark.parametrize(
     "says", [_unknown_stage, lambda _: b""], ids=["of the future", "unspecified"]
 )
-async def test_a_stage_that_is_not_known_takes_no_requests_and_is_asked_for_again(
+async def test_a_verifier_in_an_unknown_stage_gets_no_requests(
     pair: Pair, prompts: Prompts, says: Any
 ) -> None:
     pair.liar.says = says(prompts)
@@ -277,9 +277,7 @@ WRONG_CHUNKS: dict[str, TokenChunk] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", WRONG_CHUNKS)
-async def test_what_no_verifier_of_the_model_can_say_is_an_error_and_no_text(
-    rig: Rig, lie: str, stream: bool
-) -> None:
+async def test_an_impossible_chunk_is_an_error(rig: Rig, lie: str, stream: bool) -> None:
     rig.script.answer = lambda _: [WRONG_CHUNKS[lie], last([], FinishReason.LENGTH)]
     response = await rig.http.post(
         "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": stream}
@@ -291,7 +289,7 @@ async def test_what_no_verifier_of_the_model_can_say_is_an_error_and_no_text(
     assert (await rig.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
-async def test_a_token_too_many_after_the_last_one_ends_a_stream_with_an_error(rig: Rig) -> None:
+async def test_tokens_beyond_the_limit_end_a_stream_with_an_error(rig: Rig) -> None:
     rig.script.answer = lambda _: [plain([5, 5]), plain([5, 5, 5]), last([], FinishReason.LENGTH)]
     response = await rig.http.post(
         "/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": True}
@@ -313,17 +311,17 @@ ENUMS = {
 
 
 @pytest.mark.parametrize("name", ENUMS)
-async def test_an_enum_value_of_the_future_harms_no_other_sequence(
+async def test_an_unknown_enum_value_fails_no_other_sequence(
     rig: Rig, name: str, monkeypatch: Any
 ) -> None:
     rig.script.answer = lambda _: [1.0, plain([5]), last([], FinishReason.LENGTH)]
     other = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "y"}))
     await until(lambda: rig.script.running == 1)
-    told = replace(rig.script.info)  # the replica stays as it was
+    info_before = replace(rig.script.info)
     rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
     with monkeypatch.context() as patch:
         patch.setattr(wire_requests, "chunk_to_proto", lambda _: _part(**ENUMS[name]))
         response = await rig.http.post("/v1/completions", json={"prompt": "x"})
     assert response.status_code == 200 or response.json()["error"]["code"] == "internal"
     assert (await other).status_code == 200
-    assert rig.gateway.router.replicas[0].info == told
+    assert rig.gateway.router.replicas[0].info == info_before

@@ -1,4 +1,4 @@
-"""The official client gets what OpenAI's API would give it."""
+"""OpenAI's own client gets the answers that OpenAI's API would give."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ async def test_a_completion_continues_the_prompt(rig: Rig) -> None:
     assert answer.id.startswith("cmpl-")
     assert answer.usage is not None
     prompt_count = len(rig.prompts.tokenizer.encode("x = 1").ids)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
-        prompt_count,
-        len(ids) + 1,
-    )
+    assert answer.usage.prompt_tokens == prompt_count
+    assert answer.usage.completion_tokens == len(ids) + 1
     assert answer.usage.total_tokens == prompt_count + len(ids) + 1
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 async def test_a_stream_joins_to_the_whole_answer(rig: Rig, chunk: int) -> None:
     rig.says(TEXT, chunk)
-    texts, reasons = [], []
+    texts = []
+    reasons = []
     async for part in await rig.client.completions.create(
         model="models/target", prompt="x", max_tokens=64, stream=True
     ):
@@ -59,7 +58,7 @@ async def test_a_chat_is_rendered_by_the_template_and_answered(rig: Rig) -> None
     )
 
 
-async def test_an_answer_can_be_sent_back_as_it_came(rig: Rig) -> None:
+async def test_an_answer_can_be_sent_back_unchanged(rig: Rig) -> None:
     answer = await rig.client.chat.completions.create(model="models/target", messages=MESSAGES)
     history = [
         *MESSAGES,
@@ -92,7 +91,7 @@ async def test_a_chat_stream_has_the_role_first_and_the_usage_last(rig: Rig) -> 
     assert len({part.id for part in parts}) == 1
 
 
-async def test_the_bytes_of_a_stream_are_openais(rig: Rig) -> None:
+async def test_the_events_of_a_stream_are_openais(rig: Rig) -> None:
     rig.says("naïve")
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -126,19 +125,16 @@ async def test_parameters_reach_the_verifier(rig: Rig) -> None:
         },
     )
     [request] = rig.script.requests
-    sampling, speculation = request.sampling, request.speculation
-    assert (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (
-        7,
-        0.0,
-        0.5,
-        9,
-    )
+    sampling = request.sampling
+    speculation = request.speculation
+    assert request.max_tokens == 7
+    assert sampling.temperature == 0.0
+    assert sampling.top_p == 0.5
+    assert sampling.top_k == 9
     assert sampling.seed == 2**64 - 1
-    assert (speculation.enabled, speculation.drafter, speculation.draft_tokens) == (
-        True,
-        "ngram",
-        3,
-    )
+    assert speculation.enabled is True
+    assert speculation.drafter == "ngram"
+    assert speculation.draft_tokens == 3
     assert (request.ignore_eos, request.stop_token_ids) == (True, {5})
 
 
@@ -148,15 +144,13 @@ async def test_defaults_are_openais(rig: Rig) -> None:
     completion, chat = rig.script.requests
     assert completion.max_tokens == 16
     assert chat.max_tokens == 2048 - len(chat.prompt)
-    assert (
-        completion.sampling.temperature,
-        completion.sampling.top_p,
-        completion.sampling.seed,
-    ) == (1.0, 1.0, None)
+    assert completion.sampling.temperature == 1.0
+    assert completion.sampling.top_p == 1.0
+    assert completion.sampling.seed is None
     assert completion.speculation.enabled
 
 
-async def test_values_that_ask_for_nothing_are_accepted(rig: Rig) -> None:
+async def test_values_without_an_effect_are_accepted(rig: Rig) -> None:
     await rig.client.chat.completions.create(
         model="models/target",
         messages=MESSAGES,
@@ -175,7 +169,7 @@ async def test_values_that_ask_for_nothing_are_accepted(rig: Rig) -> None:
     )
 
 
-async def test_prompts_come_as_text_or_ids_alone_or_in_lists(rig: Rig) -> None:
+async def test_a_prompt_may_be_text_or_ids_alone_or_in_a_list(rig: Rig) -> None:
     ids = rig.prompts.tokenizer.encode("if x").ids
     for prompt in ("if x", ["if x"], ids, [ids]):
         answer = await rig.client.completions.create(model="models/target", prompt=prompt)
@@ -192,14 +186,8 @@ async def test_choices_are_numbered_by_prompt_and_a_prompt_counts_once(rig: Rig)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(lengths)
     assert answer.usage.completion_tokens == 2 * sum(length + 1 for length in lengths)
-    assert sorted(request.sampling.seed or 0 for request in rig.script.requests) == [
-        5,
-        5,
-        5,
-        6,
-        6,
-        6,
-    ]
+    seeds = sorted(request.sampling.seed or 0 for request in rig.script.requests)
+    assert seeds == [5] * 3 + [6] * 3
 
 
 async def test_streamed_choices_interleave_without_mixing(rig: Rig) -> None:
@@ -225,7 +213,7 @@ async def test_a_stop_string_ends_the_text_and_the_sequence(rig: Rig) -> None:
     assert rig.script.cancelled == 1
 
 
-async def test_the_token_that_ends_a_sequence_is_no_text_but_counts(rig: Rig) -> None:
+async def test_the_token_that_ends_a_sequence_counts_but_has_no_text(rig: Rig) -> None:
     [word] = rig.prompts.tokenizer.encode("if").ids
     rig.script.answer = lambda _: [plain([word]), last([word], FinishReason.STOP)]
     answer = await rig.client.completions.create(
@@ -239,7 +227,7 @@ async def test_the_token_that_ends_a_sequence_is_no_text_but_counts(rig: Rig) ->
 STATS = SpeculationStats(5, 4, 12, 6, [1, 1, 1, 1], 3)
 
 
-async def test_usage_and_metrics_tell_what_speculation_did(rig: Rig) -> None:
+async def test_usage_and_metrics_have_the_statistics_of_the_speculation(rig: Rig) -> None:
     rig.script.answer = lambda _: [last([5], FinishReason.LENGTH, STATS, cached=1)]
     answer = await rig.client.completions.create(
         model="models/target", prompt="x", extra_body={"speculation": {"metrics": True}}
@@ -286,10 +274,8 @@ async def test_a_sequence_ended_by_a_stop_string_still_has_its_statistics(rig: R
         extra_body={"speculation": {"metrics": True}},
     )
     metrics = answer.model_extra["metrics"]["speculative_decoding"]
-    assert (metrics["num_accepted_draft_tokens"], metrics["num_draft_tokens"]) == (
-        len(ids) - 1,
-        len(ids) + 2,
-    )
+    assert metrics["num_accepted_draft_tokens"] == len(ids) - 1
+    assert metrics["num_draft_tokens"] == len(ids) + 2
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 

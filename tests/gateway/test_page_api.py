@@ -1,9 +1,10 @@
-"""What the page is made from: authors of tokens in answers, and the events that tell of processes and sums."""
+"""The page's data: sources of tokens in answers, and events with the processes and sums."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ async def chunks(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def test_each_token_comes_with_its_author_and_together_they_are_the_text(rig: Rig) -> None:
+async def test_tokens_with_their_sources_join_to_the_text(rig: Rig) -> None:
     text = "if é: x = '€'"
     ids = rig.prompts.tokenizer.encode(text).ids
     sources = [TokenSource.ACCEPTED] * (len(ids) - 1) + [TokenSource.BONUS]
@@ -62,13 +63,13 @@ async def test_each_token_comes_with_its_author_and_together_they_are_the_text(r
     assert {token["drafter"] for token in tokens} == {"ngram-1"}
 
 
-async def test_nobody_who_did_not_ask_is_told_of_authors(rig: Rig) -> None:
+async def test_tokens_have_no_sources_unless_the_request_asks(rig: Rig) -> None:
     rig.says("if x")
     for chunk in await chunks(rig, {"prompt": "x"}):
         assert all("speculation" not in choice for choice in chunk["choices"])
 
 
-async def test_authors_do_not_go_with_stop_strings_which_would_show_through(rig: Rig) -> None:
+async def test_sources_of_tokens_are_refused_with_stop_strings(rig: Rig) -> None:
     answer = await rig.http.post(
         "/v1/completions", json={"prompt": "x", "stop": "y", "speculation": {"tokens": True}}
     )
@@ -89,11 +90,12 @@ async def events(rig: Rig, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(
+async def test_events_have_the_processes_and_the_sums_of_all_requests(
     rig: Rig, stream: bool
 ) -> None:
     [before] = await events(rig, 1)
-    accepted, recovered = TokenSource.ACCEPTED, TokenSource.RECOVERED
+    accepted = TokenSource.ACCEPTED
+    recovered = TokenSource.RECOVERED
     steps = [
         drafted([5, 6, 7, 8], accepted, accepted, accepted, TokenSource.BONUS),
         drafted([9], recovered),
@@ -117,7 +119,8 @@ async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(
     [verifier] = after["readiness"]["verifiers"]
     assert verifier["round_trip_seconds"] > 0
     assert after["seconds"] > before["seconds"]
-    sums, base = after["activity"], before["activity"]
+    sums = after["activity"]
+    base = before["activity"]
     assert {name: count - base["tokens"][name] for name, count in sums["tokens"].items()} == {
         "plain": 0,
         "accepted": 3,
@@ -125,18 +128,11 @@ async def test_events_tell_of_processes_and_of_what_all_requests_add_up_to(
         "bonus": 1,
     }
     assert sums["draft_tokens"] - base["draft_tokens"] == 6
-    counts = base["accepted_counts"] + [0] * (
-        len(sums["accepted_counts"]) - len(base["accepted_counts"])
-    )
-    assert [now - was for now, was in zip(sums["accepted_counts"], counts, strict=True)][:4] == [
-        1,
-        0,
-        0,
-        1,
-    ]
+    pairs = zip_longest(sums["accepted_counts"], base["accepted_counts"], fillvalue=0)
+    assert [now - was for now, was in pairs][:4] == [1, 0, 0, 1]
 
 
-async def test_the_page_and_its_files_come_from_the_gateway_and_allow_no_other_host(
+async def test_the_page_has_a_policy_that_allows_no_other_host(
     rig: Rig,
 ) -> None:
     for path, kind in (

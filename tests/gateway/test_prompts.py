@@ -1,4 +1,4 @@
-"""Prompts are rendered and tokenised exactly as `transformers` would, without it."""
+"""The gateway renders and tokenises prompts exactly as `transformers` does, without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CHAT = [
     {"role": "assistant", "content": "Hello!"},
     {"role": "user", "content": "Who?"},
 ]
-# What templates of the hub use: trimmed blocks, namespaces, loop controls, tojson, special tokens, the generation tag.
+# The features that templates of the hub use: trimmed blocks, namespaces, loop controls, tojson,
+# special tokens and the generation tag.
 TEMPLATE = """\
 {%- set seen = namespace(system=false) -%}
 {{ bos_token }}
@@ -30,11 +31,13 @@ TEMPLATE = """\
 [SYS] {{ message | tojson }}
         {% continue %}
     {%- endif %}
-    {% if message.role == 'assistant' %}{% generation %}{{ message['content'] | trim }}{{ eos_token }}{% endgeneration %}{% else %}
+    {% if message.role == 'assistant' %}
+{% generation %}{{ message['content'] | trim }}{{ eos_token }}{% endgeneration %}{% else %}
 {{ message.role | upper }}: {{ message.content }}
     {% endif %}
 {% endfor %}
-{% if seen.system and add_generation_prompt and not tools %}ASSISTANT {{ unknown_token }}{{ strftime_now('%%') }}{% endif %}
+{% if seen.system and add_generation_prompt and not tools -%}
+ASSISTANT {{ unknown_token }}{{ strftime_now('%%') }}{% endif %}
 """
 
 
@@ -57,7 +60,7 @@ TRIMMING = (
 
 @pytest.mark.parametrize("template", [None, TRIMMING], ids=["bundled", "trimming"])
 @pytest.mark.parametrize("begun", ["Sure", "Sure: ", "two\n\nlines \n"])
-def test_a_message_left_open_renders_as_in_transformers(
+def test_an_open_message_renders_as_in_transformers(
     tmp_path: Path, prompts: Prompts, template: str | None, begun: str
 ) -> None:
     model = TARGET if template is None else model_with_template(tmp_path, template)
@@ -70,7 +73,7 @@ def test_a_message_left_open_renders_as_in_transformers(
     assert rendered.endswith(begun if template is None else begun.strip())
 
 
-def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(
+def test_continuing_a_message_that_the_template_hides_is_refused(
     tmp_path: Path,
 ) -> None:
     prompts = Prompts(model_with_template(tmp_path, "{{ messages[0].content }}"))
@@ -80,7 +83,11 @@ def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(
 
 
 def test_variables_reach_the_template_as_in_transformers(tmp_path: Path) -> None:
-    template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} plain{% endif %}{{ documents }}"
+    template = (
+        "{{ messages[0].content }}"
+        "{% if enable_thinking is defined and not enable_thinking %} plain{% endif %}"
+        "{{ documents }}"
+    )
     model = model_with_template(tmp_path, template)
     for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
@@ -135,7 +142,7 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
         ("{{ 1 // 0 }}", "zero"),
     ],
 )
-def test_what_a_template_refuses_is_an_error_with_its_words(
+def test_a_templates_refusal_is_an_error_with_its_message(
     tmp_path: Path, template: str, words: str
 ) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
@@ -148,7 +155,7 @@ def test_a_template_that_does_not_parse_is_an_error_at_the_start(tmp_path: Path)
         Prompts(model_with_template(tmp_path, "{% if x %}"))
 
 
-def test_a_model_without_a_template_takes_no_chat(tmp_path: Path) -> None:
+def test_a_chat_is_refused_by_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="no chat template") as caught:
         Prompts(model_with_template(tmp_path, None)).render([{"role": "user", "content": "hi"}])
     assert caught.value.reason is Reason.UNSUPPORTED_PARAMETER
@@ -170,8 +177,8 @@ async def test_a_long_prompt_is_tokenised_whole(tmp_path: Path, prompts: Prompts
 
 
 def test_the_gateway_starts_without_torch_and_transformers() -> None:
-    code = "import sys, gateway.__main__; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    code = "import sys, gateway.__main__; print({'torch', 'transformers'} & sys.modules.keys())"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.strip() == "set()"

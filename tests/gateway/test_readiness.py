@@ -1,4 +1,4 @@
-"""The gateway is ready exactly when a verifier with its tokenizer is, and says why when it is not."""
+"""The gateway is ready if and only if a verifier with its tokenizer is; else it says why."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_a_ready_verifier_makes_the_gateway_ready(rig: Rig) -> None:
         ({"tokenizer_fingerprint": "f00"}, "failed", Reason.NOT_READY, "fingerprint f00"),
     ],
 )
-async def test_a_verifier_that_cannot_serve_makes_requests_fail_with_its_reason(
+async def test_requests_fail_with_the_reason_of_a_verifier_that_is_not_ready(
     rig: Rig, changes: dict[str, Any], status: str, reason: Reason, words: str
 ) -> None:
     rig.script.info = replace(rig.script.info, **changes)
@@ -89,13 +89,13 @@ async def test_a_verifier_that_cannot_serve_makes_requests_fail_with_its_reason(
     await channel.close()
 
 
-async def test_the_mismatch_of_tokenizers_names_both(rig: Rig) -> None:
+async def test_the_error_for_another_tokenizer_names_both_fingerprints(rig: Rig) -> None:
     rig.script.info = replace(rig.script.info, tokenizer_fingerprint="f00")
     _, body = await becomes(rig, "failed")
     assert rig.prompts.fingerprint in body["detail"]
 
 
-async def test_a_lost_drafter_is_degraded_and_still_ready(rig: Rig) -> None:
+async def test_without_one_of_its_drafters_the_gateway_is_degraded(rig: Rig) -> None:
     drafters = tuple(
         DrafterInfo(name, "ngram", Placement(), name == "here", 0, None)
         for name in ("here", "gone")
@@ -116,7 +116,7 @@ async def test_a_verifier_that_does_not_answer_is_unavailable_until_it_is_back(r
     assert (await rig.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
-async def test_metrics_count_what_happened(rig: Rig) -> None:
+async def test_metrics_count_requests_and_tokens(rig: Rig) -> None:
     async def value(name: str) -> float:
         lines = (await rig.http.get("/metrics")).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
@@ -138,7 +138,7 @@ async def test_metrics_count_what_happened(rig: Rig) -> None:
     assert await value("outrider:num_requests_running") == 0
 
 
-async def test_shutting_down_lets_a_running_request_finish_and_refuses_new_ones(
+async def test_a_stopping_gateway_finishes_requests_and_refuses_new_ones(
     prompts: Prompts,
 ) -> None:
     script = Script(

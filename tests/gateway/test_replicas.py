@@ -1,4 +1,4 @@
-"""A verifier that goes before it has said anything leaves its requests to the others."""
+"""If a verifier fails before a sequence's first chunk, the sequence moves to another verifier."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class Pair:
-    """A gateway with two verifiers; `first` is the one that is asked first, since neither is busy."""
+    """A gateway with two verifiers. While neither is busy, it picks `first`."""
 
     def __init__(self, prompts: Prompts) -> None:
-        self.first, self.second = (Script(ready(prompts.fingerprint), echo) for _ in range(2))
+        self.first = Script(ready(prompts.fingerprint), echo)
+        self.second = Script(ready(prompts.fingerprint), echo)
         self.servers: list[rpc.Server] = []
         self.gateway: Gateway
         self.http: httpx.AsyncClient
@@ -45,7 +46,7 @@ class Pair:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    # What a poll finds is tested elsewhere; here nothing is known but what the request itself meets.
+    # No polls: the gateway must learn from the requests themselves.
     monkeypatch.setattr(routing, "_POLL_READY_S", 60.0)
     made = Pair(prompts)
     async with contextlib.AsyncExitStack() as stack:
@@ -72,7 +73,7 @@ async def pair(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reason", [Reason.DRAINING, Reason.NOT_READY])
-async def test_one_that_takes_nothing_any_more_costs_no_request(
+async def test_a_verifier_that_refuses_requests_costs_no_request(
     pair: Pair, reason: Reason, stream: bool
 ) -> None:
     pair.first.answer = lambda _: [OutriderError(reason, "not now", retry_after_s=1.0)]
@@ -80,7 +81,7 @@ async def test_one_that_takes_nothing_any_more_costs_no_request(
         response = await pair.ask(stream=stream)
         assert response.status_code == 200
         assert "if x" in response.text
-    # It was asked once; then it was known.
+    # The gateway does not try the refusing verifier a second time.
     assert (len(pair.first.requests), len(pair.second.requests)) == (1, 3)
     assert (
         'outrider:request_failure_total{model_name="models/target"'
@@ -88,14 +89,14 @@ async def test_one_that_takes_nothing_any_more_costs_no_request(
     )
 
 
-async def test_one_that_is_gone_costs_no_request(pair: Pair) -> None:
+async def test_a_verifier_that_is_gone_costs_no_request(pair: Pair) -> None:
     await pair.servers[0].stop(0)
     response = await pair.ask()
     assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "if x")
     assert [len(replica.sequences) for replica in pair.gateway.router.replicas] == [0, 0]
 
 
-async def test_what_was_begun_is_not_begun_elsewhere(pair: Pair) -> None:
+async def test_a_sequence_with_a_chunk_is_not_started_again_elsewhere(pair: Pair) -> None:
     pair.first.answer = lambda request: [
         plain(request.prompt[:1]),
         OutriderError(Reason.DRAINING, "too late"),
@@ -106,7 +107,7 @@ async def test_what_was_begun_is_not_begun_elsewhere(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.OVERLOADED, Reason.INVALID_VALUE])
-async def test_what_another_one_would_say_as_well_is_not_asked_twice(
+async def test_errors_that_another_verifier_would_repeat_are_not_retried(
     pair: Pair, reason: Reason
 ) -> None:
     pair.first.answer = lambda _: [OutriderError(reason, "no")]
@@ -114,7 +115,7 @@ async def test_what_another_one_would_say_as_well_is_not_asked_twice(
     assert pair.second.requests == []
 
 
-async def test_when_all_go_the_last_one_says_why(pair: Pair) -> None:
+async def test_when_all_verifiers_refuse_the_last_error_is_reported(pair: Pair) -> None:
     pair.first.answer = lambda _: [
         OutriderError(Reason.DRAINING, "the first goes", retry_after_s=1.0)
     ]
@@ -127,15 +128,16 @@ async def test_when_all_go_the_last_one_says_why(pair: Pair) -> None:
 
 
 async def set_limits(pair: Pair, which: int, **limits: int) -> None:
-    """Give one verifier other limits, and let the gateway know."""
+    """Give one verifier other limits, and let the gateway poll it."""
     script = (pair.first, pair.second)[which]
     script.info = replace(script.info, **limits)
     await pair.gateway.router.replicas[which].refresh(script.info.tokenizer_fingerprint)
 
 
 def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the router pick the first replica at first and then only the second; the addresses that it has picked."""
-    router, picked = pair.gateway.router, list[str]()
+    """Let the router pick the first replica once and then the second. Returns picked addresses."""
+    router = pair.gateway.router
+    picked: list[str] = []
 
     def pick(model: str | None) -> Any:
         replica = router.replicas[min(len(picked), 1)]
@@ -156,7 +158,7 @@ def script_picks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({"context_length": 4}, {"prediction": {"type": "content", "content": "a b c d e f g h"}}),
     ],
 )
-async def test_a_request_runs_on_the_one_replica_that_it_was_checked_against(
+async def test_a_request_runs_on_the_replica_that_it_was_checked_against(
     pair: Pair,
     monkeypatch: pytest.MonkeyPatch,
     limits: dict[str, int],
@@ -177,13 +179,12 @@ async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pa
     pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "if x"}]}
     body["prediction"] = {"type": "content", "content": "x " * 100}
-    # What the context leaves is less there.
+    # The shorter context leaves room for fewer tokens.
     assert (await pair.http.post("/v1/chat/completions", json=body)).status_code == 200
-    [refused], [taken] = pair.first.requests, pair.second.requests
-    assert (refused.max_tokens, taken.max_tokens) == (
-        2048 - len(refused.prompt),
-        64 - len(taken.prompt),
-    )
+    [refused] = pair.first.requests
+    [taken] = pair.second.requests
+    assert refused.max_tokens == 2048 - len(refused.prompt)
+    assert taken.max_tokens == 64 - len(taken.prompt)
     assert len(refused.prediction) > len(taken.prediction) == 64
     for wrong, field in (
         ({"banned_token_ids": [4050]}, "banned_token_ids"),
@@ -196,7 +197,7 @@ async def test_a_request_that_moves_is_checked_against_the_next_replica(pair: Pa
     assert (len(pair.first.requests), len(pair.second.requests)) == (3, 1)
 
 
-async def test_over_grpc_a_request_that_moves_is_checked_again_too(pair: Pair) -> None:
+async def test_a_grpc_request_that_moves_is_checked_against_the_next_replica(pair: Pair) -> None:
     await set_limits(pair, 1, context_length=64)
     pair.first.answer = lambda _: [OutriderError(Reason.DRAINING, "not now", retry_after_s=1.0)]
     async with rpc.dial(pair.gateway.grpc_address) as channel:
@@ -208,14 +209,15 @@ async def test_over_grpc_a_request_that_moves_is_checked_again_too(pair: Pair) -
     assert (taken.max_tokens, len(taken.prediction)) == (64 - len(taken.prompt), 64)
 
 
-async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked(
+async def test_a_replica_lost_during_tokenising_gets_no_request(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await set_limits(pair, 1, context_length=64)
     encode = Prompts.encode
 
     async def lose_the_first(self: Prompts, *given: Any, **how: Any) -> list[int]:
-        pair.gateway.router.replicas[0].lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone"))
+        gone = OutriderError(Reason.VERIFIER_UNAVAILABLE, "gone")
+        pair.gateway.router.replicas[0].mark_lost(gone)
         return await encode(self, *given, **how)
 
     monkeypatch.setattr(Prompts, "encode", lose_the_first)
@@ -226,7 +228,7 @@ async def test_a_replica_that_is_lost_while_the_prompt_is_tokenised_is_not_asked
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_requests_that_come_together_are_spread_over_the_replicas(pair: Pair, n: int) -> None:
+async def test_simultaneous_requests_are_spread_over_the_replicas(pair: Pair, n: int) -> None:
     for script in (pair.first, pair.second):
         script.answer = lambda _: [600.0]
     asked = [
@@ -236,10 +238,8 @@ async def test_requests_that_come_together_are_spread_over_the_replicas(pair: Pa
     try:
         await until(lambda: pair.first.running + pair.second.running == 8 * n)
         assert (pair.first.running, pair.second.running) == (4 * n, 4 * n)
-        assert [len(replica.sequences) for replica in pair.gateway.router.replicas] == [
-            4 * n,
-            4 * n,
-        ]
+        counts = [len(replica.sequences) for replica in pair.gateway.router.replicas]
+        assert counts == [4 * n] * 2
     finally:
         for task in asked:
             task.cancel()

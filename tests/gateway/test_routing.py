@@ -17,7 +17,8 @@ from outrider.model_info import ModelInfo, Stage
 async def router() -> AsyncIterator[Router]:
     router = Router(["a:1", "b:1", "c:1"], "print")
     for replica in router.replicas:
-        replica.info, replica.problem = ready("print"), None
+        replica.info = ready("print")
+        replica.problem = None
     yield router
     await router.close()
 
@@ -40,31 +41,32 @@ async def test_a_model_is_served_by_those_replicas_that_have_it(router: Router) 
         router.pick("other")
 
 
-async def test_a_model_is_looked_up_where_its_context_is_longest(router: Router) -> None:
+async def test_a_model_is_looked_up_at_the_replica_with_the_longest_context(router: Router) -> None:
     router.replicas[1].info = longer = ready("print", context_length=4096)
     router.replicas[2].info = ready("print", context_length=9000, model_id="large")
     for name in ("models/target", None):
         assert router.lookup(name) == ("models/target", longer)
     router.replicas[0].sequences |= set(range(2))
     router.replicas[1].sequences |= set(range(2))
-    # Without a name it is the model of the least busy replica, which would be picked.
+    # Without a name, it is the model of the replica that `pick` would choose.
     assert router.lookup(None) == ("large", router.replicas[2].info)
 
 
 async def test_a_configured_name_replaces_the_verifiers() -> None:
     router = Router(["a:1"], "print", "house-model")
-    router.replicas[0].info, router.replicas[0].problem = ready("print"), None
+    router.replicas[0].info = ready("print")
+    router.replicas[0].problem = None
     assert router.pick("house-model").model == "house-model"
     with pytest.raises(OutriderError, match="not served"):
         router.pick("models/target")
     await router.close()
 
 
-async def test_a_lost_replica_is_picked_no_more(router: Router) -> None:
+async def test_a_lost_replica_is_not_picked(router: Router) -> None:
     for replica in router.replicas[:2]:
-        replica.lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
+        replica.mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
     assert {router.pick(None).replica.address for _ in range(4)} == {"c:1"}
-    router.replicas[2].lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
+    router.replicas[2].mark_lost(OutriderError(Reason.VERIFIER_UNAVAILABLE, "connection refused"))
     with pytest.raises(OutriderError, match="a:1 does not answer: connection refused") as caught:
         router.pick(None)
     assert caught.value.reason is Reason.VERIFIER_UNAVAILABLE

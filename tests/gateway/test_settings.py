@@ -1,4 +1,4 @@
-"""Every setting of a request reaches the verifier as it was meant, or is refused by its own name; what comes back is shown."""
+"""Every parameter of a request reaches the verifier, or an error names it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gateway_rig import Rig
-from scripted_verifier import Step, last
+from scripted_verifier import Step, last, plain
 
 from gateway.schema import GenerationBody
 from outrider.errors import OutriderError, Reason
@@ -20,10 +20,8 @@ from outrider.messages import (
     GrammarKind,
     SamplingParams,
     SpeculationStats,
-    TokenChunk,
     TokenLogprob,
     TokenRequest,
-    TokenSource,
 )
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -34,26 +32,18 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 def with_logprobs(ids: list[int], *, chunk: int = 2) -> Any:
-    """A verifier that says these tokens with made-up log probabilities, then ends."""
+    """A verifier's answer: these tokens with log probabilities if requested, then the end."""
 
     def answer(request: TokenRequest) -> list[Step]:
-        steps: list[Step] = []
-        for at in range(0, len(ids), chunk):
-            part = ids[at : at + chunk]
-            told = (
-                [TokenLogprob(-0.5, (token, 7), (-0.5, -2.0)) for token in part]
-                if request.top_logprobs is not None
-                else []
-            )
-            steps.append(TokenChunk(part, [TokenSource.PLAIN] * len(part), logprobs=told))
-        end = [TokenLogprob(-0.1, (3, 8), (-0.1, -3.0))] if request.top_logprobs is not None else []
-        stats = SpeculationStats(forward_count=1)
-        return [
-            *steps,
-            TokenChunk(
-                [3], [TokenSource.PLAIN], finish_reason=FinishReason.STOP, stats=stats, logprobs=end
-            ),
-        ]
+        steps = [plain(ids[at : at + chunk]) for at in range(0, len(ids), chunk)]
+        end = last([3], FinishReason.STOP)
+        if request.top_logprobs is not None:
+            for step in steps:
+                step.logprobs = [
+                    TokenLogprob(-0.5, (token, 7), (-0.5, -2.0)) for token in step.token_ids
+                ]
+            end.logprobs = [TokenLogprob(-0.1, (3, 8), (-0.1, -3.0))]
+        return [*steps, end]
 
     return answer
 
@@ -82,10 +72,8 @@ async def test_every_sampling_setting_reaches_the_verifier(rig: Rig) -> None:
     assert (s.min_p, s.typical_p, s.repetition_penalty, s.min_tokens) == (0.1, 0.9, 1.2, 2)
     assert (s.presence_penalty, s.frequency_penalty) == (0.5, -0.5)
     assert (s.logit_bias, s.banned_token_ids) == (((7, -100.0), (50, 3.0)), (9,))
-    assert (request.speculation.acceptance, request.speculation.typical_epsilon) == (
-        Acceptance.TYPICAL,
-        0.2,
-    )
+    assert request.speculation.acceptance is Acceptance.TYPICAL
+    assert request.speculation.typical_epsilon == 0.2
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -133,7 +121,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=lambda value: str(value)[:50])
-async def test_a_bad_setting_is_refused_by_its_own_name(
+async def test_the_error_for_a_bad_parameter_has_its_name(
     rig: Rig, body: dict[str, Any], param: str
 ) -> None:
     response = await rig.http.post("/v1/chat/completions", json={"messages": CHAT, **body})
@@ -188,7 +176,7 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
 
 
 @pytest.mark.parametrize(("body", "grammar"), GRAMMARS, ids=lambda value: str(value)[:40])
-async def test_what_the_answer_must_be_reaches_the_verifier(
+async def test_every_form_of_a_grammar_reaches_the_verifier(
     rig: Rig, body: dict[str, Any], grammar: Grammar
 ) -> None:
     rig.says("x")
@@ -198,7 +186,7 @@ async def test_what_the_answer_must_be_reaches_the_verifier(
         assert rig.script.requests[-1].grammar == grammar
 
 
-async def test_a_grammar_the_verifier_refuses_is_reported_under_the_callers_name(rig: Rig) -> None:
+async def test_the_error_for_a_bad_grammar_names_the_callers_field(rig: Rig) -> None:
     refusal = OutriderError(
         Reason.INVALID_VALUE, "grammar.json_schema has a loop", "grammar.json_schema"
     )
@@ -210,11 +198,9 @@ async def test_a_grammar_the_verifier_refuses_is_reported_under_the_callers_name
     for stream in (False, True):
         response = await rig.http.post("/v1/chat/completions", json={**body, "stream": stream})
         error = response.json()["error"]
-        assert (response.status_code, error["param"], error["message"]) == (
-            400,
-            "response_format",
-            "response_format has a loop",
-        )
+        assert response.status_code == 400
+        assert error["param"] == "response_format"
+        assert error["message"] == "response_format has a loop"
 
 
 async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
@@ -225,7 +211,8 @@ async def test_a_prediction_is_tokenised_as_text(rig: Rig) -> None:
         await rig.client.chat.completions.create(
             model="models/target",
             messages=CHAT,
-            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]  # the client types want one of both
+            # The client's types allow one form of content at a time.
+            prediction={"type": "content", "content": content},  # type: ignore[arg-type,typeddict-item]
         )
         assert (
             rig.script.requests[-1].prediction
@@ -257,7 +244,8 @@ async def test_streamed_logprobs_lose_no_token_even_inside_a_character(rig: Rig)
     stream = await rig.client.chat.completions.create(
         model="models/target", messages=CHAT, logprobs=True, stream=True
     )
-    text, count = "", 0
+    text = ""
+    count = 0
     async for chunk in stream:
         text += chunk.choices[0].delta.content or ""
         if (found := chunk.choices[0].logprobs) is not None:
@@ -278,7 +266,8 @@ async def test_completion_logprobs_have_the_legacy_shape(rig: Rig) -> None:
     stream = await rig.client.completions.create(
         model="models/target", prompt="x", logprobs=2, stream=True
     )
-    tokens, offsets = [], []
+    tokens = []
+    offsets = []
     async for chunk in stream:
         if (found := chunk.choices[0].logprobs) is not None:
             tokens += found.tokens or []
@@ -286,7 +275,7 @@ async def test_completion_logprobs_have_the_legacy_shape(rig: Rig) -> None:
     assert (tokens, offsets) == (whole.tokens, whole.text_offset)
 
 
-async def test_tokens_behind_a_stop_string_are_neither_shown_nor_counted(rig: Rig) -> None:
+async def test_tokens_after_a_stop_string_are_neither_listed_nor_counted(rig: Rig) -> None:
     ids = rig.says("one two three four five")
     rig.script.answer = with_logprobs(ids, chunk=len(ids))
     answer = await rig.client.chat.completions.create(
@@ -316,7 +305,7 @@ async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "expected"),
     [
         (
             [AcceptanceRule.TOKEN_WISE, AcceptanceRule.COUPLED],
@@ -326,20 +315,20 @@ async def test_echo_puts_the_prompt_before_each_choice(rig: Rig) -> None:
         ([], None),
     ],
 )
-async def test_an_answer_says_which_rules_judged_its_drafts(
-    rig: Rig, rules: list[AcceptanceRule], told: Any
+async def test_an_answer_names_the_acceptance_rules_of_its_drafts(
+    rig: Rig, rules: list[AcceptanceRule], expected: Any
 ) -> None:
     stats = SpeculationStats(1, 1, 2, 1, [0, 1], 4, rules)
     rig.script.answer = lambda request: [last([3], FinishReason.STOP, stats)]
     answer = await rig.client.chat.completions.create(model="models/target", messages=CHAT)
-    assert (answer.model_extra or {}).get("speculation") == told
+    assert (answer.model_extra or {}).get("speculation") == expected
     stream = await rig.client.chat.completions.create(
         model="models/target", messages=CHAT, stream=True
     )
-    assert [chunk async for chunk in stream][-1].model_dump().get("speculation") == told
+    assert [chunk async for chunk in stream][-1].model_dump().get("speculation") == expected
 
 
-async def test_grpc_takes_the_same_settings_and_tells_the_same(rig: Rig) -> None:
+async def test_grpc_has_the_same_settings_and_log_probabilities(rig: Rig) -> None:
     ids = rig.says("one two")
     rig.script.answer = with_logprobs(ids)
     request = generation_pb2.GenerateTextRequest(
@@ -363,7 +352,6 @@ async def test_grpc_takes_the_same_settings_and_tells_the_same(rig: Rig) -> None
 
 
 async def test_every_sampling_parameter_is_in_the_body_under_its_own_name() -> None:
-    """So a new one needs no code between the body and the verifier."""
-    assert {
-        field.name for field in fields(SamplingParams) if field.init
-    } <= GenerationBody.model_fields.keys()
+    """Then a new parameter needs no code between the body and the verifier."""
+    names = {field.name for field in fields(SamplingParams) if field.init}
+    assert names <= GenerationBody.model_fields.keys()

@@ -1,4 +1,4 @@
-"""A gateway that is stopped says so to everybody: those whose answer has begun, those who wait, and those who come too late."""
+"""A stopping gateway sends an error to running, waiting and new requests."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from outrider.process import rpc
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 EACH = 8
-# The verifier begins these and says nothing of the others.
+# The verifier sends one token for this prompt, and nothing for others.
 BEGUN = 5
 
 
-def half_said(request: TokenRequest) -> list[Any]:
+def half_answered(request: TokenRequest) -> list[Any]:
     return [plain([request.prompt[0]]), 600.0] if request.prompt == [BEGUN] else [600.0]
 
 
 async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]:
-    """How many messages came, and the error."""
+    """The number of messages received, and the error."""
     async with rpc.dial(gateway.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         tokens = generation_pb2.TokenPrompt(token_ids=[prompt])
@@ -47,14 +47,13 @@ async def asked_by_grpc(gateway: GatewayProcess, prompt: int) -> tuple[int, Any]
 
 def is_draining(answer: httpx.Response) -> bool:
     error = answer.json()["error"]
-    return (answer.status_code, error["code"], answer.headers["retry-after"]) == (
-        503,
-        "draining",
-        "1",
-    )
+    retry_after = answer.headers["retry-after"]
+    return (answer.status_code, error["code"], retry_after) == (503, "draining", "1")
 
 
-async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_path: Path) -> None:
+async def test_every_request_gets_an_error_when_the_gateway_stops(
+    prompts: Prompts, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     async with (
         gateway_process(prompts, log, "--drain-seconds", "1") as gateway,
@@ -62,7 +61,7 @@ async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_
             base_url=gateway.http_url, timeout=60, limits=httpx.Limits(max_connections=None)
         ) as http,
     ):
-        gateway.script.answer = half_said
+        gateway.script.answer = half_answered
 
         def ask(prompt: int, stream: bool) -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(
@@ -81,7 +80,7 @@ async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_
             return (await http.get("/readyz")).json()["status"] == "draining"
 
         await until(is_stopping)
-        # What comes while others may still finish is told when to come again.
+        # A new request is refused while others may still finish.
         assert is_draining(await ask(BEGUN, True))
 
         for response in [await task for task in begun]:
@@ -89,14 +88,18 @@ async def test_every_request_hears_that_the_gateway_stops(prompts: Prompts, tmp_
             assert (response.status_code, end, len(events)) == (200, "", 1)
             assert json.loads(error.removeprefix("data: "))["error"]["code"] == "draining"
         assert all([is_draining(await task) for task in waiting])
-        for count, (told, failure) in zip((1, 0), [await task for task in by_grpc], strict=True):
-            assert (told, failure.reason, failure.retry_after_s) == (count, Reason.DRAINING, 1.0)
+        for count, (received, failure) in zip(
+            (1, 0), [await task for task in by_grpc], strict=True
+        ):
+            assert received == count
+            assert failure.reason is Reason.DRAINING
+            assert failure.retry_after_s == 1.0
         assert await gateway.ended() == 0
     assert "Traceback" not in log.read_text()
     assert "Exception" not in log.read_text()
 
 
-async def test_what_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path) -> None:
+async def test_a_request_that_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path) -> None:
     async with (
         gateway_process(prompts, tmp_path / "log", "--drain-seconds", "60") as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
@@ -112,10 +115,10 @@ async def test_what_ends_in_time_is_not_cut_off(prompts: Prompts, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "said", ["reads nothing", pytest.param("half a body", marks=pytest.mark.slow), "nothing"]
+    "client", ["reads nothing", pytest.param("half a body", marks=pytest.mark.slow), "nothing"]
 )
-async def test_a_client_that_does_not_take_part_holds_up_no_end(
-    prompts: Prompts, tmp_path: Path, said: str
+async def test_an_idle_client_does_not_delay_the_stop(
+    prompts: Prompts, tmp_path: Path, client: str
 ) -> None:
     log = tmp_path / "log"
     async with gateway_process(prompts, log, "--drain-seconds", "0.2") as gateway:
@@ -123,13 +126,17 @@ async def test_a_client_that_does_not_take_part_holds_up_no_end(
         where = urlsplit(gateway.http_url)
         with socket.create_connection((where.hostname, where.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            body = '{"prompt": [5], "max_tokens": 2000, "stream": true, "speculation": {"tokens": true}}'
-            if said != "nothing":
-                connection.sendall(
-                    f"{head}Content-Length: {len(body)}\r\n\r\n{body if said == 'reads nothing' else '{'}".encode()
-                )
-            if said == "reads nothing":
+            asked = {"prompt": [5], "max_tokens": 2000, "stream": True}
+            body = json.dumps(asked | {"speculation": {"tokens": True}})
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            if client == "half a body":
+                connection.sendall(f"{head}{{".encode())
+            if client == "reads nothing":
+                connection.sendall(f"{head}{body}".encode())
+            if client == "reads nothing":
                 await until(lambda: gateway.script.running == 1, timeout_s=30)
             gateway.terminate()
             assert await gateway.ended() == 0

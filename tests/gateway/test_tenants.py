@@ -1,4 +1,4 @@
-"""Who shares an API key shares caches and pools; nobody else does."""
+"""Requests with the same API key have the same tenant, and others do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def tenants(rig: Rig, *headers: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_each_key_is_a_tenant_of_its_own_and_requests_without_one_are_the_default_tenants(
+async def test_each_api_key_is_a_tenant(
     rig: Rig,
 ) -> None:
     first, second, again, none = await tenants(
@@ -41,5 +41,5 @@ async def test_each_key_is_a_tenant_of_its_own_and_requests_without_one_are_the_
 
 
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Basic b25l", "one"])
-def test_what_is_no_key_makes_no_tenant(value: str) -> None:
+def test_a_header_without_a_key_gives_the_default_tenant(value: str) -> None:
     assert tenant_of({"authorization": value}) == ""

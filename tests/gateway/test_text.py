@@ -55,18 +55,18 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(
     text: str, prompts: Prompts, table: TokenTable
 ) -> None:
     ids = prompts.tokenizer.encode(text, add_special_tokens=False).ids
-    assert b"".join(table.piece_and_bytes(token)[1] for token in ids) == text.encode()
+    assert b"".join(table.text_and_bytes(token)[1] for token in ids) == text.encode()
 
 
-def test_bytes_that_have_tokens_of_their_own_are_those() -> None:
-    """As sentencepiece's byte fallback has them; a token that is really called U+FFFD is that character."""
+def test_a_byte_token_has_its_own_byte() -> None:
+    """With sentencepiece's byte fallback. A token whose text is U+FFFD has its bytes."""
     vocabulary = {"<unk>": 0, "é": 1, "<0xC3>": 2, "<0xA9>": 3, "\ufffd": 4}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
     )
     tokenizer.decoder = decoders.ByteFallback()
     table = TokenTable(tokenizer)
-    assert [table.piece_and_bytes(token)[1] for token in (1, 2, 3, 4)] == [
+    assert [table.text_and_bytes(token)[1] for token in (1, 2, 3, 4)] == [
         "é".encode(),
         b"\xc3",
         b"\xa9",
@@ -74,7 +74,7 @@ def test_bytes_that_have_tokens_of_their_own_are_those() -> None:
     ]
 
 
-def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(
+def test_a_long_run_of_invalid_bytes_does_not_grow_the_tail(
     prompts: Prompts, table: TokenTable
 ) -> None:
     [emoji_start, *emoji_rest] = prompts.tokenizer.encode("😀").ids
@@ -85,7 +85,7 @@ def test_a_long_run_of_broken_bytes_neither_grows_the_tail_nor_changes_the_text(
     assert "".join(pieces) + detokenizer.finish() == prompts.tokenizer.decode(ids)
 
 
-def test_a_character_of_several_tokens_comes_whole_with_its_last(
+def test_a_character_of_several_tokens_comes_with_the_last_token(
     prompts: Prompts, table: TokenTable
 ) -> None:
     ids = prompts.tokenizer.encode("😀").ids
@@ -131,19 +131,21 @@ def test_byte_fallback_tokenizers_keep_spaces_and_characters() -> None:
         (7, "", [7, 7, 12, 18, 18, 18, 18, 19, 19]),
     ],
 )
-def test_tokens_begin_where_the_text_has_them(at: int, text: str, begin: list[int]) -> None:
+def test_token_offsets_are_where_the_text_has_the_tokens(
+    at: int, text: str, begin: list[int]
+) -> None:
     offsets = TokenOffsets(TokenTable(byte_fallback()), at, text)
     assert [offsets.push(index) for index in range(1, 10)] == begin
 
 
-def test_special_tokens_are_no_text(table: TokenTable, prompts: Prompts) -> None:
+def test_special_tokens_have_no_text(table: TokenTable, prompts: Prompts) -> None:
     detokenizer = Detokenizer(table)
     [hi] = prompts.tokenizer.encode("if").ids
     assert [detokenizer.push([token]) for token in (0, hi, 3, hi)] == ["", "if", "", "if"]
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
-    """The definition: the stop string whose last character comes first; of several that end there the longest."""
+    """The definition: cut at the stop string that ends first; of several, at the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -198,6 +200,6 @@ def test_tokens_are_counted_up_to_the_one_that_completes_the_stop(
     assert (stream.stopped, stream.token_count) == (True, upto)
 
 
-def test_text_that_only_begins_like_a_stop_is_given_out_in_the_end() -> None:
+def test_text_that_only_begins_like_a_stop_string_comes_in_the_end() -> None:
     scanner = StopScanner(["###"])
     assert [scanner.push("a#"), scanner.push("#b#"), scanner.finish()] == ["a", "##b", "#"]

@@ -1,4 +1,4 @@
-"""What a gateway asks of a verifier shares one stream; when that breaks, who is on it hears so and the next one opens another."""
+"""All requests to a verifier share one stream. When it breaks, the next request opens another."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ async def ask(rig: Rig) -> str:
     return answer.choices[0].text
 
 
-def link_is_over(rig: Rig) -> bool:
+def stream_has_ended(rig: Rig) -> bool:
     """Whether the gateway has read the end of its last stream."""
-    link = rig.gateway.router.replicas[0].tokens._link
-    return link is not None and link.over
+    call = rig.gateway.router.replicas[0].tokens._call
+    return call is not None and call.ended
 
 
-async def test_requests_one_after_the_other_and_at_once_share_a_stream(rig: Rig) -> None:
+async def test_successive_and_simultaneous_requests_share_a_stream(rig: Rig) -> None:
     await ask(rig)
     before = rig.script.stream_count
     await asyncio.gather(*(ask(rig) for _ in range(8)))
@@ -40,7 +40,7 @@ async def test_requests_one_after_the_other_and_at_once_share_a_stream(rig: Rig)
     assert rig.script.stream_count == before
 
 
-async def test_a_verifier_that_hangs_up_fails_what_it_owes_and_the_next_request_opens_another_stream(
+async def test_after_a_stream_breaks_the_next_request_opens_another(
     rig: Rig,
 ) -> None:
     rig.script.answer = lambda _: [plain([5]), 60.0]
@@ -54,13 +54,13 @@ async def test_a_verifier_that_hangs_up_fails_what_it_owes_and_the_next_request_
         assert failure.code == "draining"
         assert "the verifier is about to stop" in failure.message
         assert failure.response.headers["retry-after"] == "1"
-    await until(lambda: rig.script.running == 0 and link_is_over(rig))
+    await until(lambda: rig.script.running == 0 and stream_has_ended(rig))
     rig.script.answer = lambda _: [plain([5]), last([], FinishReason.LENGTH)]
     await ask(rig)
     assert rig.script.stream_count == before + 1
 
 
-async def test_one_sequence_that_fails_leaves_the_stream_to_the_others(rig: Rig) -> None:
+async def test_a_failing_sequence_does_not_end_the_stream(rig: Rig) -> None:
     refused = OutriderError(Reason.OVERLOADED, "64 requests are waiting already", retry_after_s=1.0)
     rig.script.answer = lambda request: (
         [refused] if len(request.prompt) > 2 else [0.2, plain([5]), last([], FinishReason.LENGTH)]
@@ -72,7 +72,7 @@ async def test_one_sequence_that_fails_leaves_the_stream_to_the_others(rig: Rig)
     assert await good
 
 
-async def test_what_cannot_be_made_out_fails_its_own_sequence_alone(
+async def test_an_invalid_part_fails_only_its_own_sequence(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = wire_requests.chunk_from_proto
@@ -94,25 +94,25 @@ async def test_what_cannot_be_made_out_fails_its_own_sequence_alone(
     with pytest.raises(openai.InternalServerError, match="StreamTokens failed"):
         await rig.client.completions.create(model="models/target", prompt=[5, 6, 7], max_tokens=5)
     assert (await good).choices[0].text
-    # And the verifier no longer works on it.
+    # The gateway has cancelled the sequence at the verifier.
     await until(lambda: rig.script.running == 0)
 
 
-async def test_an_error_in_a_message_is_the_one_that_was_put_there() -> None:
+async def test_an_error_survives_the_round_trip_through_a_status() -> None:
     error = OutriderError(
         Reason.OVERLOADED, "too many", "max_tokens", retry_after_s=2.5, metadata={"a": "b"}
     )
     assert rpc.error_in(rpc.status_of(error).SerializeToString()) == error
 
 
-async def test_a_verifier_that_hangs_up_while_nothing_runs_leaves_nothing_behind(
+async def test_a_stream_that_breaks_while_idle_leaves_no_task_behind(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     await ask(rig)
     rig.script.hangs_up = True
     await until(lambda: not rig.script.hangs_up)
     before = rig.script.stream_count
-    await until(lambda: link_is_over(rig))
+    await until(lambda: stream_has_ended(rig))
     await ask(rig)
     assert rig.script.stream_count == before + 1
     gc.collect()
@@ -120,7 +120,7 @@ async def test_a_verifier_that_hangs_up_while_nothing_runs_leaves_nothing_behind
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-async def test_a_request_too_large_for_a_message_fails_alone(rig: Rig) -> None:
+async def test_a_request_too_large_for_a_message_fails_no_other(rig: Rig) -> None:
     rig.script.answer = lambda _: [0.3, plain([5]), last([], FinishReason.LENGTH)]
     good = asyncio.create_task(ask(rig))
     await until(lambda: rig.script.running == 1)

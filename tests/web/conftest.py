@@ -1,4 +1,4 @@
-"""A real stack behind a gateway, and a real browser in front of it."""
+"""Fixtures: a real stack behind a gateway, and a real browser."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import httpx
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from site_rig import EXAMPLE, Site, npm  # lies beside this file
+from site_rig import EXAMPLE, Site, npm
 
-# What the browser says of answers that tests ask for: a refusal, and a gateway that is gone.
+# Messages of the browser that tests cause: for a refused request, and for a killed gateway.
 _PROVOKED = (
     "400 (Bad Request)",
-    # A gateway that is killed may be in the middle of any answer, or at its beginning.
+    # A gateway may be killed at any point of an answer.
     "ERR_CONNECTION_REFUSED",
     "ERR_CONNECTION_RESET",
     "ERR_EMPTY_RESPONSE",
@@ -44,7 +44,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture(scope="session")
 def npm_packages() -> Path:
-    """Where npm has put what the example page needs."""
+    """The folder of the example page's npm packages."""
     npm("install", "--no-audit", "--no-fund")
     return EXAMPLE / "node_modules"
 
@@ -58,14 +58,12 @@ def _ready(url: str) -> bool:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    path = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
+    found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    path = next(filter(None, found), None)
     assert path is not None, "no Chromium on this machine; `make test` installs one"
     async with async_playwright() as playwright:
-        # Containers and root have no user namespaces for Chromium's sandbox, and only our own page is opened.
+        # Chromium's sandbox needs user namespaces, which containers and root lack. The tests open
+        # only our own pages.
         browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         await browser.close()
@@ -73,21 +71,22 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def page(browser: Browser, site: Site) -> AsyncIterator[Page]:
-    """The page, as a person on a desk sees it first. Nothing may be written to the console as an error, or come from elsewhere."""
+    """The page on a desktop. The test fails on console errors and on requests to other hosts."""
     context = await browser.new_context(viewport={"width": 1280, "height": 900})
     page = await context.new_page()
     problems: list[str] = []
+
+    def on_console(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            problems.append(message.text)
+
+    def on_request(request: Request) -> None:
+        if not request.url.startswith(site.url):
+            problems.append(request.url)
+
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on(
-        "console",
-        lambda message: problems.append(message.text) if message.type == "error" else None,
-    )
-    page.on(
-        "request",
-        lambda request: (
-            problems.append(request.url) if not request.url.startswith(site.url) else None
-        ),
-    )
+    page.on("console", on_console)
+    page.on("request", on_request)
     await page.goto(site.url)
     await page.locator(".process strong", has_text="ngram-1").wait_for()
     yield page

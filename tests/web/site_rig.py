@@ -1,4 +1,4 @@
-"""The processes behind the page under test."""
+"""The processes of the page under test."""
 
 from __future__ import annotations
 
@@ -21,31 +21,26 @@ def npm(*arguments: str) -> None:
 
 
 class Site:
-    """A verifier, an n-gram drafter and a gateway; more drafters come and go as tests want."""
+    """A verifier, an n-gram drafter and a gateway. Tests add and remove more drafters."""
 
     def __init__(self) -> None:
-        # Whether a draft pays depends on the machine; what the page shows of drafts should not.
+        # Whether a draft pays depends on the machine, so always draft.
         metrics_port = free_port()
         self.verifier_metrics = f"http://127.0.0.1:{metrics_port}/metrics"
         self.stack = Stack("--always-draft", "--metrics-port", str(metrics_port))
         self.stack.add_drafter("ngram-1", "ngram")
-        port, grpc_port = free_port(), free_port()
-        self.url, self.grpc_address = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.grpc_address = f"127.0.0.1:{free_port()}"
         self.gateway = Process(
             *("gateway", "--verifier", self.stack.address, "--tokenizer", TARGET),
-            *(
-                "--http-port",
-                str(port),
-                "--grpc-listen",
-                self.grpc_address,
-                "--allowed-origins",
-                "http://127.0.0.1:*",
-            ),
+            *("--http-port", str(port), "--grpc-listen", self.grpc_address),
+            *("--allowed-origins", "http://127.0.0.1:*"),
         )
         self.stack.wait_ready()
 
     def remove_drafter(self, name: str, *, kill: bool = False) -> None:
-        """Let a drafter say goodbye, or not."""
+        """Stop a drafter in order, or kill it."""
         process = self.stack.drafters.pop(name)
         if kill:
             process.kill()

@@ -1,4 +1,4 @@
-"""The example in clients/browser, as npm builds it and from an origin of its own, streams from a real gateway in a real browser."""
+"""The example in clients/browser, built by npm, streams from a gateway of another origin."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from stack import TARGET, Process, free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
-# Greedy decoding goes on with it for as long as it is let.
+# Greedy decoding continues this without an end.
 REPEATING = "x = [1, 2, 3]\n" * 6
-# An observer is called once for all that changes within a turn of the page's event loop.
+# An observer is called once for all changes within a turn of the page's event loop.
 _COUNT_UPDATES = """() => {
   window.updates = 0;
-  new MutationObserver(() => { updates += 1; }).observe(document.querySelector("pre"), { childList: true });
+  const observer = new MutationObserver(() => { updates += 1; });
+  observer.observe(document.querySelector("pre"), { childList: true });
 }"""
 every_protocol = pytest.mark.parametrize("protocol", ["Connect", "gRPC-Web"])
 
 
 @pytest.fixture(scope="session")
 def example_url(npm_packages: Path) -> Iterator[str]:
-    """Where the page is served, which is not where the gateway is."""
+    """The page's address, which has another port than the gateway."""
     npm("run", "build")
     handler = functools.partial(_QuietHandler, directory=str(npm_packages.parent / "dist"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -76,12 +77,13 @@ async def running(site: Site) -> float:
 
 async def nothing_runs(site: Site) -> None:
     async with asyncio.timeout(2):
-        while await running(site):  # noqa: ASYNC110  # another process's state has no event to wait for
+        # The state of another process has no event to wait for.
+        while await running(site):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
 @every_protocol
-async def test_text_streams_into_the_page_and_is_what_http_gives(
+async def test_the_page_streams_the_text_that_http_gives(
     example: Page, site: Site, protocol: str
 ) -> None:
     await example.evaluate(_COUNT_UPDATES)
@@ -116,7 +118,7 @@ async def test_a_deadline_ends_the_call(example: Page, site: Site, protocol: str
 
 
 @every_protocol
-async def test_bad_input_comes_with_its_reason_and_its_field(example: Page, protocol: str) -> None:
+async def test_the_page_shows_reason_and_field_of_bad_input(example: Page, protocol: str) -> None:
     await run(example, protocol, tokens="0")
     status = example.get_by_role("status")
     await expect(status).to_contain_text("InvalidArgument: max_tokens must be")
@@ -126,7 +128,7 @@ async def test_bad_input_comes_with_its_reason_and_its_field(example: Page, prot
 
 
 @every_protocol
-async def test_a_gateway_without_its_verifier_says_when_to_come_back(
+async def test_without_a_verifier_the_page_shows_when_to_try_again(
     example: Page, protocol: str, lonely_gateway: str
 ) -> None:
     await run(example, protocol, gateway=lonely_gateway)
@@ -139,28 +141,22 @@ async def test_a_gateway_without_its_verifier_says_when_to_come_back(
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def lonely_gateway() -> AsyncIterator[str]:
-    port, nobody = free_port(), f"127.0.0.1:{free_port()}"
+    """The address of a gateway without a verifier."""
+    port = free_port()
     process = Process(
-        *(
-            "gateway",
-            "--verifier",
-            nobody,
-            "--tokenizer",
-            TARGET,
-            "--allowed-origins",
-            "http://127.0.0.1:*",
-        ),
+        *("gateway", "--verifier", f"127.0.0.1:{free_port()}", "--tokenizer", TARGET),
+        *("--allowed-origins", "http://127.0.0.1:*"),
         *("--http-port", str(port), "--grpc-listen", "127.0.0.1:0"),
     )
     async with asyncio.timeout(30), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-        while not await _says_it_is_lonely(http):  # noqa: ASYNC110  # as above
+        while not await _knows_its_verifier_is_missing(http):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     yield f"http://127.0.0.1:{port}"
     process.stop()
     process.log.close()
 
 
-async def _says_it_is_lonely(http: httpx.AsyncClient) -> bool:
+async def _knows_its_verifier_is_missing(http: httpx.AsyncClient) -> bool:
     try:
         return "verifier" in (await http.get("/readyz")).text
     except httpx.TransportError:

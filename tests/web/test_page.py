@@ -1,4 +1,4 @@
-"""The page in a real browser: who wrote each token, what speculation brings, how it goes, and who is there."""
+"""The page in a real browser: sources of tokens, comparison, charts, processes and examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from site_rig import Site
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
-# Loops, so that an n-gram drafter has something to guess.
+# A repetition, so that an n-gram drafter has something to guess.
 REPEATING = "x = [1, 2, 3]\n" * 6
 
 
@@ -22,11 +22,11 @@ async def write(page: Page, prompt: str, tokens: int = 64) -> None:
 
 
 async def finished(page: Page, count: int = 1) -> None:
-    """Until so many outputs show their figures."""
+    """Wait until `count` outputs show their figures."""
     await expect(page.locator(".output dl:has(dd)")).to_have_count(count, timeout=60_000)
 
 
-async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_pointer(
+async def test_the_pointer_shows_the_source_and_drafter_of_a_token(
     page: Page,
 ) -> None:
     await write(page, REPEATING)
@@ -36,7 +36,7 @@ async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_poi
     assert await accepted.count() > 10
     assert await page.locator(".output .token.bonus, .output .token.recovered").count() > 0
     await accepted.nth(5).hover()
-    await expect(page.get_by_role("tooltip")).to_have_text("accepted: a guess of ngram-1")
+    await expect(page.get_by_role("tooltip")).to_have_text("accepted: guessed by ngram-1")
     tokens = await page.locator(".output .token").count()
     steps = tokens - await page.locator(".output .token.accepted").count()
     await expect(page.locator(".output dl")).to_contain_text(
@@ -55,7 +55,7 @@ async def test_each_token_shows_who_wrote_it_and_names_its_drafter_under_the_poi
     )
 
 
-async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_are_the_same_text(
+async def test_plain_and_speculative_runs_show_the_same_text_side_by_side(
     page: Page,
 ) -> None:
     for temperature in ("0", "1"):
@@ -65,7 +65,8 @@ async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_a
         await expect(page.locator("#verdict")).to_contain_text(
             "Both texts are identical.", timeout=60_000
         )
-        left, right = page.locator(".output").nth(0), page.locator(".output").nth(1)
+        left = page.locator(".output").nth(0)
+        right = page.locator(".output").nth(1)
         assert (
             await right.locator(".token.plain").count() == await right.locator(".token").count() > 0
         )
@@ -76,28 +77,35 @@ async def test_plain_and_speculative_runs_of_one_prompt_stand_side_by_side_and_a
         assert boxes[0]["x"] < boxes[1]["x"]
 
 
-async def test_the_charts_follow_what_happens(page: Page) -> None:
+async def test_the_charts_show_a_run(page: Page) -> None:
     await expect(page.locator("#no-activity")).to_be_visible()
     await expect(page.locator(".charts")).to_be_hidden()
     await write(page, REPEATING, 128)
     await page.get_by_role("button", name="Run", exact=True).click()
-    # Each value is that of the last second, so it is gone a second after the run.
+    # Each value covers the last seconds, so it disappears soon after the run.
     await page.wait_for_function(
         """() => Object.entries({
-            acceptance: /^\\d+ %$/, lengths: /^mean \\d+\\.\\d\\d$/, rate: /^[1-9]\\d*$/, tpot: /^\\d+\\.\\d$/,
-        }).every(([name, pattern]) => pattern.test(document.getElementById('now-' + name).textContent))"""
+            acceptance: /^\\d+ %$/,
+            lengths: /^mean \\d+\\.\\d\\d$/,
+            rate: /^[1-9]\\d*$/,
+            tpot: /^\\d+\\.\\d$/,
+        }).every(([name, pattern]) => {
+            const shown = document.getElementById('now-' + name).textContent;
+            return pattern.test(shown);
+        })"""
     )
     await finished(page)
     drawn = await page.evaluate(
         """() => [...document.querySelectorAll('.charts canvas')].map((canvas) => {
-            const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+            const context = canvas.getContext('2d');
+            const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
             return new Set(new Uint32Array(pixels.buffer)).size; })"""
     )
     assert len(drawn) == 4
     assert all(colors > 3 for colors in drawn), "axes, and something drawn in a colour of its own"
 
 
-async def test_what_is_refused_says_why_and_the_next_run_works(page: Page) -> None:
+async def test_an_error_is_shown_until_the_next_run(page: Page) -> None:
     await write(page, REPEATING, 4096)
     await page.get_by_role("button", name="Run", exact=True).click()
     await expect(page.get_by_role("alert")).to_contain_text("max_tokens asks for 4096 tokens")
@@ -110,7 +118,7 @@ async def test_what_is_refused_says_why_and_the_next_run_works(page: Page) -> No
 async def test_stop_stops(page: Page) -> None:
     await write(page, "def f():\n", 2000)
     await page.get_by_label("Drafter").select_option("none")
-    # From within the page, since on a busy machine the text might be over before a click from outside comes.
+    # Click from within the page. On a busy machine a click from outside might come too late.
     await page.evaluate(
         """() => new MutationObserver((_, observer) => {
             if (document.querySelectorAll('.output .token').length < 4) return;
@@ -128,7 +136,7 @@ async def test_stop_stops(page: Page) -> None:
     assert await page.locator(".output .token").count() < 2000
 
 
-async def test_an_example_waits_until_something_happens_or_is_stopped(page: Page) -> None:
+async def test_an_example_waits_until_it_is_stopped(page: Page) -> None:
     example = page.locator("#example-join")
     await example.get_by_role("button", name="Start the text").click()
     await expect(example.locator(".outcome")).to_have_text(
@@ -140,7 +148,7 @@ async def test_an_example_waits_until_something_happens_or_is_stopped(page: Page
     await expect(example.get_by_role("button", name="Start the text")).to_be_visible()
 
 
-async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
+async def test_the_page_works_with_the_keyboard_alone(page: Page) -> None:
     await page.keyboard.press("Tab")
     await page.keyboard.press("Enter")  # the link that skips to the prompt
     await page.keyboard.press("Control+A")
@@ -161,12 +169,13 @@ async def test_everything_works_with_the_keyboard_alone(page: Page) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_a_phone(
+async def test_the_page_is_accessible_in_each_theme_and_width(
     browser: Browser, site: Site, scheme: str, width: int
 ) -> None:
     context = await browser.new_context(
-        viewport={"width": width, "height": 800}, color_scheme=scheme
-    )  # type: ignore[arg-type]  # one of two
+        viewport={"width": width, "height": 800},
+        color_scheme=scheme,  # type: ignore[arg-type]  # it is one of the allowed strings
+    )
     page = await context.new_page()
     await page.goto(site.url)
     await page.locator(".process strong", has_text="ngram-1").wait_for()
@@ -186,7 +195,7 @@ async def test_it_is_readable_and_accessible_in_light_and_dark_on_a_desk_and_on_
     await context.close()
 
 
-async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
+async def test_the_join_example_continues_with_the_new_drafter(page: Page, site: Site) -> None:
     example = page.locator("#example-join")
     await expect(example.locator("code").first).to_contain_text(
         f"--verifier {site.stack.address} --family ngram --id ngram-new"
@@ -203,24 +212,22 @@ async def test_add_a_drafter_while_it_runs(page: Page, site: Site) -> None:
         )
         await expect(page.locator("#happened")).to_contain_text("ngram-late joined.")
         await expect(example.locator(".outcome")).to_contain_text(
-            "The text is the one of plain decoding.", timeout=60_000
+            "Plain decoding gives the same text.", timeout=60_000
         )
-        said = re.fullmatch(
-            r"ngram-late joined after \d+ tokens. (\d+) % of the 400 tokens since are its guesses: "
-            r"\d+ steps of the model in place of 400. The text is the one of plain decoding.",
+        outcome = re.fullmatch(
+            r"ngram-late joined after \d+ tokens. (\d+) % of the next 400 tokens are its guesses: "
+            r"\d+ steps of the model instead of 400. Plain decoding gives the same text.",
             await example.locator(".outcome").inner_text(),
         )
-        assert said is not None
-        assert int(said[1]) > 20
+        assert outcome is not None
+        assert int(outcome[1]) > 20
     finally:
         site.remove_drafter("ngram-late")
-    await expect(page.locator("#happened")).to_contain_text("ngram-late said goodbye.")
+    await expect(page.locator("#happened")).to_contain_text("ngram-late left.")
 
 
-async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
-    page: Page, site: Site
-) -> None:
-    # What a shell would take for more than an id, and an id that begins like the one that is meant.
+async def test_the_leave_examples_command_kills_only_its_drafter(page: Page, site: Site) -> None:
+    # An id with a shell command in it, and an id that begins like the victim's.
     others = ("x'; touch pwned; echo '", "ngram-12")
     for name in others:
         site.stack.add_drafter(name, "ngram")
@@ -251,7 +258,7 @@ async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
             "ngram-1 was lost after", timeout=60_000
         )
         await expect(example.locator(".outcome")).to_contain_text(
-            "The text is the one of plain decoding.", timeout=60_000
+            "Plain decoding gives the same text.", timeout=60_000
         )
     finally:
         for name in others:
@@ -260,7 +267,7 @@ async def test_lose_a_drafter_while_it_runs_by_the_command_that_is_shown(
     await expect(page.locator("#status")).to_have_text("ready", timeout=30_000)
 
 
-async def test_a_command_is_copied_whole(browser: Browser, site: Site) -> None:
+async def test_the_copy_button_copies_the_whole_command(browser: Browser, site: Site) -> None:
     context = await browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = await context.new_page()
     await page.goto(site.url)
@@ -274,9 +281,7 @@ async def test_a_command_is_copied_whole(browser: Browser, site: Site) -> None:
     await context.close()
 
 
-async def test_the_page_says_when_the_gateway_is_gone_and_goes_on_when_it_is_back(
-    page: Page, site: Site
-) -> None:
+async def test_the_page_reconnects_to_a_restarted_gateway(page: Page, site: Site) -> None:
     site.gateway.kill()
     await expect(page.locator("#reason")).to_have_text(
         "the gateway does not answer", timeout=10_000

@@ -1,6 +1,6 @@
-"""The lines for grpcurl, `buf curl` and curl in docs/api.md work as they stand there, against a real gateway and verifier.
+"""The lines for grpcurl, `buf curl` and curl in docs/api.md work with a real gateway and verifier.
 
-grpcurl itself is in no package registry, so of its lines the same calls are made by `buf curl`, reflection included.
+grpcurl is in no package registry, so `buf curl` makes the calls of its lines, with reflection.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ EXPECTED = {
 
 def as_buf(line: str) -> str:
     """The `buf curl` line that makes the call of a grpcurl line."""
-    data, address, what = re.fullmatch(r"grpcurl -plaintext (-d '.*' )?(\S+) (\S+)", line).groups(
-        default=""
-    )  # type: ignore[union-attr]
-    return f"buf curl --protocol grpc {data}" + (
-        f"--list-services http://{address}" if what == "list" else f"http://{address}/{what}"
-    )
+    parts = re.fullmatch(r"grpcurl -plaintext (-d '.*' )?(\S+) (\S+)", line)
+    assert parts is not None
+    data, address, method = parts.groups(default="")
+    if method == "list":
+        return f"buf curl --protocol grpc {data}--list-services http://{address}"
+    return f"buf curl --protocol grpc {data}http://{address}/{method}"
 
 
 def output(lines: str, site: Site, npm_packages: Path) -> str:
-    """What a shell prints for lines of the page, with the ports of this test's processes."""
+    """The output of a shell for documented lines, with the ports of this test's processes."""
     for documented, here in (
         ("127.0.0.1:8000", site.url.removeprefix("http://")),
         ("127.0.0.1:8001", site.grpc_address),
@@ -62,7 +62,7 @@ def output(lines: str, site: Site, npm_packages: Path) -> str:
 
 
 @pytest.mark.parametrize("line", [*GRPCURL.splitlines(), *BUF.splitlines()])
-def test_a_line_of_the_page_does_what_it_says(line: str, site: Site, npm_packages: Path) -> None:
+def test_each_documented_line_works(line: str, site: Site, npm_packages: Path) -> None:
     command = as_buf(line) if line.startswith("grpcurl") else line
     assert EXPECTED[re.split(r"[/ ]|(?=:8001$)", line)[-1]] in output(command, site, npm_packages)
 
