@@ -68,7 +68,7 @@ def text_requests(
 
 
 def _template(
-    body: CompletionBody | ChatBody, caller: Caller, info: m.ModelInfo
+    body: CompletionBody | ChatBody, caller: Caller, info: ModelInfo
 ) -> tuple[TextRequest, AnswerLimit]:
     """What all sequences of the request have in common, without a prompt, and their limit."""
     grammar, grammar_field = _grammar(body)
