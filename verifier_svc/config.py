@@ -13,7 +13,7 @@ from outrider.process.config import Device, Dtype, ScrapedSettings
 
 
 class VerifierSettings(ScrapedSettings):
-    """What `python -m verifier_svc` takes."""
+    """The settings of `python -m verifier_svc`."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
 
@@ -21,83 +21,87 @@ class VerifierSettings(ScrapedSettings):
     """Directory or hub id of the target model."""
 
     model_name: str = ""
-    """Name that requests use for it; the target as given unless set."""
+    """Name of the model in requests; by default the value of `target`."""
 
     dtype: Dtype = "auto"
-    """Type of the weights: auto is the checkpoint's."""
+    """Type of the weights; auto takes the checkpoint's."""
 
     device: Device = "auto"
-    """auto (CUDA when there is any), cpu, cuda or cuda:N."""
+    """auto (CUDA if there is any), cpu, cuda or cuda:N."""
 
     threads: int | None = Field(None, ge=1)
-    """Torch's threads on a CPU; unset leaves them to torch."""
+    """Torch's threads on a CPU; by default torch chooses."""
 
     trust_remote_code: bool = False
-    """Run model code that comes with the checkpoint."""
+    """Run the model code of the checkpoint."""
 
     listen: str = "127.0.0.1:50051"
     """host:port to serve on."""
 
     uds: Path | None = None
-    """Unix socket to serve on as well, for drafters on this host."""
+    """Unix socket to serve on too, for drafters on this host."""
 
     draft_tokens: DraftTokensSetting = "goodput"
-    """Draft tokens of a sequence verified in one step, unless its request says otherwise: goodput (what measured acceptance and
-    costs say is fastest, at most 8; goodput:MAX for another bound), auto (TensorRT-LLM's heuristic by batch size) or fixed:K."""
+    """Draft tokens of a sequence that one step verifies, unless the request says it: goodput (the
+    fastest number by measured acceptance and costs, at most 8; goodput:MAX for another bound), auto
+    (TensorRT-LLM's heuristic by batch size) or fixed:K."""
 
     max_batch_tokens: int = Field(512, ge=1)
-    """Tokens in one forward; longer prompts are taken in chunks."""
+    """Tokens in one forward; longer prompts are processed in chunks."""
 
     max_sequences: int = Field(64, ge=1, le=4096)
     """Sequences in one batch."""
 
     max_waiting: int = Field(1024, ge=1)
-    """Requests that wait for a place before more are refused."""
+    """Requests in the queue before the verifier refuses more."""
 
     max_drafters: int = Field(64, ge=1)
-    """Drafters that may be connected before more are refused."""
+    """Connected drafters before the verifier refuses more."""
 
     page_size: int | None = Field(None, ge=1, le=4096)
-    """Tokens in a page of the KV cache; unset is 16."""
+    """Tokens in a page of the KV cache; by default 16."""
 
     page_count: int | None = Field(None, ge=1)
-    """Pages of the KV cache; unset sizes it by the memory there is."""
+    """Pages of the KV cache; by default as many as the free memory allows."""
 
     prefix_caching: bool = True
-    """Share pages between prompts that begin alike, within a tenant."""
+    """Share pages between prompts with equal beginnings, within a tenant."""
 
     trust_draft_distributions: bool = False
-    """Let drafters sample and judge them by the distribution they claim. One that lies can then bias the output."""
+    """Let drafters sample, and verify their tokens by the distributions that they claim. A drafter
+    that lies can then bias the output."""
 
     always_draft: bool = False
-    """Wait for every draft, at most a second a step, and pause no drafter, whether that pays or not: to measure drafters, not to
-    serve."""
+    """Wait for every draft, at most a second a step, and pause no drafter, even if that does not
+    pay. Use it to measure drafters, not to serve."""
 
     sampled_rule: Literal["block", "token-wise"] = "block"
-    """Rule for drafts that a trusted drafter sampled."""
+    """Acceptance rule for tokens that a trusted drafter sampled."""
 
     thinking_tokens: str = "<think>,</think>"
-    """The tokens that begin and end the thinking phase, where relaxed acceptance applies; ignored when the model lacks them."""
+    """Tokens that begin and end the thinking phase, in which relaxed acceptance applies; ignored if
+    the model lacks them."""
 
     synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
-    """For benchmarks alone: let draft tokens stand at this rate, whatever the target says. Every response is marked."""
+    """For benchmarks only: accept draft tokens at this rate and ignore the target. Every response
+    is marked."""
 
     grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"
-    """What compiles grammars and computes their masks; llguidance knows no structural tags."""
+    """Library that compiles grammars and computes masks; llguidance has no structural tags."""
 
     grammar_compile_seconds: float = Field(5.0, gt=0)
-    """How long a request's grammar may take to compile."""
+    """Longest time to compile a request's grammar."""
 
     grammar_cache_bytes: int = Field(512 * 2**20, ge=0)
-    """How much memory compiled grammars may take that are kept for the next request."""
+    """Memory for compiled grammars that are kept for later requests."""
 
     trace_step_share: float = Field(1.0, ge=0, le=1)
-    """Share of a traced request's steps that have spans, with the drafts that answer them."""
+    """Share of a traced request's steps that get spans, with the drafts that answer them."""
 
     drain_seconds: float = Field(10.0, ge=0)
-    """How long running requests may finish after SIGTERM."""
+    """Longest time for running requests to finish after SIGTERM."""
 
     @property
     def served_name(self) -> str:
-        """What requests call the target."""
+        """The target's name in requests."""
         return self.model_name or self.target

@@ -48,7 +48,7 @@ def test_prompts_too_long_for_one_message_come_in_several_before_what_became_of_
         closed=[Closed(4, CloseReason.ENDED)],
     )
     parts = list(draft_streams._messages(wire_drafts.step_to_proto(step)))
-    assert all(part.ByteSize() <= draft_streams._MOST_BYTES + 100 for part in parts)
+    assert all(part.ByteSize() <= draft_streams._MAX_MESSAGE_BYTES + 100 for part in parts)
     *before, last = [wire_drafts.step_from_proto(part, 200_000) for part in parts]
     assert [one.sequence_id for part in before for one in part.opened] == list(range(12))
     assert not any(part.verdicts or part.closed for part in before)
@@ -123,7 +123,7 @@ async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() ->
         assert await asyncio.to_thread(entered.wait, 5)
         go.set()
         await asyncio.sleep(0.5)
-        most = draft_streams._MOST_UNTAKEN // message.ByteSize() + 2
+        most = draft_streams._MAX_UNTAKEN_BYTES // message.ByteSize() + 2
         assert 1 < said <= most < 100
         release.set()
         await all_said.wait()

@@ -41,12 +41,12 @@ async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(
     assert entered.wait(5)
     assert await drafters() == ["known"]
     ScriptedDrafter(engine, "joined while nobody could tell")
-    monkeypatch.setattr(servicer_module, "_LONGEST_STEP_S", 0.1)
+    monkeypatch.setattr(servicer_module, "_MAX_STEP_S", 0.1)
     with pytest.raises(OutriderError, match="step has taken"):
         await servicer._drafters(thread)
     release.set()
     await thread.call(lambda: None)
-    monkeypatch.setattr(servicer_module, "_STEP_S", 0.0)
+    monkeypatch.setattr(servicer_module, "_ANSWER_S", 0.0)
     assert await drafters() == ["known", "joined while nobody could tell"], (
         "an answer that came late is an answer"
     )

@@ -211,7 +211,7 @@ async def test_a_verifier_that_ends_the_stream_sends_what_was_said_before() -> N
         await until(lambda: verifier.running == 1)
         await asyncio.sleep(0.05)
         assert verifier.stream is not None
-        verifier.stream._say(token_streams_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
+        verifier.stream._send(token_streams_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
         verifier.stream.end()
         verifier.stream.end()
         parts = [part async for message in call for part in message.parts]
