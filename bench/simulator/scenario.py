@@ -237,8 +237,8 @@ class Scenario(Settings):
     """The verifier's setting. Only recorded prompts with `prompt_ids` can be equal."""
 
     client_ms: float = Field(0.5, ge=0)
-    """Latency between client and verifier, in each direction, and from a client's answer to its next
-    request."""
+    """Latency between client and verifier, in each direction, and from the end of an answer to the
+    client's next request."""
 
     baseline: bool = True
     """Simulate plain decoding too, and compare with it."""

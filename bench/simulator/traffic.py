@@ -170,6 +170,7 @@ class Traffic:
 
     @property
     def all_over(self) -> bool:
+        """Whether all requests sent so far have ended."""
         return all(request.over for request in self.requests)
 
     # --- new requests ---
