@@ -100,14 +100,10 @@ class DrafterActor:
             self.leave()
         elif event.what == "hang":
             self._hangs_until = self._events.now + event.seconds
-        elif (
-            event.what == "accept"
-            and event.acceptance is not None
-            and isinstance(self.family, SimulatedFamily)
-        ):
-            self.family.acceptance = event.acceptance
-        else:
+        elif event.what == "link":
             self.set_link(event.round_trip_ms, event.jitter_ms, event.mbit_s)
+        elif event.acceptance is not None and isinstance(self.family, SimulatedFamily):
+            self.family.acceptance = event.acceptance
 
     @property
     def byte_counts(self) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Resul
 
 def _drafters(found: dict[tuple[int, str], Outcome]) -> Iterator[Table]:
     """A table of each drafter's tokens by their fate, if there were drafters."""
-    table = Table(title="drafters: tokens by what became of them")
+    table = Table(title="drafters: tokens by result")
     table.add_column("drafter")
     for name in ("batch", *_COLUMNS, "acceptance"):
         table.add_column(name, justify="right")

@@ -114,21 +114,21 @@ class Drafter:
 
     def join(self) -> None:
         self.sequences: dict[int, DraftSequence] = {}
-        self.heard: deque[StepBatch] = deque()
-        self.said: list[DraftBatch] = []
+        self.inbox: deque[StepBatch] = deque()
+        self.outbox: list[DraftBatch] = []
         self.handle = self.engine.drafting.join(Hello(self.name, self.name, "f", 8), self._receive)
 
     def _receive(self, message: StepBatch | OutriderError) -> None:
         assert isinstance(message, StepBatch), message
-        self.heard.append(message)
+        self.inbox.append(message)
 
     def rejoin(self) -> None:
         self.engine.drafting.leave(self.handle)
         self.join()
 
-    def hear(self) -> None:
+    def read(self) -> None:
         """Read the next message. A gap before it makes the drafter connect again."""
-        step = self.heard.popleft()
+        step = self.inbox.popleft()
         for opened in step.opened:
             self.sequences[opened.sequence_id] = DraftSequence(opened)
         try:
@@ -152,7 +152,7 @@ class Drafter:
                 batch.proposals.append(proposal)
             elif rng.random() < 0.5:
                 batch.skips.append(Skip(sequence.id, len(sequence.tokens)))
-        self.said.append(batch)
+        self.outbox.append(batch)
 
     def _truth(self, sequence: DraftSequence) -> list[int]:
         """The target's next tokens, as if all guesses so far were right."""
@@ -160,33 +160,33 @@ class Drafter:
         return PLAIN[sequence.id - 1][generated:]
 
     def deliver(self, rng: random.Random, *, again: bool) -> None:
-        batch = rng.choice(self.said)
+        batch = rng.choice(self.outbox)
         self.engine.drafting.on_drafts(self.handle, batch)
         if not again:
-            self.said.remove(batch)
+            self.outbox.remove(batch)
 
 
-ACTIONS = ["well", "well", "hear", "draft", "deliver", "again", "lose", "unheard", "rejoin"]
+ACTIONS = ["well", "well", "read", "draft", "deliver", "again", "lose", "skip", "rejoin"]
 
 
 def act(drafter: Drafter, rng: random.Random) -> None:
     """Do something with one drafter's messages."""
     action = rng.choice(ACTIONS)
     if action == "well":
-        while drafter.heard:
-            drafter.hear()
+        while drafter.inbox:
+            drafter.read()
         drafter.draft(rng)
         drafter.deliver(rng, again=False)
-    elif action == "hear" and drafter.heard:
-        drafter.hear()
+    elif action == "read" and drafter.inbox:
+        drafter.read()
     elif action == "draft":
         drafter.draft(rng)
-    elif action in ("deliver", "again") and drafter.said:
+    elif action in ("deliver", "again") and drafter.outbox:
         drafter.deliver(rng, again=action == "again")
-    elif action == "lose" and drafter.said:
-        drafter.said.pop(rng.randrange(len(drafter.said)))
-    elif action == "unheard" and drafter.heard:
-        drafter.heard.popleft()
+    elif action == "lose" and drafter.outbox:
+        drafter.outbox.pop(rng.randrange(len(drafter.outbox)))
+    elif action == "skip" and drafter.inbox:
+        drafter.inbox.popleft()
     elif action == "rejoin" and rng.random() < 0.25:
         drafter.rejoin()
 
