@@ -1,1 +1,1 @@
-"""The verifier: owns the target model and decides, losslessly, which draft tokens stand."""
+"""The verifier: owns the target model and decides, losslessly, which draft tokens to accept."""

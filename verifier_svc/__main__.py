@@ -1,4 +1,4 @@
-"""`python -m verifier_svc`: serves GetModel and health at once, loads the target, then takes requests and drafters."""
+"""`python -m verifier_svc`: parses the settings and runs the verifier process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _SERVICE_NAME = "outrider-verifier"
 
 
 def main() -> None:
-    """Entry point; exits with status 1 and a sentence when the target cannot be served."""
+    """Run the verifier; exits with status 1 and one sentence if the target cannot be served."""
     settings = parse(VerifierSettings, "verifier", sys.argv[1:])
     telemetry.setup_logging(settings.log_level)
     telemetry.setup(
         _SERVICE_NAME, endpoint=settings.otlp_endpoint, sample_ratio=settings.trace_sample_ratio
     )
-    # The engine's thread and the event loop share the interpreter; at the default of 5 ms the loop could hold up a whole step.
+    # The engine's thread and the event loop share the interpreter. At the default of 5 ms the loop
+    # could delay the engine by a whole step.
     sys.setswitchinterval(0.0005)
     metrics = Metrics(settings.served_name)
     try:

@@ -53,60 +53,62 @@ class VerifierSettings(TargetSettings, ScrapedSettings):
     """Directory or hub id of the target model."""
 
     model_name: str = ""
-    """Name that requests use for it; the target as given unless set."""
+    """Name of the model in requests; by default the value of `target`."""
 
     dtype: Dtype = "auto"
-    """Type of the weights: auto is the checkpoint's."""
+    """Type of the weights; auto takes the checkpoint's."""
 
     threads: int | None = Field(None, ge=1)
-    """Torch's threads on a CPU; unset leaves them to torch."""
+    """Torch's threads on a CPU; by default torch chooses."""
 
     trust_remote_code: bool = False
-    """Run model code that comes with the checkpoint."""
+    """Run the model code of the checkpoint."""
 
     listen: str = "127.0.0.1:50051"
     """host:port to serve on."""
 
     uds: Path | None = None
-    """Unix socket to serve on as well, for drafters on this host."""
+    """Unix socket to serve on too, for drafters on this host."""
 
     max_batch_tokens: int = Field(512, ge=1)
-    """Tokens in one forward; longer prompts are taken in chunks."""
+    """Tokens in one forward; longer prompts are processed in chunks."""
 
     max_sequences: int = Field(64, ge=1, le=4096)
     """Sequences in one batch."""
 
     max_waiting: int = Field(1024, ge=1)
-    """Requests that wait for a place before more are refused."""
+    """Requests in the queue before the verifier refuses more."""
 
     max_drafters: int = Field(64, ge=1)
-    """Drafters that may be connected before more are refused."""
+    """Connected drafters before the verifier refuses more."""
 
     page_size: int | None = Field(None, ge=1, le=4096)
-    """Tokens in a page of the KV cache; unset is 16."""
+    """Tokens in a page of the KV cache; by default 16."""
 
     page_count: int | None = Field(None, ge=1)
-    """Pages of the KV cache; unset sizes it by the memory there is."""
+    """Pages of the KV cache; by default as many as the free memory allows."""
 
     thinking_tokens: str = "<think>,</think>"
-    """The tokens that begin and end the thinking phase, where relaxed acceptance applies; ignored when the model lacks them."""
+    """Tokens that begin and end the thinking phase, in which relaxed acceptance applies; ignored if
+    the model lacks them."""
 
     synthetic_acceptance_rate: float | None = Field(None, ge=0, le=1)
-    """For benchmarks alone: let draft tokens stand at this rate, whatever the target says. Every response is marked."""
+    """For benchmarks only: accept draft tokens at this rate and ignore the target. Every response
+    is marked."""
 
     grammar_compile_seconds: float = Field(5.0, gt=0)
-    """How long a request's grammar may take to compile."""
+    """Longest time to compile a request's grammar."""
 
     grammar_cache_bytes: int = Field(512 * 2**20, ge=0)
-    """How much memory compiled grammars may take that are kept for the next request."""
+    """Memory for compiled grammars that are kept for later requests."""
 
     trace_step_share: float = Field(1.0, ge=0, le=1)
-    """Share of a traced request's steps that have spans, with the drafts that answer them."""
+    """Share of a traced request's steps that get spans, with the drafts that answer them."""
 
     drain_seconds: float = Field(10.0, ge=0)
-    """How long running requests may finish after SIGTERM."""
+    """Longest time for running requests to finish after SIGTERM."""
 
     @property
     def served_name(self) -> str:
-        """What requests call the target."""
+        """The target's name in requests."""
         return self.model_name or self.target

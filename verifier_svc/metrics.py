@@ -1,4 +1,7 @@
-"""The verifier's Prometheus metrics; the speculative ones have vLLM's names and definitions, under the prefix `outrider:`."""
+"""The verifier's Prometheus metrics.
+
+Metrics of speculation have vLLM's names and definitions, under the prefix `outrider:`.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +19,61 @@ _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
 
 
 def _doubling(first: float, count: int) -> list[float]:
-    """Bounds of a histogram's buckets, each twice the one before."""
+    """Bucket bounds of a histogram, each twice the one before."""
     return [first * 2**i for i in range(count)]
 
 
+class _Registry:
+    """Creates metrics under the prefix `outrider:`, and lists those with a drafter's label."""
+
+    def __init__(self) -> None:
+        self.collectors = CollectorRegistry()
+        self.by_drafter: list[Counter | Histogram] = []
+
+    def counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        counter = Counter(f"outrider:{name}", text, labels, registry=self.collectors)
+        if "drafter" in labels:
+            self.by_drafter.append(counter)
+        return counter
+
+    def histogram(
+        self, name: str, text: str, buckets: list[float], labels: list[str] = _MODEL
+    ) -> Histogram:
+        histogram = Histogram(
+            f"outrider:{name}", text, labels, buckets=buckets, registry=self.collectors
+        )
+        if "drafter" in labels:
+            self.by_drafter.append(histogram)
+        return histogram
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"outrider:{name}", text, _MODEL, registry=self.collectors)
+
+
 class Metrics:
-    """Counters of one verifier, in a registry of their own."""
+    """The metrics of one verifier, in their own registry.
+
+    The engine's thread calls it. Counts of drafts are gathered until `flush`.
+    """
 
     def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
+        self._registry = _Registry()
+        self.registry = self._registry.collectors
         self._model_name = model_name
         self._pending: dict[tuple[Counter, tuple[str, ...]], float] = {}
         self._generated_count = 0
-        self._by_drafter: list[Counter | Histogram] = []
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
         self._verified: dict[tuple[Drafter, int, int], int] = {}
-        # Of the scheduler's counts, what was counted here: tokens looked for and found, preemptions.
-        self._scheduled = (0, 0, 0)
+        # The scheduler's counts as last exported: prompt tokens, cached tokens, preemptions.
+        self._exported = (0, 0, 0)
         self._register_drafts()
         self._register_steps()
         self._register_requests()
 
-    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
-        counter = Counter(f"outrider:{name}", text, labels, registry=self.registry)
-        self._by_drafter += [counter] if "drafter" in labels else []
-        return counter
-
-    def _histogram(
-        self, name: str, text: str, buckets: list[float], labels: list[str]
-    ) -> Histogram:
-        histogram = Histogram(
-            f"outrider:{name}", text, labels, buckets=buckets, registry=self.registry
-        )
-        self._by_drafter += [histogram] if "drafter" in labels else []
-        return histogram
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"outrider:{name}", text, _MODEL, registry=self.registry)
-
     def _register_drafts(self) -> None:
-        """What becomes of each drafter's drafts."""
-        counter = self._counter
+        """Register the metrics of each drafter's drafts."""
+        counter = self._registry.counter
         self._drafts = counter(
             "spec_decode_num_drafts", "Steps of a sequence that verified a draft.", _LABELS
         )
@@ -76,7 +92,7 @@ class Metrics:
         self._received = counter("draft_bytes", "Bytes of proposals and skips received.", _LABELS)
         self._stale_tokens = counter(
             "stale_tokens",
-            "Draft tokens that the commit contradicted before they came, or whose sequence was over.",
+            "Draft tokens that came after the commit contradicted them or their sequence ended.",
             _LABELS,
         )
         self._cut_tokens = counter(
@@ -89,13 +105,14 @@ class Metrics:
         )
         self._hits = counter(
             "draft_lookups",
-            "Commits by what they found: the next draft on the chain or in a side branch, nothing yet (late), or a miss.",
+            "Commits by result: a hit on the chain or in a side branch, late (no draft yet), or a "
+            "miss.",
             [*_LABELS, "result"],
         )
         self._wasted_tokens = counter(
-            "wasted_tokens", "Draft tokens that were dropped without being committed.", _LABELS
+            "wasted_tokens", "Draft tokens dropped without being committed.", _LABELS
         )
-        self._draft_seconds = self._histogram(
+        self._draft_seconds = self._registry.histogram(
             "draft_latency_seconds",
             "From a verdict to the first draft that answers it.",
             _doubling(0.000125, 16),
@@ -103,37 +120,41 @@ class Metrics:
         )
 
     def _register_steps(self) -> None:
-        """What steps take."""
-        self._decode_seconds = self._counter(
+        """Register the metrics of the engine's steps."""
+        counter = self._registry.counter
+        histogram = self._registry.histogram
+        self._decode_seconds = counter(
             "decode_seconds", "Time of steps without prompts, waits included.", _MODEL
         )
-        self._isolated_seconds = self._counter(
+        self._isolated_seconds = counter(
             "decode_isolated_forward_seconds",
-            "What their forwards took before any request.",
+            "Time of the same forwards before the first request.",
             _MODEL,
         )
-        self._phase_seconds = self._counter(
+        self._phase_seconds = counter(
             "step_phase_seconds",
-            "Time of engine steps by phase: wait (for drafts), pack, forward, accept, commit, send.",
+            "Step time by phase: wait (for drafts), pack, forward, accept, commit, send.",
             [*_MODEL, "phase"],
         )
-        self._step_seconds = self._histogram(
-            "step_seconds", "Time of one engine step.", _doubling(0.001, 14), _MODEL
+        self._step_seconds = histogram(
+            "step_seconds", "Time of one engine step.", _doubling(0.001, 14)
         )
-        self._batch = self._histogram(
-            "step_sequences", "Sequences in one step.", _doubling(1.0, 11), _MODEL
-        )
+        self._batch = histogram("step_sequences", "Sequences in one step.", _doubling(1.0, 11))
 
     def _register_requests(self) -> None:
-        """What requests hold, wait for and get."""
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        """Register the metrics of requests and of the KV cache."""
+        counter = self._registry.counter
+        gauge = self._registry.gauge
+        histogram = self._registry.histogram
         self._generated = counter("generation_tokens", "Tokens committed.", _MODEL)
         self._preemptions = counter(
             "num_preemptions", "Sequences whose pages were taken and recomputed later.", _MODEL
         )
-        self._prefix_queries = counter("prefix_cache_queries", "Tokens of admitted texts.", _MODEL)
+        self._prefix_queries = counter(
+            "prefix_cache_queries", "Tokens of admitted sequences.", _MODEL
+        )
         self._prefix_hits = counter(
-            "prefix_cache_hits", "Those of them that the prefix cache held.", _MODEL
+            "prefix_cache_hits", "Tokens of admitted sequences in the prefix cache.", _MODEL
         )
         self._integrity_failures = counter(
             "integrity_failures",
@@ -147,29 +168,31 @@ class Metrics:
             "request_queue_time_seconds",
             "From arrival to the first step.",
             _doubling(0.0005, 18),
-            _MODEL,
         )
         self._prefill_seconds = histogram(
             "request_prefill_time_seconds",
             "From the first step to the first token.",
             _doubling(0.001, 16),
-            _MODEL,
         )
 
     def _labels(self, drafter: Drafter) -> tuple[str, str, str]:
         return self._model_name, drafter.id, drafter.hello.placement.kind
 
     def _add(self, counter: Counter, labels: tuple[str, ...], amount: float = 1.0) -> None:
-        """Counted when `flush` comes: a counter's lock and labels cost more than all else that a sequence's step counts."""
+        """Gather an increment until `flush`.
+
+        The lock and the labels of a Prometheus counter cost more than all other counting of a step.
+        """
         key = (counter, labels)
         self._pending[key] = self._pending.get(key, 0.0) + amount
 
     def flush(self) -> None:
-        """Let what was noted since the last time show."""
-        self._spread()
+        """Export all counts gathered since the last call."""
+        self._add_draft_counts()
         self._generated.labels(self._model_name).inc(self._generated_count)
         self._generated_count = 0
-        pending, self._pending = self._pending, {}
+        pending = self._pending
+        self._pending = {}
         for (counter, labels), amount in pending.items():
             counter.labels(*labels).inc(amount)
         for drafter, answers in self._answers.items():
@@ -179,13 +202,13 @@ class Metrics:
         self._answers.clear()
 
     def forget(self, drafter_id: str) -> None:
-        """A drafter is gone for good."""
+        """Drop the metrics of a drafter that will not come back."""
         self.flush()
-        for metric in self._by_drafter:
+        for metric in self._registry.by_drafter:
             metric.remove_by_labels({"drafter": drafter_id})
 
-    def _spread(self) -> None:
-        """Counters of what was noted once for each sequence."""
+    def _add_draft_counts(self) -> None:
+        """Add what `walked` and `verified` gathered to the counters."""
         for (drafter, result), (count, wasted) in self._walks.items():
             self._add(self._hits, (*self._labels(drafter), result.value), count)
             self._add(self._wasted_tokens, self._labels(drafter), wasted)
@@ -200,21 +223,21 @@ class Metrics:
         self._verified.clear()
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
-        """A message of a draft stream arrived."""
+        """Record a message of a draft stream."""
         self._add(self._received, self._labels(drafter), byte_count)
 
     def ignored(self, drafter: Drafter) -> None:
-        """A message of a draft stream arrived whose kind is not known."""
+        """Record a message of a draft stream whose kind this version does not know."""
         self._add(self._ignored, self._labels(drafter))
 
     def answered(self, drafter: Drafter, seconds: list[float]) -> None:
-        """A drafter's first answers to verdicts came after so many seconds each."""
+        """Record a drafter's first answers to verdicts, by the `seconds` that each took."""
         self._answers.setdefault(drafter, []).extend(seconds)
 
     def proposed(
         self, drafter: Drafter, token_count: int, stale_count: int, cut_count: int
     ) -> None:
-        """Proposals arrived with so many tokens, some of which were stale, and some cut."""
+        """Record proposals: their tokens, and how many of them were stale or cut."""
         labels = self._labels(drafter)
         self._add(self._proposed_tokens, labels, token_count)
         self._add(self._stale_tokens, labels, stale_count)
@@ -222,34 +245,37 @@ class Metrics:
             self._add(self._cut_tokens, labels, cut_count)
 
     def walked(self, drafter: Drafter, walk: CommitWalk) -> None:
-        """A trie's root moved along a commit."""
+        """Record that a trie's root moved along a commit."""
         key = (drafter, walk.result)
         count, wasted = self._walks.get(key, (0, 0))
         self._walks[key] = (count + 1, wasted + walk.wasted)
 
     def verified(self, drafter: Drafter, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
+        """Record a verified draft of `drafted` tokens."""
         key = (drafter, drafted, accepted)
         self._verified[key] = self._verified.get(key, 0) + 1
 
     def generated(self, token_count: int) -> None:
-        """Tokens were committed."""
+        """Record committed tokens."""
         self._generated_count += token_count
 
     def queued(self, seconds: float) -> None:
-        """A sequence became part of a batch."""
+        """Record how long a sequence waited before its first step."""
         self._queue_seconds.labels(self._model_name).observe(seconds)
 
     def prefilled(self, seconds: float) -> None:
-        """A sequence's first token was committed."""
+        """Record the time from a sequence's first step to its first token."""
         self._prefill_seconds.labels(self._model_name).observe(seconds)
 
     def integrity_failed(self) -> None:
-        """The check of the idle engine's page pool failed."""
+        """Record that the check of the idle engine's page pool failed."""
         self._integrity_failures.labels(self._model_name).inc()
 
     def step(self, clock: StepClock, isolated_forward_s: float, sequence_count: int) -> None:
-        """An engine step of so many sequences ended; its forward takes `isolated_forward_s` on an idle machine, 0 if not known."""
+        """Record an engine step.
+
+        Its forward takes `isolated_forward_s` on an idle machine; 0 if that is unknown.
+        """
         self._step_seconds.labels(self._model_name).observe(clock.step_s)
         self._batch.labels(self._model_name).observe(sequence_count)
         for name, seconds in {"wait": clock.wait_s, **clock.phases_s}.items():
@@ -259,16 +285,17 @@ class Metrics:
             self._isolated_seconds.labels(self._model_name).inc(isolated_forward_s)
 
     def occupancy(self, scheduler: Scheduler) -> None:
-        """What the engine holds now, and what became of texts that it admitted."""
-        name, pool = self._model_name, scheduler.pool
+        """Record the sequences and pages in use, and the scheduler's counts."""
+        name = self._model_name
+        pool = scheduler.pool
         self._running.labels(name).set(len(scheduler.running))
         self._waiting.labels(name).set(len(scheduler.waiting))
         self._pages.labels(name).set(pool.used_count / pool.page_count)
-        queried, hits, preempted = self._scheduled
+        queried, hits, preempted = self._exported
         self._prefix_queries.labels(name).inc(scheduler.prompt_token_count - queried)
         self._prefix_hits.labels(name).inc(scheduler.cached_token_count - hits)
         self._preemptions.labels(name).inc(scheduler.preemption_count - preempted)
-        self._scheduled = (
+        self._exported = (
             scheduler.prompt_token_count,
             scheduler.cached_token_count,
             scheduler.preemption_count,

@@ -1,4 +1,4 @@
-"""The verifier as a process: serves GetModel and health at once, loads the target, then takes requests and drafters."""
+"""The verifier process: answers GetModel and health checks, loads the target, then serves it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,16 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.streams.servicer import VerifierServicer
 from verifier_svc.verification.batch import DraftVerifier
 
-# Length of the sequences in trial forwards: few are shorter for long, and how much longer others get is learned as they do.
+# Length of the sequences in trial forwards. Few sequences stay shorter for long, and the cost model
+# learns from the steps of longer ones.
 _TRIAL_CONTEXT = 256
 
 
 async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
-    """Run until SIGTERM or SIGINT; raises OutriderError when the target cannot be served."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises OutriderError if the target cannot be served, or if the engine stopped with an error.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -46,9 +50,8 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
     server = rpc.Server("outrider.v1.VerifierService", "outrider.internal.v1.TokenStreamService")
     add_VerifierServiceServicer_to_server(servicer, server.grpc)
     add_TokenStreamServiceServicer_to_server(servicer, server.grpc)
-    ports = await server.start(
-        settings.listen, *([f"unix:{settings.uds}"] if settings.uds is not None else [])
-    )
+    sockets = [f"unix:{settings.uds}"] if settings.uds is not None else []
+    ports = await server.start(settings.listen, *sockets)
     print(f"verifier listening on {settings.listen.rpartition(':')[0]}:{ports[0]}", flush=True)
     serve_metrics(metrics.registry, settings)
     loader = Loader(settings, servicer, metrics)
@@ -63,10 +66,8 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
         await built
         servicer.serve(thread, loader.info, loader.grammars)
         await server.set_serving(True)
-        print(
-            f"verifier ready: {loader.info.model_id} in {loader.info.dtype} on {loader.info.device}",
-            flush=True,
-        )
+        info = loader.info
+        print(f"verifier ready: {info.model_id} in {info.dtype} on {info.device}", flush=True)
         await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
         if ended.done():
@@ -80,7 +81,7 @@ async def serve(settings: VerifierSettings, metrics: Metrics) -> None:
 
 
 class Loader:
-    """Loads and warms up the target on the engine's thread, and reports how far it is to the event loop's."""
+    """Loads and warms up the target on the engine's thread; reports progress to the event loop."""
 
     def __init__(
         self, settings: VerifierSettings, servicer: VerifierServicer, metrics: Metrics
@@ -96,12 +97,53 @@ class Loader:
         self._loop.call_soon_threadsafe(self._servicer.report, stage, detail)
 
     def build(self, deliver: Callable[[list[Delivery]], None]) -> Engine:
-        """The engine, ready to run; raises OutriderError when the target cannot be served."""
+        """Build the engine, ready to run; raises OutriderError if the target cannot be served."""
         settings = self._settings
         policy = DraftTokensPolicy.parse(settings.draft_tokens)
         tokenizer = load_tokenizer(settings.target)
         identity = fingerprint(tokenizer)
-        runner = ModelRunner.load(
+        runner = self._load_model()
+        pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
+        context_length = min(runner.context_length, pool.page_count * pool.page_size)
+        self.info = ModelInfo(
+            model_id=self.info.model_id,
+            stage=Stage.READY,
+            stage_detail="serving",
+            tokenizer_fingerprint=identity,
+            vocab_size=runner.vocab_size,
+            context_length=context_length,
+            eos_token_ids=runner.eos_token_ids,
+            dtype=str(runner.dtype).removeprefix("torch."),
+            device=str(runner.device),
+            max_draft_tokens=policy.max_draft_tokens,
+        )
+        engine = Engine(
+            runner,
+            pool,
+            deliver,
+            self._metrics,
+            _limits(settings, policy),
+            _draft_verifier(settings, tokenizer),
+            trust_draft_distributions=settings.trust_draft_distributions,
+            always_draft=settings.always_draft,
+            own_cores=_cores_without_spare() if runner.device.type == "cpu" else None,
+            traced_steps=settings.trace_step_share,
+        )
+        self.grammars = self._grammar_compiler(runner)
+        self._report(Stage.WARMING_UP, "running trial forwards")
+        runner.capture(
+            Bounds(settings.max_sequences, 1 + policy.max_draft_tokens, settings.max_batch_tokens)
+        )
+        engine.warm_up(min(_TRIAL_CONTEXT, context_length))
+        # The loaded objects live as long as the process. Without the freeze, each full collection
+        # takes 100 ms to visit them.
+        gc.collect()
+        gc.freeze()
+        return engine
+
+    def _load_model(self) -> ModelRunner:
+        settings = self._settings
+        return ModelRunner.load(
             settings.target,
             dtype=settings.dtype,
             device=settings.device,
@@ -111,44 +153,10 @@ class Loader:
             trust_remote_code=settings.trust_remote_code,
             progress=lambda detail: self._report(Stage.LOADING, detail),
         )
-        pool = PagePool(runner.page_count, runner.page_size, prefix_caching=settings.prefix_caching)
-        self.info = ModelInfo(
-            model_id=self.info.model_id,
-            stage=Stage.READY,
-            stage_detail="serving",
-            tokenizer_fingerprint=identity,
-            vocab_size=runner.vocab_size,
-            context_length=min(runner.context_length, pool.page_count * pool.page_size),
-            eos_token_ids=runner.eos_token_ids,
-            dtype=str(runner.dtype).removeprefix("torch."),
-            device=str(runner.device),
-            max_draft_tokens=policy.max_draft_tokens,
-        )
-        rule = (
-            AcceptanceRule.BLOCK if settings.sampled_rule == "block" else AcceptanceRule.TOKEN_WISE
-        )
-        thinking_ids = _thinking_ids(tokenizer, settings.thinking_tokens)
-        draft_verifier = DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
-        limits = Limits(
-            policy,
-            settings.max_batch_tokens,
-            settings.max_sequences,
-            settings.max_waiting,
-            settings.max_drafters,
-        )
-        engine = Engine(
-            runner,
-            pool,
-            deliver,
-            self._metrics,
-            limits,
-            draft_verifier,
-            trust_draft_distributions=settings.trust_draft_distributions,
-            always_draft=settings.always_draft,
-            own_cores=_cores_without_spare() if runner.device.type == "cpu" else None,
-            traced_steps=settings.trace_step_share,
-        )
-        self.grammars = GrammarCompiler(
+
+    def _grammar_compiler(self, runner: ModelRunner) -> GrammarCompiler:
+        settings = self._settings
+        return GrammarCompiler(
             settings.target,
             runner.vocab_size,
             runner.eos_token_ids,
@@ -156,25 +164,37 @@ class Loader:
             compile_seconds=settings.grammar_compile_seconds,
             cache_bytes=settings.grammar_cache_bytes,
         )
-        self._report(Stage.WARMING_UP, "running trial forwards")
-        runner.capture(
-            Bounds(settings.max_sequences, 1 + policy.max_draft_tokens, settings.max_batch_tokens)
-        )
-        engine.warm_up(min(_TRIAL_CONTEXT, self.info.context_length))
-        # What loading left behind lives as long as the process; without this a collection now and then takes 100 ms to see that.
-        gc.collect()
-        gc.freeze()
-        return engine
+
+
+def _limits(settings: VerifierSettings, policy: DraftTokensPolicy) -> Limits:
+    return Limits(
+        policy,
+        settings.max_batch_tokens,
+        settings.max_sequences,
+        settings.max_waiting,
+        settings.max_drafters,
+    )
+
+
+def _draft_verifier(settings: VerifierSettings, tokenizer: Tokenizer) -> DraftVerifier:
+    rule = AcceptanceRule.TOKEN_WISE
+    if settings.sampled_rule == "block":
+        rule = AcceptanceRule.BLOCK
+    thinking_ids = _thinking_ids(tokenizer, settings.thinking_tokens)
+    return DraftVerifier(rule, thinking_ids, settings.synthetic_acceptance_rate)
 
 
 def _cores_without_spare() -> frozenset[int] | None:
-    """The cores of this process when torch's threads fill them."""
+    """The cores of this process if torch has a thread for each; None if some are spare."""
     cores = os.sched_getaffinity(0)
     return frozenset(cores) if torch.get_num_threads() >= len(cores) else None
 
 
 def _thinking_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:
-    """Ids of the tokens that begin and end thinking; None when the tokenizer lacks one of them."""
+    """Ids of the tokens that begin and end thinking; None if the tokenizer lacks one of them."""
     begin, _, end = tokens.partition(",")
-    ids = tokenizer.token_to_id(begin), tokenizer.token_to_id(end)
-    return None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
+    begin_id = tokenizer.token_to_id(begin)
+    end_id = tokenizer.token_to_id(end)
+    if begin_id is None or end_id is None:
+        return None
+    return begin_id, end_id

@@ -1,1 +1,1 @@
-"""`outrider simulate`: the production engine, planner, tries and drafters' stream logic, run in virtual time."""
+"""`outrider simulate`: runs the production engine, planner, tries and drafters in virtual time."""

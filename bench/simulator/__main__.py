@@ -1,4 +1,4 @@
-"""`outrider simulate`: what a scenario comes to, in virtual time."""
+"""`outrider simulate`: runs a scenario in virtual time and prints its results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from outrider.process.usage import invoke, refuse
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
-    status: int = invoke(
-        command(Scenario, "outrider simulate", _run), "outrider simulate", arguments
-    )
+    """Run the command and return its exit status."""
+    name = "outrider simulate"
+    status: int = invoke(command(Scenario, name, _run), name, arguments)
     return status
 
 

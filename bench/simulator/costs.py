@@ -1,4 +1,4 @@
-"""Cost tables: seconds of forwards, of the host's work and of drafting, measured on a machine or assumed."""
+"""Cost tables: seconds of forwards, of the host's work and of drafting, measured or assumed."""
 
 from __future__ import annotations
 
@@ -29,31 +29,35 @@ class Forward(_Table):
 
 
 class DraftingCost(_Table):
-    """Seconds of drafting: `round_s` for each round, and for each token of all sequences together by how many those are."""
+    """Seconds of drafting: a fixed time for each round, and a time for each token.
+
+    `token_s` maps a number of sequences to the time for one token of each of them.
+    """
 
     round_s: NotNegative
     token_s: dict[int, float]
     run_token_s: dict[int, float] = Field(default_factory=dict)
-    """The same where one call guesses a whole run, as drafters do that must not run ahead; empty is no different."""
+    """As `token_s`, for drafters that draft a whole run in one call, because they must not run
+    ahead; empty if the times are the same."""
     prompt_token_s: NotNegative = 0.0
     sequence_s: NotNegative = 0.0
     """Of a lookup, for each sequence."""
     branches_s: NotNegative = 0.0
-    """Of looking up a sequence's branches."""
+    """Of the lookup of a sequence's branches."""
     message_s: NotNegative = 0.0
     """Seconds that forwards on the same machine lose to each message of the drafter."""
 
     def of_token(self, sequences: int) -> float:
-        """Seconds for one token of each of so many sequences."""
-        return _between(self.token_s, sequences)
+        """Seconds for one token of each of `sequences` sequences."""
+        return _interpolated(self.token_s, sequences)
 
     def of_run_token(self, sequences: int) -> float:
-        """The same where one call guesses a whole run."""
-        return _between(self.run_token_s or self.token_s, sequences)
+        """As `of_token`, if one call drafts a whole run."""
+        return _interpolated(self.run_token_s or self.token_s, sequences)
 
 
 class LinkCost(_Table):
-    """The way between drafter and verifier, as a drafter's settings of the same names."""
+    """A link between drafter and verifier, with the names of a drafter's settings."""
 
     round_trip_ms: NotNegative
     jitter_ms: NotNegative = 0.0
@@ -61,36 +65,38 @@ class LinkCost(_Table):
 
 
 class Costs(_Table):
-    """A cost table. `source` says where the figures come from."""
+    """A cost table. `source` names the origin of the figures."""
 
     source: str
     measured: bool
-    """Whether the figures were measured on such a machine, not derived from published ones or assumed."""
+    """Whether the figures were measured on such a machine, not assumed or derived from published
+    figures."""
     links: dict[str, LinkCost] = Field(default_factory=dict)
-    """Ways from a drafter to the verifier that such machines have, by name."""
+    """Links from a drafter to the verifier that such machines have, by name."""
     forwards: list[Forward] = Field(min_length=1)
     prompt_step_s: NotNegative
-    """Seconds that a step with prompts adds, whatever their length."""
+    """Seconds that a step with prompts adds, independent of their length."""
     prompt_token_s: NotNegative
     """Seconds that each prompt token adds."""
     host_step_s: NotNegative
-    """The host's work for a step behind its forward, and for each sequence in it."""
+    """The host's work after a step's forward. `host_sequence_s` is added for each sequence."""
     host_sequence_s: NotNegative
     plan_step_s: NotNegative = 0.0
-    """The host's work for a step before its forward, and for each sequence in it."""
+    """The host's work before a step's forward. `plan_sequence_s` is added for each sequence."""
     plan_sequence_s: NotNegative = 0.0
     drafting: dict[str, DraftingCost] = Field(default_factory=dict)
-    """By the name that a drafter's `cost` gives."""
+    """By the name in a drafter's `cost` setting."""
 
     _grid: dict[int, dict[int, float]] = PrivateAttr(default_factory=dict)
     _known: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 
     def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
-        """Seconds of a forward of `sequences` sequences with `tokens` tokens in all, and of prompts besides."""
+        """Seconds of a forward: `sequences` decode `tokens` tokens in all, plus prompt tokens."""
         key = (sequences, tokens)
         seconds = self._known.get(key)
         if seconds is None:
-            seconds = self._known[key] = self._interpolate(sequences, tokens) if sequences else 0.0
+            seconds = self._interpolate(sequences, tokens) if sequences else 0.0
+            self._known[key] = seconds
         if prompt_tokens:
             if not sequences:
                 seconds = self._interpolate(1, 1)
@@ -98,8 +104,8 @@ class Costs(_Table):
         return seconds
 
     def slower(self, times: float) -> Costs:
-        """The table where forwards and the host's work take so many times as long."""
-        # Made anew, since a copy would keep what was interpolated.
+        """The table in which forwards and the host's work take `times` as long."""
+        # A model copy would keep the cached interpolations, so this validates a new table.
         names = (
             "prompt_step_s",
             "prompt_token_s",
@@ -108,41 +114,42 @@ class Costs(_Table):
             "plan_step_s",
             "plan_sequence_s",
         )
-        forwards = [
-            forward.model_copy(update={"seconds": times * forward.seconds})
-            for forward in self.forwards
-        ]
-        longer = {name: times * getattr(self, name) for name in names}
-        return Costs.model_validate(
-            {**self.model_dump(), **longer, "forwards": [each.model_dump() for each in forwards]}
-        )
+        table = self.model_dump()
+        for name in names:
+            table[name] *= times
+        for forward in table["forwards"]:
+            forward["seconds"] *= times
+        return Costs.model_validate(table)
 
     def _interpolate(self, sequences: int, tokens: int) -> float:
         if not self._grid:
             for point in self.forwards:
                 self._grid.setdefault(point.sequences, {})[point.tokens] = point.seconds
         each = tokens / sequences
-        return _between(
-            {count: _between(row, each) for count, row in self._grid.items()}, sequences
-        )
+        by_count = {count: _interpolated(row, each) for count, row in self._grid.items()}
+        return _interpolated(by_count, sequences)
 
 
-def _between(points: Mapping[int, float], x: float) -> float:
-    """The value at `x` on the line through the two points about it: flat before the first, going on beyond the last."""
+def _interpolated(points: Mapping[int, float], x: float) -> float:
+    """Interpolate `points` linearly at `x`.
+
+    Before the first point the value is constant; after the last one the last slope goes on.
+    """
     xs = sorted(points)
     if x <= xs[0] or len(xs) == 1:
         return points[xs[0]]
     i = min(bisect_left(xs, x), len(xs) - 1)
-    low, high = xs[i - 1], xs[i]
+    low = xs[i - 1]
+    high = xs[i]
     slope = max(points[high] - points[low], 0.0) / (high - low)
     return points[low] + slope * (x - low)
 
 
 @cache
 def load(name: str) -> Costs:
-    """A table by the name of one that comes with the simulator, or by its path.
+    """Load a table that comes with the simulator, by its name, or another one, by its path.
 
-    Raises ValueError where there is none or it is none.
+    Raises ValueError if there is no such file, or if it is not a cost table.
     """
     path = DIRECTORY / f"{name}.json"
     if not path.is_file():

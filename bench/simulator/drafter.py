@@ -1,6 +1,7 @@
 """A drafter of the simulation: the production session with a simulated family, driven by events.
 
-The coroutine below does what `outrider.drafter.stream` does for a real connection: apply what came, draft, send, and wait for more.
+A coroutine replaces `outrider.drafter.stream`: it applies messages, drafts, sends the drafts, and
+waits for the next message.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left
 from collections import deque
+from functools import partial
 
 from bench.simulator.costs import Costs
 from bench.simulator.events import Events, Until, Work
@@ -30,7 +32,10 @@ from verifier_svc.state.drafter import Drafter
 
 
 class DrafterActor:
-    """One connection of one drafter; a drafter that joins again is a new one."""
+    """One connection of one drafter; a drafter that joins again has a new one.
+
+    Connections of one process share `process`. Drafters with a Redis share `redis`.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,6 @@ class DrafterActor:
         process: Process | None = None,
         redis: SimulatedRedis | None = None,
     ) -> None:
-        """`process` is shared with other connections of the same process, and `redis` with other drafters."""
         self.spec = spec
         self.error: OutriderError | None = None
         """Why the verifier ended the connection, if it did."""
@@ -53,22 +57,22 @@ class DrafterActor:
         self._share = spec.interference or float(spec.on_target_cores)
         self.family = self._make_family(world, redis)
         self._session = DraftSession(self.family, events.clock)
-        self._up, self._down = (
-            Link(events, world.random(spec.name, way, events.now)) for way in ("up", "down")
-        )
+        self._up = Link(events, world.random(spec.name, "up", events.now))
+        self._down = Link(events, world.random(spec.name, "down", events.now))
         self.set_link(spec.round_trip_ms, spec.jitter_ms, spec.mbit_s)
         for link in (self._up, self._down):
-            link.loss, link.retransmit_s = spec.loss, spec.retransmit_ms / 1000
+            link.loss = spec.loss
+            link.retransmit_s = spec.retransmit_ms / 1000
         self.computed_s = 0.0
-        """Time that drafting took."""
+        """Time spent on drafting."""
         self._inbox: deque[StepBatch] = deque()
         self._coroutine = self._serve()
         self._began = False
-        # When the parts of the work in progress end; none while it waits for a message.
+        # When the parts of the work in progress end; empty while it waits for a message.
         self._ends: list[float] = []
-        # Whether it goes on when something is done, whatever comes before that.
+        # Whether it waits for a future, and messages do not wake it.
         self._awaits = False
-        # Makes what was planned before void.
+        # Number of the planned resumption; earlier ones are void.
         self._appointment = 0
         self._over = False
         self._hangs_until = 0.0
@@ -76,39 +80,38 @@ class DrafterActor:
         self._up.send(0, self._register)
         self._resume(0, 0)
 
-    # --- what happens to it ---
+    # --- events ---
 
     def set_link(
         self, round_trip_ms: float | None, jitter_ms: float | None, mbit_s: float | None
     ) -> None:
-        """Change what is given."""
+        """Change the given settings of both directions."""
         for link in (self._up, self._down):
-            link.latency_s = link.latency_s if round_trip_ms is None else round_trip_ms / 2000
-            link.jitter_s = link.jitter_s if jitter_ms is None else jitter_ms / 1000
-            link.bytes_per_s = link.bytes_per_s if mbit_s is None else mbit_s * 125_000
+            if round_trip_ms is not None:
+                link.latency_s = round_trip_ms / 2000
+            if jitter_ms is not None:
+                link.jitter_s = jitter_ms / 1000
+            if mbit_s is not None:
+                link.bytes_per_s = mbit_s * 125_000
 
-    def suffer(self, event: Event) -> None:
-        """Let an event of the schedule other than joining happen."""
+    def apply(self, event: Event) -> None:
+        """Apply an event of the schedule other than join."""
         if event.what == "leave":
             self.leave()
         elif event.what == "hang":
             self._hangs_until = self._events.now + event.seconds
-        elif (
-            event.what == "accept"
-            and event.acceptance is not None
-            and isinstance(self.family, SimulatedFamily)
-        ):
-            self.family.acceptance = event.acceptance
-        else:
+        elif event.what == "link":
             self.set_link(event.round_trip_ms, event.jitter_ms, event.mbit_s)
+        elif event.acceptance is not None and isinstance(self.family, SimulatedFamily):
+            self.family.acceptance = event.acceptance
 
     @property
     def byte_counts(self) -> tuple[int, int]:
-        """What it sent to the verifier, and what was sent to it."""
+        """Bytes sent to the verifier, and bytes sent by it."""
         return self._up.byte_count, self._down.byte_count
 
     def leave(self) -> None:
-        """Hang up; the verifier learns of it once that has arrived."""
+        """Hang up; the verifier notices it after the link's latency."""
         if not self._over:
             self._over = True
             self._up.send(0, lambda: self._verifier.post(self._unregister))
@@ -117,19 +120,21 @@ class DrafterActor:
 
     def _register(self) -> None:
         spec = self.spec
-        cores = Placement(host=platform.node(), device="cpu", cores=tuple(OWN_CORES))
+        placement = Placement(device="elsewhere")
+        if spec.on_target_cores:
+            placement = Placement(host=platform.node(), device="cpu", cores=tuple(OWN_CORES))
         hello = Hello(
             spec.name,
             spec.family or spec.name,
             "",
             spec.max_draft_tokens,
-            placement=cores if spec.on_target_cores else Placement(device="elsewhere"),
+            placement=placement,
             max_sequence_count=spec.max_sequence_count,
         )
 
         def join() -> None:
             if not self._over:
-                self._handle = self._verifier.engine.drafting.join(hello, self._hear)
+                self._handle = self._verifier.engine.drafting.join(hello, self._send_down)
 
         self._verifier.post(join)
 
@@ -137,7 +142,7 @@ class DrafterActor:
         if self._handle is not None:
             self._verifier.engine.drafting.leave(self._handle)
 
-    def _hear(self, message: StepBatch | OutriderError) -> None:
+    def _send_down(self, message: StepBatch | OutriderError) -> None:
         if isinstance(message, OutriderError):
             self.error = message
             self._over = True
@@ -145,26 +150,27 @@ class DrafterActor:
             self._down.send(step_bytes(message), lambda: self._receive(message))
 
     def _take(self, batch: DraftBatch, byte_count: int) -> None:
-        handle, arrived_at = self._handle, self._events.now
-        if handle is not None:
-            self._verifier.post(
-                lambda: self._verifier.engine.drafting.on_drafts(
-                    handle, batch, byte_count, arrived_at
-                )
-            )
+        if self._handle is not None:
+            on_drafts = self._verifier.engine.drafting.on_drafts
+            arrived_at = self._events.now
+            self._verifier.post(partial(on_drafts, self._handle, batch, byte_count, arrived_at))
 
     # --- the drafter's side ---
 
     def _receive(self, step: StepBatch) -> None:
         self._inbox.append(step)
-        if len(self._inbox) == 1 and not self._awaits:
-            # The part of the work that is in progress is done, then the message is read.
-            now = self._events.now
-            done = bisect_left(self._ends, now) + 1 if self._ends else 0
-            if done <= len(self._ends):
-                if done and self._process.free_at == self._ends[-1]:
-                    self._process.free_at = self._ends[done - 1]
-                self._resume_at(self._ends[done - 1] if done else now, done)
+        if len(self._inbox) > 1 or self._awaits:
+            return
+        now = self._events.now
+        if not self._ends:
+            self._resume_at(now, 0)
+            return
+        # The drafter finishes the part of the work in progress, then it reads the message.
+        done = bisect_left(self._ends, now) + 1
+        if done <= len(self._ends):
+            if self._process.free_at == self._ends[-1]:
+                self._process.free_at = self._ends[done - 1]
+            self._resume_at(self._ends[done - 1], done)
 
     async def _serve(self) -> None:
         while True:
@@ -185,7 +191,7 @@ class DrafterActor:
         self._up.send(byte_count, lambda: self._take(batch, byte_count))
 
     def _resume_at(self, time: float, done: int) -> None:
-        """Let the coroutine go on then, with so many parts of its work done, and not when that was planned before."""
+        """Plan to resume the coroutine at `time` with `done` parts done; this voids other plans."""
         self._appointment += 1
         number = self._appointment
         self._events.at(max(time, self._hangs_until), lambda: self._resume(number, done))
@@ -216,14 +222,16 @@ class DrafterActor:
             self._computes(work.ends[-1])
 
     def _computes(self, seconds: float) -> None:
-        """Take from the target's forward what so many seconds of drafting beside it take."""
+        """Record `seconds` of drafting, and slow down the target's forward by their share."""
         self.computed_s += seconds
         self._verifier.target.share_cores(self._share * seconds)
 
     def _make_family(
         self, world: World, redis: SimulatedRedis | None
     ) -> SimulatedFamily | SimulatedNgram | SimulatedModel:
-        spec, cost, process = self.spec, self._cost, self._process
+        spec = self.spec
+        cost = self._cost
+        process = self._process
         if spec.drafts_by == "lookup":
             return SimulatedNgram(spec, cost, process, redis)
         if spec.drafts_by == "acceptance":

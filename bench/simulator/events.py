@@ -1,8 +1,9 @@
-"""Virtual time: a heap of things to do, and the clock that all of the simulated stack reads.
+"""Virtual time: a heap of events, and the clock that the whole simulated stack reads.
 
-Every actor (an engine, a drafter, a link, the traffic) runs in events of its own. An event begins with the clock at its time and
-may move the clock forward, which is how work takes time. The next event may lie before the point where the last one left the
-clock, since actors work at the same time; for each actor alone time only goes forward.
+Every actor (an engine, a drafter, a link, the traffic) runs in its own events. An event begins with
+the clock at its time and may move the clock forward: so work takes time. The next event may begin
+before the time at which the last one ended, because actors work at the same time. For each single
+actor, time only goes forward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from heapq import heappop, heappush
 
 
 class Events:
-    """The events of one simulation. Events of one time run in the order in which they were scheduled."""
+    """The events of one simulation. Events of the same time run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,26 +24,26 @@ class Events:
         self._number = 0
 
     def clock(self) -> float:
-        """The `outrider.clock.Clock` of everything simulated."""
+        """The `outrider.clock.Clock` of the simulated stack."""
         return self.now
 
     def spend(self, seconds: float) -> None:
-        """Let the present event take so long."""
+        """Make the present event take `seconds`."""
         self.now += seconds
 
     def at(self, time: float, work: Callable[[], object]) -> None:
-        """Run `work` at a time that is not before now; raises ValueError for one that is."""
+        """Run `work` at `time`; raises ValueError if that lies before now."""
         if time < self.now:
             raise ValueError(f"an event at {time} s lies before now, {self.now} s")
         self._number += 1
         heappush(self._heap, (time, self._number, work))
 
     def after(self, seconds: float, work: Callable[[], object]) -> None:
-        """Run `work` so many seconds from now."""
+        """Run `work` `seconds` from now."""
         self.at(self.now + seconds, work)
 
     def run(self, until: float) -> None:
-        """Run all events up to and including `until`, those scheduled meanwhile too."""
+        """Run all events up to and including `until`, with those that they schedule."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, work = heappop(heap)
@@ -51,10 +52,11 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Awaited by a simulated drafter's coroutine: work in parts, of which one ends after each of `ends` (seconds from now, rising).
+    """A simulated drafter's coroutine awaits this to work in parts, until a message comes.
 
-    Once a message has come the part in progress is the last. The result is how many parts were done. Without parts it is a
-    sleep until a message comes.
+    `ends` are the times at which the parts end, in seconds from now, rising. The part in progress
+    when a message comes is the last one. The result is the number of parts done. Without parts it
+    is a sleep until a message comes.
     """
 
     ends: list[float]
@@ -65,7 +67,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Awaited by a simulated drafter's coroutine: it goes on when this is done, and messages wait meanwhile."""
+    """A simulated drafter's coroutine awaits this to sleep until `done`; messages do not end it."""
 
     done: Future[None]
 

@@ -1,4 +1,4 @@
-"""A family of drafters for the simulator: it knows the next token of a text as often as its acceptance says."""
+"""A drafter family for the simulator: it guesses a text's next token with its set acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.drafter.draft_sequence import DraftSequence
 
 
 class SimulatedFamily(Family):
-    """Drafts like a draft model: one token of every sequence after the other, each pass taking its time."""
+    """Drafts like a draft model: each pass drafts one token for every sequence and takes time."""
 
     def __init__(self, spec: DrafterSpec, world: World, cost: DraftingCost) -> None:
         self.name = spec.name
@@ -24,45 +24,48 @@ class SimulatedFamily(Family):
         self._world = world
         self._cost = cost
         self._slowness = spec.slowness
-        # Tokens that it has not read yet, by sequence.
+        # Tokens not read yet, by sequence.
         self._unread: dict[int, int] = {}
         self._takes_time = any(cost.token_s.values())
         self.drafted_count = 0
 
     def opened(self, sequence: DraftSequence) -> None:
+        """Read the prompt in the next round."""
         self._unread[sequence.id] = len(sequence.tokens)
 
     def committed(self, sequence: DraftSequence, standing: int) -> None:
+        """Read the committed tokens that were not its own guesses in the next round."""
         self._unread[sequence.id] += max(0, len(sequence.tokens) - standing)
 
     def closed(self, sequence: DraftSequence) -> None:
+        """Forget the sequence."""
         self._unread.pop(sequence.id, None)
 
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Draft up to each sequence's goal; the passes take the cost table's time."""
         goals = [sequence.goal for sequence in sequences]
-        # The last token of each is read with the pass that drafts.
+        # The first pass reads the last token of each sequence.
         unread = sum([max(0, self._unread[sequence.id] - 1) for sequence in sequences])
-        lookups_s = len(sequences) * self._cost.sequence_s
-        begins = self._slowness * (
-            self._cost.round_s + lookups_s + unread * self._cost.prompt_token_s
-        )
+        cost = self._cost
+        lookups_s = len(sequences) * cost.sequence_s
+        began_s = self._slowness * (cost.round_s + lookups_s + unread * cost.prompt_token_s)
         for sequence in sequences:
             self._unread[sequence.id] = 0
         passes = max(goals)
-        if begins > 0.0 or self._takes_time:
-            ends = accumulate([self._pass_s(goals, i) for i in range(passes)], initial=begins)
+        if began_s > 0.0 or self._takes_time:
+            ends = accumulate([self._pass_s(goals, i) for i in range(passes)], initial=began_s)
             passes = await Work([*ends][1:])
         for sequence, goal in zip(sequences, goals, strict=True):
             self._extend(sequence, min(goal, passes))
 
     def _pass_s(self, goals: list[int], number: int) -> float:
-        """Seconds of the pass that drafts one token for each sequence that wants more than `number`."""
+        """Seconds of pass `number`, which drafts a token for each sequence with a higher goal."""
         return self._slowness * self._cost.of_token(len([goal for goal in goals if goal > number]))
 
     def _extend(self, sequence: DraftSequence, count: int) -> None:
-        """Guess `count` further tokens; behind a wrong guess all are wrong."""
+        """Add `count` guesses; all guesses behind a wrong one are wrong."""
         depth = len(sequence.guesses)
         text = self._world.text_of(sequence.tokens, depth + max(count, 1))
         first = len(sequence.tokens) - text.prompt_length
@@ -78,12 +81,12 @@ class SimulatedFamily(Family):
         sequence.extend([*true[depth:known], *[(token + 1) % VOCAB for token in true[known:]]])
 
     def _offered(self, text: Text, index: int, count: int) -> int:
-        """The tokens of `count` for which it has a guess, the first of them at `index` behind the prompt."""
+        """How many of `count` tokens from `index` behind the prompt it has guesses for."""
         recorded = text.guesses.get(self.name)
-        if recorded is not None:
-            end = recorded.find(NO_GUESS, index, index + count)
-            return count if end < 0 else end - index
-        return 0 if self._skips_hard and text.hard[index] else count
+        if recorded is None:
+            return 0 if self._skips_hard and text.hard[index] else count
+        end = recorded.find(NO_GUESS, index, index + count)
+        return count if end < 0 else end - index
 
     def _knows(self, text: Text, index: int, depth: int) -> bool:
         recorded = text.guesses.get(self.name)
@@ -93,5 +96,5 @@ class SimulatedFamily(Family):
         if self._hard_acceptance is not None and text.hard[index]:
             by_kind = self._hard_acceptance
         rates = by_kind.get(text.kind) or by_kind.get("") or [0.0]
-        rate = rates[depth] if depth < len(rates) else rates[-1]
+        rate = rates[min(depth, len(rates) - 1)]
         return self._world.luck(self.name, text, index) < rate

@@ -1,4 +1,4 @@
-"""The way between two processes: latency, jitter and bandwidth, in the order of sending as on a TCP connection."""
+"""A link between two processes: latency, jitter and bandwidth, in order as on a TCP connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _SEGMENT_BYTES = 1460
 
 
 class Link:
-    """One direction. All settings may change while messages are under way; those already sent arrive as they would have."""
+    """One direction of a link. A changed setting applies only to messages sent afterwards.
+
+    A message takes `latency_s`, up to `jitter_s` more, and its share of `bytes_per_s` (0 is no
+    limit). `random` is the link's own, so that its jitter does not depend on other links.
+    """
 
     def __init__(
         self,
@@ -26,26 +30,22 @@ class Link:
         jitter_s: float = 0.0,
         bytes_per_s: float = 0.0,
     ) -> None:
-        """A message takes `latency_s`, up to `jitter_s` more, and its share of `bytes_per_s` (0 is no limit).
-
-        `random` is the link's own, so that its jitter does not depend on other links.
-        """
         self.latency_s = latency_s
         self.jitter_s = jitter_s
         self.bytes_per_s = bytes_per_s
         self.loss = 0.0
-        """Share of segments that are lost: TCP sends such a one again, so it and all behind it come later."""
+        """Share of lost segments. TCP sends them again, which delays all that follows."""
         self.retransmit_s = 0.2
-        """Least time until a lost segment is sent again."""
+        """Shortest time until a lost segment is sent again."""
         self.byte_count = 0
-        """What was sent."""
+        """Bytes sent."""
         self._events = events
         self._random = random
         self._free_at = 0.0
         self._last_arrival = 0.0
 
     def send(self, byte_count: int, deliver: Callable[[], object]) -> float:
-        """Have `deliver` run when a message that leaves now has arrived; returns when that is."""
+        """Send a message now and run `deliver` when it arrives; returns the time of arrival."""
         self.byte_count += byte_count
         now = self._events.now
         transmitted = max(now, self._free_at)
@@ -61,24 +61,22 @@ class Link:
         return arrival
 
     def _lost_s(self, byte_count: int) -> float:
-        """How much later a message comes because some of its segments were lost."""
+        """The delay of a message by lost segments; 0 if none is lost."""
         segments = max(1, -(-byte_count // _SEGMENT_BYTES))
-        kept = (1.0 - self.loss) ** segments
-        return 0.0 if self._random.random() < kept else max(self.retransmit_s, 2 * self.latency_s)
+        if self._random.random() < (1.0 - self.loss) ** segments:
+            return 0.0
+        return max(self.retransmit_s, 2 * self.latency_s)
 
 
 def draft_bytes(batch: DraftBatch) -> int:
-    """About how many bytes a drafter's message has on the wire."""
+    """The approximate size of a drafter's message on the wire."""
     tokens = sum([len(proposal.token_ids) + len(proposal.parents) for proposal in batch.proposals])
-    return (
-        _MESSAGE_BYTES
-        + _ENTRY_BYTES * (len(batch.proposals) + len(batch.skips))
-        + _TOKEN_BYTES * tokens
-    )
+    entries = len(batch.proposals) + len(batch.skips)
+    return _MESSAGE_BYTES + _ENTRY_BYTES * entries + _TOKEN_BYTES * tokens
 
 
 def step_bytes(step: StepBatch) -> int:
-    """About how many bytes a verifier's message has on the wire."""
+    """The approximate size of a verifier's message on the wire."""
     tokens = sum([len(opened.token_ids) for opened in step.opened])
     tokens += sum([len(verdict.new_token_ids) for verdict in step.verdicts])
     entries = len(step.opened) + len(step.verdicts) + len(step.closed)

@@ -1,4 +1,7 @@
-"""Measures a cost table on this machine: trial forwards of a target and a draft model, and the engine's own time a step."""
+"""Measures a cost table on this machine.
+
+It times forwards of a target and a draft model, n-gram lookups, and the engine's own work per step.
+"""
 
 from __future__ import annotations
 
@@ -53,20 +56,20 @@ _ROUNDS = 4
 _POINT_S = 0.12
 # Tokens of a run that one call guesses.
 _RUN = 8
-# Tokens of a text to look up in, and how many drafts of it are timed.
-_TEXT, _LOOKUPS = 200, 100
-# Forwards of more tokens than this take too long to be worth it, and no step has as many.
-_MOST_TOKENS = 512
+# Tokens of the text for lookups, and the number of timed drafts.
+_TEXT = 200
+_LOOKUPS = 100
+# Forwards of more tokens take too long to measure, and no step has more.
+_MAX_TOKENS = 512
 _HOST_STEPS = 60
 
 
 def write_costs(models: Path, path: Path) -> None:
-    """Measure the pair in `models` (target and draft) and write the table."""
-    # As `outrider bench` runs the bundled pair: one core is left to the drafters.
+    """Measure the pair in `models` (target and draft) and write the table to `path`."""
+    # One core is left to the drafters, as `outrider bench` does with the bundled pair.
     threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    path.write_text(
-        measure(models / "target", models / "draft", threads).model_dump_json(indent=1) + "\n"
-    )
+    table = measure(models / "target", models / "draft", threads)
+    path.write_text(table.model_dump_json(indent=1) + "\n")
 
 
 def measure(
@@ -77,19 +80,24 @@ def measure(
     draft_threads: Sequence[int] = (1,),
     most_sequences: int = _SEQUENCES[-1],
 ) -> Costs:
-    """The table, with so many threads for the target, and a way of drafting for each number of threads of the draft model.
+    """Measure the cost table, with `threads` for the target.
 
-    Takes about a minute for the bundled pair on two cores. The draft model with one thread is `model`, with more `model-2` and
-    so on.
+    Its `drafting` has the n-gram family (`ngram`) and the draft model with each of `draft_threads`:
+    `model` for one thread, `model-2` for two and so on. The bundled pair takes about a minute on
+    two cores.
     """
     sequences = [count for count in _SEQUENCES if count <= most_sequences]
     target = ModelRunner.load(str(target_path), dtype=dtype, threads=threads)
     forwards = _forwards(target, sequences)
     step_s, token_s = _prompts(target, forwards[0].seconds)
     host_step_s, host_sequence_s = _host()
-    source = f"measured with {threads} of {os.cpu_count()} cores of {_processor()}: {target_path}, {target.dtype}"
+    cores = f"{threads} of {os.cpu_count()} cores of {_processor()}"
+    source = f"measured with {cores}: {target_path}, {target.dtype}"
     del target
-    names = {count: "model" if count == 1 else f"model-{count}" for count in draft_threads}
+    drafting = {"ngram": _lookup_cost()}
+    for count in draft_threads:
+        name = "model" if count == 1 else f"model-{count}"
+        drafting[name] = _draft_cost(draft_path, dtype, count, sequences)
     return Costs(
         source=source,
         measured=True,
@@ -98,13 +106,7 @@ def measure(
         prompt_token_s=token_s,
         host_step_s=host_step_s,
         host_sequence_s=host_sequence_s,
-        drafting={
-            "ngram": _lookup_cost(),
-            **{
-                name: _draft_cost(draft_path, dtype, count, sequences)
-                for count, name in names.items()
-            },
-        },
+        drafting=drafting,
     )
 
 
@@ -113,7 +115,7 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
         (count, tokens)
         for count in sequences
         for tokens in _TOKENS
-        if count * tokens <= _MOST_TOKENS
+        if count * tokens <= _MAX_TOKENS
     ]
     best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
     return [Forward(sequences=n, tokens=tokens, seconds=best_s[n, tokens]) for n, tokens in points]
@@ -133,25 +135,14 @@ def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> D
 
 
 def _draft_s(runner: ModelRunner, sequences: int) -> float:
-    """Seconds in which a drafter guesses one token for each of so many sequences, all of its own work included."""
+    """Seconds of a drafter, with all its work, for one token of each of `sequences` sequences."""
     pool = SharedPagePool(runner.page_count, runner.page_size)
-    forwards = Forwards(runner, pool, _MOST_TOKENS, 32, None)
+    forwards = Forwards(runner, pool, _MAX_TOKENS, 32, None)
     window = Window(token_count=1000, depth=1000)
     drafts = []
     for number in range(sequences):
-        prompt = [number + 1] * _CONTEXT
-        opened = Opened(
-            number,
-            prompt,
-            SamplingParams(0.0),
-            DraftDistribution.ONE_HOT,
-            window,
-            4,
-            prompt_length=_CONTEXT,
-        )
-        drafts.append(
-            CachedDraft(DraftSequence(opened), number, runner.vocab_size, committed_count=_CONTEXT)
-        )
+        sequence = DraftSequence(_opened(number, [number + 1] * _CONTEXT, window))
+        drafts.append(CachedDraft(sequence, number, runner.vocab_size, committed_count=_CONTEXT))
     while any(not draft.guess_count for draft in drafts):
         forwards.begin(drafts)
         forwards.grow(forwards.wanting([draft for draft in drafts if not draft.guess_count]))
@@ -165,8 +156,15 @@ def _draft_s(runner: ModelRunner, sequences: int) -> float:
     return min(times)
 
 
+def _opened(number: int, prompt: list[int], window: Window) -> Opened:
+    """The announcement of a greedy sequence."""
+    one_hot = DraftDistribution.ONE_HOT
+    greedy = SamplingParams(0.0)
+    return Opened(number, prompt, greedy, one_hot, window, 4, prompt_length=len(prompt))
+
+
 def _run_s(runner: ModelRunner, sequences: int) -> float:
-    """Seconds of a call that guesses a run for each of so many sequences."""
+    """Seconds of a call that drafts a run for each of `sequences` sequences."""
     pages = -(-(_CONTEXT + _RUN) // runner.page_size)
     slices = [
         SequenceSlice([0], _CONTEXT, [*range(i * pages, (i + 1) * pages)], 1)
@@ -176,22 +174,17 @@ def _run_s(runner: ModelRunner, sequences: int) -> float:
 
 
 def _lookup_cost() -> DraftingCost:
-    """The n-gram family's own time for a run and for the branches beside it; a text of few words, so that all is found."""
+    """The n-gram family's time for a run, and for the branches beside it.
+
+    The text has few different tokens, so that every lookup finds something.
+    """
     family = NgramFamily(NgramOptions(), 1_000_000)
     draw = random.Random(0)
     text = draw.choices(range(40), k=_TEXT)
-    opened = Opened(
-        1,
-        text,
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        Window(token_count=102, depth=17),
-        4,
-        prompt_length=_TEXT,
-    )
-    sequence = DraftSequence(opened)
+    sequence = DraftSequence(_opened(1, text, Window(token_count=102, depth=17)))
     family.opened(sequence)
-    chain_s, branches_s = [], []
+    chain_s: list[float] = []
+    branches_s: list[float] = []
     for i in range(_LOOKUPS):
         sequence.follow(Verdict(1, _TEXT + i + 1, [draw.randrange(40)], 0, 4))
         family.committed(sequence, 0)
@@ -199,7 +192,10 @@ def _lookup_cost() -> DraftingCost:
             chain_s.append(_proposing_s(family, sequence))
         branches_s.append(_proposing_s(family, sequence))
     return DraftingCost(
-        round_s=0.0, token_s={1: 0.0}, sequence_s=median(chain_s), branches_s=median(branches_s)
+        round_s=0.0,
+        token_s={1: 0.0},
+        sequence_s=median(chain_s),
+        branches_s=median(branches_s),
     )
 
 
@@ -214,7 +210,7 @@ def _proposing_s(family: NgramFamily, sequence: DraftSequence) -> float:
 
 
 def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
-    """Seconds of a forward of so many sequences with so many tokens each behind a context, all tokens scored."""
+    """Seconds of a forward of `sequences` sequences with `tokens` tokens each, all with logits."""
     size = runner.page_size
     pages = -(-(_CONTEXT + tokens) // size)
     slices = [
@@ -226,14 +222,7 @@ def _forward_s(runner: ModelRunner, sequences: int, tokens: int) -> float:
 
 def _prompts(runner: ModelRunner, decode_step_s: float) -> tuple[float, float]:
     """Seconds that a step with a prompt adds, and seconds that each of its tokens adds."""
-    short, long = (
-        _best_s(
-            lambda: runner.forward(
-                [SequenceSlice([0] * count, 0, [*range(-(-count // runner.page_size))], 1)]
-            )[0, 0].item()
-        )  # noqa: B023
-        for count in _PROMPTS
-    )
+    short, long = (_prompt_s(runner, count) for count in _PROMPTS)
     token_s = max(0.0, long - short) / (_PROMPTS[1] - _PROMPTS[0])
     return max(0.0, short - decode_step_s - _PROMPTS[0] * token_s), token_s
 
@@ -249,10 +238,18 @@ def _in_rounds(
     return best
 
 
+def _prompt_s(runner: ModelRunner, count: int) -> float:
+    """Seconds of a forward of one prompt of `count` tokens."""
+    pages = -(-count // runner.page_size)
+    slices = [SequenceSlice([0] * count, 0, [*range(pages)], 1)]
+    return _best_s(lambda: runner.forward(slices)[0, 0].item())
+
+
 def _best_s(work: Callable[[], object]) -> float:
-    """The fastest of many times, so that what else runs on the machine does not count."""
+    """The fastest of many runs, so that other work on the machine does not count."""
     work()
-    best, end = math.inf, time.perf_counter() + _POINT_S
+    best = math.inf
+    end = time.perf_counter() + _POINT_S
     for _ in range(_REPEATS):
         started = time.perf_counter()
         work()
@@ -263,18 +260,22 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _host() -> tuple[float, float]:
-    """Seconds that the engine itself takes for a step, and for each sequence in it: plain steps whose forward takes no time."""
-    one, many = (_host_s(count) for count in (1, 64))
+    """Seconds of the engine's own work for a step, and for each sequence in it.
+
+    It times plain steps whose forward takes no time.
+    """
+    one = _host_s(1)
+    many = _host_s(64)
     each = max(0.0, many - one) / 63
     return max(0.0, one - each), each
 
 
 def _host_s(sequences: int) -> float:
-    events, world, costs = Events(), World(0), _free()
-    model = _FreeTarget()
-    limits = Limits(depth=DraftTokensPolicy(), max_sequences=sequences)
-    pool, verifier = PagePool(64 * sequences, 16), SimulatedVerifier(events, costs, world)
-    engine = Engine(model, pool, lambda said: None, Metrics(""), limits, verifier)
+    world = World(0)
+    limits = Limits(draft_tokens_policy=DraftTokensPolicy(), max_sequences=sequences)
+    pool = PagePool(64 * sequences, 16)
+    verifier = SimulatedVerifier(Events(), _free(), world)
+    engine = Engine(_FreeTarget(), pool, lambda messages: None, Metrics(""), limits, verifier)
     for number in range(sequences):
         world.add(Text(number, "", 8, 1000))
         engine.submit(
@@ -290,6 +291,8 @@ def _host_s(sequences: int) -> float:
 
 
 class _FreeTarget:
+    """A target whose forwards take no time."""
+
     vocab_size = 256
     eos_token_ids: tuple[int, ...] = ()
 
@@ -298,6 +301,7 @@ class _FreeTarget:
 
 
 def _free() -> Costs:
+    """A cost table in which nothing takes time."""
     return Costs(
         source="nothing",
         measured=False,
@@ -310,9 +314,7 @@ def _free() -> Costs:
 
 
 def _processor() -> str:
-    models = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return models[0].partition(":")[2].strip() if models else platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

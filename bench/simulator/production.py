@@ -1,4 +1,7 @@
-"""The production families in virtual time: only lookups' and forwards' durations, and what a draft model says, are replaced."""
+"""The production families in virtual time.
+
+Only the durations of lookups and forwards and the draft model's answers are simulated.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +28,39 @@ from outrider.lm.runner import ModelRunner, SequenceSlice
 _POOL_ENTRIES = 1_000_000
 # No text has this token, so a guess of it is wrong.
 _WRONG = 2**30
-# Pages of a draft model's cache, and the rest of what its runner says of itself.
-_PAGES, _PAGE_SIZE, _CONTEXT = 65_536, 16, 2**20
+# Size of a draft model's cache, and its context length in tokens.
+_PAGES = 65_536
+_PAGE_SIZE = 16
+_CONTEXT = 2**20
 
 
 @dataclass(slots=True)
 class Process:
-    """What the connections of one drafter process share: its processor, and its pool of all requests' n-grams."""
+    """A drafter process: its connections share its processor and its pool of n-grams."""
 
     free_at: float = 0.0
-    """When what it computes on its event loop is done."""
+    """When its event loop has done all planned work."""
     pool: MemoryPool | None = None
     model: SimulatedDraftModel | None = None
 
 
 @dataclass(slots=True)
 class SimulatedRedis:
-    """A `RedisPool` without a server: writes are there at once, and a lookup takes as long as it is told."""
+    """A `RedisPool` without a server: writes take no time, and lookups take `lookup_s`."""
 
     lookup_s: float
     entries: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def tenant(self, name: str) -> str:
+        """The key of a tenant; here its name."""
         return name
 
     def offer(self, tenant: str, ngram: Sequence[int], continuation: Sequence[int]) -> None:
+        """Store a continuation of an n-gram."""
         self.entries[tuple(ngram)] = list(continuation)
 
     async def lookup(self, queries: Sequence[Query]) -> list[list[int]]:
-        """As `RedisPool.lookup`: nothing is found once the drafter's patience is over."""
+        """As `RedisPool.lookup`: a lookup beyond the drafter's time budget finds nothing."""
         max_wait_s = RedisOptions().budget_s
         await Work([min(self.lookup_s, max_wait_s)])
         if self.lookup_s > max_wait_s:
@@ -65,11 +72,11 @@ class SimulatedRedis:
         return next((run for run in found if run), [])
 
     async def aclose(self) -> None:
-        """There is no connection to close."""
+        """Do nothing, because there is no connection to close."""
 
 
 class SimulatedNgram(NgramFamily):
-    """Looks up in the real tokens of a recording."""
+    """The production n-gram family, on the tokens of a recording."""
 
     def __init__(
         self, spec: DrafterSpec, cost: DraftingCost, process: Process, redis: SimulatedRedis | None
@@ -85,20 +92,18 @@ class SimulatedNgram(NgramFamily):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
+        """Propose as in production, after the cost table's time."""
         cost = self._cost
         branching = len([sequence for sequence in sequences if sequence.room == 0])
-        seconds = (
-            cost.round_s
-            + (len(sequences) - branching) * cost.sequence_s
-            + branching * cost.branches_s
-        )
+        chains_s = (len(sequences) - branching) * cost.sequence_s
+        seconds = cost.round_s + chains_s + branching * cost.branches_s
         if seconds > 0.0:
             await Work([self._slowness * seconds])
         await super().propose(sequences, interrupted)
 
 
 class SimulatedModel(ModelFamily):
-    """Grows chains and branches with the process's draft model."""
+    """The production draft-model family, with its process's simulated draft model."""
 
     def __init__(self, spec: DrafterSpec, model: SimulatedDraftModel) -> None:
         super().__init__(model, model.runner.vocab_size, branch_count=spec.branches)
@@ -111,12 +116,12 @@ class SimulatedModel(ModelFamily):
 
 
 class SimulatedDraftModel(DraftModel):
-    """Runs the rounds of all connections; each forward takes what the table says."""
+    """Runs the rounds of all connections; each forward takes the cost table's time."""
 
     def __init__(self, events: Events, spec: DrafterSpec, cost: DraftingCost, world: World) -> None:
         super().__init__(cast(ModelRunner, _Runner()), cast(ThreadPoolExecutor, None))
         self.observers: list[Callable[[float], None]] = []
-        """Are told the seconds of each forward when it begins."""
+        """Called with the seconds of each forward when it begins."""
         self._recorded = _RecordedForwards(self.runner, self.pool, spec, cost, world)
         self._forwards = self._recorded
         self._events = events
@@ -134,7 +139,10 @@ class SimulatedDraftModel(DraftModel):
         return arrived.ended
 
     def _next(self) -> None:
-        """Begin the next forward, if there is anything to guess. Its guesses count from its end, when this is called again."""
+        """Begin the next forward, if there is anything to guess.
+
+        Its guesses are ready at its end, when this is called again.
+        """
         for each in self._rounds:
             if each.interrupted():
                 each.drafts = []
@@ -150,7 +158,7 @@ class SimulatedDraftModel(DraftModel):
 
 
 class _Runner:
-    """What the family asks of a runner, without a model."""
+    """The attributes of a runner that the family reads, without a model."""
 
     device = "cpu"
     vocab_size = 2**32
@@ -161,7 +169,7 @@ class _Runner:
 
 
 class _RecordedForwards(Forwards):
-    """Says what the recording says that the draft model guesses, and how long the last forward takes."""
+    """Takes the draft model's guesses from the recording, and forwards' times from the table."""
 
     def __init__(
         self,
@@ -173,16 +181,15 @@ class _RecordedForwards(Forwards):
     ) -> None:
         super().__init__(runner, pool, 512, 32, None)
         self.forward_s = 0.0
-        """Of the last forward."""
+        """Seconds of the last forward."""
         self._name = spec.family or spec.name
         self._world = world
         self._cost = cost
         self._slowness = spec.slowness
 
     def _continue(self, drafts: list[CachedDraft], count: int) -> list[list[int]] | None:
-        self.forward_s = self._slowness * (
-            self._cost.round_s + count * self._cost.of_run_token(len(drafts))
-        )
+        run_s = count * self._cost.of_run_token(len(drafts))
+        self.forward_s = self._slowness * (self._cost.round_s + run_s)
         runs = [self._run(draft, count) for draft in drafts]
         return [list(row) for row in zip(*runs, strict=True)]
 
@@ -200,16 +207,21 @@ class _RecordedForwards(Forwards):
         return [Guess(likeliest[0], likeliest) for likeliest in found]
 
     def _likeliest(self, draft: CachedDraft, further: list[int]) -> list[int]:
-        """The tokens that the draft model holds for the likeliest, the first of all first. Behind a wrong guess all are wrong."""
-        committed, guessed = draft.sequence.tokens, [*draft.guessed, *further]
+        """The draft model's likeliest next tokens, best first, behind its guesses and `further`.
+
+        All tokens behind a wrong guess are wrong.
+        """
+        committed = draft.sequence.tokens
+        guessed = [*draft.guessed, *further]
         text = self._world.text_of(committed, len(guessed) + 1)
         first = len(committed) - text.prompt_length
         at = first + len(guessed)
-        wrong = [_WRONG + i for i in range(4)]
+        likeliest = [_WRONG + i for i in range(4)]
         if text.tokens[first:at] != guessed:
-            return wrong
+            return likeliest
         recorded = text.guesses.get(self._name, "")[at : at + 1]
-        rank = 0 if recorded == RIGHT else int(recorded) if recorded.isdigit() else None
-        if rank is not None and rank < len(wrong):
-            wrong[rank] = text.tokens[at]
-        return wrong
+        if recorded == RIGHT:
+            likeliest[0] = text.tokens[at]
+        elif recorded.isdigit() and int(recorded) < len(likeliest):
+            likeliest[int(recorded)] = text.tokens[at]
+        return likeliest

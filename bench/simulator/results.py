@@ -1,4 +1,4 @@
-"""A simulation's results, as those of `outrider bench`: its tables, JSON, page and plots."""
+"""A simulation's results in the form of `outrider bench`: tables, JSON, page and plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from bench.simulator import costs
 from bench.simulator.scenario import Scenario
 from bench.simulator.simulation import Outcome, simulate
 
-PLAIN, DRAFTED = "simulated, plain", "simulated, drafted"
+PLAIN = "simulated, plain"
+DRAFTED = "simulated, drafted"
 _BASES = (PLAIN,)
 _COLUMNS = {
     "proposed": "proposed_tokens",
@@ -29,7 +30,7 @@ _COLUMNS = {
 
 
 def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
-    """Simulate everything that a scenario asks for; by requests under way and way of decoding."""
+    """Run all simulations of a scenario; the outcomes by requests under way and way of decoding."""
     found: dict[tuple[int, str], Outcome] = {}
     for load in scenario.loads:
         if scenario.baseline or not scenario.drafters:
@@ -40,7 +41,7 @@ def outcomes(scenario: Scenario) -> dict[tuple[int, str], Outcome]:
 
 
 def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[str, Any]:
-    """The JSON record: that of the bench, and each outcome's own figures."""
+    """The JSON record: the bench's record, and the figures of each outcome."""
     return {
         "machine": f"simulated; costs: {costs.load(scenario.costs).source}",
         "scenario": scenario.model_dump(
@@ -55,20 +56,23 @@ def record(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> dict[st
 
 
 def show(scenario: Scenario) -> dict[str, Any]:
-    """Simulate, print tables, and write what `out` asks for; returns the record."""
+    """Simulate, print tables, and write the files to the scenario's `out`; returns the record."""
     found = outcomes(scenario)
-    results, written = _results(scenario, found), record(scenario, found)
-    console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
+    results = _results(scenario, found)
+    written = record(scenario, found)
+    console = Console(record=True, width=None if sys.stdout.isatty() else 200)
     console.print(written["machine"], markup=False)
     for table in (*tables(results, _BASES), *_drafters(found)):
         console.print(table)
     for outcome in found.values():
-        for error in outcome.errors[:1]:
-            console.print(
-                f"{len(outcome.errors)} requests failed, the first one: {error}", markup=False
-            )
+        if outcome.errors:
+            count = len(outcome.errors)
+            message = f"{count} requests failed, the first one: {outcome.errors[0]}"
+            console.print(message, markup=False)
     if scenario.out is not None:
-        images = plot(results, _BASES) if find_spec("matplotlib") is not None else {}
+        images: dict[str, bytes] = {}
+        if find_spec("matplotlib") is not None:
+            images = plot(results, _BASES)
         for path in write(scenario.out, scenario.name, written, console, images):
             print(f"written: {path}")
     return written
@@ -83,14 +87,17 @@ def _results(scenario: Scenario, found: dict[tuple[int, str], Outcome]) -> Resul
 
 
 def _drafters(found: dict[tuple[int, str], Outcome]) -> Iterator[Table]:
-    """What became of each drafter's tokens."""
-    table = Table(title="drafters: tokens by what became of them")
-    for name in ("drafter", "batch", *_COLUMNS, "acceptance"):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
+    """A table of each drafter's tokens by their fate, if there were drafters."""
+    table = Table(title="drafters: tokens by result")
+    table.add_column("drafter")
+    for name in ("batch", *_COLUMNS, "acceptance"):
+        table.add_column(name, justify="right")
     for (load, _), outcome in found.items():
         for name, counters in sorted(outcome.drafters.items()):
             counts = [counters.get(counter, 0.0) for counter in _COLUMNS.values()]
-            share = f"{counts[-1] / counts[-2]:.3f}" if counts[-2] else "–"
+            accepted = counts[-1]
+            verified = counts[-2]
+            share = f"{accepted / verified:.3f}" if verified else "–"
             table.add_row(name, str(load), *(f"{count:.0f}" for count in counts), share)
     if table.row_count:
         yield table

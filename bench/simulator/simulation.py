@@ -1,4 +1,4 @@
-"""Runs one simulation from its beginning to its end and gathers its figures."""
+"""Runs one simulation and gathers its figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from bench.simulator.verifier import VerifierActor
 from bench.simulator.world import World
 from bench.ways import Sample, counter_key
 
-# After the simulated time, cancelled requests get so long to end.
+# Time for cancelled requests to end, after the simulated time.
 _DRAIN_S = 1000.0
-# A drafter whose verifier is new finds it after so long.
+# Time until a drafter connects to a verifier that came back.
 _RECONNECT_S = 1.0
 
 
@@ -35,6 +35,7 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
+        """The figures for a JSON record."""
         return {
             "tokens": self.sample.tokens,
             "seconds": self.sample.seconds,
@@ -46,7 +47,7 @@ class Outcome:
 
 
 class Simulation:
-    """A scenario with so many requests under way. Without drafting its drafters never join."""
+    """A scenario with `load` requests under way. Without `drafting` its drafters never join."""
 
     def __init__(
         self,
@@ -64,19 +65,22 @@ class Simulation:
         self._scenario = scenario
         self._verifier_type = verifier
         self._costs = costs.load(scenario.costs)
-        # Of each verifier, when what is measured began.
+        # The counters of each verifier when the measurement began.
         self._counted: dict[str, dict[str, float]] = {}
         self._processes: dict[str, Process] = {}
         self.redis_entries: dict[tuple[int, ...], list[int]] = {}
-        """What the Redis of the drafters holds."""
-        self._specs = {drafter.name: drafter for drafter in scenario.drafters} if drafting else {}
+        """The content of the drafters' Redis."""
+        self._specs: dict[str, DrafterSpec] = {}
+        if drafting:
+            self._specs = {drafter.name: drafter for drafter in scenario.drafters}
         for i in range(scenario.verifiers):
             self._start_verifier(f"verifier-{i + 1}")
         self.traffic = Traffic(self.events, scenario, load, self.world, self.verifiers, drafting)
 
     def run(self) -> Outcome:
-        """Simulate; raises RuntimeError if pages or sequences are lost."""
-        scenario, events = self._scenario, self.events
+        """Simulate the whole scenario; raises RuntimeError if pages or sequences are lost."""
+        scenario = self._scenario
+        events = self.events
         for spec in self._specs.values():
             events.at(spec.joins_at, partial(self._join, spec))
         self.traffic.on_measured = self._begin_measuring
@@ -94,10 +98,10 @@ class Simulation:
         return outcome
 
     def _begin_measuring(self) -> None:
-        """Let the schedule begin, and note what was counted until now."""
+        """Begin the schedule, and remember the counters so far."""
         began = self.traffic.began
         for event in self._scenario.schedule:
-            self.events.at(began + event.at, partial(self._happen, event))
+            self.events.at(began + event.at, partial(self._apply, event))
         if began > 0.0:
             self._counted = {
                 verifier.name: _counters(verifier)[0] for verifier in self.verifiers.values()
@@ -114,31 +118,35 @@ class Simulation:
         verifier = self.verifiers[spec.verifier]
         if verifier.serving:
             process = self._processes.setdefault(spec.process or spec.name, Process())
-            redis = (
-                None
-                if spec.redis_ms is None
-                else SimulatedRedis(spec.redis_ms / 1000, self.redis_entries)
-            )
+            redis = None
+            if spec.redis_ms is not None:
+                redis = SimulatedRedis(spec.redis_ms / 1000, self.redis_entries)
             self.drafters[spec.name] = DrafterActor(
                 self.events, spec, self._costs, self.world, verifier, process, redis
             )
 
-    def _happen(self, event: Event) -> None:
+    def _apply(self, event: Event) -> None:
         if event.who in self.verifiers:
-            if event.what == "leave":
-                self._lose_verifier(self.verifiers[event.who])
-            elif not self.verifiers[event.who].serving:
-                self._replace_verifier(event.who)
+            self._apply_to_verifier(event)
         elif event.who in self._specs:
-            drafter = (
-                self.drafters.pop(event.who, None)
-                if event.what == "leave"
-                else self.drafters.get(event.who)
-            )
-            if event.what == "join" and drafter is None:
+            self._apply_to_drafter(event)
+
+    def _apply_to_verifier(self, event: Event) -> None:
+        verifier = self.verifiers[event.who]
+        if event.what == "leave":
+            self._lose_verifier(verifier)
+        elif not verifier.serving:
+            self._replace_verifier(event.who)
+
+    def _apply_to_drafter(self, event: Event) -> None:
+        drafter = self.drafters.get(event.who)
+        if drafter is None:
+            if event.what == "join":
                 self._join(self._specs[event.who])
-            elif drafter is not None and event.what != "join":
-                drafter.suffer(event)
+        elif event.what != "join":
+            if event.what == "leave":
+                del self.drafters[event.who]
+            drafter.apply(event)
 
     def _lose_verifier(self, verifier: VerifierActor) -> None:
         verifier.stop()
@@ -154,17 +162,12 @@ class Simulation:
             if spec.verifier == name:
                 self.events.after(_RECONNECT_S, partial(self._join, spec))
 
-    # --- what came of it ---
+    # --- the outcome ---
 
     def _outcome(self) -> Outcome:
-        requests, began, end = self.traffic.measured, self.traffic.began, self._scenario.seconds
-        ended = [
-            request.received_at[-1][0]
-            for request in requests
-            if request.over and request.received_at
-        ]
-        if self.traffic.all_over and ended and self._scenario.arrivals != "poisson":
-            end = max(ended)
+        requests = self.traffic.measured
+        began = self.traffic.began
+        end = self._end()
         full_s = (self.traffic.full_until or end) - began
         outcome = Outcome(
             _sample(requests, began, end, full_s),
@@ -177,8 +180,9 @@ class Simulation:
             for name, value in self._counted.get(verifier.name, {}).items():
                 counters[name] -= value
             own = [request for request in requests if request.verifier is verifier]
-            outcome.by_verifier[verifier.name] = sample = _sample(own, began, end, full_s)
+            sample = _sample(own, began, end, full_s)
             sample.counters = counters
+            outcome.by_verifier[verifier.name] = sample
             _add(outcome.sample.counters, counters)
             for name, found in drafters.items():
                 _add(outcome.drafters.setdefault(name, {}), found)
@@ -186,15 +190,34 @@ class Simulation:
             outcome.drafters.setdefault(name, {})["busy_seconds"] = drafter.computed_s
         return outcome
 
+    def _end(self) -> float:
+        """When the measurement ended: with the last request if all have ended, else with the time.
+
+        More poisson arrivals could always come, so their measurement ends with the time.
+        """
+        ended = [
+            request.received_at[-1][0]
+            for request in self.traffic.measured
+            if request.over and request.received_at
+        ]
+        if self.traffic.all_over and ended and self._scenario.arrivals != "poisson":
+            return max(ended)
+        return self._scenario.seconds
+
 
 def _sample(requests: list[Request], began: float, end: float, full_s: float) -> Sample:
-    """What these requests got from `began` until `end`; times in it count from `began`."""
+    """The tokens and latencies of these requests from `began` until `end`.
+
+    Times in the sample count from `began`.
+    """
     sample = Sample(0, end - began, full_s=full_s)
     for request in requests:
         times = [(at, count) for at, count in request.received_at if at <= end]
         if not times:
             continue
-        first, last, count = times[0][0], times[-1][0], sum([count for _, count in times])
+        first = times[0][0]
+        last = times[-1][0]
+        count = sum([count for _, count in times])
         sample.tokens += count
         sample.ttft.append(first - request.sent_at)
         sample.tpot.append((last - first) / max(count - 1, 1))
@@ -203,7 +226,7 @@ def _sample(requests: list[Request], began: float, end: float, full_s: float) ->
 
 
 def _counters(verifier: VerifierActor) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """A verifier's counters, by the names that `bench.ways.counters` gives them; and each drafter's."""
+    """A verifier's counters and those of each drafter, by the names of `bench.ways.counter_key`."""
     counters: dict[str, float] = {}
     drafters: dict[str, dict[str, float]] = {}
     verifier.metrics.flush()
@@ -214,11 +237,10 @@ def _counters(verifier: VerifierActor) -> tuple[dict[str, float], dict[str, dict
                 continue
             _add(counters, {key: point.value})
             if "drafter" in point.labels:
-                position = point.labels.get("position")
-                _add(
-                    drafters.setdefault(point.labels["drafter"], {}),
-                    {f"{key}.{position}" if position else key: point.value},
-                )
+                if point.labels.get("position"):
+                    key = f"{key}.{point.labels['position']}"
+                own = drafters.setdefault(point.labels["drafter"], {})
+                _add(own, {key: point.value})
     return counters, drafters
 
 
@@ -228,8 +250,8 @@ def _add(sums: dict[str, float], values: dict[str, float]) -> None:
 
 
 def simulate(scenario: Scenario, load: int, *, drafting: bool = True) -> Outcome:
-    """Run a scenario with so many requests under way."""
-    # Looking for cycles takes an eighth of the time, and they are few.
+    """Run a scenario with `load` requests under way; raises RuntimeError as `Simulation.run`."""
+    # The search for reference cycles would take an eighth of the time, and finds few.
     collecting = gc.isenabled()
     gc.disable()
     try:

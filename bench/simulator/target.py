@@ -1,6 +1,7 @@
-"""The target of a simulated verifier: a forward takes the time that a cost table says, and what is true decides on drafts.
+"""The target of a simulated verifier: forwards take a cost table's time, the world accepts drafts.
 
-Stands in for `outrider.lm.runner.ModelRunner` and for `verifier_svc.verification.batch.DraftVerifier`; no logits are computed.
+It replaces `outrider.lm.runner.ModelRunner` and `verifier_svc.verification.batch.DraftVerifier`,
+and computes no logits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NO_LOGITS = torch.zeros(1, 1)
 
 
 class SimulatedTarget:
-    """Spends the time of forwards. Drafters on the target's own cores take theirs from it."""
+    """Spends the time of forwards. Drafters on the target's own cores make forwards longer."""
 
     vocab_size = VOCAB
     eos_token_ids: tuple[int, ...] = ()
@@ -35,17 +36,18 @@ class SimulatedTarget:
         self._random = random
         self._noise = noise
         self.lost_s = 0.0
-        """What forwards lost to drafters so far, in seconds."""
+        """Seconds that forwards have lost to drafters."""
         self._ends_at = 0.0
-        # Whether the forward in progress verifies drafts; and what forwards with and without drafts have still to pay.
+        # Whether the forward in progress verifies drafts, and the seconds that the next forwards
+        # with and without drafts will lose.
         self._drafted = False
         self._lost_s = {True: 0.0, False: 0.0}
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Spend the time of a forward; what is returned has no meaning."""
+        """Spend the time of a forward; the result has no meaning."""
         sequences = tokens = prompt_tokens = 0
         for part in slices:
-            # Behind a prompt's last token one token is drawn; all tokens of a decoding sequence are judged.
+            # Only the last token of a prompt has logits; all tokens of a decoding sequence do.
             sequences += part.logit_count > 0
             tokens += part.logit_count
             prompt_tokens += len(part.token_ids) - part.logit_count
@@ -54,23 +56,25 @@ class SimulatedTarget:
         if self._noise > 0.0:
             seconds *= 1.0 + self._noise * (2.0 * self._random.random() - 1.0)
         self._drafted = tokens > sequences
-        lost_s, self._lost_s[self._drafted] = min(self._lost_s[self._drafted], seconds), 0.0
+        lost_s = min(self._lost_s[self._drafted], seconds)
+        self._lost_s[self._drafted] = 0.0
         self.lost_s += lost_s
         self._events.spend(seconds + lost_s)
         self._ends_at = self._events.now
         return _NO_LOGITS
 
     def share_cores(self, seconds: float) -> None:
-        """A drafter takes so much from the cores from now on; what overlaps with this forward is added to the next one of its kind.
+        """Let a drafter compute for `seconds` from now on the target's cores.
 
-        This one's end is an event already. The planner must see those steps get slower that do so on a real machine: plain ones,
-        if drafters draft while these go on.
+        The time that overlaps with this forward makes the next forward of its kind longer, because
+        the end of this one is already an event. The kinds (with or without drafts) are separate, so
+        that the planner sees the same steps slow down as on a real machine.
         """
         self._lost_s[self._drafted] += max(0.0, min(seconds, self._ends_at - self._events.now))
 
 
 class SimulatedVerifier:
-    """Lets the part of each draft stand that is true, and spends the host's time for the step."""
+    """Accepts the part of each draft that agrees with its text, and spends the host's time."""
 
     thinking_ids: tuple[int, int] | None = None
 
@@ -82,17 +86,17 @@ class SimulatedVerifier:
     def verify(
         self, logits_RV: torch.Tensor, batch: Sequence[ScheduledSequence]
     ) -> list[Verified | OutriderError]:
-        """As `DraftVerifier.verify`, without looking at the logits."""
+        """As `DraftVerifier.verify`, but ignores the logits."""
         self._events.spend(self._costs.host_step_s + len(batch) * self._costs.host_sequence_s)
         return [self._verify(scheduled) if scheduled.samples else Verified() for scheduled in batch]
 
     def _verify(self, scheduled: ScheduledSequence) -> Verified:
-        tokens, drafted = scheduled.sequence.tokens, scheduled.path.token_ids
+        tokens = scheduled.sequence.tokens
+        drafted = scheduled.path.token_ids
         text = self._world.text_of(tokens, len(drafted) + 1)
         first = len(tokens) - text.prompt_length
         accepted = 0
         while accepted < len(drafted) and drafted[accepted] == text.tokens[first + accepted]:
             accepted += 1
-        return Verified(
-            AcceptResult(accepted, text.tokens[first + accepted]), AcceptanceRule.GREEDY
-        )
+        result = AcceptResult(accepted, text.tokens[first + accepted])
+        return Verified(result, AcceptanceRule.GREEDY)

@@ -1,8 +1,9 @@
-"""The clients of a simulation: who asks for what when, of which verifier, and what they got."""
+"""The clients of a simulation: they send requests to verifiers and collect the answers."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,51 +28,55 @@ class RecordedRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     time: float = Field(0.0, ge=0)
-    """Seconds at which it comes; has no meaning with closed arrivals."""
+    """When the request comes, in seconds; closed arrivals ignore it."""
     prompt_tokens: int = Field(ge=1)
     output_tokens: int = Field(ge=1)
     kind: str = ""
     guesses: dict[str, Annotated[str, StringConstraints(pattern=r"^[+.1-9-]*$")]] = Field(
         default_factory=dict
     )
-    """By drafter, a character for each token of the output: + where the drafter guesses it behind the tokens before it, - where
-    it guesses another one (or 1 to 9 where the token is that alternative to its guess, for `drafts_by: model`), and . where it has
-    no guess. Such a drafter's acceptance has no meaning."""
+    """By drafter, one character for each token of the output, given the tokens before it: + if the
+    drafter guesses the token, - if it guesses another one, 1 to 9 if the token is that alternative
+    to its guess (for `drafts_by: model`), and . if it has no guess. The scenario's acceptance of
+    such a drafter is ignored."""
     prompt_ids: list[int] = Field(default_factory=list)
-    """The prompt's tokens; drafters that look up need them and the next."""
+    """The prompt's tokens. Drafters that look up need these and `output_ids`."""
     output_ids: list[int] = Field(default_factory=list)
-    """The target's tokens behind the prompt. They may be more than `output_tokens`, so that drafts beyond the end are known."""
+    """The target's tokens behind the prompt. There may be more than `output_tokens`, for drafts
+    beyond the end."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.prompt_ids and len(self.prompt_ids) != self.prompt_tokens:
-            raise ValueError(
-                f"prompt_ids must be {self.prompt_tokens}, as prompt_tokens says, not {len(self.prompt_ids)}"
-            )
-        if self.prompt_ids and len(self.output_ids) < self.output_tokens:
-            raise ValueError(
-                f"output_ids must be at least {self.output_tokens}, as output_tokens says"
-            )
+        wanted = self.prompt_tokens
+        found = len(self.prompt_ids)
+        if found and found != wanted:
+            raise ValueError(f"prompt_ids must be {wanted}, as prompt_tokens says, not {found}")
+        if found and len(self.output_ids) < self.output_tokens:
+            wanted = self.output_tokens
+            raise ValueError(f"output_ids must be at least {wanted}, as output_tokens says")
         return self
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One client's request and what came of it. Times are in seconds."""
+    """One client's request and its answer. Times are in seconds."""
 
     text: Text
     sent_at: float
     verifier: VerifierActor
     received: list[int] = field(default_factory=list)
     received_at: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many."""
+    """When tokens arrived, and how many."""
     sequence: Sequence | None = None
     error: OutriderError | None = None
     over: bool = False
 
 
 class Traffic:
-    """Sends requests to the verifier that has the fewest, by the scenario's law."""
+    """Sends requests by the scenario's arrivals, each to the verifier with the fewest requests.
+
+    Closed arrivals keep `load` requests under way. `speculates` is whether requests use drafters.
+    """
 
     def __init__(
         self,
@@ -82,11 +87,10 @@ class Traffic:
         verifiers: dict[str, VerifierActor],
         speculates: bool,
     ) -> None:
-        """`load` requests are kept under way where arrivals are closed; drafters are used only if it `speculates`."""
         self.requests: list[Request] = []
         self.resubmitted_count = 0
         self.full_until = 0.0
-        """Until when as many requests were under way as there should be."""
+        """When fewer than `load` requests were under way for the first time; 0 before that."""
         self._events = events
         self._scenario = scenario
         self._load = load
@@ -97,21 +101,21 @@ class Traffic:
         self._lengths = world.random("lengths")
         # The marks of recorded prompts: equal prompts have equal marks.
         self._marks: dict[tuple[int, ...], int] = {}
-        self._recording = (
-            [] if scenario.recording is None else [*read_recording(scenario.recording)]
-        )
+        self._recording: list[RecordedRequest] = []
+        if scenario.recording is not None:
+            self._recording = list(read_recording(scenario.recording))
         self._warm_up = min(scenario.warm_up, len(self._recording))
-        # Clients that wait for the end of the warming up.
+        # Clients that wait for the end of the warm-up.
         self._waiting = 0
         self.on_measured: Callable[[], object] = lambda: None
-        """Called when the first request that is measured is about to be sent."""
+        """Called before the first measured request is sent."""
         self.began = 0.0
-        """When that was."""
+        """When the measurement began."""
         self._latency_s = scenario.client_ms / 1000
         self._stopped = False
 
     def begin(self) -> None:
-        """Let the first requests come."""
+        """Send the first requests."""
         if self._warm_up:
             for _ in range(self._load):
                 self._warm()
@@ -120,11 +124,14 @@ class Traffic:
 
     @property
     def measured(self) -> list[Request]:
-        """The requests behind those that warm up."""
+        """The requests after the warm-up."""
         return self.requests[self._warm_up :]
 
     def _warm(self) -> None:
-        """A client sends the next request that warms up, or waits for the others; the last one begins what is measured."""
+        """Send a client's next warm-up request.
+
+        If there is none, the client waits, and the last client to wait begins the measurement.
+        """
         if len(self.requests) < self._warm_up:
             self._send(self._text())
             return
@@ -148,14 +155,14 @@ class Traffic:
             self._poisson()
 
     def stop(self) -> None:
-        """Send no more, and give up what is under way."""
+        """Send no more requests, and cancel those under way."""
         self._stopped = True
         for request in self.requests:
             if not request.over:
                 self._cancel(request)
 
     def move_from(self, verifier: VerifierActor) -> None:
-        """A verifier is gone: its requests go to others, which continue them."""
+        """Resubmit the requests of a lost verifier to the others, which continue them."""
         for request in self.requests:
             if request.verifier is verifier and not request.over:
                 self.resubmitted_count += 1
@@ -163,15 +170,17 @@ class Traffic:
 
     @property
     def all_over(self) -> bool:
+        """Whether all requests sent so far have ended."""
         return all(request.over for request in self.requests)
 
     # --- new requests ---
 
     def _next(self) -> None:
-        """A client of closed arrivals sends its next request, if there is one."""
-        waves = self._scenario.waves
-        total = len(self._recording) or (None if waves is None else waves * self._load)
-        if total is None or len(self.requests) < total:
+        """Send the next request of closed arrivals, if there is one."""
+        total: float = len(self._recording)
+        if total == 0:
+            total = (self._scenario.waves or math.inf) * self._load
+        if len(self.requests) < total:
             self._send(self._text())
         elif self.full_until == 0.0:
             self.full_until = self._events.now
@@ -185,13 +194,12 @@ class Traffic:
             self._poisson()
 
     def _text(self) -> Text:
-        scenario, number = self._scenario, next(self._numbers)
+        scenario = self._scenario
+        number = next(self._numbers)
         if self._recording:
             return self._recorded_text(number, self._recording[number])
-        prompt, output = (
-            self._lengths.randint(law[0], law[-1])
-            for law in (scenario.prompt_tokens, scenario.output_tokens)
-        )
+        prompt = self._lengths.randint(scenario.prompt_tokens[0], scenario.prompt_tokens[-1])
+        output = self._lengths.randint(scenario.output_tokens[0], scenario.output_tokens[-1])
         return Text(number, scenario.kinds[number % len(scenario.kinds)], prompt, output)
 
     def _recorded_text(self, number: int, recorded: RecordedRequest) -> Text:
@@ -227,9 +235,11 @@ class Traffic:
     # --- one request ---
 
     def _submit(self, request: Request) -> None:
-        """Have a verifier write what is missing."""
-        text, received = request.text, request.received
-        verifier = request.verifier = self._least_loaded()
+        """Submit the rest of a request to the least loaded verifier."""
+        text = request.text
+        received = request.received
+        verifier = self._least_loaded()
+        request.verifier = verifier
         verifier.open_requests += 1
         wanted = TokenRequest(
             [*text.prompt, *received],
@@ -250,7 +260,7 @@ class Traffic:
     def _sink(
         self, request: Request, verifier: VerifierActor
     ) -> Callable[[TokenChunk | OutriderError], None]:
-        def hear(message: TokenChunk | OutriderError) -> None:
+        def receive(message: TokenChunk | OutriderError) -> None:
             if request.over or request.verifier is not verifier:
                 return
             arrival = self._events.now + self._latency_s
@@ -263,7 +273,7 @@ class Traffic:
             if message.finish_reason is not None:
                 self._events.at(arrival, lambda: self._end(request))
 
-        return hear
+        return receive
 
     def _end(self, request: Request) -> None:
         request.over = True
@@ -282,12 +292,12 @@ class Traffic:
             if request.sequence is not None:
                 request.verifier.engine.cancel(request.sequence)
 
-        # Behind its submission, which may be under way.
+        # The submission may be under way; this arrives after it.
         self._events.after(self._latency_s, lambda: request.verifier.post(cancel))
 
 
 def read_recording(path: Path) -> Iterator[RecordedRequest]:
-    """The requests of a file; raises ValueError, which names the line, for what is none."""
+    """Read the requests of a file; raises ValueError that names the line of an invalid one."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
             try:

@@ -18,13 +18,13 @@ from verifier_svc.metrics import Metrics
 
 _PAGE_SIZE = 16
 _TRIAL_CONTEXT = 128
-# Trial forwards take place so long before a verifier serves.
+# Trial forwards run this long before a verifier serves.
 _WARM_UP_S = 1000.0
 OWN_CORES = frozenset({0})
 
 
 class VerifierActor:
-    """Calls `Engine.advance` when it is due: at once after a step, after a wait, and when something is posted."""
+    """Calls `Engine.advance` when it is due: after a step, after a wait, and for posted work."""
 
     def __init__(
         self, events: Events, name: str, scenario: Scenario, costs: Costs, world: World
@@ -43,7 +43,7 @@ class VerifierActor:
             self._deliver,
             self.metrics,
             Limits(
-                depth=DraftTokensPolicy.parse(scenario.draft_tokens),
+                draft_tokens_policy=DraftTokensPolicy.parse(scenario.draft_tokens),
                 max_batch_tokens=scenario.max_batch_tokens,
                 max_sequences=scenario.max_sequences,
                 max_waiting=1_000_000,
@@ -55,7 +55,7 @@ class VerifierActor:
         )
         self._events = events
         self._busy_until = 0.0
-        # When to advance next, and a number that makes earlier appointments void.
+        # When to advance next, and the number of that appointment; earlier ones are void.
         self._due = float("inf")
         self._appointment = 0
         started = events.now
@@ -64,13 +64,13 @@ class VerifierActor:
         events.now = started
 
     def post(self, work: Callable[[], object]) -> None:
-        """Hand work to the engine, which does it before its next step."""
+        """Post work to the engine, which runs it before its next step."""
         if self.serving:
             self.engine.post(work)
             self._advance_at(max(self._events.now, self._busy_until))
 
     def stop(self) -> None:
-        """Leave without a word."""
+        """Vanish, without a message to anyone."""
         self.serving = False
 
     def _advance_at(self, time: float) -> None:
@@ -94,7 +94,7 @@ class VerifierActor:
             sink(message)
 
     def check_idle(self) -> None:
-        """Raise RuntimeError unless every sequence is over and every page free."""
+        """Raise RuntimeError unless every sequence has ended and every page is free."""
         if self.engine.sequences:
             raise RuntimeError(f"{self.name} still has {len(self.engine.sequences)} sequences")
         if self.pool.used_count:

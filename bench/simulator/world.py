@@ -1,7 +1,8 @@
-"""The truth of a simulation: the text of each request, how hard it is, and which tokens each drafter would guess.
+"""A simulation's ground truth: each request's text, its hard stretches, and the drafters' luck.
 
-Every draw comes from a generator that is named by seed, drafter and text, and stands for one position of that text. So nothing
-depends on the order in which things happen, and two ways of decoding meet the same luck.
+Each draw comes from a generator named by seed, drafter and text, and belongs to one position of
+that text. So no draw depends on the order of events, and plain and drafted decoding get the same
+draws.
 """
 
 from __future__ import annotations
@@ -11,40 +12,47 @@ from dataclasses import dataclass, field
 from random import Random
 
 VOCAB = 256
-# Recorded prompts begin with a token from here on, which tells the text and is no model's.
+# Recorded prompts begin with a token from here on, which identifies the text. No model has it.
 FIRST_MARK = 2**31
-# Recorded guesses: the true token, or none. All else is a wrong token.
-RIGHT, NO_GUESS = "+", "."
+# Recorded guesses: the true token, or no guess. All other characters are wrong tokens.
+RIGHT = "+"
+NO_GUESS = "."
 _CHUNK = 128
 
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """The target's text for one request. `number` is the first token of its prompt too, so that a sequence tells its text."""
+    """The target's text for one request.
+
+    `number` is also the first token of the prompt, so that a sequence identifies its text.
+    """
 
     number: int
     kind: str
     prompt_length: int
     output_length: int
     guesses: Mapping[str, str] = field(default_factory=dict)
-    """Recorded guesses by drafter, one character for each token of the output, as in a recording."""
+    """Recorded guesses by drafter, one character for each output token, as in a recording."""
     tokens: list[int] = field(default_factory=list)
     """The text behind the prompt."""
     hard: list[bool] = field(default_factory=list)
     """Whether each of `tokens` lies in a hard stretch."""
     prompt_ids: list[int] = field(default_factory=list)
-    """The prompt's tokens where they were recorded. The first one gives way to `number`."""
+    """The prompt's tokens if they were recorded. `number` replaces the first one."""
 
     @property
     def prompt(self) -> list[int]:
+        """The prompt's tokens; zeros if they were not recorded."""
         return [self.number, *(self.prompt_ids[1:] or [0] * (self.prompt_length - 1))]
 
 
 class World:
-    """The texts of one simulation and the drafters' luck with them."""
+    """The texts of one simulation and the drafters' luck with them.
+
+    Hard stretches are `hard_share` of each text and have `stretch_tokens` tokens on average.
+    """
 
     def __init__(self, seed: int, hard_share: float = 0.0, stretch_tokens: float = 32.0) -> None:
-        """Hard stretches are `hard_share` of each text and last for `stretch_tokens` tokens on average."""
         self._seed = seed
         self._hard_share = hard_share
         self._stretch_tokens = stretch_tokens
@@ -53,15 +61,16 @@ class World:
         self._draws: dict[tuple[str, int], tuple[Random, list[float]]] = {}
 
     def random(self, *names: object) -> Random:
-        """A generator of its own for these names."""
+        """A generator for these names; equal names give equal draws."""
         return Random("/".join(map(str, (self._seed, *names))))
 
     def add(self, text: Text) -> None:
+        """Add a request's text."""
         self._texts[text.number] = text
         self._writers[text.number] = self.random("text", text.number)
 
     def text_of(self, tokens: list[int], ahead: int) -> Text:
-        """The text that these tokens, prompt first, are the beginning of; written for at least `ahead` tokens more."""
+        """The text that begins with `tokens`, prompt first, written at least `ahead` tokens on."""
         text = self._texts[tokens[0]]
         while len(text.tokens) < len(tokens) - text.prompt_length + ahead:
             self._write(text)
@@ -70,24 +79,28 @@ class World:
     def _write(self, text: Text) -> None:
         draw = self._writers[text.number]
         text.tokens += draw.choices(range(VOCAB), k=_CHUNK)
-        share, stretch = self._hard_share, self._stretch_tokens
+        share = self._hard_share
         if share <= 0.0:
             text.hard += [False] * _CHUNK
             return
+        # A Markov chain of two states whose exit probabilities give the wanted length and share.
+        leave_hard = 1.0 / self._stretch_tokens
+        leave_easy = share / max(1.0 - share, 1e-9) / self._stretch_tokens
         for _ in range(_CHUNK):
-            # A Markov chain of two states: it is left so often that hard stretches last and are as frequent as they should.
-            now = text.hard[-1] if text.hard else draw.random() < share
-            leave = 1.0 / stretch if now else share / max(1.0 - share, 1e-9) / stretch
-            text.hard.append(now != (draw.random() < leave))
+            is_hard = text.hard[-1] if text.hard else draw.random() < share
+            leave = leave_hard if is_hard else leave_easy
+            text.hard.append(is_hard != (draw.random() < leave))
 
     def luck(self, drafter: str, text: Text, index: int) -> float:
-        """A number from 0 to 1: the drafter knows the token at `index` behind the prompt if its acceptance there is greater."""
-        found = self._draws.get((drafter, text.number))
+        """The drafter's number in [0, 1) for the token at `index` behind the prompt.
+
+        The drafter knows the token if its acceptance there is greater.
+        """
+        key = (drafter, text.number)
+        found = self._draws.get(key)
         if found is None:
-            found = self._draws[drafter, text.number] = (
-                self.random("drafter", drafter, text.number),
-                [],
-            )
+            found = (self.random("drafter", *key), [])
+            self._draws[key] = found
         draw, numbers = found
         while len(numbers) <= index:
             numbers += [draw.random() for _ in range(_CHUNK)]

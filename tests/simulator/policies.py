@@ -1,4 +1,4 @@
-"""Scenarios that speculation is judged by, and what they bring beside plain decoding."""
+"""Scenarios that judge the speculation policy by its speed relative to plain decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCHES = (1, 8, 32, 128)
 
 @cache
 def _plain(given: str) -> float:
-    """tokens/s without drafters, with settings as JSON."""
+    """tokens/s without drafters; `given` are the scenario's settings as JSON."""
     scenario = Scenario.model_validate_json(given)
     return simulate(scenario, scenario.sequences[0], drafting=False).sample.tokens_per_s
 
@@ -26,9 +26,9 @@ def speed(
     schedule: list[dict[str, Any]] | None = None,
     **more: Any,
 ) -> float:
-    """tokens/s with these drafters over those of plain decoding, in virtual time.
+    """tokens/s with these drafters divided by those of plain decoding, in virtual time.
 
-    `more` are settings of the scenario, by which plain decoding is simulated as well.
+    `more` are settings of the scenario; both simulations have them.
     """
     given = {"costs": "assumed-gpu", "seconds": seconds, "sequences": [batch], **more}
     scenario = Scenario.model_validate({**given, "drafters": drafters, "schedule": schedule or []})

@@ -1,4 +1,7 @@
-"""What speculation may cost at most and must bring at least, by simulation: exact, since nothing in it is noisy."""
+"""The bounds of speculation, by simulation: its greatest cost and its least gain.
+
+The results are exact, because the scenarios have no noise.
+"""
 
 from typing import Any
 
@@ -59,7 +62,7 @@ def test_the_better_of_two_drafters_is_chosen(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_a_drafter_that_mostly_has_no_draft_is_never_a_loss(batch: int) -> None:
-    """As n-gram lookups over a network: in nine of ten places they find nothing."""
+    """It is like n-gram lookups over a network, nine tenths of which find nothing."""
     lookups = {
         "name": "d",
         "acceptance": [0.9, 0.85, 0.8],

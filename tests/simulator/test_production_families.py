@@ -1,4 +1,4 @@
-"""The production families in virtual time: real tokens to look up, a draft model's alternatives, processes that are shared."""
+"""The production families in virtual time: lookups, a draft model's branches, shared processes."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,14 @@ PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
 def outcome_of(
     tmp_path: Path, requests: list[dict[str, Any]], drafter: dict[str, Any], **more: Any
 ) -> Outcome:
+    """Simulate recorded requests one after the other, with one drafter."""
     return simulate(scenario_of(tmp_path, requests, [drafter], **more), 1)
 
 
 def scenario_of(
     tmp_path: Path, requests: list[dict[str, Any]], drafters: list[dict[str, Any]], **more: Any
 ) -> Scenario:
+    """A scenario of recorded requests and these drafters."""
     recording = tmp_path / "requests.jsonl"
     recording.write_text("\n".join(map(json.dumps, requests)))
     given = {
@@ -33,6 +35,7 @@ def scenario_of(
 
 
 def text(prompt: list[int], output: list[int], **guesses: str) -> dict[str, Any]:
+    """A recorded request, with tokens beyond its end."""
     tail = list(range(5000, 5032))
     sizes = {"prompt_tokens": len(prompt), "output_tokens": len(output)}
     return {**sizes, "prompt_ids": prompt, "output_ids": output + tail, "guesses": guesses}
@@ -69,7 +72,7 @@ def test_a_redis_that_is_too_far_away_finds_nothing(tmp_path: Path) -> None:
 
 def test_a_draft_models_alternatives_are_branches_that_hit(tmp_path: Path) -> None:
     output = list(range(1000, 1192))
-    # One guess in four is wrong, and in the one case the true token is the first alternative to it.
+    # One guess in four is wrong. With "1" the true token is the first alternative to that guess.
     wrong = outcome_of(tmp_path, [text([1, 2, 3], output, model="+++-" * 60)], MODEL)
     second = outcome_of(tmp_path, [text([1, 2, 3], output, model="+++1" * 60)], MODEL)
     assert wrong.sample.counters.get("draft_lookups.branch", 0.0) == 0.0
@@ -86,14 +89,14 @@ def test_connections_of_one_process_share_its_forwards(tmp_path: Path) -> None:
         drafters = [
             {**slow, **more, "name": f"model-{i}", "verifier": f"verifier-{i}"} for i in (1, 2)
         ]
-        simulation = Simulation(
-            scenario_of(tmp_path, requests, drafters, verifiers=2, sequences=[2]), 2
-        )
+        scenario = scenario_of(tmp_path, requests, drafters, verifiers=2, sequences=[2])
+        simulation = Simulation(scenario, 2)
         assert simulation.run().sample.tokens == 2 * 96
         return [actor.computed_s for actor in simulation.drafters.values()]
 
-    apart, together = forwards(), forwards(process="one")
-    # Each connection is told of all forwards of its process, and one forward serves both.
+    apart = forwards()
+    together = forwards(process="one")
+    # Each connection counts all forwards of its process, and one forward serves both.
     assert together[0] == together[1]
     assert max(apart) < together[0] < sum(apart)
 
@@ -103,12 +106,8 @@ def test_warm_up_requests_are_not_measured(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, requests, LOOKUP, warm_up=1)
     assert (outcome.request_count, outcome.sample.tokens) == (1, 32)
     assert outcome.sample.counters["generation_tokens"] == 32
-    assert (
-        0.0
-        < outcome.sample.requests[0][0]
-        < outcome.sample.requests[0][1]
-        == outcome.sample.seconds
-    )
+    [(first, last, _)] = outcome.sample.requests
+    assert 0.0 < first < last == outcome.sample.seconds
 
 
 def test_the_schedule_begins_with_what_is_measured(tmp_path: Path) -> None:

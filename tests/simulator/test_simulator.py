@@ -1,4 +1,4 @@
-"""The simulator: the same scenario gives the same bytes, time flows forward, and nothing is lost."""
+"""The simulator: equal scenarios give equal bytes, time goes forward, and nothing is lost."""
 
 import os
 import subprocess
@@ -25,28 +25,29 @@ DRAFTERS = [
 
 
 def scenario(**more: object) -> Scenario:
-    return Scenario.model_validate(
-        {"costs": "assumed-gpu", "seconds": 2.0, "sequences": [4], "drafters": DRAFTERS, **more}
-    )
+    """Two seconds of four requests and two drafters, with `more` settings."""
+    given = {"costs": "assumed-gpu", "seconds": 2.0, "sequences": [4], "drafters": DRAFTERS}
+    return Scenario.model_validate({**given, **more})
 
 
 def test_two_runs_give_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
     settings = tmp_path / "scenario.yaml"
     settings.write_text(
-        "costs: assumed-gpu\nseconds: 2\nsequences: [1, 4]\nnoise: 0.05\nhard_share: 0.2\ndrafters:\n"
-        "- {name: good, acceptance: 0.8, hard_acceptance: 0.2, jitter_ms: 1}\n- {name: poor, acceptance: [0.5, 0.3]}\n"
+        "costs: assumed-gpu\n"
+        "seconds: 2\n"
+        "sequences: [1, 4]\n"
+        "noise: 0.05\n"
+        "hard_share: 0.2\n"
+        "drafters:\n"
+        "- {name: good, acceptance: 0.8, hard_acceptance: 0.2, jitter_ms: 1}\n"
+        "- {name: poor, acceptance: [0.5, 0.3]}\n"
     )
     written = []
     for seed in ("0", "1"):
         out = tmp_path / seed
         command = [sys.executable, "-m", "bench.simulator", str(settings), "--out", str(out)]
-        subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         written.append((out / "simulation.json").read_bytes())
     assert written[0] == written[1]
 
@@ -69,7 +70,8 @@ def test_each_actors_time_flows_forward(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_link_keeps_the_order_and_shares_its_bandwidth() -> None:
-    events, arrived = Events(), []
+    events = Events()
+    arrived = []
     link = Link(events, Random(0), latency_s=0.010, jitter_s=0.005, bytes_per_s=1000.0)
     for number in range(50):
         link.send(10, lambda number=number: arrived.append((number, events.now)))  # type: ignore[misc]
@@ -79,8 +81,9 @@ def test_a_link_keeps_the_order_and_shares_its_bandwidth() -> None:
     assert 0.510 <= arrived[-1][1] <= 0.515
 
 
-def test_what_is_sent_before_a_link_gets_shorter_still_comes_first() -> None:
-    events, arrived = Events(), []
+def test_a_link_that_gets_shorter_still_delivers_in_order() -> None:
+    events = Events()
+    arrived = []
     link = Link(events, Random(0), latency_s=1.0)
     link.send(0, lambda: arrived.append("first"))
     link.latency_s = 0.1
@@ -98,24 +101,18 @@ def test_no_event_may_lie_in_the_past() -> None:
 
 @pytest.mark.parametrize("rate", [0.3, 0.7])
 def test_a_chain_is_accepted_as_often_as_the_scenario_says(rate: float) -> None:
-    outcome = simulate(
-        scenario(
-            seconds=20.0, draft_tokens="fixed:1", drafters=[{"name": "d", "acceptance": rate}]
-        ),
-        4,
-    )
+    drafters = [{"name": "d", "acceptance": rate}]
+    outcome = simulate(scenario(seconds=20.0, draft_tokens="fixed:1", drafters=drafters), 4)
     counts = outcome.drafters["d"]
-    drafted, accepted = (
-        counts["spec_decode_num_draft_tokens"],
-        counts["spec_decode_num_accepted_tokens"],
-    )
+    drafted = counts["spec_decode_num_draft_tokens"]
+    accepted = counts["spec_decode_num_accepted_tokens"]
     assert drafted > 1000
     # Five standard deviations.
     assert abs(accepted / drafted - rate) < 5 * sqrt(rate * (1 - rate) / drafted)
 
 
 def test_all_requests_of_two_waves_are_answered_in_full() -> None:
-    """At its end a simulation raises if a page or a sequence is lost."""
+    """The simulation itself raises at its end if a page or a sequence is lost."""
     outcome = simulate(scenario(seconds=60.0, waves=2), 4)
     assert (outcome.request_count, outcome.sample.tokens, outcome.errors) == (8, 8 * 128, [])
 
@@ -133,26 +130,21 @@ def test_requests_of_a_verifier_that_leaves_are_finished_by_another() -> None:
 
 def test_a_drafter_that_hangs_is_not_waited_for_and_comes_back() -> None:
     drafters = [{"name": "d", "acceptance": 0.8}]
-    hung = simulate(
-        scenario(
-            drafters=drafters, schedule=[{"at": 0.5, "who": "d", "what": "hang", "seconds": 1.0}]
-        ),
-        4,
-    )
+    schedule = [{"at": 0.5, "who": "d", "what": "hang", "seconds": 1.0}]
+    hung = simulate(scenario(drafters=drafters, schedule=schedule), 4)
     well = simulate(scenario(drafters=drafters), 4)
     assert 0 < hung.drafters["d"]["proposed_tokens"] < well.drafters["d"]["proposed_tokens"]
 
 
-def test_plain_decoding_takes_what_the_table_says() -> None:
+def test_plain_decoding_takes_the_time_of_the_cost_table() -> None:
     costs = load("assumed-gpu")
-    outcome = simulate(
-        scenario(prompt_tokens=[1], waves=1, client_ms=0, seconds=60.0), 4, drafting=False
-    )
+    settings = scenario(prompt_tokens=[1], waves=1, client_ms=0, seconds=60.0)
+    outcome = simulate(settings, 4, drafting=False)
     step_s = costs.forward_s(4, 4) + costs.host_step_s + 4 * costs.host_sequence_s
     assert outcome.sample.seconds == pytest.approx(128 * step_s, rel=0.02)
 
 
-def test_recorded_requests_come_when_they_came(tmp_path: Path) -> None:
+def test_recorded_requests_come_at_their_recorded_times(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     recording.write_text(
         '{"time": 0.25, "prompt_tokens": 8, "output_tokens": 3}\n'
@@ -167,7 +159,7 @@ def test_recorded_requests_come_when_they_came(tmp_path: Path) -> None:
     assert outcome.errors == []
 
 
-def test_recorded_requests_are_sent_in_turn_while_so_many_are_under_way(tmp_path: Path) -> None:
+def test_closed_arrivals_send_recorded_requests_in_turn(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     lengths = [3, 5, 4, 6, 2]
     recording.write_text(
@@ -188,23 +180,20 @@ def test_recorded_guesses_decide_what_a_drafter_drafts(tmp_path: Path, guess: st
         f'{{"prompt_tokens": 8, "output_tokens": 200, "guesses": {{"good": "{200 * guess}"}}}}\n'
     )
     drafters = [{"name": "good", "acceptance": 0.5}]
-    outcome = simulate(
-        scenario(recording=str(recording), drafters=drafters, seconds=60.0), 1, drafting=True
-    )
+    outcome = simulate(scenario(recording=str(recording), drafters=drafters, seconds=60.0), 1)
     counters = outcome.sample.counters
-    drafted, accepted = (
-        counters.get(f"spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted")
-    )
+    drafted = counters.get("spec_decode_num_draft_tokens", 0)
+    accepted = counters.get("spec_decode_num_accepted_tokens", 0)
     if guess == "+":
         assert accepted == drafted > 100
     else:
-        # It does not pay, so it is only probed; and one that has no guess proposes nothing even then.
+        # It does not pay, so it only gets probes. Without a guess it does not answer these either.
         assert accepted == 0
         assert drafted < 20
         assert (counters.get("proposed_tokens", 0) > 0) == (guess == "-")
 
 
-def test_a_line_of_a_recording_with_an_unknown_guess_is_named(tmp_path: Path) -> None:
+def test_a_recording_with_an_unknown_guess_is_refused_by_line(tmp_path: Path) -> None:
     recording = tmp_path / "requests.jsonl"
     recording.write_text('{"prompt_tokens": 8, "output_tokens": 2, "guesses": {"good": "+x"}}\n')
     with pytest.raises(ValueError, match=r"(?s)recording: line 1 of .*guesses"):
@@ -214,7 +203,7 @@ def test_a_line_of_a_recording_with_an_unknown_guess_is_named(tmp_path: Path) ->
 def test_drafting_that_interferes_makes_forwards_longer() -> None:
     def forward_s(interference: float) -> float:
         drafters = [{"name": "near", "acceptance": 0.8, "interference": interference}]
-        counters = simulate(scenario(drafters=drafters), 4, drafting=True).sample.counters
+        counters = simulate(scenario(drafters=drafters), 4).sample.counters
         return counters["step_phase_seconds.forward"] / counters["step_seconds_count"]
 
     assert forward_s(0.5) > 1.01 * forward_s(0.0)
@@ -249,6 +238,8 @@ def test_drafting_that_interferes_makes_forwards_longer() -> None:
         ({"drafters": [{"name": "d", "interference": 1.5}]}, "less than or equal to 1"),
     ],
 )
-def test_what_is_wrong_with_a_scenario_is_named(given: dict[str, object], complaint: str) -> None:
+def test_an_invalid_scenario_is_refused_by_setting(
+    given: dict[str, object], complaint: str
+) -> None:
     with pytest.raises(ValidationError, match=complaint):
         scenario(**given)

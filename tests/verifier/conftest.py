@@ -1,4 +1,4 @@
-"""Makes the fakes beside the tests importable, and gives each of the processes that these tests run in one core."""
+"""Makes the fakes beside the tests importable, and limits each test process to one core."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,11 @@
-"""A model small enough to enumerate: its logits are a table over the last two tokens, which it reads from its paged cache."""
+"""Fakes: a table model small enough to enumerate, a client, and a drafter that tests script."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from prometheus_client import generate_latest
 
 from outrider.clock import Clock, monotonic
 from outrider.errors import OutriderError
@@ -19,10 +21,14 @@ from verifier_svc.state.drafter import Drafter
 
 VOCAB = 8
 EOS = 7
+Positions = npt.NDArray[np.int64]
 
 
 class TableModel:
-    """Logits [V, V, V] by the last two tokens. What it knows of earlier tokens is what lies in the pages it is given."""
+    """Looks up its logits in a table [V, V, V] by the last two tokens.
+
+    It reads earlier tokens only from its paged cache, so a wrong page gives wrong logits.
+    """
 
     vocab_size = VOCAB
     eos_token_ids = (EOS,)
@@ -30,37 +36,37 @@ class TableModel:
     def __init__(
         self, page_count: int, page_size: int, seed: int = 0, eos_bias: float = -1.0
     ) -> None:
-        self.table = (
-            torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
-        )
+        generator = torch.Generator().manual_seed(seed)
+        self.table = 2 * torch.randn(VOCAB, VOCAB, VOCAB, generator=generator)
         self.table[:, :, EOS] += eos_bias
         self.cache = np.full((page_count, page_size), -1)
         self.page_size = page_size
         self.forward_count = 0
         self.broken: Callable[[Sequence[SequenceSlice]], None] = lambda slices: None
+        """Called at the beginning of each forward; tests replace it to fail, sleep or watch."""
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Write the tokens to their pages; returns logits [R, V] as `LanguageModel.forward`."""
         self.forward_count += 1
         self.broken(slices)
         rows = []
         for part in slices:
             positions = np.arange(part.start, part.start + len(part.token_ids))
-            pages = np.array(part.pages)
-            self.cache[pages[positions // self.page_size], positions % self.page_size] = (
-                part.token_ids
-            )
+            slots = self._slots(part, positions)
+            self.cache[slots] = part.token_ids
             for position in positions[len(positions) - part.logit_count :]:
-                before = max(position - 1, 0)
-                pair = [
-                    self.cache[pages[p // self.page_size], p % self.page_size]
-                    for p in (before, position)
-                ]
-                assert min(pair) >= 0, "a slice was scored whose past is not in its pages"
+                pair = self.cache[self._slots(part, np.array([max(position - 1, 0), position]))]
+                assert min(pair) >= 0, "the pages of a slice lack its earlier tokens"
                 rows.append(self.table[pair[0], pair[1]])
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
+    def _slots(self, part: SequenceSlice, positions: Positions) -> tuple[Positions, Positions]:
+        """The pages and the places in them of a slice's positions."""
+        pages = np.array(part.pages)
+        return pages[positions // self.page_size], positions % self.page_size
+
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """What plain greedy decoding gives."""
+        """The tokens of plain greedy decoding behind the prompt."""
         tokens = list(prompt)
         while len(tokens) - len(prompt) < max_tokens:
             tokens.append(int(self.table[tokens[max(len(tokens) - 2, 0)], tokens[-1]].argmax()))
@@ -70,7 +76,7 @@ class TableModel:
 
 
 class Client:
-    """Collects what one request is sent."""
+    """A sink that collects one request's chunks, or its error."""
 
     def __init__(self) -> None:
         self.chunks: list[TokenChunk] = []
@@ -84,15 +90,17 @@ class Client:
 
     @property
     def tokens(self) -> list[int]:
+        """All tokens received so far."""
         return [token for chunk in self.chunks for token in chunk.token_ids]
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ended; None if it did not."""
         return self.chunks[-1].finish_reason if self.chunks else None
 
 
 class ScriptedDrafter:
-    """A drafter in the test's hands: keeps what it was told, proposes what it is given."""
+    """A drafter that the test controls; it keeps all messages of the engine."""
 
     def __init__(
         self, engine: Engine, name: str = "scripted", family: str = "scripted", **hello: object
@@ -101,11 +109,12 @@ class ScriptedDrafter:
         self.told: list[StepBatch] = []
         self.error: OutriderError | None = None
         self.length: dict[int, int] = {}
-        """The committed length that it was told of, by sequence."""
+        """The last known committed length, by sequence."""
         self.ahead: dict[int, list[int]] = {}
-        """Its guesses behind that, as far as no verdict contradicts them."""
+        """Its guesses behind that length which no verdict contradicts."""
         fields = {"max_draft_tokens": 16, **hello}
-        self.handle: Drafter = engine.drafting.join(Hello(name, family, "f", **fields), self._sink)  # type: ignore[arg-type]
+        introduction = Hello(name, family, "f", **fields)  # type: ignore[arg-type]
+        self.handle: Drafter = engine.drafting.join(introduction, self._sink)
 
     def _sink(self, message: StepBatch | OutriderError) -> None:
         if isinstance(message, OutriderError):
@@ -116,22 +125,26 @@ class ScriptedDrafter:
             self.length[opened.sequence_id] = len(opened.token_ids)
             self.ahead[opened.sequence_id] = []
         for verdict in message.verdicts:
-            new, ahead = verdict.new_token_ids, self.ahead[verdict.sequence_id]
+            new = verdict.new_token_ids
+            ahead = self.ahead[verdict.sequence_id]
+            agrees = ahead[: len(new)] == new
             self.length[verdict.sequence_id] = verdict.committed_length
-            self.ahead[verdict.sequence_id] = ahead[len(new) :] if ahead[: len(new)] == new else []
+            self.ahead[verdict.sequence_id] = ahead[len(new) :] if agrees else []
 
     def propose(self, sequence_id: int, tokens: list[int], *, anew: bool = False) -> None:
-        """Propose tokens behind its guesses so far, or `anew` behind what is committed."""
-        # Before it is sent, since the engine may answer at once.
-        self.ahead[sequence_id] = [*tokens] if anew else [*self.ahead[sequence_id], *tokens]
+        """Propose tokens behind its guesses so far, or `anew` behind the committed tokens."""
+        before = [] if anew else self.ahead[sequence_id]
+        # The engine may answer at once, so this is set before the proposal is sent.
+        self.ahead[sequence_id] = [*before, *tokens]
         self.send(Proposal(sequence_id, self.length[sequence_id], list(self.ahead[sequence_id])))
 
     def skip(self, sequence_id: int) -> None:
-        self.engine.drafting.on_drafts(
-            self.handle, DraftBatch(skips=[Skip(sequence_id, self.length[sequence_id])])
-        )
+        """Say that it has no draft."""
+        skip = Skip(sequence_id, self.length[sequence_id])
+        self.engine.drafting.on_drafts(self.handle, DraftBatch(skips=[skip]))
 
     def send(self, *proposals: Proposal) -> None:
+        """Send any proposals in one message."""
         self.engine.drafting.on_drafts(self.handle, DraftBatch(list(proposals)))
         self.engine.drain_inbox()
 
@@ -148,7 +161,7 @@ def make_engine(
     clock: Clock = monotonic,
     deliver: Callable[[list[Delivery]], None] | None = None,
 ) -> tuple[Engine, TableModel]:
-    """An engine over a table model; without `deliver`, sinks are called at once, on the caller's thread."""
+    """An engine with a table model; without `deliver`, the caller's thread calls sinks at once."""
 
     def call(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
@@ -170,8 +183,27 @@ def make_engine(
 
 
 def make_plan(engine: Engine, times: int = 1) -> Plan:
-    """Plan so many times for what runs; each plan rests on the one before it. The last one is the engine's."""
+    """Plan `times` times for the running sequences, each time from the plan before.
+
+    Returns the last plan, which is then the engine's.
+    """
     for _ in range(times):
         running = engine.scheduler.running.values()
         engine.drafting.plan = engine.planner.plan(running, engine.drafting.plan, 1, engine.clock())
     return engine.drafting.plan
+
+
+def exposition(engine: Engine) -> str:
+    """The engine's metrics in Prometheus' text format."""
+    return generate_latest(engine._metrics.registry).decode()
+
+
+def finish(engine: Engine, steps: int = 2000) -> None:
+    """Step until no sequence is left, and check that no page is in use."""
+    for _ in range(steps):
+        engine.step()
+        if not engine.sequences:
+            break
+    assert not engine.sequences
+    engine.pool.check_integrity()
+    assert engine.pool.used_count == 0

@@ -1,4 +1,4 @@
-"""Messages for property tests: any of a type's fields with any values, and valid ones with some bytes changed."""
+"""Messages for property tests: random fields with random values, and valid messages changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 _Message = TypeVar("_Message", bound=Message)
 
 _F = FieldDescriptor
-# Small numbers mostly, since large ones are refused before they do anything; and those at the edges.
+# Mostly small numbers, because large ones are refused early.
 _SMALL = st.integers(0, 12)
 _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     _F.TYPE_INT32: _SMALL | st.integers(-(2**31), 2**31 - 1),
@@ -37,38 +37,33 @@ def _filled(draw: st.DrawFn, descriptor: Descriptor, make: Any, depth: int) -> A
     for field in descriptor.fields:
         if not draw(st.booleans()):
             continue
+        held = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name).update(
-                draw(st.dictionaries(_SMALL, st.floats(width=32), max_size=3))
-            )
+            held.update(draw(st.dictionaries(_SMALL, st.floats(width=32), max_size=3)))
         elif field.message_type is not None:
-            held = getattr(message, field.name)
             if depth == 0:
                 continue
-            inner = _filled(
-                field.message_type,
-                type(held) if not field.is_repeated else field.message_type._concrete_class,
-                depth - 1,
-            )
+            kind = field.message_type._concrete_class
+            inner = _filled(field.message_type, kind, depth - 1)
             if field.is_repeated:
                 held.extend(draw(st.lists(inner, max_size=4)))
             else:
                 held.CopyFrom(draw(inner))
         elif field.is_repeated:
-            getattr(message, field.name).extend(draw(st.lists(_scalar(field), max_size=6)))
+            held.extend(draw(st.lists(_scalar(field), max_size=6)))
         else:
             setattr(message, field.name, draw(_scalar(field)))
     return message
 
 
 def messages(kind: type[_Message], depth: int = 5) -> st.SearchStrategy[_Message]:
-    """Any message of the type, nested at most so deep."""
+    """Any message of the type, with at most `depth` levels of nested messages."""
     return _filled(kind.DESCRIPTOR, kind, depth)
 
 
 @st.composite
 def changed(draw: st.DrawFn, valid: list[bytes]) -> bytes:
-    """One of the valid messages with a few bytes overwritten, put in or taken out."""
+    """One of the valid messages with a few bytes overwritten, inserted or deleted."""
     data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))

@@ -1,4 +1,4 @@
-"""Who waits in the queue, who is in drafters' hands, and what is kept for those who begin."""
+"""Admission: drafters get a sequence once it leaves the queue, and prompts keep their share."""
 
 from fake_model import Client, ScriptedDrafter, make_engine
 
@@ -9,24 +9,25 @@ from verifier_svc.engine.target import Limits
 GREEDY = SamplingParams(0.0)
 
 
-def told_of(drafter: ScriptedDrafter) -> list[int]:
+def opened_ids(drafter: ScriptedDrafter) -> list[int]:
+    """The ids of the sequences opened for a drafter, in order."""
     return [opened.sequence_id for step in drafter.told for opened in step.opened]
 
 
-def test_drafters_hear_of_a_sequence_when_it_leaves_the_queue_and_not_before() -> None:
+def test_a_sequence_is_opened_for_drafters_when_it_leaves_the_queue() -> None:
     engine, _ = make_engine(eos_bias=-99, limits=Limits(max_sequences=1))
     early = ScriptedDrafter(engine, "early", "early")
     first, second = (engine.submit(TokenRequest([1, 2], 3, GREEDY), Client()) for _ in range(2))
     late = ScriptedDrafter(engine, "late", "late")
     engine.drain_inbox()
-    assert told_of(early) == told_of(late) == [first.id]
+    assert opened_ids(early) == opened_ids(late) == [first.id]
     while first.id in engine.sequences:
         engine.step()
     engine.step()
-    assert told_of(early) == told_of(late) == [first.id, second.id]
+    assert opened_ids(early) == opened_ids(late) == [first.id, second.id]
 
 
-def test_a_preempted_sequence_is_handed_to_a_drafter_that_joins_while_it_waits() -> None:
+def test_a_drafter_that_joins_late_gets_preempted_sequences_too() -> None:
     engine, _ = make_engine(page_count=6, page_size=2, eos_bias=-99)
     for _ in range(2):
         engine.submit(TokenRequest([1, 2], 9, GREEDY), Client())
@@ -34,7 +35,7 @@ def test_a_preempted_sequence_is_handed_to_a_drafter_that_joins_while_it_waits()
         engine.step()
     drafter = ScriptedDrafter(engine)
     engine.drain_inbox()
-    assert set(told_of(drafter)) == set(engine.sequences)
+    assert set(opened_ids(drafter)) == set(engine.sequences)
 
 
 def test_deep_drafts_leave_room_for_a_prompt() -> None:
@@ -52,6 +53,6 @@ def test_deep_drafts_leave_room_for_a_prompt() -> None:
     for sequence in decoding:
         drafter.propose(sequence.id, model.greedy(sequence.tokens, 8), anew=True)
     engine.step()
-    # A quarter of a step is the prompt's, and with a token each of six sequences, drafts had all the rest.
+    # The prompt gets a quarter of the step. Drafts fill the rest, but for one token a sequence.
     assert prompt.num_uncomputed_tokens == 40 - 8
     assert sum(sequence.stats.draft_token_count for sequence in decoding) == 32 - 6 - 8

@@ -1,4 +1,4 @@
-"""The engine's loop: what one call of `advance` does, and how long its caller may sleep."""
+"""The engine's loop: the work of one `advance`, and how long its caller may sleep."""
 
 import threading
 
@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def patient_engine(clock: VirtualClock) -> tuple[Engine, TableModel]:
-    """One that waits for every draft, whether it pays or not."""
+    """An engine that waits for every draft, even if that does not pay."""
     limits = Limits(DraftTokensPolicy("fixed", 4))
     return make_engine(eos_bias=-99, limits=limits, always_draft=True, clock=clock)
 
@@ -28,7 +28,7 @@ def test_an_engine_without_requests_may_sleep_until_something_is_posted() -> Non
     assert model.forward_count == 2
 
 
-def test_an_engine_that_waits_for_a_draft_computes_nothing_and_says_how_long() -> None:
+def test_an_engine_that_waits_for_a_draft_returns_the_time_left() -> None:
     clock = VirtualClock()
     engine, model = patient_engine(clock)
     drafter, client = ScriptedDrafter(engine), Client()
@@ -37,14 +37,14 @@ def test_an_engine_that_waits_for_a_draft_computes_nothing_and_says_how_long() -
     truth = model.greedy([1, 2], 20)
     drafter.propose(sequence.id, truth[:1])
     assert engine.advance() == 0.0
-    while_chunks_are_held = engine.advance()
-    assert while_chunks_are_held is not None
-    assert 0.0 < while_chunks_are_held <= 0.005
-    clock.sleep(while_chunks_are_held)
-    afterwards = engine.advance()
+    held_s = engine.advance()
+    assert held_s is not None
+    assert 0.0 < held_s <= 0.005
+    clock.sleep(held_s)
+    wait_s = engine.advance()
     assert client.tokens == truth[:2]
-    assert afterwards is not None
-    assert 0.5 < afterwards <= 1.0
+    assert wait_s is not None
+    assert 0.5 < wait_s <= 1.0
     assert model.forward_count == 1
     drafter.propose(sequence.id, truth[2:6])
     assert engine.advance() == 0.0
@@ -65,7 +65,7 @@ def test_a_wait_ends_at_its_deadline_with_a_step() -> None:
     assert len(sequence.tokens) == 5
 
 
-def test_a_request_that_is_cancelled_while_its_draft_is_waited_for_leaves_an_idle_engine() -> None:
+def test_a_request_cancelled_during_a_wait_leaves_an_idle_engine() -> None:
     clock = VirtualClock()
     engine, model = patient_engine(clock)
     drafter, client = ScriptedDrafter(engine), Client()
@@ -76,12 +76,13 @@ def test_a_request_that_is_cancelled_while_its_draft_is_waited_for_leaves_an_idl
     assert engine.advance() != 0.0
     engine.post(lambda: engine.cancel(sequence))
     assert engine.advance() is None
-    assert client.tokens == model.greedy([1, 2], 2), "what was committed before is told"
+    assert client.tokens == model.greedy([1, 2], 2), "earlier tokens are delivered"
 
 
-def test_a_post_wakes_a_sleeping_engine_and_a_stop_comes_behind_earlier_posts() -> None:
+def test_a_post_wakes_a_sleeping_engine_and_a_stop_follows_earlier_posts() -> None:
     engine, model = make_engine(eos_bias=-99)
-    client, done = Client(), threading.Event()
+    client = Client()
+    done = threading.Event()
 
     def collect(chunk: object) -> None:
         client(chunk)  # type: ignore[arg-type]
@@ -101,7 +102,7 @@ def test_a_post_wakes_a_sleeping_engine_and_a_stop_comes_behind_earlier_posts() 
     assert client.tokens == model.greedy([1, 2], 5)
 
 
-def test_a_pool_that_is_inconsistent_when_the_engine_goes_idle_is_reported_once(
+def test_an_inconsistent_pool_is_reported_once_per_idle_period(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, _ = make_engine(eos_bias=-99)
@@ -112,8 +113,9 @@ def test_a_pool_that_is_inconsistent_when_the_engine_goes_idle_is_reported_once(
             pass
 
     def failures() -> float:
-        name, registry = "outrider:integrity_failures_total", engine._metrics.registry
-        return registry.get_sample_value(name, {"model_name": "fake"}) or 0.0
+        registry = engine._metrics.registry
+        labels = {"model_name": "fake"}
+        return registry.get_sample_value("outrider:integrity_failures_total", labels) or 0.0
 
     serve_one()
     assert failures() == 0.0

@@ -1,14 +1,13 @@
-"""What a response says of its drafts, and what the metrics count."""
+"""The statistics of a response, and the metrics of drafts."""
 
-from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
-from prometheus_client import generate_latest
+from fake_model import VOCAB, Client, ScriptedDrafter, exposition, make_engine
 
 from outrider.messages import SamplingParams, TokenRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def test_statistics_count_what_was_verified() -> None:
+def test_statistics_count_verified_tokens() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), client)
@@ -21,22 +20,16 @@ def test_statistics_count_what_was_verified() -> None:
         engine.step()
     stats = client.chunks[-1].stats
     assert stats is not None
-    assert (
-        stats.draft_count,
-        stats.draft_token_count,
-        stats.accepted_token_count,
-        stats.histogram,
-    ) == (2, 5, 3, [0, 1, 1])
+    assert stats.draft_count == 2
+    assert stats.draft_token_count == 5
+    assert stats.accepted_token_count == 3
+    assert stats.histogram == [0, 1, 1]
     assert stats.forward_count == 2 + (10 - 3 - 2)
-    text = generate_latest(engine._metrics.registry).decode()
-    assert (
-        'outrider:spec_decode_num_accepted_tokens_total{drafter="scripted",model_name="fake",placement="local"} 3.0'
-        in text
-    )
-    assert (
-        'num_accepted_tokens_per_pos_total{drafter="scripted",model_name="fake",placement="local",position="1"} 1.0'
-        in text
-    )
+    text = exposition(engine)
+    labels = 'drafter="scripted",model_name="fake",placement="local"'
+    name = "outrider:spec_decode_num_accepted_tokens"
+    assert f"{name}_total{{{labels}}} 3.0" in text
+    assert f'{name}_per_pos_total{{{labels},position="1"}} 1.0' in text
 
 
 def test_what_an_end_cuts_off_was_not_accepted() -> None:
@@ -44,9 +37,8 @@ def test_what_an_end_cuts_off_was_not_accepted() -> None:
     drafter, client = ScriptedDrafter(engine), Client()
     truth = model.greedy([1, 2, 3], 9)
     stop = next(i for i in range(1, 4) if truth[i] not in truth[:i])
-    sequence = engine.submit(
-        TokenRequest([1, 2, 3], 9, GREEDY, stop_token_ids=frozenset({truth[stop]})), client
-    )
+    request = TokenRequest([1, 2, 3], 9, GREEDY, stop_token_ids=frozenset({truth[stop]}))
+    sequence = engine.submit(request, client)
     engine.drain_inbox()
     drafter.propose(sequence.id, truth[:4])
     while engine.sequences:

@@ -1,8 +1,8 @@
-"""How a step becomes messages to a drafter, and how much of what a drafter says is taken in."""
+"""Messages of a draft stream: how a step is split, and how much of a flood the verifier reads."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 from fake_model import Client, make_engine
@@ -30,104 +30,109 @@ from verifier_svc.streams import draft_streams
 
 
 def opened(sequence_id: int, token_count: int) -> Opened:
-    return Opened(
-        sequence_id,
-        [100_000] * token_count,
-        SamplingParams(0.0),
-        DraftDistribution.ONE_HOT,
-        Window(8, 4),
-        4,
-    )
+    """The announcement of a sequence with a long prompt."""
+    prompt = [100_000] * token_count
+    one_hot = DraftDistribution.ONE_HOT
+    return Opened(sequence_id, prompt, SamplingParams(0.0), one_hot, Window(8, 4), 4)
 
 
-def test_prompts_too_long_for_one_message_come_in_several_before_what_became_of_them() -> None:
+def test_long_prompts_are_split_over_messages_and_precede_verdicts() -> None:
     step = StepBatch(
         opened=[opened(number, 500_000) for number in range(12)],
         verdicts=[Verdict(3, 500_001, [5], 0, 4)],
         closed=[Closed(4, CloseReason.ENDED)],
     )
     parts = list(draft_streams._messages(wire_drafts.step_to_proto(step)))
-    assert all(part.ByteSize() <= draft_streams._MOST_BYTES + 100 for part in parts)
+    assert all(part.ByteSize() <= draft_streams._MAX_MESSAGE_BYTES + 100 for part in parts)
     *before, last = [wire_drafts.step_from_proto(part, 200_000) for part in parts]
     assert [one.sequence_id for part in before for one in part.opened] == list(range(12))
     assert not any(part.verdicts or part.closed for part in before)
     assert (last.opened, last.verdicts, last.closed) == ([], step.verdicts, step.closed)
 
 
-def test_what_fits_is_one_message() -> None:
-    step = wire_drafts.step_to_proto(
-        StepBatch(opened=[opened(1, 5)], closed=[Closed(2, CloseReason.ENDED)])
-    )
+def test_a_step_that_fits_is_one_message() -> None:
+    batch = StepBatch(opened=[opened(1, 5)], closed=[Closed(2, CloseReason.ENDED)])
+    step = wire_drafts.step_to_proto(batch)
     assert list(draft_streams._messages(step)) == [step]
 
 
 class Listener:
-    """Stands for the call's context, of which the stream only writes to."""
+    """A call context that drops all messages of the verifier."""
 
     async def write(self, message: object) -> None:
         pass
 
 
+FLOOD_MESSAGES = 200
+
+
+class Flood:
+    """A drafter that introduces itself and, after `go`, sends many messages of stale drafts."""
+
+    def __init__(self) -> None:
+        drafts = wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500))
+        self.message = verifier_pb2.StreamDraftsRequest(drafts=drafts)
+        self.go = asyncio.Event()
+        self.all_sent = asyncio.Event()
+        self.sent_count = 0
+
+    async def requests(self) -> AsyncIterator[verifier_pb2.StreamDraftsRequest]:
+        hello = wire_drafts.hello_to_proto(Hello("loud", "loud", "f", 8))
+        yield verifier_pb2.StreamDraftsRequest(hello=hello)
+        await self.go.wait()
+        for _ in range(FLOOD_MESSAGES):
+            self.sent_count += 1
+            yield self.message
+        self.all_sent.set()
+        await asyncio.sleep(60)
+
+
+async def until(thread: EngineThread, condition: Callable[[], object]) -> None:
+    """Wait until a condition holds on the engine's thread."""
+    # The other thread has no event to wait for.
+    while not await thread.call(condition):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 async def test_a_drafter_that_floods_waits_for_the_engine_and_loses_nothing() -> None:
     engine, model = make_engine(eos_bias=-99)
-    entered, release, go, all_said = (
-        threading.Event(),
-        threading.Event(),
-        asyncio.Event(),
-        asyncio.Event(),
-    )
+    flood = Flood()
+    entered = threading.Event()
+    release = threading.Event()
 
     def stall(_: object) -> None:
         entered.set()
         release.wait(30)
 
+    def submit() -> None:
+        engine.submit(TokenRequest([1, 2], 2, SamplingParams(0.0)), Client())
+
     thread = EngineThread(lambda deliver: engine)
     await thread.built
-    message = verifier_pb2.StreamDraftsRequest(
-        drafts=wire_drafts.drafts_to_proto(DraftBatch([Proposal(1, 1, [5] * 100)] * 500))
+    info = ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
+    stream = draft_streams.DraftStream(
+        thread, flood.requests(), cast(Any, Listener()), wire_model.model_to_proto(info)
     )
-    said = 0
-
-    async def requests() -> AsyncIterator[verifier_pb2.StreamDraftsRequest]:
-        nonlocal said
-        yield verifier_pb2.StreamDraftsRequest(
-            hello=wire_drafts.hello_to_proto(Hello("loud", "loud", "f", 8))
-        )
-        await go.wait()
-        for _ in range(200):
-            said += 1
-            yield message
-        all_said.set()
-        await asyncio.sleep(60)
-
-    info = wire_model.model_to_proto(
-        ModelInfo("fake", Stage.READY, "serving", "f", model.vocab_size, 64)
-    )
-    serving = asyncio.create_task(
-        draft_streams.DraftStream(thread, requests(), cast(Any, Listener()), info).run()
-    )
+    serving = asyncio.create_task(stream.run())
+    connected = engine.drafting.roster.connected
     async with asyncio.timeout(30):
-        while await thread.call(lambda: not engine.drafting.roster.connected):  # noqa: ASYNC110  # another thread has no event
-            await asyncio.sleep(0.01)
-        # What it says is for a sequence that is over, as late messages are.
-        thread.post(lambda: engine.submit(TokenRequest([1, 2], 2, SamplingParams(0.0)), Client()))
-        while await thread.call(
-            lambda: (
-                engine.sequences or not engine.drafting.roster.connected["loud"].last_sequence_id
-            )
-        ):  # noqa: ASYNC110  # as above
-            await asyncio.sleep(0.01)
+        await until(thread, lambda: connected)
+        # The drafts are for a sequence that has ended, as late messages are.
+        thread.post(submit)
+        await until(thread, lambda: connected["loud"].last_sequence_id and not engine.sequences)
         model.broken = stall
-        thread.post(lambda: engine.submit(TokenRequest([1, 2], 2, SamplingParams(0.0)), Client()))
+        thread.post(submit)
         assert await asyncio.to_thread(entered.wait, 5)
-        go.set()
+        flood.go.set()
         await asyncio.sleep(0.5)
-        most = draft_streams._MOST_UNTAKEN // message.ByteSize() + 2
-        assert 1 < said <= most < 100
+        message_bytes = flood.message.ByteSize()
+        most = draft_streams._MAX_UNTAKEN_BYTES // message_bytes + 2
+        assert 1 < flood.sent_count <= most < 100
         release.set()
-        await all_said.wait()
-    [drafter] = engine.drafting.roster.connected.values()
-    assert await thread.call(lambda: drafter.taken_bytes) >= (200 - 1) * message.ByteSize()
+        await flood.all_sent.wait()
+    [drafter] = connected.values()
+    taken_bytes = await thread.call(lambda: drafter.taken_bytes)
+    assert taken_bytes >= (FLOOD_MESSAGES - 1) * message_bytes
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     await thread.stop()

@@ -1,44 +1,26 @@
-"""The engine commits what the target alone would, whatever drafters do, and gives everything back."""
+"""The engine commits the target's own tokens with any drafts, and frees everything at the end."""
 
 import random
 from dataclasses import replace
 
 import pytest
-from fake_model import EOS, VOCAB, Client, ScriptedDrafter, make_engine
+from fake_model import EOS, VOCAB, Client, ScriptedDrafter, exposition, finish, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import VirtualClock
 
 from outrider.draft_tokens_policy import DraftTokensPolicy
 from outrider.errors import OutriderError, Reason
-from outrider.messages import (
-    DraftDistribution,
-    FinishReason,
-    Proposal,
-    SamplingParams,
-    SpeculationOptions,
-    TokenRequest,
-    TokenSource,
-)
+from outrider.messages import FinishReason, SamplingParams, TokenRequest, TokenSource
 from verifier_svc.engine.loop import Engine
 from verifier_svc.engine.target import Limits
 
 GREEDY = SamplingParams(temperature=0.0)
+PROMPT = st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12)
 
 
 def request(prompt: list[int], max_tokens: int = 20, **changes: object) -> TokenRequest:
+    """A greedy request with some fields changed."""
     return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)  # type: ignore[arg-type]
-
-
-def finish(engine: Engine, steps: int = 2000) -> None:
-    """Step until nothing is left, and check that nothing is held any more."""
-    for _ in range(steps):
-        engine.step()
-        if not engine.sequences:
-            break
-    assert not engine.sequences
-    engine.pool.check_integrity()
-    assert engine.pool.used_count == 0
 
 
 def test_without_a_drafter_decoding_is_plain() -> None:
@@ -72,12 +54,10 @@ def test_a_wrong_draft_costs_nothing_but_the_step() -> None:
     truth = model.greedy([1, 2, 3], 10)
     drafter.propose(sequence.id, [truth[0], (truth[1] + 1) % VOCAB, truth[2]])
     engine.step()
-    verdict = drafter.told[-1].verdicts[0]
-    assert (verdict.committed_length, verdict.accepted_count, verdict.new_token_ids) == (
-        5,
-        1,
-        truth[:2],
-    )
+    [verdict] = drafter.told[-1].verdicts
+    assert verdict.committed_length == 5
+    assert verdict.accepted_count == 1
+    assert verdict.new_token_ids == truth[:2]
     finish(engine)
     assert client.chunks[0].token_ids == truth[:2]
     assert client.chunks[0].sources == [TokenSource.ACCEPTED, TokenSource.RECOVERED]
@@ -108,7 +88,7 @@ def test_guesses_beyond_the_verified_depth_survive_the_step() -> None:
     assert [chunk.token_ids for chunk in client.chunks[:2]] == [truth[:3], truth[3:6]]
 
 
-def test_the_last_draft_token_stands_at_the_limit_and_tokens_after_it_are_never_sent() -> None:
+def test_no_token_beyond_the_limit_is_sent() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(request([1, 2], 3), client)
@@ -145,37 +125,33 @@ def test_stop_tokens_end_the_text_and_ignore_eos_does_not() -> None:
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_greedy_output_is_plain_whatever_is_drafted_in_any_batch_with_any_number_of_pages(
+def test_greedy_output_is_plain_with_any_drafts_batches_and_pages(
     data: st.DataObject,
 ) -> None:
     policy = DraftTokensPolicy("fixed", data.draw(st.integers(0, 5)))
     limits = Limits(policy, max_batch_tokens=data.draw(st.integers(4, 40)), max_sequences=6)
-    engine, model = make_engine(
-        page_count=data.draw(st.integers(8, 40)), limits=limits, seed=data.draw(st.integers(0, 5))
-    )
-    drafters = [
-        ScriptedDrafter(engine, f"d{i}", f"family{i}") for i in range(data.draw(st.integers(0, 2)))
-    ]
-    prompts = data.draw(
-        st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=12), min_size=1, max_size=8)
-    )
+    pages = data.draw(st.integers(8, 40))
+    engine, model = make_engine(page_count=pages, limits=limits, seed=data.draw(st.integers(0, 5)))
+    drafter_count = data.draw(st.integers(0, 2))
+    drafters = [ScriptedDrafter(engine, f"d{i}", f"family{i}") for i in range(drafter_count)]
+    prompts = data.draw(st.lists(PROMPT, min_size=1, max_size=8))
     clients = []
     for prompt in prompts:
         clients.append(Client())
         engine.submit(request(prompt, 16), clients[-1])
     engine.drain_inbox()
-    # Not hypothesis' own randomness: how long drafting is paused depends on measured times, and so does how much is drawn.
+    # The number of draws depends on measured times, because they decide how long drafting is
+    # paused; so this cannot use hypothesis' randomness.
     noise = random.Random(data.draw(st.integers(0, 2**32)))
     for _ in range(3000):
         for drafter in drafters:
             for sequence in list(engine.sequences.values()):
-                guess_randomly(
-                    engine, drafter, sequence.id, noise, model.greedy(sequence.tokens, 6)
-                )
+                truth = model.greedy(sequence.tokens, 6)
+                guess_randomly(engine, drafter, sequence.id, noise, truth)
         engine.step()
         if not engine.sequences:
             break
-    finish(engine, 0) if not engine.sequences else finish(engine)
+    finish(engine, 0 if not engine.sequences else 2000)
     for prompt, client in zip(prompts, clients, strict=True):
         assert client.tokens == model.greedy(prompt, 16)
 
@@ -187,16 +163,18 @@ def guess_randomly(
     noise: random.Random,
     truth: list[int],
 ) -> None:
-    """Grow a chain at the root that is right for a while, wrong after that, or silent; never break the protocol."""
+    """Propose a chain at the root, with right tokens first and wrong ones then, or nothing.
+
+    It never breaks the protocol.
+    """
     assignment = engine.sequences[sequence_id].assignments.get(drafter.handle.id)
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
         return
     if drafter.length[sequence_id] != len(engine.sequences[sequence_id].tokens):
-        return  # paused, it has yet to hear of what was committed
+        return  # it is paused and does not know the last tokens
     right = noise.randint(0, len(truth))
-    tokens = [*truth[:right], *(noise.randrange(VOCAB) for _ in range(3))][
-        : assignment.trie.window.depth
-    ]
+    wrong = [noise.randrange(VOCAB) for _ in range(3)]
+    tokens = [*truth[:right], *wrong][: assignment.trie.window.depth]
     if tokens:
         drafter.propose(sequence_id, tokens, anew=True)
 
@@ -211,7 +189,7 @@ def test_preemption_loses_nothing() -> None:
     assert [client.tokens for client in clients] == [model.greedy([i, 1, 2], 24) for i in range(4)]
 
 
-def test_a_prompt_longer_than_the_batch_is_taken_in_chunks_while_others_decode() -> None:
+def test_a_long_prompt_is_processed_in_chunks_while_others_decode() -> None:
     engine, model = make_engine(limits=Limits(max_batch_tokens=8), eos_bias=-99)
     short, long = Client(), Client()
     decoding = engine.submit(request([1], 30), short)
@@ -227,7 +205,7 @@ def test_a_prompt_longer_than_the_batch_is_taken_in_chunks_while_others_decode()
     assert long.tokens == model.greedy(prompt, 4)
 
 
-def test_a_repeated_prompt_comes_from_the_prefix_cache_but_not_for_another_tenant() -> None:
+def test_the_prefix_cache_serves_repeated_prompts_of_one_tenant_only() -> None:
     engine, _ = make_engine(eos_bias=-99)
     prompt = [i % 7 for i in range(22)]
     clients = {}
@@ -254,176 +232,13 @@ def test_a_cancelled_sequence_is_freed_and_its_drafter_told() -> None:
     engine.cancel(sequence)
 
 
-def test_a_drafter_that_joins_late_is_handed_what_runs() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    client = Client()
-    sequence = engine.submit(request([1, 2], 10), client)
-    engine.step()
-    drafter = ScriptedDrafter(engine)
-    engine.drain_inbox()
-    [opened] = drafter.told[0].opened
-    assert opened.token_ids == sequence.tokens
-    drafter.propose(sequence.id, model.greedy(sequence.tokens, 3))
-    engine.step()
-    finish(engine)
-    assert len(client.chunks[1].token_ids) == 4
-
-
-def test_when_a_drafter_leaves_another_of_its_family_takes_over() -> None:
-    engine, _ = make_engine(eos_bias=-99)
-    first, second = ScriptedDrafter(engine, "one", "same"), ScriptedDrafter(engine, "two", "same")
-    sequence = engine.submit(request([1, 2], 10), Client())
-    engine.drain_inbox()
-    assert [len(drafter.told) for drafter in (first, second)] == [1, 0]
-    engine.drafting.leave(first.handle)
-    engine.drain_inbox()
-    assert second.told[0].opened[0].sequence_id == sequence.id
-    infos = {info.drafter_id: info.connected for info in engine.drafting.roster.infos()}
-    assert infos == {"two": True, "one": False}
-
-
-def test_a_violation_ends_that_drafters_stream_and_no_other_sequence_suffers() -> None:
-    engine, model = make_engine(eos_bias=-99)
-    bad, good = ScriptedDrafter(engine, "bad", "bad"), ScriptedDrafter(engine, "good", "good")
-    client = Client()
-    sequence = engine.submit(request([1, 2], 10), client)
-    engine.drain_inbox()
-    bad.send(Proposal(sequence.id, 77, [1]))
-    assert bad.error is not None
-    assert bad.error.reason is Reason.PROTOCOL_VIOLATION
-    good.propose(sequence.id, model.greedy([1, 2], 4))
-    finish(engine)
-    assert good.error is None
-    assert client.tokens == model.greedy([1, 2], 10)
-
-
-def test_a_drafter_that_keeps_breaking_the_protocol_is_quarantined() -> None:
-    engine, _ = make_engine()
-    sequence = engine.submit(request([1, 2], 10), Client())
-    for _ in range(3):
-        drafter = ScriptedDrafter(engine, "bad")
-        drafter.send(Proposal(sequence.id, 5, [1]))
-    with pytest.raises(OutriderError) as caught:
-        ScriptedDrafter(engine, "bad")
-    assert caught.value.reason is Reason.QUARANTINED
-    ScriptedDrafter(engine, "another")
-
-
-def test_a_quarantine_is_counted_from_the_third_violation_within_half_a_minute() -> None:
-    clock = VirtualClock()
-    clock.now = 0.0
-    engine, _ = make_engine(clock=clock)
-    sequence = engine.submit(request([1, 2], 10), Client())
-    for clock.now in (0.0, 10.0, 31.0, 39.0):
-        ScriptedDrafter(engine, "bad").send(Proposal(sequence.id, 5, [1]))
-    clock.now = 68.9
-    with pytest.raises(OutriderError, match="in quarantine for 1 s more") as caught:
-        ScriptedDrafter(engine, "bad")
-    assert caught.value.retry_after_s == pytest.approx(0.1)
-    clock.now = 69.1
-    ScriptedDrafter(engine, "bad")
-
-
-def test_proposals_for_finished_sequences_are_ignored() -> None:
-    engine, _ = make_engine(eos_bias=-99)
-    drafter = ScriptedDrafter(engine)
-    sequence = engine.submit(request([1, 2], 2), Client())
-    while engine.sequences:
-        engine.step()
-    drafter.send(Proposal(sequence.id, 2, [1]))
-    assert drafter.error is None
-    assert 'outrider:stale_tokens_total{drafter="scripted"' in exposition(engine)
-
-
-def exposition(engine: Engine) -> str:
-    from prometheus_client import generate_latest
-
-    return generate_latest(engine._metrics.registry).decode()
-
-
-def test_metrics_of_drafters_that_are_gone_are_forgotten_and_those_of_others_stay() -> None:
-    clock = VirtualClock()
-    clock.now = 0.0
-    engine, model = make_engine(eos_bias=-99, clock=clock)
-    stays, goes, comes_back = (
-        ScriptedDrafter(engine, name, name) for name in ("stays", "goes", "comes-back")
-    )
-    sequence = engine.submit(request([1, 2], 40), Client())
-    engine.drain_inbox()
-    for drafter in (stays, goes, comes_back):
-        drafter.propose(sequence.id, model.greedy([1, 2], 4))
-        engine.step()
-    for drafter in (goes, comes_back):
-        engine.drafting.leave(drafter.handle)
-    engine.drain_inbox()
-    assert all(
-        f'drafter="{name}"' in exposition(engine) for name in ("stays", "goes", "comes-back")
-    )
-    ScriptedDrafter(engine, "comes-back", "comes-back")
-    clock.now = 601.0
-    engine.drafting.leave(ScriptedDrafter(engine, "last").handle)
-    assert 'drafter="goes"' not in exposition(engine)
-    assert all(f'drafter="{name}"' in exposition(engine) for name in ("stays", "comes-back"))
-
-
-def test_what_is_remembered_of_lost_drafters_is_bounded() -> None:
-    engine, _ = make_engine()
-    for i in range(300):
-        engine.drafting.leave(ScriptedDrafter(engine, f"d{i}").handle)
-    infos = engine.drafting.roster.infos()
-    assert len(infos) == 256
-    assert infos[-1].drafter_id == "d299"
-
-
-def test_two_drafters_of_one_name_cannot_be_connected() -> None:
-    engine, _ = make_engine()
-    ScriptedDrafter(engine, "one")
-    with pytest.raises(OutriderError) as caught:
-        ScriptedDrafter(engine, "one")
-    assert caught.value.reason is Reason.DRAFTER_ID_TAKEN
-
-
-def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
-    engine, _ = make_engine()
-    drafters = [ScriptedDrafter(engine, "a", "x"), ScriptedDrafter(engine, "b", "y")]
-    for options, expected in (
-        (SpeculationOptions(), {"a", "b"}),
-        (SpeculationOptions(drafter="y"), {"b"}),
-        (SpeculationOptions(drafter="a"), {"a"}),
-        (SpeculationOptions(enabled=False), set()),
-        (SpeculationOptions(draft_tokens=0), set()),
-    ):
-        sequence = engine.submit(request([1], 5, speculation=options), Client())
-        assert set(sequence.assignments) == expected
-    assert len(drafters) == 2
-    with pytest.raises(
-        OutriderError, match=r"speculation.drafter must be one of a, b, x, y, not nobody"
-    ):
-        engine.submit(request([1], 5, speculation=SpeculationOptions(drafter="nobody")), Client())
-
-
-def test_a_distribution_counts_only_from_trusted_drafters_and_only_when_sampling() -> None:
-    for trust, sampling, rule in (
-        (False, SamplingParams(), DraftDistribution.ONE_HOT),
-        (True, SamplingParams(), DraftDistribution.SPARSE),
-        (True, GREEDY, DraftDistribution.ONE_HOT),
-    ):
-        engine, _ = make_engine(trust=trust)
-        drafter = ScriptedDrafter(
-            engine, distributions=frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
-        )
-        engine.submit(request([1], 5, sampling=sampling), Client())
-        engine.drain_inbox()
-        assert drafter.told[0].opened[0].distribution is rule
-
-
-def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> None:
+def test_a_request_that_cannot_fit_or_queue_is_refused() -> None:
     engine, _ = make_engine(page_count=4, page_size=4, limits=Limits(max_waiting=1))
     with pytest.raises(OutriderError, match="the KV cache holds 16") as caught:
         engine.submit(request([1] * 10, 7), Client())
     assert caught.value.field == "max_tokens"
     for _ in range(2):
-        # The first takes all pages, the second waits.
+        # The first request takes all pages, and the second one waits.
         engine.submit(request([1] * 13, 3), Client())
     with pytest.raises(OutriderError) as caught:
         engine.submit(request([1], 7), Client())
@@ -431,9 +246,7 @@ def test_a_request_that_can_never_fit_or_comes_to_a_full_queue_is_refused() -> N
     assert caught.value.retry_after_s == 1.0
 
 
-def test_a_caller_that_wants_the_whole_text_gets_the_first_token_at_once_and_the_rest_together() -> (
-    None
-):
+def test_min_chunk_tokens_delays_all_tokens_but_the_first() -> None:
     engine, model = make_engine(eos_bias=-99)
     client = Client()
     engine.submit(request([1, 2], 12, min_chunk_tokens=12), client)

@@ -1,4 +1,4 @@
-"""A forward that fails, or whose logits are not numbers, ends the requests that it was for, and says so."""
+"""A forward that fails, or whose logits are not finite, ends its requests with an error."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from outrider.messages import SamplingParams, TokenRequest
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def test_a_failed_forward_ends_its_batch_with_an_error_and_the_engine_goes_on() -> None:
+def test_a_failed_forward_ends_its_batch_and_the_engine_goes_on() -> None:
     engine, model = make_engine()
     unlucky = Client()
     engine.submit(TokenRequest([1, 2], 5, GREEDY), unlucky)
@@ -31,7 +31,8 @@ def test_a_failed_forward_ends_its_batch_with_an_error_and_the_engine_goes_on() 
     assert lucky.tokens == model.greedy([1, 2], 5)
 
 
-def test_a_device_that_has_failed_ends_the_engine_since_no_later_forward_could_succeed() -> None:
+def test_a_failed_device_ends_the_engine() -> None:
+    """No later forward of this process could succeed."""
     engine, model = make_engine()
     engine.submit(TokenRequest([1, 2], 5, GREEDY), Client())
 
@@ -44,10 +45,11 @@ def test_a_device_that_has_failed_ends_the_engine_since_no_later_forward_could_s
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_end_their_request_alone_and_say_so(temperature: float) -> None:
+def test_non_finite_logits_end_their_request_alone(temperature: float) -> None:
     engine, model = make_engine(eos_bias=-99)
     model.table[5] = torch.nan
-    unlucky, lucky = Client(), Client()
+    unlucky = Client()
+    lucky = Client()
     engine.submit(TokenRequest([5, 2], 5, SamplingParams(temperature)), unlucky)
     engine.submit(TokenRequest([1, 2], 3, SamplingParams(0.0)), lucky)
     while engine.sequences:
@@ -60,7 +62,7 @@ def test_logits_that_are_not_finite_end_their_request_alone_and_say_so(temperatu
     assert engine.pool.used_count == 0
 
 
-def test_a_scored_prompt_whose_logits_are_not_finite_ends_with_the_same_error() -> None:
+def test_non_finite_logits_of_a_scored_prompt_end_its_request() -> None:
     engine, model = make_engine(eos_bias=-99)
     model.table[5] = torch.nan
     client = Client()

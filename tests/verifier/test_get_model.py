@@ -1,4 +1,4 @@
-"""GetModel answers while a step takes long, and says so when the engine hangs."""
+"""GetModel answers during a long step, and reports an engine that hangs."""
 
 import threading
 from typing import Any
@@ -15,11 +15,12 @@ from verifier_svc.streams import servicer as servicer_module
 from verifier_svc.streams.servicer import VerifierServicer
 
 
-async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(
+async def test_get_model_answers_during_a_long_step_but_not_an_endless_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, model = make_engine()
-    entered, release = threading.Event(), threading.Event()
+    entered = threading.Event()
+    release = threading.Event()
 
     def stall(_: object) -> None:
         entered.set()
@@ -41,14 +42,12 @@ async def test_a_long_step_is_no_reason_to_seem_gone_but_an_endless_one_is(
     thread.post(lambda: engine.submit(TokenRequest([1, 2], 4, SamplingParams(0.0)), Client()))
     assert entered.wait(5)
     assert await drafters() == ["known"]
-    ScriptedDrafter(engine, "joined while nobody could tell")
-    monkeypatch.setattr(servicer_module, "_LONGEST_STEP_S", 0.1)
+    ScriptedDrafter(engine, "joined during the step")
+    monkeypatch.setattr(servicer_module, "_MAX_STEP_S", 0.1)
     with pytest.raises(OutriderError, match="step has taken"):
         await servicer._drafters(thread)
     release.set()
     await thread.call(lambda: None)
-    monkeypatch.setattr(servicer_module, "_STEP_S", 0.0)
-    assert await drafters() == ["known", "joined while nobody could tell"], (
-        "an answer that came late is an answer"
-    )
+    monkeypatch.setattr(servicer_module, "_ANSWER_S", 0.0)
+    assert await drafters() == ["known", "joined during the step"], "a late answer counts"
     await thread.stop()

@@ -1,4 +1,7 @@
-"""Random and changed messages in both directions of the draft stream: each is taken or refused, and no error is unexpected."""
+"""Random and changed messages in both directions of the draft stream.
+
+Each message is taken or refused, and no error is unexpected.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import replace
 import pytest
 from fake_model import VOCAB, Client, ScriptedDrafter, make_engine
 from google.protobuf.message import DecodeError
-from hostile_messages import changed, messages  # lies beside this file
+from hostile_messages import changed, messages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -44,12 +47,11 @@ BOUNDED = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 GREEDY = SamplingParams(temperature=0.0)
-HELLO = Hello(
-    "d", "f", "t", 8, frozenset(DraftDistribution), Placement("cpu", "h", "cpu", (0, 1), 0, "x")
-)
-DRAFTS = DraftBatch(
-    [Proposal(1, 5, [1, 2]), Proposal(1, 5, [1, 3], [0, 1], draft_seconds=0.1)], [Skip(2, 5)]
-)
+PLACEMENT = Placement("cpu", "h", "cpu", (0, 1), 0, "x")
+HELLO = Hello("d", "f", "t", 8, frozenset(DraftDistribution), PLACEMENT)
+CHAIN = Proposal(1, 5, [1, 2])
+TREE = Proposal(1, 5, [1, 3], [0, 1], draft_seconds=0.1)
+DRAFTS = DraftBatch([CHAIN, TREE], [Skip(2, 5)])
 OPENED = Opened(
     1,
     [1, 2, 3, 1, 2],
@@ -60,12 +62,12 @@ OPENED = Opened(
     "t",
     grammar=Grammar(GrammarKind.REGEX, "a"),
 )
-STEP = StepBatch(
-    [OPENED], [Verdict(1, 6, [3], 1, 2), Verdict(1, 7, [4], 1, 2, Window(8, 4))], [Closed(1)]
-)
+VERDICTS = [Verdict(1, 6, [3], 1, 2), Verdict(1, 7, [4], 1, 2, Window(8, 4))]
+STEP = StepBatch([OPENED], VERDICTS, [Closed(1)])
 
 
 def from_drafter(**fields: object) -> bytes:
+    """A drafter's message, as bytes."""
     return verifier_pb2.StreamDraftsRequest(**fields).SerializeToString()  # type: ignore[arg-type]
 
 
@@ -80,9 +82,10 @@ SAID_BY_VERIFIERS = [
 
 
 def take(data: bytes) -> None:
-    """Have an engine that is at work take in what a drafter said, step by step, until its requests are done."""
+    """Give a drafter's message to a working engine, and check its texts and its pages."""
     engine, model = make_engine(eos_bias=-99)
-    drafter, clients = ScriptedDrafter(engine), [Client(), Client()]
+    drafter = ScriptedDrafter(engine)
+    clients = [Client(), Client()]
     for client in clients:
         engine.submit(TokenRequest([1, 2], 6, GREEDY), client)
     engine.drain_inbox()
@@ -90,11 +93,10 @@ def take(data: bytes) -> None:
         request = verifier_pb2.StreamDraftsRequest.FromString(data)
         if request.WhichOneof("message") == "hello":
             wire_drafts.hello_from_proto(request.hello)
-        engine.drafting.on_drafts(
-            drafter.handle, wire_drafts.drafts_from_proto(request.drafts, VOCAB)
-        )
+        drafts = wire_drafts.drafts_from_proto(request.drafts, VOCAB)
+        engine.drafting.on_drafts(drafter.handle, drafts)
     except (DecodeError, OutriderError):
-        pass  # refused
+        pass  # the message is refused
     engine.drain_inbox()
     assert drafter.error is None or drafter.error.reason is Reason.PROTOCOL_VIOLATION
     while engine.sequences:
@@ -110,13 +112,13 @@ def take(data: bytes) -> None:
         messages(verifier_pb2.StreamDraftsRequest).map(lambda m: m.SerializeToString()),
     )
 )
-def test_whatever_a_drafter_says_is_taken_or_refused_and_changes_no_text(data: bytes) -> None:
+def test_a_drafters_message_is_taken_or_refused_and_changes_no_text(data: bytes) -> None:
     take(data)
 
 
 @contextmanager
 def refused_by_field() -> Iterator[None]:
-    """A block that goes through, or is refused with the name of a field."""
+    """Check that the block passes, or raises OutriderError with the name of a field."""
     error: OutriderError | None = None
     try:
         yield
@@ -126,7 +128,7 @@ def refused_by_field() -> Iterator[None]:
 
 
 async def draft(said: list[bytes]) -> None:
-    """Have a drafter follow what a verifier said; a refusal begins a new stream."""
+    """Give a verifier's messages to a drafter; a refusal begins a new stream."""
     session = DraftSession(NgramFamily(NgramOptions(), 100))
     for data in said:
         try:
@@ -151,13 +153,13 @@ async def draft(said: list[bytes]) -> None:
         max_size=5,
     )
 )
-def test_whatever_a_verifier_says_is_followed_or_refused(said: list[bytes]) -> None:
+def test_a_verifiers_messages_are_followed_or_refused(said: list[bytes]) -> None:
     asyncio.run(draft(said))
 
 
 @BOUNDED
 @given(messages(verifier_pb2.GetModelResponse), messages(verifier_pb2.GenerateTokensResponse))
-def test_whatever_a_verifier_tells_a_gateway_is_read_or_refused(
+def test_a_verifiers_answers_to_a_gateway_are_read_or_refused(
     model: verifier_pb2.GetModelResponse, tokens: verifier_pb2.GenerateTokensResponse
 ) -> None:
     with refused_by_field():
@@ -167,7 +169,7 @@ def test_whatever_a_verifier_tells_a_gateway_is_read_or_refused(
 
 @BOUNDED
 @given(messages(verifier_pb2.GenerateTokensRequest))
-def test_whatever_a_caller_asks_for_is_taken_or_refused_by_a_field(
+def test_a_callers_request_is_taken_or_refused_by_a_field(
     request: verifier_pb2.GenerateTokensRequest,
 ) -> None:
     request.prompt_token_ids.append(1)
@@ -176,5 +178,5 @@ def test_whatever_a_caller_asks_for_is_taken_or_refused_by_a_field(
 
 
 @pytest.mark.parametrize("data", SAID_BY_DRAFTERS)
-def test_the_messages_that_are_changed_are_valid(data: bytes) -> None:
+def test_the_unchanged_messages_are_valid(data: bytes) -> None:
     take(data)

@@ -1,6 +1,4 @@
-"""The verifier's streams over real gRPC, with an engine over a table: what drafters may say, how many there may be, and one that
-vanishes.
-"""
+"""Draft streams over real gRPC: bad messages, too many drafters, lost connections."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from chaos_proxy import chaos_proxy  # lies in tests
-from fake_model import VOCAB, make_engine
+from chaos_proxy import chaos_proxy
+from fake_model import VOCAB, exposition, make_engine
 
 from outrider.errors import OutriderError, Reason
 from outrider.messages import Placement
@@ -27,7 +25,7 @@ from verifier_svc.streams.servicer import VerifierServicer
 
 
 class Verifier:
-    """A served engine."""
+    """An engine with a table model, served on a port."""
 
     def __init__(self, engine: Engine, thread: EngineThread, port: int) -> None:
         self.engine = engine
@@ -35,14 +33,14 @@ class Verifier:
         self.port = port
 
     async def exposition(self) -> str:
-        from prometheus_client import generate_latest
-
+        """All metrics so far in Prometheus' text format."""
         await self.thread.call(self.engine._metrics.flush)
-        return generate_latest(self.engine._metrics.registry).decode()
+        return exposition(self.engine)
 
 
 @asynccontextmanager
 async def verifier(limits: Limits | None = None) -> AsyncIterator[Verifier]:
+    """Serve an engine on a free port of loopback."""
     thread = EngineThread(lambda deliver: make_engine(limits=limits, deliver=deliver)[0])
     engine = await thread.built
     servicer = VerifierServicer("fake")
@@ -58,28 +56,22 @@ async def verifier(limits: Limits | None = None) -> AsyncIterator[Verifier]:
 
 
 class RawDrafter:
-    """A draft stream whose bytes are the test's to choose."""
+    """A draft stream on which the test sends any bytes."""
 
     def __init__(self, channel: grpc.aio.Channel, name: str, **hello: Any) -> None:
         parse = verifier_pb2.StreamDraftsResponse.FromString
-        call: Any = channel.stream_stream(
-            "/outrider.v1.VerifierService/StreamDrafts", response_deserializer=parse
-        )
+        method = "/outrider.v1.VerifierService/StreamDrafts"
+        call: Any = channel.stream_stream(method, response_deserializer=parse)
         self.call = call()
-        fields = {
-            "drafter_id": name,
-            "family": "raw",
-            "tokenizer_fingerprint": "f",
-            "max_draft_tokens": 8,
-            **hello,
-        }
-        self._hello = drafts_pb2.Hello(**fields)
+        names = {"drafter_id": name, "family": "raw", "tokenizer_fingerprint": "f"}
+        self._hello = drafts_pb2.Hello(**{**names, "max_draft_tokens": 8, **hello})
 
     async def say(self, data: bytes) -> None:
+        """Send bytes as a message."""
         await self.call.write(data)
 
     async def welcomed(self) -> None:
-        """Raises OutriderError when it is refused."""
+        """Send the Hello and await the welcome; raises OutriderError if it is refused."""
         await self.say(verifier_pb2.StreamDraftsRequest(hello=self._hello).SerializeToString())
         try:
             response = await asyncio.wait_for(self.call.read(), 10)
@@ -88,21 +80,17 @@ class RawDrafter:
         assert response.HasField("welcome")
 
     async def error(self) -> OutriderError:
-        """What the stream ended with."""
-        code, trailing = (
-            await asyncio.wait_for(self.call.code(), 10),
-            await self.call.trailing_metadata(),
-        )
+        """The error that ended the stream."""
+        code = await asyncio.wait_for(self.call.code(), 10)
+        trailing = await self.call.trailing_metadata()
+        details = await self.call.details()
         assert code is not grpc.StatusCode.OK
-        return rpc.error_of(
-            grpc.aio.AioRpcError(
-                code, grpc.aio.Metadata(), trailing, await self.call.details(), None
-            )
-        )
+        failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, None)
+        return rpc.error_of(failure)
 
 
 async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
-    """A drafter that has taken the id, which it asks for until it is free."""
+    """Ask for a drafter's id until it is free, and take it."""
     while True:
         drafter = RawDrafter(channel, name)
         try:
@@ -114,7 +102,7 @@ async def until_free(channel: grpc.aio.Channel, name: str) -> RawDrafter:
             await asyncio.sleep(0.05)
 
 
-async def test_what_cannot_be_parsed_counts_against_the_drafter() -> None:
+async def test_a_message_that_cannot_be_parsed_counts_against_the_drafter() -> None:
     async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
         for _ in range(3):
             drafter = RawDrafter(channel, "garbled")
@@ -128,8 +116,8 @@ async def test_what_cannot_be_parsed_counts_against_the_drafter() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xfa\x3f\x02hi"])
-async def test_a_message_of_a_kind_to_come_is_ignored_and_counted(data: bytes) -> None:
-    """An unset oneof is what one of its later members looks like."""
+async def test_a_message_of_an_unknown_kind_is_ignored_and_counted(data: bytes) -> None:
+    """A later member of a oneof looks like an unset oneof."""
     async with verifier() as served, rpc.dial(f"127.0.0.1:{served.port}") as channel:
         drafter = RawDrafter(channel, "newer")
         await drafter.welcomed()
@@ -137,13 +125,14 @@ async def test_a_message_of_a_kind_to_come_is_ignored_and_counted(data: bytes) -
             await drafter.say(data)
         line = 'outrider:ignored_messages_total{drafter="newer",model_name="fake",placement=""} 5.0'
         async with asyncio.timeout(10):
-            while line not in await served.exposition():  # noqa: ASYNC110  # another thread has no event
+            # The engine's thread has no event to wait for.
+            while line not in await served.exposition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert "newer" in served.engine.drafting.roster.connected
         drafter.call.cancel()
 
 
-async def test_drafters_are_refused_beyond_the_most_that_may_connect() -> None:
+async def test_drafters_beyond_the_limit_are_refused() -> None:
     async with (
         verifier(Limits(max_drafters=3)) as served,
         rpc.dial(f"127.0.0.1:{served.port}") as channel,
@@ -151,9 +140,8 @@ async def test_drafters_are_refused_beyond_the_most_that_may_connect() -> None:
         drafters = [RawDrafter(channel, f"d{number}") for number in range(4)]
         for drafter in drafters[:3]:
             await drafter.welcomed()
-        with pytest.raises(
-            OutriderError, match="3 drafters are connected, and --max-drafters allows no more"
-        ) as caught:
+        message = "3 drafters are connected, and --max-drafters allows no more"
+        with pytest.raises(OutriderError, match=message) as caught:
             await drafters[3].welcomed()
         assert await drafters[3].call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (caught.value.reason, caught.value.retry_after_s) == (Reason.OVERLOADED, 5.0)
@@ -167,8 +155,9 @@ async def test_drafters_are_refused_beyond_the_most_that_may_connect() -> None:
                     await asyncio.sleep(0.01)
 
 
-async def test_the_answer_to_get_model_fits_a_message_however_many_drafters_there_are() -> None:
-    name, cores = "\N{SLIGHTLY SMILING FACE}" * 128, tuple(range(60_000, 61_024))
+async def test_get_models_answer_fits_a_message_with_any_number_of_drafters() -> None:
+    name = "\N{SLIGHTLY SMILING FACE}" * 128
+    cores = tuple(range(60_000, 61_024))
     place = Placement(name, name, name, cores, 1, name)
     drafters = tuple(DrafterInfo(f"{number}", name, place, True, 0) for number in range(5000))
     info = ModelInfo("fake", Stage.READY, "serving", "f", VOCAB, 64, drafters=drafters)
@@ -202,14 +191,14 @@ async def test_a_placement_that_no_machine_has_is_refused(
 
 
 def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The options with ten times shorter times."""
+    """gRPC options with all times divided by ten."""
     return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]
 
 
 async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In ten times shorter times: 12 s are 1.2 s here. A machine that dies leaves a connection that nobody ends."""
+    """A machine that dies leaves its connection open. All times are a tenth of the real ones."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
     async with (
@@ -225,7 +214,6 @@ async def test_the_id_of_a_drafter_that_vanished_is_soon_free_again(
         proxy.swallow()
         async with asyncio.timeout(20):
             successor = await until_free(new, "model-1")
-        assert [drafter.id for drafter in served.engine.drafting.roster.connected.values()] == [
-            "model-1"
-        ]
+        connected = served.engine.drafting.roster.connected.values()
+        assert [drafter.id for drafter in connected] == ["model-1"]
         successor.call.cancel()

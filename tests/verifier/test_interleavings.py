@@ -1,4 +1,4 @@
-"""Whatever order messages take between verifier and drafters, texts stay as they are and both sides agree in the end."""
+"""Messages between verifier and drafters in any order leave the texts unchanged."""
 
 from __future__ import annotations
 
@@ -30,91 +30,105 @@ from verifier_svc.engine.target import Limits
 from verifier_svc.state.trie import Trie
 
 
-@given(st.data())
-def test_however_late_messages_are_both_sides_agree_in_the_end(data: st.DataObject) -> None:
-    """A drafter whose guesses are often right, and a verifier that commits with and without it; messages wait on the way."""
-    window = Window(token_count=24, depth=6)
-    text = [9]
-    trie = Trie(len(text), window)
-    sequence = DraftSequence(
-        Opened(
-            1,
-            list(text),
-            SamplingParams(temperature=0.0),
-            DraftDistribution.ONE_HOT,
-            window,
-            draft_tokens=3,
-        )
-    )
-    up: deque[Proposal] = deque()
-    down: deque[Verdict] = deque()
+class LateMessages:
+    """A verifier's trie and a drafter's state of one sequence; messages wait between them.
 
-    def draft() -> None:
-        count = data.draw(st.integers(1, 4))
-        sequence.extend(
-            data.draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=count, max_size=count))
-        )
-        if sequence.guesses and data.draw(st.booleans()):
-            sequence.branch(
-                data.draw(st.integers(0, len(sequence.guesses) - 1)),
-                [data.draw(st.integers(1, 3)), 1],
-            )
+    Its guesses are often right, and the verifier commits with and without drafts.
+    """
+
+    def __init__(self, data: st.DataObject) -> None:
+        window = Window(token_count=24, depth=6)
+        self._draw = data.draw
+        self.text = [9]
+        self.trie = Trie(len(self.text), window)
+        greedy = SamplingParams(temperature=0.0)
+        one_hot = DraftDistribution.ONE_HOT
+        self.sequence = DraftSequence(Opened(1, [9], greedy, one_hot, window, draft_tokens=3))
+        self._proposals: deque[Proposal] = deque()
+        self._verdicts: deque[Verdict] = deque()
+
+    def draft(self) -> None:
+        sequence = self.sequence
+        sequence.extend(self._draw(st.lists(LIKELY_TOKENS, min_size=1, max_size=4)))
+        if sequence.guesses and self._draw(st.booleans()):
+            at = self._draw(st.integers(0, len(sequence.guesses) - 1))
+            sequence.branch(at, [self._draw(st.integers(1, 3)), 1])
         if proposal := sequence.take_proposal():
-            up.append(proposal)
+            self._proposals.append(proposal)
 
-    def commit() -> None:
-        path = trie.path(3).token_ids
-        new = [
-            *path[: data.draw(st.integers(0, len(path)))],
-            data.draw(st.sampled_from([1, 1, 1, 2])),
-        ]
-        text.extend(new)
-        down.append(Verdict(1, len(text), new, trie.advance(new).matched, 3))
+    def commit(self) -> None:
+        path = self.trie.path(3).token_ids
+        accepted = path[: self._draw(st.integers(0, len(path)))]
+        new = [*accepted, self._draw(LIKELY_TOKENS)]
+        self.text.extend(new)
+        matched = self.trie.advance(new).matched
+        self._verdicts.append(Verdict(1, len(self.text), new, matched, 3))
 
-    for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["draft", "commit", "up", "up again", "down"]))
-        if action == "draft":
-            draft()
-        elif action == "commit":
-            commit()
-        elif action.startswith("up") and up:
-            trie.add(up[0], text)
-            if action == "up":
-                up.popleft()
-        elif action == "down" and down:
-            sequence.follow(down.popleft())
-    for proposal in up:
-        trie.add(proposal, text)
-    for verdict in down:
-        sequence.follow(verdict)
-    assert sequence.tokens == text
-    assert trie.path(99).token_ids == sequence.guesses
+    def repeat_proposal(self) -> None:
+        """Deliver the oldest proposal, and keep it to deliver it again."""
+        if self._proposals:
+            self.trie.add(self._proposals[0], self.text)
+
+    def deliver_proposal(self) -> None:
+        if self._proposals:
+            self.trie.add(self._proposals.popleft(), self.text)
+
+    def deliver_verdict(self) -> None:
+        if self._verdicts:
+            self.sequence.follow(self._verdicts.popleft())
+
+    def deliver_all(self) -> None:
+        while self._proposals:
+            self.deliver_proposal()
+        while self._verdicts:
+            self.deliver_verdict()
+
+
+LIKELY_TOKENS = st.sampled_from([1, 1, 1, 2])
+STEPS = [
+    LateMessages.draft,
+    LateMessages.commit,
+    LateMessages.repeat_proposal,
+    LateMessages.deliver_proposal,
+    LateMessages.deliver_verdict,
+]
+
+
+@given(st.data())
+def test_both_sides_agree_after_any_delays(data: st.DataObject) -> None:
+    late = LateMessages(data)
+    for step in data.draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=40)):
+        step(late)
+    late.deliver_all()
+    assert late.sequence.tokens == late.text
+    assert late.trie.path(99).token_ids == late.sequence.guesses
 
 
 class Drafter:
-    """Drafts for all sequences; the test says what it hears, what it says, and what of that arrives, when and how often."""
+    """Drafts for all sequences. The test delivers, repeats, delays and drops its messages."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self.engine, self.name = engine, name
+        self.engine = engine
+        self.name = name
         self.join()
 
     def join(self) -> None:
         self.sequences: dict[int, DraftSequence] = {}
-        self.heard: deque[StepBatch] = deque()
-        self.said: list[DraftBatch] = []
-        self.handle = self.engine.drafting.join(Hello(self.name, self.name, "f", 8), self._told)
+        self.inbox: deque[StepBatch] = deque()
+        self.outbox: list[DraftBatch] = []
+        self.handle = self.engine.drafting.join(Hello(self.name, self.name, "f", 8), self._receive)
 
-    def _told(self, message: StepBatch | OutriderError) -> None:
+    def _receive(self, message: StepBatch | OutriderError) -> None:
         assert isinstance(message, StepBatch), message
-        self.heard.append(message)
+        self.inbox.append(message)
 
     def rejoin(self) -> None:
         self.engine.drafting.leave(self.handle)
         self.join()
 
-    def hear(self) -> None:
-        """Read the next message. A drafter that notices a gap begins anew, as a lost connection makes it do."""
-        step = self.heard.popleft()
+    def read(self) -> None:
+        """Read the next message. A gap before it makes the drafter connect again."""
+        step = self.inbox.popleft()
         for opened in step.opened:
             self.sequences[opened.sequence_id] = DraftSequence(opened)
         try:
@@ -130,47 +144,49 @@ class Drafter:
         batch = DraftBatch()
         for sequence in self.sequences.values():
             wrong = [rng.randrange(VOCAB) for _ in range(rng.randrange(3))]
-            sequence.extend([*self._truth(sequence)[: rng.choice([4, 3, 1, 0])], *wrong])
+            right = self._truth(sequence)[: rng.choice([4, 3, 1, 0])]
+            sequence.extend([*right, *wrong])
             if sequence.guesses and rng.random() < 0.5:
                 sequence.branch(0, [rng.randrange(VOCAB), 1])
             if proposal := sequence.take_proposal():
                 batch.proposals.append(proposal)
             elif rng.random() < 0.5:
                 batch.skips.append(Skip(sequence.id, len(sequence.tokens)))
-        self.said.append(batch)
+        self.outbox.append(batch)
 
     def _truth(self, sequence: DraftSequence) -> list[int]:
-        """What the target says next; behind a wrong guess as good as any."""
+        """The target's next tokens, as if all guesses so far were right."""
         generated = len(sequence.tokens) - sequence.opened.prompt_length + len(sequence.guesses)
         return PLAIN[sequence.id - 1][generated:]
 
     def deliver(self, rng: random.Random, *, again: bool) -> None:
-        batch = rng.choice(self.said)
+        batch = rng.choice(self.outbox)
         self.engine.drafting.on_drafts(self.handle, batch)
         if not again:
-            self.said.remove(batch)
+            self.outbox.remove(batch)
 
 
-ACTIONS = ["well", "well", "hear", "draft", "deliver", "again", "lose", "unheard", "rejoin"]
+ACTIONS = ["well", "well", "read", "draft", "deliver", "again", "lose", "skip", "rejoin"]
 
 
 def act(drafter: Drafter, rng: random.Random) -> None:
+    """Do something with one drafter's messages."""
     action = rng.choice(ACTIONS)
     if action == "well":
-        while drafter.heard:
-            drafter.hear()
+        while drafter.inbox:
+            drafter.read()
         drafter.draft(rng)
         drafter.deliver(rng, again=False)
-    elif action == "hear" and drafter.heard:
-        drafter.hear()
+    elif action == "read" and drafter.inbox:
+        drafter.read()
     elif action == "draft":
         drafter.draft(rng)
-    elif action in ("deliver", "again") and drafter.said:
+    elif action in ("deliver", "again") and drafter.outbox:
         drafter.deliver(rng, again=action == "again")
-    elif action == "lose" and drafter.said:
-        drafter.said.pop(rng.randrange(len(drafter.said)))
-    elif action == "unheard" and drafter.heard:
-        drafter.heard.popleft()
+    elif action == "lose" and drafter.outbox:
+        drafter.outbox.pop(rng.randrange(len(drafter.outbox)))
+    elif action == "skip" and drafter.inbox:
+        drafter.inbox.popleft()
     elif action == "rejoin" and rng.random() < 0.25:
         drafter.rejoin()
 
@@ -183,6 +199,7 @@ REQUESTS = [
 
 
 def plain_texts() -> list[list[int]]:
+    """The texts of all requests without drafters."""
     engine, _ = make_engine(eos_bias=-99)
     clients = [Client() for _ in REQUESTS]
     for request, client in zip(REQUESTS, clients, strict=True):
@@ -196,10 +213,9 @@ PLAIN = plain_texts()
 
 
 def run(rng: random.Random) -> Engine:
-    """All requests, with two drafters whose messages go astray."""
-    engine, _ = make_engine(
-        eos_bias=-99, limits=Limits(DraftTokensPolicy("fixed", 4)), always_draft=True
-    )
+    """Serve all requests with two drafters whose messages are late, repeated or lost."""
+    limits = Limits(DraftTokensPolicy("fixed", 4))
+    engine, _ = make_engine(eos_bias=-99, limits=limits, always_draft=True)
     drafters = [Drafter(engine, "one"), Drafter(engine, "two")]
     clients = [Client() for _ in REQUESTS]
     for request, client in zip(REQUESTS, clients, strict=True):
@@ -213,16 +229,15 @@ def run(rng: random.Random) -> Engine:
     return engine
 
 
-def test_every_interleaving_leaves_greedy_and_seeded_text_as_it_is() -> None:
+def test_every_interleaving_leaves_greedy_and_seeded_texts_unchanged() -> None:
     counted: Counter[str] = Counter()
     for seed in range(100):
         engine = run(random.Random(seed))
         engine.pool.check_integrity()
         assert engine.pool.used_count == 0
-        for family in engine._metrics.registry.collect():
-            counted[family.name] += int(
-                sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
-            )
+        for metric in engine._metrics.registry.collect():
+            totals = [sample.value for sample in metric.samples if sample.name.endswith("_total")]
+            counted[metric.name] += int(sum(totals))
     assert counted["outrider:spec_decode_num_accepted_tokens"] > 500
     assert counted["outrider:stale_tokens"] > 500
     assert counted["outrider:wasted_tokens"] > 500

@@ -1,6 +1,4 @@
-"""Drafters hear of a step at once, clients while the target computes the next one or when it has nothing to compute."""
-
-from contextlib import nullcontext
+"""Verdicts leave after their step; chunks leave with the next forward, or at once without one."""
 
 import pytest
 from fake_model import Client, ScriptedDrafter, make_engine
@@ -13,7 +11,7 @@ from verifier_svc.engine.target import Limits
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def test_drafters_hear_of_a_step_at_once_and_clients_when_the_next_forward_begins() -> None:
+def test_verdicts_leave_at_once_and_chunks_with_the_next_forward() -> None:
     engine, model = make_engine(eos_bias=-99)
     drafter, client = ScriptedDrafter(engine), Client()
     engine.submit(TokenRequest([1, 2], 8, GREEDY), client)
@@ -27,9 +25,10 @@ def test_drafters_hear_of_a_step_at_once_and_clients_when_the_next_forward_begin
     assert known_at_forward == [0, 1, 2]
 
 
-def test_with_nothing_left_to_compute_clients_are_told_at_once() -> None:
+def test_without_a_next_forward_chunks_leave_at_once() -> None:
     engine, model = make_engine(eos_bias=-99)
-    short, long = Client(), Client()
+    short = Client()
+    long = Client()
     engine.submit(TokenRequest([1, 2], 1, GREEDY), short)
     waited_for = engine.submit(TokenRequest([1], 9, GREEDY), long)
     engine.step()
@@ -43,11 +42,10 @@ def test_with_nothing_left_to_compute_clients_are_told_at_once() -> None:
     assert last.tokens == model.greedy([3], 1)
 
 
-def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None:
+def test_a_wait_for_a_draft_holds_chunks_only_briefly() -> None:
     clock = VirtualClock()
-    engine, model = make_engine(
-        eos_bias=-99, limits=Limits(DraftTokensPolicy("fixed", 4)), always_draft=True, clock=clock
-    )
+    limits = Limits(DraftTokensPolicy("fixed", 4))
+    engine, model = make_engine(eos_bias=-99, limits=limits, always_draft=True, clock=clock)
     drafter, client = ScriptedDrafter(engine), Client()
     sequence = engine.submit(TokenRequest([1, 2], 20, GREEDY), client)
     engine.drain_inbox()
@@ -60,19 +58,25 @@ def test_a_chunk_is_not_held_for_as_long_as_a_late_draft_is_waited_for() -> None
     clock.after(0.5, lambda: engine.post(lambda: drafter.propose(sequence.id, truth[2:6])))
     clock.step(engine)
     assert told == [truth[:2]]
-    assert sequence.tokens == [1, 2, *truth[:7]], "it was waited for nevertheless"
+    assert sequence.tokens == [1, 2, *truth[:7]], "the engine waited for the draft"
 
 
-def test_whatever_ends_the_engine_clients_are_told_what_was_committed() -> None:
-    for ending, told in (
-        (lambda engine: engine.stop(), 2),
-        (lambda engine: engine.post(lambda: 1 / 0), 1),
-    ):
-        engine, model = make_engine(eos_bias=-99)
-        client = Client()
-        engine.submit(TokenRequest([1, 2], 8, GREEDY), client)
-        engine.step()
-        ending(engine)
-        with nullcontext() if told == 2 else pytest.raises(ZeroDivisionError):
-            engine.run()
-        assert client.tokens == model.greedy([1, 2], told)
+def test_a_stopped_engine_delivers_all_committed_tokens() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    client = Client()
+    engine.submit(TokenRequest([1, 2], 8, GREEDY), client)
+    engine.step()
+    engine.stop()
+    engine.run()
+    assert client.tokens == model.greedy([1, 2], 2)
+
+
+def test_a_failed_engine_delivers_all_committed_tokens() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    client = Client()
+    engine.submit(TokenRequest([1, 2], 8, GREEDY), client)
+    engine.step()
+    engine.post(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.run()
+    assert client.tokens == model.greedy([1, 2], 1)

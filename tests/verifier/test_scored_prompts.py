@@ -1,7 +1,8 @@
-"""Whatever batches and pages there are, each prompt that asks is scored once, with as many rows of logits a step as are allowed."""
+"""A prompt is scored once, in any batch and with any pages, within a step's limit of rows."""
 
 from collections.abc import Sequence
 
+import pytest
 from fake_model import EOS, VOCAB, Client, ScriptedDrafter, TableModel, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +15,12 @@ from verifier_svc.engine.target import Limits
 PROMPTS = st.lists(
     st.lists(st.integers(0, EOS - 1), min_size=1, max_size=30), min_size=1, max_size=5
 )
-# Whether each request wants its prompt scored, and its max_tokens; prompts repeat, so that the prefix cache has something to offer.
+# For each request: whether its prompt is scored, and its max_tokens.
 ASKED = st.tuples(st.booleans(), st.integers(0, 20))
 
 
 def expected(model: TableModel, prompt: list[int]) -> list[float]:
+    """The log probabilities of the prompt's tokens from the second on."""
     rows = [
         model.table[prompt[max(i - 1, 0)], prompt[i]].log_softmax(-1)
         for i in range(len(prompt) - 1)
@@ -40,34 +42,35 @@ def test_every_prompt_is_scored_once_in_any_batch_with_any_number_of_pages(
     engine, model = make_engine(
         page_count=data.draw(st.integers(13, 40)), limits=limits, eos_bias=-99
     )
-    bases, asked = data.draw(PROMPTS), data.draw(st.lists(ASKED, min_size=1, max_size=8))
-    told: list[tuple[Client, TokenRequest]] = []
+    prompts = data.draw(PROMPTS)
+    asked = data.draw(st.lists(ASKED, min_size=1, max_size=8))
+    served: list[tuple[Client, TokenRequest]] = []
     for i, (scored, max_tokens) in enumerate(asked):
-        prompt = bases[i % len(bases)]
         request = TokenRequest(
-            prompt,
+            # Prompts repeat, so that the prefix cache has some of them.
+            prompts[i % len(prompts)],
             max(max_tokens, 1 - scored),
             SamplingParams(0.0),
             prompt_logprobs=2 if scored else None,
         )
-        told.append((Client(), request))
-        engine.submit(request, told[-1][0])
+        client = Client()
+        served.append((client, request))
+        engine.submit(request, client)
     for _ in range(3000):
         engine.step()
         if not engine.sequences:
             break
     assert not engine.sequences
     engine.pool.check_integrity()
-    for client, request in told:
-        logprobs = [logprob for chunk in client.chunks for logprob in chunk.prompt_logprobs]
-        wanted = expected(model, request.prompt) if request.prompt_logprobs is not None else []
-        assert [round(logprob.logprob, 4) for logprob in logprobs] == [
-            round(value, 4) for value in wanted
-        ]
+    for client, request in served:
+        scored = request.prompt_logprobs is not None
+        wanted = expected(model, request.prompt) if scored else []
+        found = [each.logprob for chunk in client.chunks for each in chunk.prompt_logprobs]
+        assert found == pytest.approx(wanted, abs=5e-5)
         assert client.tokens == model.greedy(request.prompt, request.max_tokens)
 
 
-def test_a_step_takes_as_many_rows_of_logits_for_prompts_as_are_allowed() -> None:
+def test_a_step_scores_prompts_up_to_its_limit_of_rows() -> None:
     engine, model = make_engine(limits=Limits(scored_logits_bytes=4 * 4 * VOCAB))
     rows: list[list[int]] = []
 
@@ -79,16 +82,15 @@ def test_a_step_takes_as_many_rows_of_logits_for_prompts_as_are_allowed() -> Non
         engine.submit(TokenRequest([1] * 10, 0, SamplingParams(0.0), prompt_logprobs=0), Client())
     while engine.sequences:
         engine.step()
-    # Nine of ten tokens are scored; the last chunk has a row more, to draw from.
+    # Nine of ten tokens are scored. The last chunk has one more row, to sample from.
     assert rows == [[4], [4], [1 + 1, 3], [4], [2 + 1]]
 
 
-def test_who_could_commit_no_draft_is_handed_to_no_drafter() -> None:
+def test_a_request_too_short_for_drafts_gets_no_drafter() -> None:
     engine, _ = make_engine(eos_bias=-99)
     drafter = ScriptedDrafter(engine)
     for max_tokens in (0, 1, 2):
-        engine.submit(
-            TokenRequest([1, 2], max_tokens, SamplingParams(0.0), prompt_logprobs=0), Client()
-        )
+        request = TokenRequest([1, 2], max_tokens, SamplingParams(0.0), prompt_logprobs=0)
+        engine.submit(request, Client())
     engine.drain_inbox()
     assert [opened.sequence_id for step in drafter.told for opened in step.opened] == [3]

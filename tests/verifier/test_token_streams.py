@@ -1,4 +1,4 @@
-"""Many sequences on one stream: each is as if it were alone, and what they say together comes together."""
+"""Many sequences on one stream: they do not disturb each other, and share messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ FOREVER = 60.0
 
 
 class Verifier(TokenStreamServiceServicer):
-    """Answers each request with what `steps` has for its first prompt token: ids to say, seconds to wait, or an error to raise."""
+    """Answers each request with the steps for its first prompt token.
+
+    A step is a list of token ids to send, a time to wait in seconds, or an error to raise.
+    """
 
     def __init__(self, steps: Callable[[int], list[Any]]) -> None:
         self.steps = steps
@@ -35,8 +38,9 @@ class Verifier(TokenStreamServiceServicer):
         self.traceparents: list[str] = []
         self.stream: TokenStream | None = None
 
+    # The stubs do not know that a handler may write through its context.
     @rpc.reports_errors
-    async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+    async def StreamTokens(  # type: ignore[override]
         self, request_iterator: AsyncIterator[Request], context: Any
     ) -> None:
         self.stream = TokenStream(self.generate, aiter(request_iterator), context)
@@ -75,14 +79,13 @@ async def calling(verifier: Verifier) -> AsyncIterator[Any]:
 
 
 def begin(number: int, prompt: int, traceparent: str = "") -> Request:
-    return Request(
-        call_id=number,
-        generate=verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt]),
-        traceparent=traceparent,
-    )
+    """A message that begins call `number`, with a prompt of one token."""
+    generate = verifier_pb2.GenerateTokensRequest(prompt_token_ids=[prompt])
+    return Request(call_id=number, generate=generate, traceparent=traceparent)
 
 
 def cancel(number: int) -> Request:
+    """A message that cancels call `number`."""
     return Request(call_id=number, cancel=token_streams_pb2.CancelTokens())
 
 
@@ -95,12 +98,14 @@ async def messages(call: Any) -> list[list[tuple[int, list[int]]]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds, for at most 5 s."""
     async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110  # another task's progress has no event to wait for
+        # Another task's progress has no event to wait for.
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def test_what_sequences_say_in_one_turn_comes_in_one_message() -> None:
+async def test_tokens_of_one_turn_of_the_loop_share_a_message() -> None:
     verifier = Verifier(lambda prompt: [0.3, [prompt], 0.3, [prompt, prompt]])
     async with calling(verifier) as call:
         for number in (1, 2, 3):
@@ -111,17 +116,18 @@ async def test_what_sequences_say_in_one_turn_comes_in_one_message() -> None:
         *((number, [10 * number]) for number in (1, 2, 3)),
         *((number, [10 * number] * 2) for number in (1, 2, 3)),
     ]
-    # Three requests may begin in as many turns of the loop, but timers of one length end together.
+    # Three requests may begin in three turns of the loop, but equal timers end together.
     assert len(told) < 6
 
 
-async def test_a_sequence_that_fails_says_why_and_the_others_go_on() -> None:
+async def test_a_failed_sequence_gets_its_error_and_the_others_go_on() -> None:
     refused = OutriderError(Reason.OVERLOADED, "too many wait", "max_tokens", retry_after_s=2.0)
-    verifier = Verifier(
-        lambda prompt: [[[1], refused], [RuntimeError("a user's secret")], [0.2, [3], 0.2, [4]]][
-            prompt
-        ]
-    )
+    steps: list[list[Any]] = [
+        [[1], refused],
+        [RuntimeError("a user's secret")],
+        [0.2, [3], 0.2, [4]],
+    ]
+    verifier = Verifier(steps.__getitem__)
     async with calling(verifier) as call:
         for number in (0, 1, 2):
             await call.write(begin(number, number))
@@ -134,7 +140,7 @@ async def test_a_sequence_that_fails_says_why_and_the_others_go_on() -> None:
     assert [list(part.tokens.token_ids) for part in parts if part.call_id == 2] == [[3], [4]]
 
 
-async def test_a_sequence_that_ends_in_any_other_way_is_an_error_and_not_silence() -> None:
+async def test_a_sequence_without_a_finish_reason_ends_with_an_error() -> None:
     verifier = Verifier(lambda prompt: [[1], 0.0])
     async with calling(verifier) as call:
         await call.write(begin(1, 1))
@@ -153,7 +159,7 @@ async def test_a_cancelled_sequence_is_freed_and_no_other() -> None:
         await until(lambda: verifier.running == 1)
         await call.write(cancel(2))
         await until(lambda: verifier.running == 0)
-        # What is over, or was never there, may be cancelled: the caller cannot know.
+        # Cancelling a call that has ended, or never began, is no error: the caller cannot know.
         for number in (2, 77):
             await call.write(cancel(number))
         await call.write(begin(3, 9))
@@ -171,7 +177,7 @@ async def test_a_sequence_that_is_cancelled_at_once_leaves_nothing_behind() -> N
     assert verifier.running == 0
 
 
-async def test_hanging_up_frees_all() -> None:
+async def test_hanging_up_frees_all_sequences() -> None:
     verifier = Verifier(lambda prompt: [[prompt], FOREVER])
     async with calling(verifier) as call:
         for number in range(5):
@@ -203,15 +209,14 @@ async def test_a_message_without_meaning_ends_the_stream_with_the_reason(
         await until(lambda: verifier.running == 0)
 
 
-async def test_a_verifier_that_ends_the_stream_sends_what_was_said_before() -> None:
+async def test_a_verifier_that_ends_the_stream_sends_all_earlier_tokens() -> None:
     verifier = Verifier(lambda prompt: [[prompt], FOREVER])
-
     async with calling(verifier) as call:
         await call.write(begin(1, 1))
         await until(lambda: verifier.running == 1)
         await asyncio.sleep(0.05)
         assert verifier.stream is not None
-        verifier.stream._say(token_streams_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
+        verifier.stream._send(token_streams_pb2.TokensPart(call_id=1, tokens=Tokens(token_ids=[8])))
         verifier.stream.end()
         verifier.stream.end()
         parts = [part async for message in call for part in message.parts]
@@ -220,8 +225,8 @@ async def test_a_verifier_that_ends_the_stream_sends_what_was_said_before() -> N
         await until(lambda: verifier.running == 0)
 
 
-async def test_much_that_is_said_at_once_is_divided_among_messages() -> None:
-    """So that what many sequences say of their prompts stays under what a message may have."""
+async def test_large_parts_are_divided_among_messages() -> None:
+    """The prompt log probabilities of many sequences can exceed gRPC's limit of a message."""
     long = list(range(1_000_000, 1_000_000 + 200_000))
     verifier = Verifier(lambda prompt: [0.2, long])
     async with calling(verifier) as call:

@@ -1,4 +1,4 @@
-"""A draft is waited for as long as that pays, and no longer. All in virtual time, so a busy machine changes nothing."""
+"""The engine waits for a draft as long as that pays. All tests run in virtual time."""
 
 import pytest
 from fake_model import Client, ScriptedDrafter, TableModel, make_engine, make_plan
@@ -28,7 +28,7 @@ def clock() -> VirtualClock:
 
 
 class TimedClient(Client):
-    """Notes when each token came."""
+    """A client that records when each token came."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -41,13 +41,14 @@ class TimedClient(Client):
 
 
 def slow_forward(model: TableModel, clock: VirtualClock, seconds: float) -> None:
+    """Make each forward take `seconds`."""
     model.broken = lambda slices: clock.sleep(seconds)
 
 
 def after_one_step(
     clock: VirtualClock, max_tokens: int, forward_s: float, **hello: object
 ) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
-    """A greedy request of one token, to which a first step of so many seconds added two, one of them drafted."""
+    """A greedy request after one step of `forward_s`, which committed a draft token and its own."""
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine, **hello)  # type: ignore[arg-type]  # of Hello's own types
     sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())
@@ -59,49 +60,51 @@ def after_one_step(
 
 
 def worth_waiting_for(engine: Engine) -> tuple[tuple[Assignment, ...], float]:
-    """The drafts that a new plan waits for, and its seconds of waiting."""
+    """The drafts that a new plan waits for, and its longest wait in seconds."""
     plan = make_plan(engine)
     return tuple([assignment for _, assignment in plan.wait_for]), plan.wait_s
 
 
 @pytest.mark.parametrize(("due_s", "steps"), [(0.02, 1), (0.13, 1), (0.17, 2)])
 def test_waiting_to_the_limit_is_as_fast_as_going_on_without(due_s: float, steps: int) -> None:
-    tokens, forward_s, decode_step_s, stands = 3.0, 0.12, 0.1, 0.7
-    rate = (stands * tokens + steps) / (stands * forward_s + max(steps * decode_step_s, due_s))
-    limit_s = max_wait_s((1.0, 9.0), due_s, rate, 1, decode_step_s, stands)
+    tokens = 3.0
+    forward_s = 0.12
+    decode_step_s = 0.1
+    accepted = 0.7
+    meanwhile_s = max(steps * decode_step_s, due_s)
+    rate = (accepted * tokens + steps) / (accepted * forward_s + meanwhile_s)
+    limit_s = max_wait_s((1.0, 9.0), due_s, rate, 1, decode_step_s, accepted)
     assert tokens / (forward_s + limit_s) == pytest.approx(rate)
 
 
-def test_of_waiting_and_going_on_the_faster_way_counts() -> None:
+def test_goodput_is_the_faster_of_waiting_and_going_on() -> None:
     def rate(wait_s: float, busy_s: float = 0.0) -> float:
         return goodput(3.0, 0.12, wait_s, busy_s, (1.0, 0.1), prob_all_accepted=0.8)[0]
 
     assert rate(0.0) == pytest.approx(3 / 0.12)
     assert rate(0.001) == pytest.approx(3 / 0.121)
-    assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1)), (
-        "hidden behind one step, however long"
-    )
-    assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21), "not on the target's own cores"
-    assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13)), (
-        "the little that is left is waited for"
-    )
+    # One plain step hides the time of a draft.
+    assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1))
+    # A drafter on the target's cores hides nothing.
+    assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21)
+    # A short rest after a plain step is waited for; a longer one takes another plain step.
+    assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13))
     assert rate(0.17) == pytest.approx((0.8 * 3 + 2) / (0.8 * 0.12 + 0.2))
-    assert rate(60.0) > 1 / 0.1, "never under plain decoding"
+    assert rate(60.0) > 1 / 0.1, "plain decoding is the least"
 
 
 def test_a_batch_waits_for_many_drafts_longer_than_for_one() -> None:
-    rate, decode_step_s = 8 * 2.0 / 0.1, 0.1
+    decode_step_s = 0.1
+    rate = 8 * 2.0 / 0.1
     one = max_wait_s((1.0, 3.0), 0.01, rate, 8, decode_step_s, 0.8)
     assert one == pytest.approx((0.1 - 0.05) / 8 / 0.8)
-    assert max_wait_s((2.0, 3.0), 0.01, rate, 8, decode_step_s, 0.8) == 0.0, (
-        "what is there already is as good as what the batch makes"
-    )
-    assert max_wait_s((1.0, 3.0), 0.01, 8 / decode_step_s, 8, decode_step_s, 0.8) == 0.0, (
-        "plain steps are as fast"
-    )
-    assert max_wait_s((1.0, 1.2), 0.3, rate, 8, decode_step_s, 0.001) == pytest.approx(
-        0.2 / rate
-    ), "no more than what comes of it"
+    ready_is_as_good = max_wait_s((2.0, 3.0), 0.01, rate, 8, decode_step_s, 0.8)
+    assert ready_is_as_good == 0.0
+    plain_is_as_fast = max_wait_s((1.0, 3.0), 0.01, 8 / decode_step_s, 8, decode_step_s, 0.8)
+    assert plain_is_as_fast == 0.0
+    # The wait is never longer than the time that the draft's tokens are worth.
+    little_gain = max_wait_s((1.0, 1.2), 0.3, rate, 8, decode_step_s, 0.001)
+    assert little_gain == pytest.approx(0.2 / rate)
 
 
 def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
@@ -115,7 +118,7 @@ def test_a_drafter_that_skips_is_not_waited_for(clock: VirtualClock) -> None:
     assert not worth_waiting_for(engine)[0]
 
 
-def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(
+def test_a_draft_that_takes_too_long_is_used_without_a_wait(
     clock: VirtualClock,
 ) -> None:
     engine, model, drafter, sequence = after_one_step(clock, 20, 0.02)
@@ -128,10 +131,9 @@ def test_a_draft_that_takes_too_long_is_used_when_it_comes_and_not_waited_for(
     engine.step()
     assert sequence.tokens == [1, *truth[:3]]
     assert drafter.length[sequence.id] == asked + 1
-    # Sent before the drafter heard of the third token.
-    engine.drafting.on_drafts(
-        drafter.handle, DraftBatch([Proposal(sequence.id, asked, truth[2:7])])
-    )
+    # The drafter sent this before it knew the third token.
+    proposal = Proposal(sequence.id, asked, truth[2:7])
+    engine.drafting.on_drafts(drafter.handle, DraftBatch([proposal]))
     engine.step()
     assert sequence.tokens == [1, *truth[:8]]
 
@@ -156,7 +158,9 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock)
         make_plan(engine, 4)
         for sequence in (good, poor):
             assignment = sequence.assignments["scripted"]
-            assignment.answered_length, assignment.asked_at, assignment.told_at = 1, {}, clock()
+            assignment.answered_length = 1
+            assignment.asked_at = {}
+            assignment.told_at = clock()
         worth, budget_s = worth_waiting_for(engine)
         assert budget_s <= 0.05
         return [sequence for sequence in (good, poor) if sequence.assignments["scripted"] in worth]
@@ -165,7 +169,7 @@ def test_a_draft_of_little_worth_does_not_hold_up_the_batch(clock: VirtualClock)
     assert waited_for(good) == []
 
 
-def test_who_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
+def test_a_drafter_that_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
     engine, _, drafter, sequence = after_one_step(clock, 90, 0.05)
     assignment = sequence.assignments["scripted"]
 
@@ -173,7 +177,8 @@ def test_who_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
         for _ in range(7):
             drafter.handle.round_trip.observe(0.008)
         make_plan(engine, 3)
-        assignment.asked_at, assignment.told_at = {}, clock()
+        assignment.asked_at = {}
+        assignment.told_at = clock()
         return bool(worth_waiting_for(engine)[0])
 
     assert is_waited_for()
@@ -184,7 +189,7 @@ def test_who_mostly_has_no_draft_is_not_waited_for(clock: VirtualClock) -> None:
     assert not is_waited_for()
 
 
-def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(
+def test_other_messages_neither_end_a_wait_nor_make_the_drafter_seem_slow(
     clock: VirtualClock,
 ) -> None:
     engine, model, drafter, sequence = after_one_step(clock, 20, 0.1)
@@ -200,7 +205,7 @@ def test_what_else_arrives_does_not_end_a_wait_or_make_the_drafter_seem_slow(
     assert drafter.handle.round_trip.value < 0.06
 
 
-def test_one_request_after_the_other_is_drafted_from_its_first_token_on(
+def test_consecutive_requests_are_drafted_from_their_first_tokens_on(
     clock: VirtualClock,
 ) -> None:
     engine, model = make_engine(eos_bias=-99, limits=Limits(DraftTokensPolicy()), clock=clock)
@@ -216,26 +221,26 @@ def test_one_request_after_the_other_is_drafted_from_its_first_token_on(
             clock.step(engine)
 
 
-def test_who_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
+def test_a_drafter_that_is_not_waited_for_is_asked_for_more(clock: VirtualClock) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine)
     slow_forward(model, clock, 0.01)
     engine.submit(TokenRequest([1], 60, GREEDY), Client())
     engine.drain_inbox()
 
-    def asked(reply_s: float) -> int:
+    def asked(round_trip_s: float) -> int:
         for _ in range(7):
-            drafter.handle.round_trip.observe(reply_s)
+            drafter.handle.round_trip.observe(round_trip_s)
         for _ in range(4):
             engine.step()
         [assignment] = next(iter(engine.sequences.values())).assignments.values()
         return assignment.draft_tokens
 
     assert asked(0.0) == 4
-    assert asked(0.025) in (6, 7), "two or three steps go on meanwhile"
+    assert asked(0.025) in (6, 7), "the draft must outlast two or three steps"
 
 
-def test_no_more_is_waited_for_than_the_drafter_said_it_can(clock: VirtualClock) -> None:
+def test_the_engine_waits_for_no_more_than_a_drafters_maximum(clock: VirtualClock) -> None:
     engine, model, drafter, sequence = after_one_step(clock, 20, 0.05, max_draft_tokens=2)
     drafter.propose(sequence.id, model.greedy(sequence.tokens, 2))
     assert not worth_waiting_for(engine)[0]
@@ -251,9 +256,10 @@ def test_a_drafter_that_may_be_at_the_prompt_is_not_waited_for(clock: VirtualClo
     assert drafter.handle.latency(4) == 0
 
 
-def test_where_drafts_are_always_waited_for_so_is_the_first(clock: VirtualClock) -> None:
+def test_with_always_draft_the_engine_waits_for_the_first_draft_too(clock: VirtualClock) -> None:
     engine, model = make_engine(eos_bias=-99, always_draft=True, clock=clock)
-    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
+    drafter = ScriptedDrafter(engine)
+    client = TimedClient(clock)
     sequence = engine.submit(TokenRequest([1, 2], 10, GREEDY), client)
     slow_forward(model, clock, 0.05)
     engine.step()
@@ -263,25 +269,27 @@ def test_where_drafts_are_always_waited_for_so_is_the_first(clock: VirtualClock)
     assert not worth_waiting_for(engine)[0]
 
 
-def test_a_first_draft_that_never_comes_costs_a_second_a_step_and_teaches_nothing(
+def test_with_always_draft_a_missing_first_draft_costs_a_second_a_step(
     clock: VirtualClock,
 ) -> None:
+    """It does not change the drafter's measured round trip."""
     engine, model = make_engine(eos_bias=-99, always_draft=True, clock=clock)
-    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
+    drafter = ScriptedDrafter(engine)
+    client = TimedClient(clock)
     engine.submit(TokenRequest([1, 2], 4, GREEDY), client)
     slow_forward(model, clock, 0.05)
     began_s = clock()
     clock.finish(engine)
-    assert [at - began_s for at in client.arrived_s] == pytest.approx(
-        [0.055, 1.105, 2.15, 2.2], abs=0.01
-    )
+    arrived_s = [at - began_s for at in client.arrived_s]
+    assert arrived_s == pytest.approx([0.055, 1.105, 2.15, 2.2], abs=0.01)
     assert drafter.handle.round_trip.value == 0.0
 
 
 def test_a_drafter_that_falls_silent_stops_being_waited_for(clock: VirtualClock) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     slow_forward(model, clock, 0.01)
-    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
+    drafter = ScriptedDrafter(engine)
+    client = TimedClient(clock)
     sequence = engine.submit(TokenRequest([1, 2], 150, GREEDY), client)
     engine.drain_inbox()
     drafter.propose(sequence.id, model.greedy([1, 2], 4))
@@ -293,7 +301,8 @@ def test_a_drafter_that_falls_silent_stops_being_waited_for(clock: VirtualClock)
 def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
     slow_forward(model, clock, 0.02)
-    drafter, client = ScriptedDrafter(engine), TimedClient(clock)
+    drafter = ScriptedDrafter(engine)
+    client = TimedClient(clock)
     truth = model.greedy([1, 2], 60)
     deliver = engine.outgoing._deliver
 
@@ -316,13 +325,14 @@ def test_a_prompt_answer_is_waited_for_and_used(clock: VirtualClock) -> None:
     assert client.chunks[-1].stats.forward_count < 25
 
 
-def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(
+def test_a_drafter_that_is_always_wrong_is_paused_and_told_all_it_missed(
     clock: VirtualClock,
 ) -> None:
     engine, model = make_engine(eos_bias=-99, page_count=128, clock=clock)
     model.broken = lambda slices: clock.sleep(sum(len(part.token_ids) for part in slices) * 0.0005)
     engine.warm_up()
-    drafter, client = ScriptedDrafter(engine), Client()
+    drafter = ScriptedDrafter(engine)
+    client = Client()
     sequence = engine.submit(TokenRequest([1, 2], 200, GREEDY), client)
     engine.drain_inbox()
     asked = 0
@@ -343,7 +353,7 @@ def test_a_drafter_that_is_always_wrong_is_paused_and_then_told_all_it_missed(
     assert told == client.tokens[: len(told)]
 
 
-def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it(
+def test_an_answer_during_a_forward_is_timed_by_its_arrival(
     clock: VirtualClock,
 ) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)
@@ -360,7 +370,7 @@ def test_an_answer_that_came_during_a_forward_is_not_charged_with_the_rest_of_it
     assert drafter.handle.round_trip.value < 0.1
 
 
-def test_the_first_step_behind_an_idle_time_has_a_plan_and_a_wait_of_its_own(
+def test_the_first_step_after_an_idle_time_has_a_new_plan_and_no_wait(
     clock: VirtualClock,
 ) -> None:
     engine, model = make_engine(eos_bias=-99, clock=clock)

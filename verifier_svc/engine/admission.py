@@ -1,45 +1,32 @@
-"""Takes requests in: checks them, queues them as sequences, and hands admitted ones to drafters."""
+"""Checks requests, queues them as sequences, and assigns admitted sequences to drafters."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
 
-from outrider.clock import Clock
 from outrider.errors import OutriderError, Reason
 from outrider.grammar.backends import Compiled
 from outrider.lm.pages import KVSequence
 from outrider.messages import Acceptance, SpeculationStats, TokenChunk, TokenRequest
 from outrider.process.telemetry import Span
-from verifier_svc.drafts.exchange import DraftExchange
-from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.target import LanguageModel, Limits
 from verifier_svc.state.sequence import Sequence
 
 
 class Admission:
-    """For one engine, on its thread.
-
-    `sequences` are the engine's, by id; `has_thinking` says whether the model has a thinking phase.
-    """
+    """For one engine, on its thread. `has_thinking` is whether the model has a thinking phase."""
 
     def __init__(
-        self,
-        model: LanguageModel,
-        limits: Limits,
-        scheduler: Scheduler,
-        drafting: DraftExchange,
-        sequences: dict[int, Sequence],
-        clock: Clock,
-        *,
-        has_thinking: bool,
+        self, parts: EngineParts, model: LanguageModel, limits: Limits, *, has_thinking: bool
     ) -> None:
+        self._sequences = parts.sequences
+        self._scheduler = parts.scheduler
+        self._drafting = parts.drafting
+        self._clock = parts.clock
         self._model = model
         self._limits = limits
-        self._scheduler = scheduler
-        self._drafting = drafting
-        self._sequences = sequences
-        self._clock = clock
         self._has_thinking = has_thinking
         self._last_id = 0
 
@@ -50,7 +37,7 @@ class Admission:
         span: Span,
         grammar: Compiled | None,
     ) -> Sequence:
-        """Queue a request, and admit what fits; raises OutriderError as `Engine.submit` says."""
+        """Queue a request and admit what fits; raises OutriderError, see `Engine.submit`."""
         self._check(request)
         sequence = self._new_sequence(request, sink, span)
         if grammar is not None:
@@ -71,12 +58,9 @@ class Admission:
         pool = self._scheduler.pool
         held = pool.page_count * pool.page_size
         if needed > held:
+            field = "max_tokens"
             message = f"prompt and max_tokens make {needed} tokens, but the KV cache holds {held}"
-            raise OutriderError(
-                Reason.CONTEXT_LENGTH_EXCEEDED,
-                f"max_tokens: {message}",
-                "max_tokens",
-            )
+            raise OutriderError(Reason.CONTEXT_LENGTH_EXCEEDED, f"{field}: {message}", field)
         if len(self._scheduler.waiting) >= self._limits.max_waiting:
             message = f"{self._limits.max_waiting} requests are waiting already"
             raise OutriderError(Reason.OVERLOADED, message)
@@ -98,22 +82,28 @@ class Admission:
         if depth is None:
             depth = self._limits.depth.max_draft_tokens
         if not request.speculation.enabled or request.max_tokens <= 1:
-            depth = 0  # the last token is always the target's own, so a single one is never drafted
+            depth = 0  # the last token is always the target's own, so a single token has no draft
+        seed = request.sampling.seed
+        if seed is None:
+            seed = secrets.randbits(64)
+        unscored = range(0)
+        if request.prompt_logprobs is not None:
+            # No logits precede the first token, so it has no log probability.
+            unscored = range(1, len(request.prompt))
         end_ids = request.stop_token_ids
         if not request.ignore_eos:
             end_ids |= frozenset(self._model.eos_token_ids)
         return Sequence(
             id=self._last_id,
             request=request,
-            seed=secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed,
+            seed=seed,
             max_draft_tokens=depth,
             end_ids=end_ids,
             kv=KVSequence(),
             sink=sink,
             tokens=list(request.prompt),
             stats=SpeculationStats(max_draft_tokens=depth),
-            # Nothing precedes the first token that could tell how likely it is.
-            unscored=range(0) if request.prompt_logprobs is None else range(1, len(request.prompt)),
+            unscored=unscored,
             span=span,
             submitted_at=self._clock(),
         )

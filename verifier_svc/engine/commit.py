@@ -1,17 +1,13 @@
-"""Commits what a forward confirms of a sequence: tokens, pages, statistics, chunks and verdicts."""
+"""Commits one step of a sequence: its tokens, pages, statistics, chunks and verdicts."""
 
 from __future__ import annotations
 
 from outrider.errors import OutriderError, Reason
-from outrider.lm.pages import PagePool
 from outrider.messages import FinishReason, TokenChunk
 from outrider.process.telemetry import Span
-from verifier_svc.drafts.exchange import DraftExchange
-from verifier_svc.engine.outgoing import Outgoing
 from verifier_svc.engine.outputs import chunk_of, cut_at_end
-from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.step_spans import StepSpans
-from verifier_svc.metrics import Metrics
 from verifier_svc.state.scheduled_sequence import ScheduledSequence
 from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.acceptance import AcceptResult
@@ -19,24 +15,16 @@ from verifier_svc.verification.batch import Verified
 
 
 class Committer:
-    """For one engine, on its thread; takes sequences that end out of `sequences`, the engine's."""
+    """For one engine, on its thread. It removes sequences that end from the engine's sequences."""
 
-    def __init__(
-        self,
-        sequences: dict[int, Sequence],
-        scheduler: Scheduler,
-        drafting: DraftExchange,
-        outgoing: Outgoing,
-        spans: StepSpans,
-        metrics: Metrics,
-    ) -> None:
-        self._sequences = sequences
-        self._scheduler = scheduler
-        self._pool: PagePool = scheduler.pool
-        self._drafting = drafting
-        self._outgoing = outgoing
+    def __init__(self, parts: EngineParts, spans: StepSpans) -> None:
+        self._sequences = parts.sequences
+        self._scheduler = parts.scheduler
+        self._pool = parts.scheduler.pool
+        self._drafting = parts.drafting
+        self._outgoing = parts.outgoing
+        self._metrics = parts.metrics
         self._spans = spans
-        self._metrics = metrics
         self._token_count = 0
 
     def commit(
@@ -45,7 +33,10 @@ class Committer:
         verified: Verified | OutriderError,
         span: Span,
     ) -> None:
-        """Take over what a forward says of one sequence; an error ends it. `span` is the step's."""
+        """Commit one sequence's part of a step; an error ends the sequence.
+
+        `span` is the sequence's span of this step.
+        """
         if isinstance(verified, OutriderError):
             self.fail(scheduled.sequence, verified)
             return
@@ -62,8 +53,9 @@ class Committer:
             self._outgoing.add(sequence.sink, chunk)
 
     def take_token_count(self) -> int:
-        """Tokens committed since the last call."""
-        count, self._token_count = self._token_count, 0
+        """Count the tokens committed since the last call, in the metrics too."""
+        count = self._token_count
+        self._token_count = 0
         self._metrics.generated(count)
         return count
 
@@ -73,7 +65,7 @@ class Committer:
         self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
-        """Forget a sequence, free its pages, and tell its drafters that it is over."""
+        """Forget a sequence, free its pages, and tell its drafters that it has ended."""
         del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
         self._drafting.close(sequence)
@@ -85,7 +77,8 @@ class Committer:
         result: AcceptResult,
         span: Span,
     ) -> None:
-        sequence, drafted = scheduled.sequence, scheduled.path.token_ids
+        sequence = scheduled.sequence
+        drafted = scheduled.path.token_ids
         new = [*drafted[: result.accepted_count], result.next_token]
         finish_reason = cut_at_end(sequence, new)
         accepted = min(result.accepted_count, len(new))
@@ -94,8 +87,9 @@ class Committer:
                 message = "a token was sampled that the grammar's mask forbids"
                 self.fail(sequence, OutriderError(Reason.INTERNAL, message))
                 return
-            # Behind the end of a grammar there is nothing, whatever ignore_eos says.
-            finish_reason = FinishReason.STOP if sequence.matcher.ended else finish_reason
+            # Nothing may follow the end of a grammar, even with ignore_eos.
+            if sequence.matcher.ended:
+                finish_reason = FinishReason.STOP
         sequence.tokens += new
         sequence.stats.record(len(drafted), accepted, verified.rule)
         self._keep_pages(sequence, len(drafted), accepted)
@@ -105,9 +99,8 @@ class Committer:
         if span.traceparent:
             span.set(outrider__accepted_tokens=accepted, outrider__committed_tokens=len(new))
         if scheduled.assignment is not None:
-            self._drafting.record_acceptance(
-                scheduled.assignment, len(drafted), result.accepted_count
-            )
+            draft_accepted = result.accepted_count
+            self._drafting.record_acceptance(scheduled.assignment, len(drafted), draft_accepted)
         self._emit(sequence, chunk_of(scheduled, new, accepted, verified, finish_reason))
         if finish_reason is not None:
             self.close(sequence)
@@ -115,9 +108,9 @@ class Committer:
             self._drafting.send_verdicts(sequence, new, scheduled.assignment, span)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Keep the cache of accepted tokens.
+        """Keep the cache of the accepted tokens and free the pages of the rejected ones.
 
-        The target's own token was sampled, not fed, so it comes with the next forward.
+        The next forward computes the cache of the target's own token.
         """
         sequence.kv.num_computed_tokens += accepted
         if accepted < drafted:
@@ -125,7 +118,10 @@ class Committer:
         self._pool.cache_pages(sequence.kv, sequence.tokens, sequence.request.tenant)
 
     def _emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
-        """Deliver what was committed, unless the request wants more tokens at once."""
+        """Send a chunk, or keep it until it has the request's `min_chunk_tokens`.
+
+        The first chunk and the last one are sent at once.
+        """
         if sequence.unsent is not None:
             chunk = sequence.unsent.joined(chunk)
         enough = len(chunk.token_ids) >= sequence.request.min_chunk_tokens

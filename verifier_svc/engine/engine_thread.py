@@ -1,4 +1,4 @@
-"""The bridge between the event loop and the engine's thread: neither ever waits for the other while holding it up."""
+"""The bridge between the event loop and the engine's thread; neither blocks the other."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _Result = TypeVar("_Result")
 
 
 class EngineThread:
-    """Builds an engine and runs it, on a daemon thread; made and used on a running event loop.
+    """Builds and runs an engine on a daemon thread. Create and use it on a running event loop.
 
-    The model is loaded and warmed up on the very thread that will run it: OpenMP keeps a team of workers for each thread that ever
-    computed, and two teams on the same cores make it give up spinning, which more than doubled a small model's step.
+    The thread that runs the model also loads it and warms it up. OpenMP keeps a team of workers for
+    each thread that ever computed, and stops spinning if two teams share the cores. That more than
+    doubled the step time of a small model.
     """
 
     def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], Engine]) -> None:
         self._loop = asyncio.get_running_loop()
         self._build = build
         self.built: asyncio.Future[Engine] = self._loop.create_future()
-        """Done when the engine takes work, or with the reason why it never will."""
+        """Done when the engine takes work; raises what `build` raised."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        """Done when the engine's loop has ended, with the reason if that was an exception."""
+        """Done when the engine's loop has ended; raises the exception that ended it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -40,7 +41,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build(self._deliver)
-        except BaseException as error:  # noqa: BLE001  # whoever awaits `built` raises it
+        # The caller that awaits `built` gets the exception.
+        except BaseException as error:  # noqa: BLE001
             self._loop.call_soon_threadsafe(self.built.set_exception, error)
             return
         self._loop.call_soon_threadsafe(self.built.set_result, engine)
@@ -60,7 +62,7 @@ class EngineThread:
         self.engine.post(work)
 
     async def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` on the engine's thread, between two steps, and return its result or raise what it raised."""
+        """Run `work` on the engine's thread between two steps; returns its result or raises."""
         done: asyncio.Future[_Result] = self._loop.create_future()
 
         def settle(error: Exception | None, result: _Result | None) -> None:
@@ -69,12 +71,13 @@ class EngineThread:
             if error is not None:
                 done.set_exception(error)
             else:
-                done.set_result(result)  # type: ignore[arg-type]  # None only where _Result is
+                done.set_result(result)  # type: ignore[arg-type]  # None only if _Result is None
 
         def run() -> None:
             try:
                 result = work()
-            except Exception as error:  # noqa: BLE001  # whoever awaits this call raises it; the engine has other callers
+            # The caller of this `call` gets the exception; the engine serves other callers too.
+            except Exception as error:  # noqa: BLE001
                 self._loop.call_soon_threadsafe(settle, error, None)
             else:
                 self._loop.call_soon_threadsafe(settle, None, result)
@@ -93,5 +96,5 @@ def _call_sinks(deliveries: list[Delivery]) -> None:
         try:
             sink(argument)
         except Exception:
-            # The others are to hear of the step nevertheless.
-            log.exception("a message of the engine could not be delivered")
+            # The other sinks still get their messages.
+            log.exception("the engine could not deliver a message")

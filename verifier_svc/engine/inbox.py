@@ -1,4 +1,4 @@
-"""Work that other threads hand to the engine's thread, in the order in which they post it."""
+"""Work that other threads post to the engine's thread, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.stopped = False
-        """Whether the owner has come to the work behind which it should stop."""
+        """Whether the owner has reached a `stop` among the posted work."""
         self._work: deque[Callable[[], object]] = deque()
         self._posted = threading.Condition()
 
@@ -23,21 +23,21 @@ class Inbox:
             self._posted.notify()
 
     def stop(self) -> None:
-        """Have the owner stop once it has run what was posted before."""
+        """Have the owner stop once it has run the work posted so far."""
         self.post(self._stop)
 
     def _stop(self) -> None:
         self.stopped = True
 
     def run_all(self) -> None:
-        """Run everything that was posted; whatever a piece of work raises goes to the caller."""
+        """Run all posted work; an exception of the work goes to the caller."""
         while self._work:
             self._work.popleft()()
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until there is work, for at most so many seconds; None sets no limit.
+        """Sleep until there is work, for at most `seconds`; None sets no limit.
 
-        Nobody sleeps behind a stop.
+        Returns at once after a stop.
         """
         if seconds == 0.0 or self.stopped:
             return

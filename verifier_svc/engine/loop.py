@@ -1,8 +1,8 @@
 """The engine: a step chooses a batch, verifies its drafts, and commits what the target agrees to.
 
-It runs on a thread of its own, to which other threads only `post` work. Its messages leave through
-sinks: those to drafters after each step, those to clients when the next forward begins. Knows token
-ids and drafters; not text, protobuf or grpc.
+The engine runs on its own thread; other threads only `post` work to it. It sends messages through
+sinks: to drafters after each step, to clients when the next forward begins. It knows token ids and
+drafters; not text, protobuf or grpc.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from verifier_svc.engine.admission import Admission
 from verifier_svc.engine.commit import Committer
 from verifier_svc.engine.inbox import Inbox
 from verifier_svc.engine.outgoing import Delivery, Outgoing
+from verifier_svc.engine.parts import EngineParts
 from verifier_svc.engine.scheduler import Scheduler
 from verifier_svc.engine.step_spans import StepSpans
 from verifier_svc.engine.target import LanguageModel, Limits
@@ -47,7 +48,12 @@ _EXACT = DraftVerifier()
 
 
 class Engine:
-    """Owns every sequence. All but `post` and `stop` is for the engine's own thread."""
+    """Owns every sequence. Other threads may call only `post` and `stop`.
+
+    The target computes on `own_cores`, see `DraftExchange`. `traced_steps` is the share of traced
+    steps that get spans. `always_draft` waits for every draft, see `Planner`. The engine and its
+    parts read time from `clock` alone.
+    """
 
     def __init__(
         self,
@@ -64,26 +70,18 @@ class Engine:
         traced_steps: float = 1.0,
         clock: Clock = monotonic,
     ) -> None:
-        """`own_cores` as in `DraftExchange`; a share `traced_steps` of traced steps has spans.
-
-        The engine and all its parts read time from `clock` alone.
-        """
         self.model = model
         self.limits = limits
         self.pool = pool
         self.clock = clock
         self.sequences: dict[int, Sequence] = {}
-        self.scheduler = Scheduler(
-            pool,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_sequences=limits.max_sequences,
-            max_scored_tokens=max(1, limits.scored_logits_bytes // (4 * model.vocab_size)),
-        )
+        self.scheduler = Scheduler(pool, limits, model.vocab_size)
         self.cost = ForwardCost()
-        self.isolated_cost = ForwardCost()
-        """As `cost`, but as trial forwards left it: the cost of a forward that nothing disturbs."""
+        self.isolated_cost = ForwardCost()  # learns from trial forwards alone
         self.budget = SpeculationBudget(self.isolated_cost)
-        self.planner = Planner(limits.depth, self.cost, self.budget, always=always_draft)
+        self.planner = Planner(
+            limits.draft_tokens_policy, self.cost, self.budget, always=always_draft
+        )
         self.drafting = DraftExchange(
             self.sequences,
             self.planner,
@@ -94,60 +92,38 @@ class Engine:
         )
         self.drafting.roster.max_drafters = limits.max_drafters
         self.outgoing = Outgoing(deliver, self.drafting)
-        """Messages that were not delivered yet."""
         self._metrics = metrics
         self._draft_verifier = draft_verifier
         self._grammar_masks = GrammarMasks()
         self._spans = StepSpans(metrics, traced_steps, clock)
         self._step_clock = StepClock(clock)
         self._inbox = Inbox()
+        parts = EngineParts(
+            self.sequences, self.scheduler, self.drafting, self.outgoing, metrics, clock
+        )
         has_thinking = draft_verifier.thinking_ids is not None
-        self._admission = Admission(
-            model,
-            limits,
-            self.scheduler,
-            self.drafting,
-            self.sequences,
-            clock,
-            has_thinking=has_thinking,
-        )
-        self._wait = DraftWait(
-            self.planner,
-            self._admission,
-            self.scheduler,
-            self.drafting,
-            self.outgoing,
-            self._step_clock,
-            clock,
-        )
-        self._committer = Committer(
-            self.sequences,
-            self.scheduler,
-            self.drafting,
-            self.outgoing,
-            self._spans,
-            metrics,
-        )
+        self._admission = Admission(parts, model, limits, has_thinking=has_thinking)
+        self._wait = DraftWait(parts, self._admission, self.planner, self._step_clock)
+        self._committer = Committer(parts, self._spans)
         self._idle = True
-        # Whether no drafter computes during the step in progress.
-        self._quiet = False
+        self._quiet = False  # whether no drafter computes during the step in progress
 
     # --- from other threads ---
 
     def post(self, work: Callable[[], object]) -> None:
-        """Have `work` run on the engine's thread, between two steps."""
+        """Have the engine's thread run `work` between two steps."""
         self._inbox.post(work)
 
     def stop(self) -> None:
-        """Let `run` return after the step in progress and what was posted before."""
+        """Make `run` return after the step in progress and the work posted so far."""
         self._inbox.stop()
 
     # --- requests ---
 
     def warm_up(self, context: int = 0) -> None:
-        """Run trial forwards of sequences of `context` tokens: costs are known from the start.
+        """Measure trial forwards behind `context` tokens, so that the first step knows its cost.
 
-        Only before the first request, since pages are overwritten.
+        Call it only before the first request, because it overwrites pages.
         """
         trials = WarmUp(self.model, self.pool, self.limits, context, self.clock)
         trials.calibrate(self.cost, self.isolated_cost)
@@ -159,16 +135,16 @@ class Engine:
         span: Span = NO_SPAN,
         grammar: Compiled | None = None,
     ) -> Sequence:
-        """Take a request, with its grammar compiled; its chunks, or an error, go to `sink`.
+        """Queue a request, with its compiled grammar; its chunks, or an error, go to `sink`.
 
-        Raises OutriderError: CONTEXT_LENGTH_EXCEEDED when it could never fit the cache, OVERLOADED
-        when too many wait, DRAFTER_NOT_FOUND for a drafter nobody knows, INVALID_VALUE for relaxed
-        acceptance with a model that does not think.
+        Raises OutriderError: CONTEXT_LENGTH_EXCEEDED if the request can never fit the cache,
+        OVERLOADED if the queue is full, DRAFTER_NOT_FOUND if it names an unknown drafter,
+        INVALID_VALUE if it wants relaxed acceptance and the model has no thinking phase.
         """
         return self._admission.submit(request, sink, span, grammar)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Free a sequence that nobody waits for any more."""
+        """End a sequence without a message to its client, and free its pages."""
         if sequence.id in self.sequences:
             self._committer.close(sequence)
             self._metrics.occupancy(self.scheduler)
@@ -176,19 +152,19 @@ class Engine:
     # --- the loop ---
 
     def run(self) -> None:
-        """Advance until stopped, and sleep in between for as long as there is nothing to do."""
+        """Advance until stopped; sleep while there is nothing to do."""
         try:
             while not self._inbox.stopped:
                 self._inbox.wait(self.advance())
         finally:
-            # Whatever ended the loop, clients are told what was committed.
+            # Clients get all committed tokens, even if an error ended the loop.
             self.outgoing.tell_clients()
 
     def advance(self) -> float | None:
-        """Do what is due, at most one step of it; returns how long the caller may sleep afterwards.
+        """Run posted work, then at most one step; returns how long the caller may sleep afterwards.
 
-        0.0 is not at all; a positive number is at most so many seconds, while the engine waits for
-        drafts; None is without limit. Whatever is posted ends the sleep.
+        0.0 means not at all. A positive number is a limit in seconds, while the engine waits for
+        drafts. None means without limit. Posted work ends the sleep.
         """
         self.drain_inbox()
         if not self.sequences:
@@ -209,7 +185,7 @@ class Engine:
         self.outgoing.tell_drafters()
 
     def _go_idle(self) -> None:
-        """Deliver what is left; look for lost pages once in an idle period, when nobody waits."""
+        """Deliver the last chunks, and check the page pool once per idle period."""
         self.outgoing.tell_clients()
         self._step_clock.idle()
         if self._idle:
@@ -226,7 +202,8 @@ class Engine:
     def step(self) -> None:
         """Choose a batch, verify its drafts with one forward, and commit what the target agrees to.
 
-        Clients hear of the previous step when the forward begins, drafters of this one at its end.
+        Clients get the previous step's tokens when the forward begins. Drafters get this step's
+        verdicts at its end.
         """
         batch = self._next()
         if batch:
@@ -236,7 +213,7 @@ class Engine:
             self._end_step(batch)
 
     def _next(self) -> list[ScheduledSequence]:
-        """Begin a step: choose the tokens and drafts of the next forward, as planned."""
+        """Begin a step: choose the tokens and drafts of the next forward by the plan."""
         self._step_clock.begin()
         self._quiet = self._step_clock.undisturbed_since(self.drafting.busy_until)
         plan = self._wait.take_plan()
@@ -248,7 +225,10 @@ class Engine:
         return batch
 
     def _verify(self, batch: list[ScheduledSequence]) -> list[Verified | OutriderError]:
-        """Run the forward and verify the drafts; if that fails, each sequence gets the error."""
+        """Run the forward and verify the drafts; if that fails, every sequence gets the error.
+
+        Raises torch.AcceleratorError if the device failed.
+        """
         clock = self._step_clock
         try:
             slices = [_slice(scheduled) for scheduled in batch]
@@ -259,7 +239,7 @@ class Engine:
             verified = self._draft_verifier.verify(logits_RV, masked())
             clock.end("accept")
         except torch.AcceleratorError:
-            raise  # the device is lost to this process, which its supervisor starts anew
+            raise  # this process cannot use the device again; its supervisor restarts the process
         except (RuntimeError, OutriderError) as error:
             log.exception("a forward failed", extra={"traceparent": self._spans.traceparent})
             if not isinstance(error, OutriderError):
@@ -278,7 +258,7 @@ class Engine:
         self._step_clock.end("commit")
 
     def _end_step(self, batch: list[ScheduledSequence]) -> None:
-        """Learn what the step cost and tell drafters of it, and clients if no sequence is left."""
+        """Measure the step and send its verdicts; if no sequence is left, send its chunks too."""
         isolated_forward_s = self._observe(batch)
         self._metrics.occupancy(self.scheduler)
         self._metrics.flush()
@@ -290,13 +270,14 @@ class Engine:
         self._metrics.step(self._step_clock, isolated_forward_s, len(batch))
 
     def _observe(self, batch: list[ScheduledSequence]) -> float:
-        """Update the cost model with this step's duration; notifying drafters is not part of it.
+        """Update the cost model with this step's duration, without the time to notify drafters.
 
-        Returns the seconds that its forward takes on an idle machine; 0 when it holds prompts, or
-        before trial forwards. A step that scores a prompt is skipped, since ordinary steps do not
-        pay that cost, and so is one that failed.
+        Returns the seconds of the same forward on an idle machine; 0 if the step held prompts, or
+        if no trial forward has run. Steps that failed are skipped, and so are steps that score a
+        prompt, because ordinary steps do not pay that cost.
         """
-        seconds, committed = self._step_clock.end_step(), self._committer.take_token_count()
+        seconds = self._step_clock.end_step()
+        committed = self._committer.take_token_count()
         failed = "accept" not in self._step_clock.phases_s
         if failed or any(scheduled.scored for scheduled in batch):
             return 0.0
@@ -319,6 +300,5 @@ class Engine:
 
 def _slice(scheduled: ScheduledSequence) -> SequenceSlice:
     tokens = scheduled.token_ids + scheduled.path.token_ids
-    return SequenceSlice(
-        tokens, scheduled.start, scheduled.sequence.kv.pages, scheduled.logit_count
-    )
+    pages = scheduled.sequence.kv.pages
+    return SequenceSlice(tokens, scheduled.start, pages, scheduled.logit_count)

@@ -1,4 +1,4 @@
-"""The engine's messages: drafters hear of a step at once, clients while the target computes the next one."""
+"""The engine's outgoing messages: verdicts leave after a step, chunks during the next forward."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from outrider.messages import StepBatch, TokenChunk
 from verifier_svc.drafts.exchange import DraftExchange
 
 Delivery = tuple[Callable[..., None], object]
-"""A sink, and what to call it with."""
+"""A sink and its argument."""
 
 
 class Outgoing:
     """For the engine's thread alone. `deliver` runs the sinks, in production on the event loop.
 
-    A sink may change the engine only through `Engine.post`, because clients are told in the middle of a step. They are told late
-    because a step's chunks are many messages: sending and reading them would delay a drafter's answer while the target waits.
+    A sink may change the engine only through `Engine.post`, because clients are notified in the
+    middle of a step. They are notified late because a step's chunks are many messages: to send and
+    read them would delay the drafters' answers while the target waits.
     """
 
     def __init__(self, deliver: Callable[[list[Delivery]], None], drafting: DraftExchange) -> None:
@@ -26,7 +27,7 @@ class Outgoing:
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether messages to clients are still to be delivered."""
+        """Whether client messages wait for delivery."""
         return bool(self._to_clients)
 
     def add(
@@ -34,23 +35,24 @@ class Outgoing:
         sink: Callable[[TokenChunk | OutriderError], None],
         message: TokenChunk | OutriderError,
     ) -> None:
-        """Keep a message to a client until `tell_clients`."""
+        """Keep a client message until `tell_clients`."""
         self._to_clients.append((sink, message))
 
     def tell_drafters(self) -> None:
-        """Deliver one message to each drafter that has something to hear."""
+        """Deliver at most one message to each drafter, and the errors of rejected drafters."""
         drafting = self._drafting
-        said: list[Delivery] = [(drafter.sink, error) for drafter, error in drafting.rejections]
+        messages: list[Delivery] = [(drafter.sink, error) for drafter, error in drafting.rejections]
         drafting.rejections.clear()
         for drafter in drafting.roster.connected.values():
             if drafter.outbox:
-                said.append((drafter.sink, drafter.outbox))
+                messages.append((drafter.sink, drafter.outbox))
                 drafter.outbox = StepBatch()
-        if said:
-            self._deliver(said)
+        if messages:
+            self._deliver(messages)
 
     def tell_clients(self) -> None:
-        """Deliver all messages that were kept, in one call."""
+        """Deliver all kept client messages in one call."""
         if self._to_clients:
-            said, self._to_clients = self._to_clients, []
-            self._deliver(said)
+            messages = self._to_clients
+            self._to_clients = []
+            self._deliver(messages)

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences go into the next forward: continuous batching with chunked prefill, drafts and preemption.
+"""Chooses the tokens of the next forward: continuous batching, chunked prefill, preemption.
 
 Knows sequences and pages; not the model, the acceptance rule or any stream.
 """
@@ -7,35 +7,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from outrider.lm.pages import PagePool
-from verifier_svc.state.scheduled_sequence import _NOTHING, NO_PATH, ScheduledSequence
+from verifier_svc.state.scheduled_sequence import NO_PATH, ScheduledSequence
 from verifier_svc.state.sequence import Assignment, Sequence
 from verifier_svc.state.trie import Path
 
-# Of a step's tokens, what drafts leave to prompts: else deep drafts of a few requests would keep all others from beginning.
+if TYPE_CHECKING:
+    from verifier_svc.engine.target import Limits  # imports torch, which the metrics do not need
+
+# Share of a step's tokens that drafts leave to prompts. Without it the deep drafts of a few
+# requests would keep all other requests from beginning.
 _PROMPTS_SHARE = 0.25
+_LOGIT_BYTES = 4
 
 
 class Scheduler:
-    """First come, first served; decoding goes before prefill, and the youngest sequence is preempted when pages run out."""
+    """Serves sequences in order of arrival, and decodes before it prefills.
 
-    def __init__(
-        self, pool: PagePool, *, max_batch_tokens: int, max_sequences: int, max_scored_tokens: int
-    ) -> None:
-        """`max_scored_tokens` bounds the prompts' tokens that a step scores, since each takes a row of logits."""
+    When pages run out, it preempts the youngest sequence.
+    """
+
+    def __init__(self, pool: PagePool, limits: Limits, vocab_size: int) -> None:
         self.pool = pool
         self.running: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
         self.preemption_count = 0
-        # Of texts that were admitted, and how many of those were found in the prefix cache.
         self.prompt_token_count = 0
+        """Tokens of all admitted sequences."""
         self.cached_token_count = 0
-        self._max_batch_tokens = max_batch_tokens
-        self._max_sequences = max_sequences
-        self._max_scored_tokens = max_scored_tokens
+        """How many of those the prefix cache held."""
+        self._max_batch_tokens = limits.max_batch_tokens
+        self._max_sequences = limits.max_sequences
+        # Each scored token of a prompt takes a row of logits.
+        self._max_scored_tokens = max(1, limits.scored_logits_bytes // (_LOGIT_BYTES * vocab_size))
 
     def add(self, sequence: Sequence) -> None:
+        """Put a sequence at the end of the queue."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -45,30 +54,30 @@ class Scheduler:
         self.pool.free(sequence.kv)
 
     def next(self, draft_tokens: Mapping[int, int]) -> list[ScheduledSequence]:
-        """The next batch of what was admitted, empty when there is nothing to do.
+        """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
-        `draft_tokens` says how many tokens a sequence's draft may have, by its id.
+        `draft_tokens` is the longest draft allowed, by sequence id.
         """
         batch: dict[int, ScheduledSequence] = {}
-        budget = self._max_batch_tokens
-        # A step always has room for every decoding sequence's one token; drafts and prompts share what is left.
-        running = [
-            (sequence, len(sequence.tokens) - sequence.kv.num_computed_tokens)
-            for sequence in self.running.values()
-        ]
-        decoding = [pair for pair in running if pair[1] == 1]
-        prefilling = [pair for pair in running if pair[1] > 1]
-        spare, rows = max(0, budget - len(decoding)), self._max_scored_tokens
-        kept = min(sum(pending for _, pending in prefilling), int(budget * _PROMPTS_SHARE))
+        pairs = [(sequence, sequence.num_uncomputed_tokens) for sequence in self.running.values()]
+        decoding = [pair for pair in pairs if pair[1] == 1]
+        prefilling = [pair for pair in pairs if pair[1] > 1]
+        # Every decoding sequence has room for its one token. Drafts and prompts share the rest.
+        spare = max(0, self._max_batch_tokens - len(decoding))
+        rows = self._max_scored_tokens
+        for_prompts = min(
+            sum([pending for _, pending in prefilling]),
+            int(self._max_batch_tokens * _PROMPTS_SHARE),
+        )
         for sequence, pending in decoding + prefilling:
-            count = _takes(sequence, pending, rows) if sequence.unscored else pending
+            count = _scorable(sequence, pending, rows) if sequence.unscored else pending
             if pending > 1:
                 count = min(count, spare)
             if count == 0:
                 continue
             spare -= count if count > 1 else 0
             planned = draft_tokens.get(sequence.id, 0)
-            room = max(0, spare - kept) if pending == 1 else spare
+            room = max(0, spare - for_prompts) if pending == 1 else spare
             scheduled = self._schedule(sequence, count, pending, min(planned, room), batch)
             if scheduled is not None:
                 scheduled.planned_draft_tokens = planned
@@ -81,32 +90,35 @@ class Scheduler:
         sequence: Sequence,
         count: int,
         pending: int,
-        most: int,
+        max_draft_tokens: int,
         batch: dict[int, ScheduledSequence],
     ) -> ScheduledSequence | None:
-        """Put `count` pending tokens of the sequence, and a draft of at most `most` behind the last of them, into the batch.
+        """Add `count` of the sequence's `pending` tokens to the batch, and a draft behind the last.
 
-        None if it had to be preempted.
+        Returns None if the sequence was preempted.
         """
         if sequence.id not in self.running:
-            return None  # preempted for an older one in this very step
+            return None  # this step preempted it for an older one
         samples = count == pending
-        assignment, path = best_path(sequence, most) if samples else (None, NO_PATH)
+        assignment: Assignment | None = None
+        path = NO_PATH
+        if samples:
+            assignment, path = best_path(sequence, max_draft_tokens)
         start = sequence.kv.num_computed_tokens
-        end = start + count + len(path.token_ids)
-        reserved = self.pool.reserve(sequence.kv, end)
-        if not reserved and path.token_ids:
-            assignment, path, end = None, NO_PATH, start + count
-        while not reserved and not self.pool.reserve(sequence.kv, end):
-            victim = next(
-                (other for other in reversed(self.running.values()) if other.id not in batch),
-                sequence,
-            )
+        end = start + count
+        has_room = self.pool.reserve(sequence.kv, end + len(path.token_ids))
+        if not has_room and path.token_ids:
+            # A draft is no reason to preempt another sequence.
+            assignment = None
+            path = NO_PATH
+        while not has_room and not self.pool.reserve(sequence.kv, end):
+            others = (other for other in reversed(self.running.values()) if other.id not in batch)
+            victim = next(others, sequence)
             self._preempt(victim)
             if victim is sequence:
                 return None
-        scored = _scored(sequence, start, count) if sequence.unscored else _NOTHING
         tokens = sequence.tokens[start : start + count]
+        scored = _scored(sequence, start, count)
         scheduled = ScheduledSequence(
             sequence, start, tokens, path, assignment, samples, scored=scored
         )
@@ -114,15 +126,17 @@ class Scheduler:
         return scheduled
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences in, those returned, while their whole text fits: so that none preempts another at once."""
+        """Admit waiting sequences while all their tokens fit, and return them.
+
+        A sequence with all its pages at hand does not preempt another one at once.
+        """
         admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
-            # The logits before a token that is to be scored are not in the cache.
+            # Scoring a token needs the logits before it, which the cache does not hold.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
-            cached = self.pool.match_prefix(
-                sequence.kv, sequence.tokens, sequence.request.tenant, limit
-            )
+            tenant = sequence.request.tenant
+            cached = self.pool.match_prefix(sequence.kv, sequence.tokens, tenant, limit)
             if not self.pool.reserve(sequence.kv, len(sequence.tokens)):
                 self.pool.free(sequence.kv)
                 break
@@ -136,15 +150,15 @@ class Scheduler:
         return admitted
 
     def _preempt(self, victim: Sequence) -> None:
-        """Free its pages and recompute it later; its committed tokens and its drafters' tries stay as they are."""
+        """Free its pages and recompute it later; it keeps its tokens and its drafters' tries."""
         self.pool.free(victim.kv)
         del self.running[victim.id]
         self.waiting.appendleft(victim)
         self.preemption_count += 1
 
 
-def _takes(sequence: Sequence, pending: int, rows: int) -> int:
-    """How many of its pending tokens a step can take that has `rows` rows of logits for scoring prompts."""
+def _scorable(sequence: Sequence, pending: int, rows: int) -> int:
+    """How many of its pending tokens a step with `rows` logits rows for scoring can take."""
     unscored = sequence.unscored
     if len(unscored) <= rows:
         return pending
@@ -152,25 +166,28 @@ def _takes(sequence: Sequence, pending: int, rows: int) -> int:
 
 
 def _scored(sequence: Sequence, start: int, count: int) -> range:
-    """The unscored tokens of its prompt that follow one of the `count` tokens from position `start` on."""
+    """The unscored prompt positions that follow one of the `count` tokens from `start` on."""
     unscored = sequence.unscored
+    if not unscored:
+        return unscored
     return range(unscored.start, min(unscored.stop, start + count + 1))
 
 
 def best_path(sequence: Sequence, draft_tokens: int) -> tuple[Assignment | None, Path]:
-    """The path of at most so many tokens from which the most are expected, by its length and its drafter's acceptance."""
+    """The ready path of at most `draft_tokens` tokens with the most expected accepted tokens.
+
+    The expectation comes from the path's length and its drafter's acceptance rate.
+    """
     if draft_tokens <= 0:
         return None, NO_PATH
-    found = [
-        (assignment, length)
+    lengths = {
+        assignment: assignment.trie.length(draft_tokens)
         for assignment in sequence.assignments.values()
-        if (length := assignment.trie.length(draft_tokens))
-    ]
-    if not found:
+    }
+    ready = [assignment for assignment, length in lengths.items() if length]
+    if not ready:
         return None, NO_PATH
-    best, _ = (
-        found[0]
-        if len(found) == 1
-        else max(found, key=lambda pair: pair[0].rate.expected_tokens(pair[1]))
-    )
+    best = ready[0]
+    if len(ready) > 1:
+        best = max(ready, key=lambda each: each.rate.expected_tokens(lengths[each]))
     return best, best.trie.path(draft_tokens)

@@ -1,4 +1,7 @@
-"""The engine's spans: how long a request queued, its prompt, and a share of its steps, linked to the batches they were part of."""
+"""The engine's spans: the queue, the prompt and a share of the steps of each traced request.
+
+A step's span is linked to the span of its batch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from verifier_svc.state.sequence import Sequence
 
 
 class StepSpans:
-    """For one engine, on its thread. `share` of the steps have spans, evenly spread; drafts are traced below those."""
+    """For one engine, on its thread.
+
+    `share` of the steps get spans, evenly spread. Drafters' spans are children of these.
+    """
 
     def __init__(self, metrics: Metrics, share: float, clock: Clock) -> None:
         self._metrics = metrics
@@ -23,60 +29,66 @@ class StepSpans:
         self._open: list[Span] = []
 
     def begin(self, batch: list[ScheduledSequence], wait_s: float) -> list[Span]:
-        """A step begins: a span for each traced sequence in it, and one for the batch when there are several."""
+        """Begin a step, `wait_s` after it could have begun; returns a span for each sequence.
+
+        A step that is not traced, or a sequence that is not, gets `NO_SPAN`. A batch of several
+        sequences has a span of its own.
+        """
         for scheduled in batch:
             if scheduled.sequence.scheduled_at is None:
                 self._scheduled(scheduled.sequence)
-        traced = [
-            scheduled.sequence.span.traceparent
-            for scheduled in batch
-            if scheduled.sequence.span.traceparent
-        ]
-        self._due += self._share if traced else 0.0
-        if not traced or self._due < 1.0:
+        parents = [scheduled.sequence.span.traceparent for scheduled in batch]
+        traced = [parent for parent in parents if parent]
+        if not self._is_due(traced):
             return [NO_SPAN] * len(batch)
-        self._due -= 1.0
         step = NO_SPAN
         if len(batch) > 1:
             step = telemetry.start("step", traced[0], links=traced, outrider__sequences=len(batch))
             step.set(outrider__wait_seconds=wait_s)
-        spans = [
-            _verify(scheduled, wait_s, step.traceparent)
-            if scheduled.sequence.span.traceparent
-            else NO_SPAN
-            for scheduled in batch
-        ]
+        spans = [_verify_span(scheduled, wait_s, step.traceparent) for scheduled in batch]
         self._open = [*spans, step]
         return spans
 
+    def _is_due(self, traced: list[str]) -> bool:
+        """Whether a step with these traced requests gets spans."""
+        if not traced:
+            return False
+        self._due += self._share
+        if self._due < 1.0:
+            return False
+        self._due -= 1.0
+        return True
+
     @property
     def traceparent(self) -> str:
-        """That of some span of the step, for the log; empty when the step has none."""
+        """The traceparent of a span of the step, for the log; empty if the step has none."""
         return next((span.traceparent for span in self._open if span.traceparent), "")
 
     def end(self, phases_s: Mapping[str, float]) -> None:
-        """The step is over; `phases_s` are the seconds of its phases by name.
+        """End the step's spans; `phases_s` are the seconds of the step's phases by name.
 
-        The span of the batch has them, or that of the sequence which is alone in it, so that a sum over spans counts each once.
+        Only one span gets the phases, so that a sum over spans counts them once: the batch's, or
+        the only sequence's.
         """
-        with_phases = next((span for span in reversed(self._open) if span.traceparent), NO_SPAN)
-        with_phases.set(
-            **{f"outrider__{phase}_seconds": seconds for phase, seconds in phases_s.items()}
-        )
+        last = next((span for span in reversed(self._open) if span.traceparent), NO_SPAN)
+        last.set(**{f"outrider__{phase}_seconds": seconds for phase, seconds in phases_s.items()})
         for span in self._open:
             span.end()
         self._open.clear()
 
     def _scheduled(self, sequence: Sequence) -> None:
-        """A sequence left the queue."""
-        sequence.scheduled_at = now = self._clock()
+        """Record that a sequence left the queue."""
+        now = self._clock()
+        sequence.scheduled_at = now
         queued_s = max(now - sequence.submitted_at, 0.0)
         self._metrics.queued(queued_s)
         telemetry.start("queue", sequence.span.traceparent, seconds_ago=queued_s).end()
 
     def prefilled(self, sequence: Sequence) -> None:
-        """A sequence's first token is there."""
-        began = sequence.submitted_at if sequence.scheduled_at is None else sequence.scheduled_at
+        """Record that a sequence's first token was committed."""
+        began = sequence.scheduled_at
+        if began is None:
+            began = sequence.submitted_at
         seconds = max(self._clock() - began, 0.0)
         self._metrics.prefilled(seconds)
         telemetry.start(
@@ -88,8 +100,13 @@ class StepSpans:
         ).end()
 
 
-def _verify(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span:
-    """The step's span in its request's trace; drafters of the next round stand below it."""
+def _verify_span(scheduled: ScheduledSequence, wait_s: float, step: str) -> Span:
+    """A sequence's span of the step, in its request's trace; `NO_SPAN` without a trace.
+
+    The next round's drafter spans are its children. `step` is the traceparent of the batch's span.
+    """
+    if not scheduled.sequence.span.traceparent:
+        return NO_SPAN
     span = telemetry.start("verify", scheduled.sequence.span.traceparent, links=[step])
     span.set(
         outrider__sequence_id=scheduled.sequence.id,

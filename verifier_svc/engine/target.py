@@ -1,4 +1,4 @@
-"""The target model as the engine sees it, and the limits within which it is served."""
+"""The target model's interface to the engine, and the limits of one engine."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from outrider.lm.runner import SequenceSlice
 
 
 class LanguageModel(Protocol):
-    """What the engine needs of a model; `outrider.lm.runner.ModelRunner` is one."""
+    """The model interface that the engine needs; `outrider.lm.runner.ModelRunner` has it."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Float32 logits [R, V] for the last `logit_count` tokens of each slice, in order."""
+        """Compute float32 logits [R, V]: rows for the last `logit_count` tokens of each slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`depth` says how many draft tokens of a sequence a step verifies, unless its request does.
+    """The limits of one engine.
 
-    `scored_logits_bytes` bounds the logits that a step computes for prompts whose log probabilities
-    are wanted. The others are counts.
+    `draft_tokens_policy` chooses how many draft tokens of a sequence a step verifies, unless the request says it.
+    `scored_logits_bytes` bounds the logits that a step computes to score prompts. The others are
+    counts.
     """
 
-    depth: DraftTokensPolicy = field(default_factory=lambda: DraftTokensPolicy("fixed", 4))
+    draft_tokens_policy: DraftTokensPolicy = field(
+        default_factory=lambda: DraftTokensPolicy("fixed", 4)
+    )
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024

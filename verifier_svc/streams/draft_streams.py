@@ -1,6 +1,7 @@
-"""The draft streams as the event loop sees them: hello and welcome, then reading and writing as separate tasks.
+"""The draft streams on the event loop: hello and welcome, then two tasks that read and write.
 
-What a message means is for `drafting`; here it is parsed, bounded and handed to the engine's thread.
+This module parses and bounds messages and posts them to the engine's thread. `DraftExchange`
+interprets them.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from outrider.wire import drafts as wire_drafts
 from verifier_svc.engine.engine_thread import EngineThread
 from verifier_svc.state.drafter import MESSAGE_BYTES, Drafter
 
-# A drafter that does not read for this many engine steps is cut off before memory grows.
+# A drafter that leaves this many engine steps unread is cut off, before memory grows.
 MAX_UNSENT = 1024
 _HELLO_S = 10.0
-# Of a message that opens several sequences: half of the 4 MiB that gRPC's clients take unless told otherwise.
-_MOST_BYTES = 2 * 2**20
-# What a drafter says during a step waits in memory, as objects many times that large; the rest waits with the drafter.
-_MOST_UNTAKEN, _LOOK_AGAIN_S = 2**20, 0.005
+# The largest message that opens several sequences: half of gRPC clients' default limit of 4 MiB.
+_MAX_MESSAGE_BYTES = 2 * 2**20
+# Received bytes that the engine has not taken yet. As objects they need many times that memory, so
+# the stream stops reading beyond this, and further messages wait at the drafter.
+_MAX_UNTAKEN_BYTES = 2**20
+_POLL_S = 0.005
 
 Requests = AsyncIterator[verifier_pb2.StreamDraftsRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DraftStream:
-    """One drafter's stream. `sink` may be called on the event loop at any time after `run` began."""
+    """One drafter's stream. The engine's messages may arrive at any time after `run` began."""
 
     def __init__(
         self,
@@ -49,10 +52,13 @@ class DraftStream:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Serve until the drafter leaves; raises OutriderError when it, or its Hello, is not acceptable."""
+        """Serve until the drafter leaves.
+
+        Raises OutriderError if the Hello or a later message is refused, if the drafter reads too
+        slowly, or if the verifier stops.
+        """
         hello = await self._receive_hello()
         joined: list[Drafter] = []
-
         drafting = self._engine.engine.drafting
 
         def join() -> None:
@@ -81,44 +87,47 @@ class DraftStream:
         finally:
             for task in tasks:
                 task.cancel()
-            # Posted behind `join`, so that a drafter whose call was cancelled in between leaves as well.
+            # `leave` runs behind `join`, so it also works for a call that was cancelled between.
             self._engine.post(leave)
 
     def say_draining(self, reason: str, grace_s: float) -> None:
-        """Tell the drafter that the verifier is about to leave, and how long open sequences may still run."""
+        """Tell the drafter that the verifier stops, and that open sequences may run `grace_s`."""
         draining = drafts_pb2.Draining(reason=reason)
         draining.grace_time.FromNanoseconds(int(grace_s * 1e9))
         self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(draining=draining))
 
     def end(self) -> None:
-        """End the stream, as the verifier leaves."""
+        """End the stream, because the verifier stops."""
         if not self._failure.done():
-            self._failure.set_exception(
-                OutriderError(Reason.DRAINING, "the verifier is about to stop")
-            )
+            error = OutriderError(Reason.DRAINING, "the verifier is about to stop")
+            self._failure.set_exception(error)
 
     async def _receive_hello(self) -> Hello:
         try:
             first = await asyncio.wait_for(anext(self._requests), _HELLO_S)
         except (TimeoutError, StopAsyncIteration) as cause:
-            raise _violation(
-                f"the first message must be a Hello, within {_HELLO_S:.0f} s"
-            ) from cause
+            message = f"the first message must be a Hello, within {_HELLO_S:.0f} s"
+            raise _violation(message) from cause
         if first.WhichOneof("message") != "hello":
             raise _violation("the first message must be a Hello")
         hello = wire_drafts.hello_from_proto(first.hello)
         expected = self._model.tokenizer_fingerprint
         if hello.tokenizer_fingerprint != expected:
+            field = "hello.tokenizer_fingerprint"
+            given = hello.tokenizer_fingerprint
             raise OutriderError(
                 Reason.TOKENIZER_MISMATCH,
-                f"hello.tokenizer_fingerprint is {hello.tokenizer_fingerprint}, but the target's tokenizer is {expected}",
-                "hello.tokenizer_fingerprint",
-                metadata={"drafter": hello.tokenizer_fingerprint, "target": expected},
+                f"{field} is {given}, but the target's tokenizer is {expected}",
+                field,
+                metadata={"drafter": given, "target": expected},
             )
         return hello
 
     async def _read(self, drafter: Drafter) -> None:
-        """Take messages until the drafter half-closes; what it must not say is counted against it and ends the stream."""
+        """Take messages until the drafter half-closes.
+
+        A refused message is counted against the drafter and ends its stream.
+        """
         try:
             await self._take_messages(drafter)
         except OutriderError as error:
@@ -126,18 +135,22 @@ class DraftStream:
             await self._failure
 
     async def _take_messages(self, drafter: Drafter) -> None:
-        engine, drafting, read_bytes = self._engine, self._engine.engine.drafting, 0
+        engine = self._engine
+        drafting = engine.engine.drafting
+        read_bytes = 0
         async for request in self._requests:
             arrived_at = engine.engine.clock()
-            while read_bytes - drafter.taken_bytes > _MOST_UNTAKEN:  # noqa: ASYNC110  # told of each message, the loop would do little else
-                await asyncio.sleep(_LOOK_AGAIN_S)
-            kind, size = request.WhichOneof("message"), request.ByteSize()
+            # An event for each taken message would keep the loop busy, so this polls.
+            while read_bytes - drafter.taken_bytes > _MAX_UNTAKEN_BYTES:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+            kind = request.WhichOneof("message")
+            size = request.ByteSize()
             if kind == "drafts":
                 batch = wire_drafts.drafts_from_proto(request.drafts, self._model.vocab_size)
                 read_bytes += size + MESSAGE_BYTES
                 engine.post(partial(drafting.on_drafts, drafter, batch, size, arrived_at))
             elif kind is None:
-                # A kind of message that only a later version knows.
+                # Only a later version knows this kind of message.
                 read_bytes += size + MESSAGE_BYTES
                 engine.post(partial(drafting.ignore, drafter, size))
             elif kind == "draining":
@@ -150,33 +163,35 @@ class DraftStream:
             await self._context.write(await self._unsent.get())
 
     def _sink(self, message: StepBatch | OutriderError) -> None:
-        """Called on the event loop after an engine step."""
+        """Queue the engine's message, on the event loop after an engine step."""
         if self._failure.done():
             return
         if isinstance(message, OutriderError):
             self._failure.set_exception(message)
         elif self._unsent.qsize() >= MAX_UNSENT:
-            self._failure.set_exception(
-                OutriderError(
-                    Reason.SLOW_READER, f"{MAX_UNSENT} steps are unread; the stream is cut off"
-                )
-            )
+            reason = f"{MAX_UNSENT} steps are unread; the stream is cut off"
+            self._failure.set_exception(OutriderError(Reason.SLOW_READER, reason))
         else:
             for step in _messages(wire_drafts.step_to_proto(message)):
                 self._unsent.put_nowait(verifier_pb2.StreamDraftsResponse(step=step))
 
 
 def _messages(step: drafts_pb2.StepBatch) -> Iterator[drafts_pb2.StepBatch]:
-    """The step in several messages if its prompts are too long for one: what was opened first, then what became of it."""
-    if step.ByteSize() <= _MOST_BYTES:
+    """Split a step whose prompts are too long for one message.
+
+    The parts open sequences; the last part has the verdicts and the closed sequences.
+    """
+    if step.ByteSize() <= _MAX_MESSAGE_BYTES:
         yield step
         return
-    part, byte_count = drafts_pb2.StepBatch(), 0
+    part = drafts_pb2.StepBatch()
+    byte_count = 0
     for opened in step.opened:
         size = opened.ByteSize()
-        if part.opened and byte_count + size > _MOST_BYTES:
+        if part.opened and byte_count + size > _MAX_MESSAGE_BYTES:
             yield part
-            part, byte_count = drafts_pb2.StepBatch(), 0
+            part = drafts_pb2.StepBatch()
+            byte_count = 0
         part.opened.append(opened)
         byte_count += size
     yield part

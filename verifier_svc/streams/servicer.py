@@ -1,4 +1,7 @@
-"""VerifierService: parses requests, hands them to the engine, streams what comes back. Owns the stage, not the model."""
+"""VerifierService: parses requests, submits them to the engine and streams its chunks.
+
+It owns the stage (loading, ready, draining), not the model.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,16 @@ from verifier_svc.streams.draft_streams import DraftStream
 from verifier_svc.streams.token_streams import TokenStream
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# How long who asks for the model waits for a step to end, and after which time an engine hangs.
-_STEP_S, _LONGEST_STEP_S = 0.25, 60.0
+# GetModel waits this long for a step to end before it answers with the last known drafters.
+_ANSWER_S = 0.25
+# A step that takes longer than this means that the engine hangs.
+_MAX_STEP_S = 60.0
 
 
 class VerifierServicer(
     verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer
 ):
-    """Answers GetModel from the start, and the rest once `serve` has been called."""
+    """Answers GetModel from the start, and the other calls once `serve` has been called."""
 
     def __init__(self, model_id: str, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -45,26 +50,31 @@ class VerifierServicer(
         self._grammars: GrammarCompiler | None = None
         self._streams: set[DraftStream] = set()
         self._token_streams: set[TokenStream] = set()
-        # A question about drafters that the engine has not answered yet, and what was answered last.
-        self._asked: asyncio.Future[tuple[DrafterInfo, ...]] | None = None
-        self._asked_at = 0.0
+        # A query for the drafters that the engine has not answered yet, and the last answer.
+        self._query: asyncio.Future[tuple[DrafterInfo, ...]] | None = None
+        self._query_began = 0.0
         self._drafter_infos: tuple[DrafterInfo, ...] = ()
         self._idle = asyncio.Event()
         self._idle.set()
         self._active = 0
 
     def report(self, stage: Stage, detail: str) -> None:
-        """Say how far loading is."""
+        """Set the stage that GetModel reports."""
         self.info = replace(self.info, stage=stage, stage_detail=detail)
 
     def serve(
         self, engine: EngineThread, info: ModelInfo, grammars: GrammarCompiler | None = None
     ) -> None:
-        """Begin to take requests and drafters; requests with a grammar only where they can be compiled."""
-        self._engine, self.info, self._grammars = engine, info, grammars
+        """Begin to take requests and drafters.
+
+        Without `grammars`, requests with a grammar are refused.
+        """
+        self._engine = engine
+        self.info = info
+        self._grammars = grammars
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing new, tell the drafters, and wait for running requests for at most `grace_s`."""
+        """Refuse new requests, tell the drafters, and let running requests end within `grace_s`."""
         self.report(Stage.DRAINING, "finishing what runs")
         for stream in self._streams:
             stream.say_draining("the verifier is about to stop", grace_s)
@@ -80,64 +90,60 @@ class VerifierServicer(
             raise OutriderError(Reason.DRAINING, "the verifier is about to stop")
         if self._engine is None or self.info.stage is not Stage.READY:
             stage = self.info.stage.name.lower().replace("_", " ")
-            raise OutriderError(
-                Reason.NOT_READY, f"the verifier is {stage}: {self.info.stage_detail}"
-            )
+            message = f"the verifier is {stage}: {self.info.stage_detail}"
+            raise OutriderError(Reason.NOT_READY, message)
         return self._engine
 
     @reports_errors
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Context
     ) -> verifier_pb2.GetModelResponse:
-        """The model, its stage and its drafters."""
+        """Answer with the model, its stage and its drafters."""
         info = self.info
         if self._engine is not None:
             info = replace(info, drafters=await self._drafters(self._engine))
         return wire_model.model_to_proto(info)
 
     async def _drafters(self, engine: EngineThread) -> tuple[DrafterInfo, ...]:
-        """As the engine knows them, or last knew them if its step takes long, which is no reason to seem gone.
+        """The engine's drafters; those it last reported if its step takes long.
 
-        Raises OutriderError(NOT_READY) for an engine that ends no step any more.
+        Raises OutriderError(NOT_READY) if the step takes more than `_MAX_STEP_S`: the engine hangs.
         """
-        if self._asked is None:
-            self._asked = watch(
-                engine.call(engine.engine.drafting.roster.infos),
-                "asking the engine for its drafters",
-            )
-            self._asked.add_done_callback(self._answered)
-            self._asked_at = self._clock()
-        await asyncio.wait({self._asked}, timeout=_STEP_S)
-        if (
-            self._asked is not None
-            and (seconds := self._clock() - self._asked_at) > _LONGEST_STEP_S
-        ):
-            raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {seconds:.0f} s")
+        if self._query is None:
+            infos = engine.call(engine.engine.drafting.roster.infos)
+            self._query = watch(infos, "asking the engine for its drafters")
+            self._query.add_done_callback(self._answered)
+            self._query_began = self._clock()
+        await asyncio.wait({self._query}, timeout=_ANSWER_S)
+        step_s = self._clock() - self._query_began
+        if self._query is not None and step_s > _MAX_STEP_S:
+            raise OutriderError(Reason.NOT_READY, f"the verifier's step has taken {step_s:.0f} s")
         return self._drafter_infos
 
-    def _answered(self, asked: asyncio.Future[tuple[DrafterInfo, ...]]) -> None:
-        """However late, for whoever asks next."""
-        self._asked = None
-        if not asked.cancelled() and asked.exception() is None:
-            self._drafter_infos = asked.result()
+    def _answered(self, query: asyncio.Future[tuple[DrafterInfo, ...]]) -> None:
+        """Keep an answer, even a late one, for the next GetModel."""
+        self._query = None
+        if not query.cancelled() and query.exception() is None:
+            self._drafter_infos = query.result()
 
     @reports_errors
     async def GenerateTokens(
         self, request: verifier_pb2.GenerateTokensRequest, context: Context
     ) -> AsyncIterator[verifier_pb2.GenerateTokensResponse]:
-        """Stream what each step commits; a call that is cancelled frees its sequence."""
+        """Stream the tokens that each step commits; a cancelled call frees its sequence."""
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         async with aclosing(self._generate(request, metadata.get("traceparent", ""))) as responses:
             async for response in responses:
                 yield response
 
+    # The stubs do not know that a handler may write through its context.
     @reports_errors
-    async def StreamTokens(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+    async def StreamTokens(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[token_streams_pb2.StreamTokensRequest],
         context: Context,
     ) -> None:
-        """The same for all sequences of one caller."""
+        """Stream the tokens of all sequences of one caller."""
         self._ready()
         stream = TokenStream(self._generate, aiter(request_iterator), context)
         self._token_streams.add(stream)
@@ -149,7 +155,10 @@ class VerifierServicer(
     async def _generate(
         self, request: verifier_pb2.GenerateTokensRequest, traceparent: str
     ) -> AsyncGenerator[verifier_pb2.GenerateTokensResponse, None]:
-        """What each step commits for one sequence, which is freed when this is closed; raises OutriderError."""
+        """Yield the tokens that each step commits for one sequence; closing this frees it.
+
+        Raises OutriderError if the request is refused or its sequence fails.
+        """
         engine = self._ready()
         parsed = wire_requests.request_from_proto(
             request, vocab_size=self.info.vocab_size, context_length=self.info.context_length
@@ -164,23 +173,24 @@ class VerifierServicer(
         grammar = await self._compiled(parsed.grammar)
         self._enter()
         with telemetry.start("generate_tokens", traceparent) as span:
+            prompt_length = len(parsed.prompt)
             span.set(
-                outrider__request_id=parsed.request_id,
-                gen_ai__usage__input_tokens=len(parsed.prompt),
+                outrider__request_id=parsed.request_id, gen_ai__usage__input_tokens=prompt_length
             )
+
+            def submit() -> None:
+                sequence = engine.engine.submit(parsed, chunks.put_nowait, span, grammar)
+                submitted.append(sequence)
+
             try:
-                await engine.call(
-                    lambda: submitted.append(
-                        engine.engine.submit(parsed, chunks.put_nowait, span, grammar)
-                    )
-                )
+                await engine.call(submit)
                 while (chunk := await _next(chunks)).finish_reason is None:
                     yield wire_requests.chunk_to_proto(chunk)
             finally:
-                # Posted behind `submit`, so that a call cancelled before it ran is cancelled after it.
+                # `cancel` runs behind `submit`, so it also frees a sequence submitted later.
                 engine.post(cancel)
                 self._leave()
-        # After the span has ended, since readers close the generator here, and do not ask for what comes after the last chunk.
+        # Readers close the generator at the last chunk, so the span must have ended before.
         yield wire_requests.chunk_to_proto(chunk)
 
     async def _compiled(self, grammar: Grammar | None) -> Compiled | None:
@@ -204,10 +214,10 @@ class VerifierServicer(
             self._idle.set()
 
     @reports_errors
-    async def StreamDrafts(  # type: ignore[override]  # writes through the context, which the stubs do not know of
+    async def StreamDrafts(  # type: ignore[override]  # as above
         self, request_iterator: AsyncIterator[verifier_pb2.StreamDraftsRequest], context: Context
     ) -> None:
-        """One drafter's stream, until it leaves."""
+        """Serve one drafter's stream until it leaves."""
         stream = DraftStream(
             self._ready(), aiter(request_iterator), context, wire_model.model_to_proto(self.info)
         )
@@ -219,7 +229,7 @@ class VerifierServicer(
 
 
 async def _next(chunks: asyncio.Queue[TokenChunk | OutriderError]) -> TokenChunk:
-    """What the engine says next of a sequence; raises the OutriderError that it ends with."""
+    """Take a sequence's next chunk; raises the OutriderError that ends the sequence."""
     chunk = await chunks.get()
     if isinstance(chunk, OutriderError):
         raise chunk

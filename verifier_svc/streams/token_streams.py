@@ -1,7 +1,8 @@
-"""Many sequences of one caller on one stream: what steps commit for them goes out in as few messages as it can.
+"""All sequences of one caller on one stream; a step's tokens leave in as few messages as possible.
 
-A message costs the event loops at its ends some hundred microseconds, many times what is in it; and where verifier and gateway
-share the target's cores, all of that is taken from the forward. Knows no engine: a call is whatever yields responses.
+Each message costs the event loops at both ends some hundred microseconds, many times the cost of
+its content. If verifier and gateway share the target's cores, the forward loses that time. This
+module knows no engine: a call is any generator of responses.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from outrider.internal.v1 import token_streams_pb2
 from outrider.process import rpc
 from outrider.v1 import verifier_pb2
 
-# What a message has at most, unless one part alone is larger.
-_MESSAGE_BYTES = 2**20
+# The largest message, unless a single part is larger.
+_MAX_MESSAGE_BYTES = 2**20
 
 Requests = AsyncIterator[token_streams_pb2.StreamTokensRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,11 +29,11 @@ Generate = Callable[
     [verifier_pb2.GenerateTokensRequest, str],
     AsyncGenerator[verifier_pb2.GenerateTokensResponse, None],
 ]
-"""What answers one request, with its traceparent; raises OutriderError."""
+"""Answers one request, given its traceparent; raises OutriderError."""
 
 
 class TokenStream:
-    """One caller's stream."""
+    """One caller's stream: it runs the caller's calls and batches their responses."""
 
     def __init__(self, generate: Generate, requests: Requests, context: Context) -> None:
         self._generate = generate
@@ -40,41 +41,46 @@ class TokenStream:
         self._context = context
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._unsent: list[token_streams_pb2.TokensPart] = []
-        self._said = asyncio.Event()
+        self._has_unsent = asyncio.Event()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = False
 
     async def run(self) -> None:
-        """Serve until the caller ends the stream, or `end`; raises OutriderError for a message that has no meaning."""
-        # The first message would bring it, and so would a status: gRPC refuses one while such a message is being written.
+        """Serve until the caller ends the stream or `end` is called.
+
+        Raises OutriderError(PROTOCOL_VIOLATION) for a message without a meaning.
+        """
+        # Otherwise the first message or a status would bring the metadata, and gRPC refuses a
+        # status while it writes such a message.
         await self._context.send_initial_metadata(())
-        reading, writing = asyncio.create_task(self._read()), asyncio.create_task(self._write())
+        reading = asyncio.create_task(self._read())
+        writing = asyncio.create_task(self._write())
         try:
             await asyncio.wait({reading, writing, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()
             await _cancel(*self._calls.values())
             self._over = True
-            self._said.set()
+            self._has_unsent.set()
             await writing
         finally:
             await _cancel(reading, writing, *self._calls.values())
 
     def end(self) -> None:
-        """Send what was said and hang up; what still goes on is cut off."""
+        """Cancel the running calls, send their last parts and end the stream."""
         if not self._ended.done():
             self._ended.set_result(None)
 
     async def _read(self) -> None:
-        """Begin and cancel calls; when no more will come, wait for those that go on."""
+        """Begin and cancel calls; after the caller's last message, wait for the running calls."""
         async for request in self._requests:
-            number, kind = request.call_id, request.WhichOneof("message")
+            number = request.call_id
+            kind = request.WhichOneof("message")
             if kind == "generate":
                 if number in self._calls:
                     raise _violation(f"call_id {number} is that of a sequence that goes on")
-                self._calls[number] = asyncio.create_task(
-                    self._serve(number, request.generate, request.traceparent)
-                )
+                serving = self._serve(number, request.generate, request.traceparent)
+                self._calls[number] = asyncio.create_task(serving)
                 self._calls[number].add_done_callback(partial(self._forget, number))
             elif kind != "cancel":
                 raise _violation("a message must be generate or cancel")
@@ -89,48 +95,54 @@ class TokenStream:
     async def _serve(
         self, number: int, request: verifier_pb2.GenerateTokensRequest, traceparent: str
     ) -> None:
-        """One call, from its request to its last part."""
+        """Serve one call, from its request to its last part."""
         try:
             async with aclosing(self._generate(request, traceparent)) as responses:
                 async for response in responses:
-                    self._say(token_streams_pb2.TokensPart(call_id=number, tokens=response))
+                    self._send(token_streams_pb2.TokensPart(call_id=number, tokens=response))
                     if response.finish_reason:
                         return
             raise OutriderError(Reason.INTERNAL, "a sequence ended without a finish reason")
         except OutriderError as error:
             self._fail(number, error)
         except asyncio.CancelledError:
-            # If it was the caller who freed it, nobody listens any more.
+            # A caller that cancelled the call ignores this; otherwise the verifier is stopping.
             self._fail(number, OutriderError(Reason.DRAINING, "the verifier is about to stop"))
             raise
-        except Exception:  # noqa: BLE001  # logged, and answered with INTERNAL
+        # `unexpected` logs the exception; the caller gets INTERNAL.
+        except Exception:  # noqa: BLE001
             self._fail(number, rpc.unexpected("StreamTokens"))
 
     def _fail(self, number: int, error: OutriderError) -> None:
-        self._say(
-            token_streams_pb2.TokensPart(
-                call_id=number, status=rpc.status_of(error).SerializeToString()
-            )
-        )
+        status = rpc.status_of(error).SerializeToString()
+        self._send(token_streams_pb2.TokensPart(call_id=number, status=status))
 
-    def _say(self, part: token_streams_pb2.TokensPart) -> None:
+    def _send(self, part: token_streams_pb2.TokensPart) -> None:
+        """Queue a part for the next message."""
         self._unsent.append(part)
-        self._said.set()
+        self._has_unsent.set()
 
     async def _write(self) -> None:
         while not self._over:
-            # Whoever has something to say after a step says it before this task has its turn.
-            await self._said.wait()
-            self._said.clear()
+            # All calls queue their parts of a step before this task has its turn.
+            await self._has_unsent.wait()
+            self._has_unsent.clear()
             while self._unsent:
-                count, size = 1, self._unsent[0].ByteSize()
-                while (
-                    count < len(self._unsent)
-                    and (size := size + self._unsent[count].ByteSize()) <= _MESSAGE_BYTES
-                ):
-                    count += 1
-                parts, self._unsent = self._unsent[:count], self._unsent[count:]
+                parts = self._take_parts()
                 await self._context.write(token_streams_pb2.StreamTokensResponse(parts=parts))
+
+    def _take_parts(self) -> list[token_streams_pb2.TokensPart]:
+        """Take the parts of the next message: as many as fit, at least one."""
+        count = 0
+        byte_count = 0
+        for part in self._unsent:
+            byte_count += part.ByteSize()
+            if count > 0 and byte_count > _MAX_MESSAGE_BYTES:
+                break
+            count += 1
+        parts = self._unsent[:count]
+        self._unsent = self._unsent[count:]
+        return parts
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

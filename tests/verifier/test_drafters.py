@@ -1,0 +1,181 @@
+"""Drafters join, leave, break the protocol and are chosen by requests."""
+
+from dataclasses import replace
+
+import pytest
+from fake_model import Client, ScriptedDrafter, exposition, finish, make_engine
+from virtual_time import VirtualClock
+
+from outrider.errors import OutriderError, Reason
+from outrider.messages import (
+    DraftDistribution,
+    Proposal,
+    SamplingParams,
+    SpeculationOptions,
+    TokenRequest,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def request(prompt: list[int], max_tokens: int, **changes: object) -> TokenRequest:
+    """A greedy request with some fields changed."""
+    return replace(TokenRequest(prompt, max_tokens, GREEDY), **changes)  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_joins_late_gets_the_running_sequences() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    client = Client()
+    sequence = engine.submit(request([1, 2], 10), client)
+    engine.step()
+    drafter = ScriptedDrafter(engine)
+    engine.drain_inbox()
+    [opened] = drafter.told[0].opened
+    assert opened.token_ids == sequence.tokens
+    drafter.propose(sequence.id, model.greedy(sequence.tokens, 3))
+    engine.step()
+    finish(engine)
+    assert len(client.chunks[1].token_ids) == 4
+
+
+def test_when_a_drafter_leaves_another_of_its_family_takes_over() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    first = ScriptedDrafter(engine, "one", "same")
+    second = ScriptedDrafter(engine, "two", "same")
+    sequence = engine.submit(request([1, 2], 10), Client())
+    engine.drain_inbox()
+    assert [len(drafter.told) for drafter in (first, second)] == [1, 0]
+    engine.drafting.leave(first.handle)
+    engine.drain_inbox()
+    assert second.told[0].opened[0].sequence_id == sequence.id
+    infos = {info.drafter_id: info.connected for info in engine.drafting.roster.infos()}
+    assert infos == {"two": True, "one": False}
+
+
+def test_a_violation_ends_only_that_drafters_stream() -> None:
+    engine, model = make_engine(eos_bias=-99)
+    bad = ScriptedDrafter(engine, "bad", "bad")
+    good = ScriptedDrafter(engine, "good", "good")
+    client = Client()
+    sequence = engine.submit(request([1, 2], 10), client)
+    engine.drain_inbox()
+    bad.send(Proposal(sequence.id, 77, [1]))
+    assert bad.error is not None
+    assert bad.error.reason is Reason.PROTOCOL_VIOLATION
+    good.propose(sequence.id, model.greedy([1, 2], 4))
+    finish(engine)
+    assert good.error is None
+    assert client.tokens == model.greedy([1, 2], 10)
+
+
+def test_a_drafter_that_keeps_breaking_the_protocol_is_quarantined() -> None:
+    engine, _ = make_engine()
+    sequence = engine.submit(request([1, 2], 10), Client())
+    for _ in range(3):
+        drafter = ScriptedDrafter(engine, "bad")
+        drafter.send(Proposal(sequence.id, 5, [1]))
+    with pytest.raises(OutriderError) as caught:
+        ScriptedDrafter(engine, "bad")
+    assert caught.value.reason is Reason.QUARANTINED
+    ScriptedDrafter(engine, "another")
+
+
+def test_a_quarantine_begins_with_the_third_violation_in_half_a_minute() -> None:
+    clock = VirtualClock()
+    clock.now = 0.0
+    engine, _ = make_engine(clock=clock)
+    sequence = engine.submit(request([1, 2], 10), Client())
+    for clock.now in (0.0, 10.0, 31.0, 39.0):
+        ScriptedDrafter(engine, "bad").send(Proposal(sequence.id, 5, [1]))
+    clock.now = 68.9
+    with pytest.raises(OutriderError, match="in quarantine for 1 s more") as caught:
+        ScriptedDrafter(engine, "bad")
+    assert caught.value.retry_after_s == pytest.approx(0.1)
+    clock.now = 69.1
+    ScriptedDrafter(engine, "bad")
+
+
+def test_proposals_for_finished_sequences_are_ignored() -> None:
+    engine, _ = make_engine(eos_bias=-99)
+    drafter = ScriptedDrafter(engine)
+    sequence = engine.submit(request([1, 2], 2), Client())
+    while engine.sequences:
+        engine.step()
+    drafter.send(Proposal(sequence.id, 2, [1]))
+    assert drafter.error is None
+    assert 'outrider:stale_tokens_total{drafter="scripted"' in exposition(engine)
+
+
+def test_metrics_of_lost_drafters_are_dropped_in_time() -> None:
+    clock = VirtualClock()
+    clock.now = 0.0
+    engine, model = make_engine(eos_bias=-99, clock=clock)
+    stays, goes, comes_back = (
+        ScriptedDrafter(engine, name, name) for name in ("stays", "goes", "comes-back")
+    )
+    sequence = engine.submit(request([1, 2], 40), Client())
+    engine.drain_inbox()
+    for drafter in (stays, goes, comes_back):
+        drafter.propose(sequence.id, model.greedy([1, 2], 4))
+        engine.step()
+    for drafter in (goes, comes_back):
+        engine.drafting.leave(drafter.handle)
+    engine.drain_inbox()
+    for name in ("stays", "goes", "comes-back"):
+        assert f'drafter="{name}"' in exposition(engine)
+    ScriptedDrafter(engine, "comes-back", "comes-back")
+    clock.now = 601.0
+    engine.drafting.leave(ScriptedDrafter(engine, "last").handle)
+    assert 'drafter="goes"' not in exposition(engine)
+    for name in ("stays", "comes-back"):
+        assert f'drafter="{name}"' in exposition(engine)
+
+
+def test_the_record_of_lost_drafters_is_bounded() -> None:
+    engine, _ = make_engine()
+    for i in range(300):
+        engine.drafting.leave(ScriptedDrafter(engine, f"d{i}").handle)
+    infos = engine.drafting.roster.infos()
+    assert len(infos) == 256
+    assert infos[-1].drafter_id == "d299"
+
+
+def test_two_drafters_of_one_name_cannot_be_connected() -> None:
+    engine, _ = make_engine()
+    ScriptedDrafter(engine, "one")
+    with pytest.raises(OutriderError) as caught:
+        ScriptedDrafter(engine, "one")
+    assert caught.value.reason is Reason.DRAFTER_ID_TAKEN
+
+
+def test_a_request_chooses_its_drafter_by_id_or_family_or_none() -> None:
+    engine, _ = make_engine()
+    drafters = [ScriptedDrafter(engine, "a", "x"), ScriptedDrafter(engine, "b", "y")]
+    for options, expected in (
+        (SpeculationOptions(), {"a", "b"}),
+        (SpeculationOptions(drafter="y"), {"b"}),
+        (SpeculationOptions(drafter="a"), {"a"}),
+        (SpeculationOptions(enabled=False), set()),
+        (SpeculationOptions(draft_tokens=0), set()),
+    ):
+        sequence = engine.submit(request([1], 5, speculation=options), Client())
+        assert set(sequence.assignments) == expected
+    assert len(drafters) == 2
+    unknown = request([1], 5, speculation=SpeculationOptions(drafter="nobody"))
+    message = r"speculation.drafter must be one of a, b, x, y, not nobody"
+    with pytest.raises(OutriderError, match=message):
+        engine.submit(unknown, Client())
+
+
+def test_only_trusted_drafters_of_sampled_requests_send_distributions() -> None:
+    for trust, sampling, rule in (
+        (False, SamplingParams(), DraftDistribution.ONE_HOT),
+        (True, SamplingParams(), DraftDistribution.SPARSE),
+        (True, GREEDY, DraftDistribution.ONE_HOT),
+    ):
+        engine, _ = make_engine(trust=trust)
+        offered = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
+        drafter = ScriptedDrafter(engine, distributions=offered)
+        engine.submit(request([1], 5, sampling=sampling), Client())
+        engine.drain_inbox()
+        assert drafter.told[0].opened[0].distribution is rule

@@ -1,0 +1,24 @@
+"""The parts of one engine that its admission, its wait for drafts and its commit all use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.clock import Clock
+from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.engine.outgoing import Outgoing
+from verifier_svc.engine.scheduler import Scheduler
+from verifier_svc.metrics import Metrics
+from verifier_svc.state.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """For the engine's thread alone. `sequences` are those in the queue and the batch, by id."""
+
+    sequences: dict[int, Sequence]
+    scheduler: Scheduler
+    drafting: DraftExchange
+    outgoing: Outgoing
+    metrics: Metrics
+    clock: Clock
