@@ -80,7 +80,7 @@ class Admission:
         self._last_id += 1
         depth = request.speculation.draft_tokens
         if depth is None:
-            depth = self._limits.depth.max_draft_tokens
+            depth = self._limits.draft_tokens_policy.max_draft_tokens
         if not request.speculation.enabled or request.max_tokens <= 1:
             depth = 0  # the last token is always the target's own, so a single token has no draft
         seed = request.sampling.seed

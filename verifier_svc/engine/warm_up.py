@@ -58,7 +58,7 @@ class WarmUp:
     def _try_batch(self, batch: int, *costs: ForwardCost) -> None:
         """Measure forwards of `batch` sequences with none, some and all of the draft tokens."""
         pool = self._pool
-        max_draft_tokens = self._limits.depth.max_draft_tokens
+        max_draft_tokens = self._limits.draft_tokens_policy.max_draft_tokens
         for count in sorted({1, 2, 1 + max_draft_tokens // 2, 1 + max_draft_tokens}):
             pages = batch * -(-count // pool.page_size)
             if batch * count <= self._limits.max_batch_tokens and pages <= pool.page_count:
