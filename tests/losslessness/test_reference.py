@@ -15,9 +15,10 @@ from verifier_svc.verification import reference
 from verifier_svc.verification.acceptance import Draft, accept
 
 VOCAB = 6
-EPSILON = 0.3
+# No ratio of small integers, so that no probability lies on a bound, where rounding decides.
+EPSILON = 0.3007
 TOPK = 3
-DELTA = 0.2
+DELTA = 0.2003
 OPTIONS = SpeculationOptions(typical_epsilon=EPSILON, relaxed_topk=TOPK, relaxed_delta=DELTA)
 Probs = npt.NDArray[np.float64]
 Rule = Callable[[Probs, Probs, list[int], reference.Coins], reference.Accepted]

@@ -104,7 +104,8 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
             assert tally.wrong == 0
             assert tally.right > cancellations / 50
             assert made.counters.late > cancellations / 100
-            assert made.counters.lookups >= cancellations
+            # On a busy machine a timeout may stop lookups for a moment.
+            assert made.counters.lookups > 0.99 * cancellations
             assert made.counters.malformed == 0
             # On a busy machine a reply may come later than the socket's timeout.
             assert [error for error in errors if not isinstance(error, TimeoutError)] == []
