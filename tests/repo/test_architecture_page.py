@@ -1,0 +1,53 @@
+"""docs/architecture.md names functions that exist, and few words of our own."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+REFERENCES = sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE)))
+PATHS = sorted(set(re.findall(r"`(\w+/[\w/]+\.py)[`:]", PAGE)))
+MOST_WORDS = 15
+
+
+def definitions(path: Path) -> set[str]:
+    """A module's classes and functions, and the methods of its classes as `Class.method`."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+            methods = [child.name for child in node.body if isinstance(child, functions)]
+            names.update(f"{node.name}.{method}" for method in methods)
+    return names
+
+
+def exists(file: str, name: str) -> bool:
+    """Whether a module of the repository defines the function, class or method."""
+    path = ROOT / file
+    return path.exists() and name in definitions(path)
+
+
+def test_every_function_named_exists() -> None:
+    assert len(REFERENCES) > 30
+    assert [f"{file}:{name}" for file, name in REFERENCES if not exists(file, name)] == []
+
+
+def test_every_file_named_with_its_folder_exists() -> None:
+    rooms = ("", "verifier_svc/")
+    missing = [path for path in PATHS if not any((ROOT / room / path).exists() for room in rooms)]
+    assert missing == []
+
+
+def test_a_function_that_is_gone_is_noticed() -> None:
+    assert exists("verifier_svc/engine/loop.py", "Engine.step")
+    assert not exists("verifier_svc/engine/loop.py", "Engine.walk")
+    assert not exists("verifier_svc/engine/gone.py", "Engine.step")
+
+
+def test_the_glossary_is_short() -> None:
+    glossary = PAGE[PAGE.index("## Glossary") :]
+    words = [line for line in glossary.splitlines() if line.startswith("| ")][2:]
+    assert 0 < len(words) <= MOST_WORDS
