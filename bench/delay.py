@@ -1,12 +1,11 @@
-"""`outrider bench --only delay`: what a long way between drafter and verifier costs.
+"""`outrider bench --only delay`: the cost of a long way between drafter and verifier.
 
-The way is made long by a proxy that holds back every byte of the draft stream, in both directions; half of the delay each, so that
-it is what a round trip takes longer.
+A shaped link holds back every byte of the draft stream. Half of the delay is added in each
+direction, so that a round trip takes `delay` longer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.experiment.links import ShapedLink
+from bench.experiment.spec import Link
 from bench.report import LOOKUPS, spread
 from bench.ways import Measure, Pair, Sample, Task, outrider_stack
 from outrider.launch.prompts import KINDS
@@ -23,92 +24,31 @@ from outrider.launch.stack import free_port
 from outrider.tokenizer import load_tokenizer
 
 DELAYS_MS = (0, 1, 5, 20, 50)
-_CHUNK = 65_536
-
-
-class Proxy:
-    """Forwards TCP connections to `port`, each byte `delay_s` / 2 later than it came; `bytes_per_s` bounds the rate, 0 does not."""
-
-    def __init__(self, port: int, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
-        self.port = port
-        self.delay_s = delay_s
-        self.bytes_per_s = bytes_per_s
-        self.byte_count = 0
-
-    @asynccontextmanager
-    async def listen(self, port: int) -> AsyncIterator[None]:
-        """Serve on the loopback interface."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", port)
-        try:
-            yield
-        finally:
-            server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
-        except ConnectionRefusedError:
-            writer.close()  # the verifier is not there yet, which is what its drafters should see
-            return
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            task = asyncio.create_task(self._pump(source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """Bytes keep their order, and wait in a queue while others are under way."""
-        loop = asyncio.get_running_loop()
-        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-
-        async def deliver() -> None:
-            while True:
-                at, data = await due.get()
-                await asyncio.sleep(max(at - loop.time(), 0.0))
-                sink.write(data)
-                await sink.drain()
-                if not data:
-                    return
-
-        delivery = asyncio.create_task(deliver())
-        free_at = 0.0
-        try:
-            while data := await source.read(_CHUNK):
-                self.byte_count += len(data)
-                free_at = max(free_at, loop.time()) + (
-                    len(data) / self.bytes_per_s if self.bytes_per_s else 0.0
-                )
-                due.put_nowait((free_at + self.delay_s / 2, data))
-        except (ConnectionError, OSError):
-            sink.close()
-        finally:
-            delivery.cancel()
-            sink.close()
 
 
 async def measure(
     pair: Pair, rounds: int, tokens: int, console: Console
 ) -> tuple[dict[str, Any], bytes]:
-    """tokens/s by drafter and delay, printed and plotted: at batch 1, over prompts that rewrite a text, which drafts well."""
+    """Print and plot tokens/s by drafter and delay; returns the record and the plot as PNG.
+
+    The batch is 1. The prompts rewrite a text, which is easy to draft.
+    """
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in KINDS["rewriting"]]
     task, short = Task(prompts, 1, tokens, 0.0), Task(prompts, 1, 8, 0.0)
     rates: dict[str, dict[int, list[float]]] = {}
     accepted: dict[str, list[tuple[float, float]]] = {}
     async with AsyncExitStack() as stack:
-        way, proxy = await stack.enter_async_context(delayed_stack(pair))
+        way, link = await stack.enter_async_context(delayed_stack(pair))
         ways: dict[str, Measure] = {
             "plain": way({"enabled": False}),
             "ngram": way({"drafter": "ngram"}),
             "model": way({"drafter": "model"}),
         }
         for round_number in range(1 + rounds):
-            # There and back again, so that a machine that gets slower or faster meets all alike.
+            # Every other round runs backwards, so that drift of the machine meets all alike.
             for delay_ms in DELAYS_MS[:: -1 if round_number % 2 == 0 else 1]:
-                proxy.delay_s = delay_ms / 1000
+                link.change(Link.model_validate({"round_trip_ms": delay_ms}))
                 for name, run in ways.items():
                     await run(short)
                     sample = await run(task)
@@ -124,7 +64,11 @@ async def measure(
 
 
 def _lookups(sample: Sample) -> tuple[float, float] | None:
-    """Chance that a draft token stands when those before it do, and of finding the next draft there; None without drafts."""
+    """Two shares, or None without drafts.
+
+    The first is the chance that a draft token is accepted if those before it are. The second is the
+    chance that a commit finds the next draft in the trie.
+    """
     counts = sample.counters
     if not counts.get("spec_decode_num_drafts"):
         return None
@@ -136,17 +80,17 @@ def _lookups(sample: Sample) -> tuple[float, float] | None:
 
 
 @asynccontextmanager
-async def delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, Proxy]]:
-    """A stack whose drafters dial the proxy instead of the verifier."""
+async def delayed_stack(pair: Pair) -> AsyncIterator[tuple[Any, ShapedLink]]:
+    """Start a stack whose drafters reach the verifier over the yielded link."""
     verifier, front = free_port("127.0.0.1"), free_port("127.0.0.1")
-    proxy = Proxy(verifier)
+    link = ShapedLink(Link.model_validate({}))
     dial = f"verifier=127.0.0.1:{front},uds=/nonexistent"
     drafters = [f"ngram,{dial}", f"model={pair.draft},{dial}"]
     async with (
-        proxy.listen(front),
+        link.forward(("127.0.0.1", front), ("127.0.0.1", verifier)),
         outrider_stack(pair, drafters, pair.shared_threads, verifier_port=verifier) as way,
     ):
-        yield way, proxy
+        yield way, link
 
 
 def _table(
@@ -155,10 +99,8 @@ def _table(
     accepted: dict[str, list[tuple[float, float]]],
     rounds: int,
 ) -> Table:
-    table = Table(
-        title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, batch 1, median of {rounds} rounds (range); "
-        "ratios are of the same round"
-    )
+    how = f"batch 1, median of {rounds} rounds (range); ratios are of the same round"
+    table = Table(title=f"{pair.name}: tokens/s by delay of the draft stream's round trip, {how}")
     for name in (
         "drafter",
         "delay, ms",

@@ -1,4 +1,7 @@
-"""How fast a gateway on one core streams, and how much later tokens come: a real verifier, a model that costs nothing."""
+"""The throughput and added latency of a gateway on one core.
+
+The verifier is real; its model costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ _WORD = 500
 
 
 class _PacedModel:
-    """The same token again and again, a step every `interval_s`; `ends` are the times at which forwards ended."""
+    """Repeats one token, with a step every `interval_s`; `ends` are the times forwards ended at."""
 
     eos_token_ids: tuple[int, ...] = ()
 
@@ -67,10 +70,13 @@ class _PacedModel:
 
 
 async def measure(models: Path) -> dict[str, float]:
-    """`tokens_per_s` that clients of 64 connections are sent, as fast as it goes, in so many `chunks`, with
-    `gateway_cpu_us_per_token`; and milliseconds from the end of a forward to the client, the median over chunks, with one
-    connection at 50 tokens/s and 64 at 5,000: `latency_ms_*`, and how much of it a caller is spared who reads from the verifier
-    as the gateway does, `added_ms_*`.
+    """Measure a gateway's throughput and latency.
+
+    Throughput is at full speed with 64 connections: `tokens_per_s`, `chunks` and
+    `gateway_cpu_us_per_token`. Latency is with one connection at 50 tokens/s and 64 at 5,000:
+    `latency_ms_*` are the median milliseconds over chunks from the end of a forward to the client.
+    `added_ms_*` are `latency_ms_*` less the latency of a caller that reads from the verifier as the
+    gateway does.
     """
     tokenizer = load_tokenizer(str(models / "target"))
     model = _PacedModel(tokenizer.get_vocab_size())
@@ -205,7 +211,11 @@ async def _through_gateway(port: int, tokens: int) -> list[float]:
 
 
 class _Arrivals(asyncio.Protocol):
-    """Notes when events come, with nothing between socket and clock: 64 readers of streams would take more than the gateway."""
+    """Records when events arrive.
+
+    It reads the clock in the protocol's callback, because 64 stream readers would take more of the
+    processor than the gateway.
+    """
 
     def __init__(self, request: bytes) -> None:
         self.times: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,7 @@
-"""`outrider bench --only limits`: what host, n-gram pools and gateway can do at most, with a model that costs nothing."""
+"""`outrider bench --only limits`: the most that host, n-gram pools and gateway can do.
+
+The model costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
     drafted = {batch: _host_seconds(batch, drafts=True) for batch in _BATCHES}
     how = "compiled" if _COMPILED else "not compiled"
     table = Table(
-        title=f"the engine's host time a step, with a model that costs nothing, µs (median of 60 steps); {how}"
+        title="the engine's host time a step, with a model that costs nothing, "
+        f"µs (median of 60 steps); {how}"
     )
     for name in ("sequences", "plain", "each", "3 drafted tokens each", "each"):
         table.add_column(name, justify="right")
@@ -93,7 +97,8 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
     console.print(table)
     record["gateway"] = gateway = await gateway_load.measure(models)
     table = Table(
-        title="a gateway on one core: 64 connections as fast as it goes; latency at 50 tokens/s (1) and 5,000 (64)"
+        title="a gateway on one core: 64 connections at full speed; "
+        "latency at 50 tokens/s (1) and 5,000 (64)"
     )
     for name in gateway:
         table.add_column(name, justify="right")
@@ -122,7 +127,10 @@ class _NullModel:
 
 
 def _host_seconds(batch: int, *, drafts: bool) -> float:
-    """Median seconds of a step of `batch` decoding sequences: drafts taken, messages to clients and drafters made but not sent."""
+    """Return the median seconds of a step of `batch` decoding sequences.
+
+    The step takes drafts and makes the messages to clients and drafters, but sends none.
+    """
 
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
@@ -224,7 +232,10 @@ async def _redis_lookups() -> tuple[str, list[float], str]:
 
 
 async def _redis_memory(size: int) -> tuple[int, int, float]:
-    """n-grams of up to `size` tokens of a random text, the bytes that Redis takes for them, and the seconds that writing took."""
+    """Write the n-grams of up to `size` tokens of a random text to Redis.
+
+    Returns their number, the bytes that Redis takes for them, and the seconds that writing took.
+    """
     generator = random.Random(0)
     tokens = [generator.randrange(50_000) for _ in range(_MEMORY_TOKENS)]
     with _redis() as port, Redis(port=port) as client:

@@ -1,7 +1,10 @@
-"""`python -m bench.peers`: transformers' own generation, in a process of its own, answering one JSON line for each it is sent.
+"""`python -m bench.peers`: transformers' own generation in its own process.
 
-In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "batch": n, "max_tokens": n, "temperature": t}.
-Out: {"tokens": n, "seconds": s}. A batch is decoded to its end before the next begins, since `generate` knows no other way.
+It answers each JSON line with one.
+In: {"way": "plain" | "prompt_lookup" | "assisted", "prompts": [[ids]], "batch": n,
+"max_tokens": n, "temperature": t}.
+Out: {"tokens": n, "seconds": s}.
+A batch is decoded to its end before the next begins, since `generate` offers nothing else.
 """
 
 from __future__ import annotations
@@ -60,7 +63,11 @@ def _sampling(temperature: float) -> dict[str, Any]:
 
 
 def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alone: bool) -> int:
-    """Generated tokens. Speculation takes one sequence at a time there; plain decoding takes the batch, padded on the left."""
+    """Generate, and return the number of tokens.
+
+    Speculation in transformers takes one sequence at a time (`alone`). Plain decoding takes the
+    batch, padded on the left.
+    """
     batches = [[prompt] for prompt in prompts] if alone else [prompts]
     count = 0
     for batch in batches:

@@ -1,4 +1,7 @@
-"""A streamed completion, read from the socket: a client library would take more of the cores than the gateway that is measured."""
+"""A streamed completion, read from the socket.
+
+A client library would take more of the cores than the measured gateway.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
 async def stream(
     port: int, body: Mapping[str, Any], headers: Mapping[str, str], host: str = "127.0.0.1"
 ) -> AsyncIterator[bytes]:
-    """What `POST /v1/completions` answers, as it comes; raises RuntimeError unless the stream comes to its end."""
+    """Yield the answer of `POST /v1/completions` as it arrives.
+
+    Raises RuntimeError if the connection closes before the end of the stream.
+    """
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(asks(body, headers))

@@ -80,10 +80,15 @@ class Results:
 
 
 def tables(results: Results, bases: Sequence[str]) -> Iterator[Table]:
-    """Rates, over those of the first of `bases` that has any; then latencies, then where the time of a step went."""
+    """Yield tables of rates, of latencies, and of a step's time by phase.
+
+    Rates are also shown over those of the first of `bases` that has any.
+    """
     for title, cells in results.groups():
         yield _rates(f"{title}\ntokens/s", cells, results, bases, _overall)
-        full = "the same until nothing waits any more: batches are full, and the end of a run, with few requests, does not count"
+        full = (
+            "tokens/s while the batch is full, without the end of a run, when few requests remain"
+        )
         yield _rates(
             f"{title}\n{full}", cells, results, bases, lambda sample: sample.full_tokens_per_s
         )
@@ -153,8 +158,9 @@ def p99(values: list[float]) -> float:
 
 def _steps(title: str, cells: list[Cell], results: Results) -> Table:
     table = Table(
-        title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens a sequence's step commits; the limit is what these "
-        "tokens would take in forwards alone, on an idle machine; then what commits found of the next draft"
+        title=f"{title}\nthe verifier's steps: milliseconds by phase; tokens that a sequence's "
+        "step commits; the limit is the time of forwards alone for these tokens, on an idle "
+        "machine; then what commits found of the next draft"
     )
     columns = (
         "way",
@@ -202,7 +208,10 @@ def _step_figures(samples: list[Sample]) -> list[str]:
 
 
 def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
-    """PNGs by name: for each kind and temperature, tokens/s over that of the first of `bases` that was measured, by batch size."""
+    """Plot speed by batch size for each kind and temperature; returns PNGs by name.
+
+    Speed is tokens/s over those of the first of `bases` that was measured.
+    """
     base = results.base(bases, _overall)
     import matplotlib
 
@@ -240,7 +249,11 @@ def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
 def _ratios(
     samples: dict[str, list[Sample]], way: str, base: str, rate: Callable[[Sample], float | None]
 ) -> list[float]:
-    """By round, since the machine is faster in some than in others; rounds in which one of both has no rate are left out."""
+    """Return the ratios of `way` to `base` within each round.
+
+    The machine is faster in some rounds than in others. Rounds in which one of both has no rate are
+    left out.
+    """
     pairs = [
         (rate(ours), rate(its))
         for ours, its in zip(samples.get(way, []), samples.get(base, []), strict=False)
@@ -264,6 +277,7 @@ def write(
     for name, data in images.items():
         paths.append(directory / f"{stem}-{name}.png")
         paths[-1].write_bytes(data)
-        figures += f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}"></p>\n'
+        encoded = base64.b64encode(data).decode()
+        figures += f'<p><img alt="{name}" src="data:image/png;base64,{encoded}"></p>\n'
     paths[1].write_text(printed.export_html().replace("</body>", f"{figures}</body>"))
     return paths

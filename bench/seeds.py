@@ -1,4 +1,4 @@
-"""`outrider bench --only seeds`: how often a seed's text depends on batch, drafts, chunks and cache.
+"""`outrider bench --only seeds`: how often a seed's text depends on batch, drafts, chunks, cache.
 
 The noise of a seed is the same everywhere, but forward passes round differently in different
 batches. Texts are compared with those of the same requests run plainly and alone, in process, at
@@ -65,7 +65,10 @@ _CASES = (
 
 
 class Count(NamedTuple):
-    """Texts that differ, of how many; the tokens drawn until a text ended or differed; draft and prompt tokens that helped."""
+    """Texts that differ, and all texts; tokens drawn until a text ended or differed.
+
+    Then the draft tokens and prompt tokens that saved work.
+    """
 
     differing: int
     texts: int
@@ -77,11 +80,15 @@ class Count(NamedTuple):
 def measure(
     models: Path, tokens: int, dtypes: Sequence[str] = ("float32", "bfloat16")
 ) -> tuple[Table, dict[str, Any]]:
-    """A table to print and the same as data: for each case, path of the forward and dtype the texts that differ."""
+    """Count the texts that differ for each case, path of the forward and dtype.
+
+    Returns a table to print, and the same as data.
+    """
     prompts = _prompts(models / "target")
     columns = list(_columns(models / "target", dtypes))
     table = Table(
-        title=f"texts of {tokens} tokens that differ from the same request's alone; draws until one differs"
+        title=f"texts of {tokens} tokens that differ from the same request's alone; "
+        "draws until one differs"
     )
     table.add_column("case")
     found: dict[str, Any] = {}
@@ -101,7 +108,7 @@ def measure(
 
 
 def _rate(count: Count) -> str:
-    """The rate of draws that differ; where none did, its upper bound with 95 % confidence, 3 / draws."""
+    """The rate of draws that differ; if none did, its upper bound at 95 % confidence, 3 / draws."""
     if count.differing == 0:
         return f"< {3 / count.draws:.1e} a draw"
     return f"{count.differing / count.draws:.1e} a draw"
@@ -216,7 +223,10 @@ def _engine(runner: ModelRunner, case: Case) -> Engine:
 
 
 class _Guesser:
-    """A drafter in this process that knows the reference text and gets a token wrong in every other guess."""
+    """A drafter in this process that knows the reference text.
+
+    Every other guess has one wrong token.
+    """
 
     def __init__(
         self, engine: Engine, prompts: list[list[int]], reference: dict[int, list[int]], depth: int

@@ -1,8 +1,9 @@
-"""`outrider bench --only tracing`: what OpenTelemetry costs.
+"""`outrider bench --only tracing`: the cost of OpenTelemetry.
 
-Two stacks have tracing off, so that their difference shows what a comparison of stacks cannot tell; in a third, callers say
-which requests are sampled. All are measured in turn, in an order drawn anew each round, and compared round by round: what the
-machine does beside them then troubles all alike. The spans go to an OTLP receiver that counts them.
+Two stacks have tracing off; their difference is the error of such a comparison. In a third, callers
+say which requests are sampled. Each round measures all of them in random order, and ratios are
+taken within rounds, so that other load on the machine meets all alike. The spans go to an OTLP
+receiver that counts them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _RESAMPLES = 2_000
 
 
 async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dict[str, Any]:
-    """Throughput in tokens/s by share of traced requests, and ratios within rounds with 95 % intervals."""
+    """Measure tokens/s by share of traced requests, and ratios within rounds.
+
+    Ratios have 95 % intervals.
+    """
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     task = Task([prompts[i % len(prompts)] for i in range(4 * _BATCH)], _BATCH, tokens, 0.0)
@@ -76,7 +80,10 @@ async def measure(pair: Pair, rounds: int, tokens: int, console: Console) -> dic
 async def _ways(
     stack: AsyncExitStack, pair: Pair, endpoint: str, generator: random.Random
 ) -> dict[str, Measure]:
-    """What is compared. The depth is fixed, since what is learned on the way would differ from stack to stack."""
+    """Start the compared stacks; returns their ways of decoding.
+
+    The number of draft tokens is fixed, because a policy would learn differently in each stack.
+    """
 
     async def start(**tracing: str) -> MakeWay:
         return await stack.enter_async_context(
@@ -86,9 +93,9 @@ async def _ways(
     def sampled(share: float) -> Callable[[], dict[str, str]]:
         def headers() -> dict[str, str]:
             flag = "01" if generator.random() < share else "00"
-            return {
-                "traceparent": f"00-{generator.getrandbits(128):032x}-{generator.getrandbits(64):016x}-{flag}"
-            }
+            trace_id = generator.getrandbits(128)
+            span_id = generator.getrandbits(64)
+            return {"traceparent": f"00-{trace_id:032x}-{span_id:016x}-{flag}"}
 
         return headers
 
@@ -123,7 +130,10 @@ class _Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 @asynccontextmanager
 async def _receiver() -> AsyncIterator[tuple[_Receiver, str]]:
-    """Takes spans and counts them, in this process, which does little else while a stack is measured."""
+    """Receive spans and count them.
+
+    It runs in this process, which does little else while a stack is measured.
+    """
     server, servicer = grpc.aio.server(), _Receiver()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]  # as generated
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,7 +1,9 @@
-"""`python bench/vllm_peer.py`: vLLM in its own virtual environment and process, answering one JSON line for each it is sent.
+"""`python bench/vllm_peer.py`: vLLM in its own virtual environment and process.
 
-In: {"prompts": [[ids]], "batch": n, "lengths": [n], "temperature": t}. Out: the fields of `bench.ways.Sample`.
-As many requests are kept under way as the batch is large, a new one for each that ends. Imports nothing of Outrider's.
+It answers each JSON line with one.
+In: {"prompts": [[ids]], "batch": n, "lengths": [n], "temperature": t}.
+Out: the fields of `bench.ways.Sample`.
+`batch` requests are kept under way, a new one for each that ends. Imports nothing of Outrider's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve until end of input; the answers go to the standard output as it was, vLLM's own prints to the error output."""
+    """Serve until the end of input.
+
+    Answers go to the original standard output. vLLM's own prints go to standard error.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
     parser.add_argument("--dtype", required=True)

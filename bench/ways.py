@@ -1,5 +1,7 @@
-"""The ways of decoding that `outrider bench` compares, each behind one call: transformers and vLLM in processes of their own, and
-Outrider's whole stack through its gateway's HTTP API.
+"""The ways of decoding that `outrider bench` compares, each behind one call.
+
+transformers and vLLM run in processes of their own. Outrider's whole stack is called through its
+gateway's HTTP API.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from outrider.launch.supervisor import StartFailed, Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts to decode, so many at once, so many tokens each; ends of text are ignored.
+    """Prompts to decode, `batch` at once, `max_tokens` each; ends of text are ignored.
 
-    If `varied` that many is the mean, and requests have half to one and a half times as many, as users' do; else those that begin
-    together end together in plain decoding, and nowhere else. Ways that cannot do that give each the mean.
+    If `varied`, requests have half to one and a half times as many tokens, with `max_tokens` as
+    their mean, and so end at different times, as those of users do. Ways that cannot do that give
+    each request the mean.
     """
 
     prompts: list[list[int]]
@@ -50,10 +53,11 @@ class Task:
 
 @dataclass(slots=True)
 class Sample:
-    """What one task took. Times are in seconds; `ttft` and `tpot` have one entry a request where they are known.
+    """The measurements of one task. Times are in seconds.
 
-    `counters` are what the verifier's metrics grew by, by metric and labels. `requests` have, where that is known, when the first
-    and the last token came and how many there were; `full_s` is until when as many were under way as the batch is large.
+    `ttft` and `tpot` have one entry a request if they are known. `counters` are the growth of the
+    verifier's metrics, by metric and labels. `requests`, if known, are the times of a request's
+    first and last token and its number of tokens. The batch was full until `full_s`.
     """
 
     tokens: int
@@ -70,7 +74,10 @@ class Sample:
 
     @property
     def full_tokens_per_s(self) -> float | None:
-        """The same while as many requests were under way as the batch is large, a request's tokens taken to come evenly."""
+        """Tokens/s while the batch was full, or None if unknown.
+
+        Assumes that the tokens of a request arrive evenly.
+        """
         if not self.requests or self.full_s <= 0.0:
             return None
         return sum(_tokens_by(self.full_s, *request) for request in self.requests) / self.full_s
@@ -88,7 +95,10 @@ MakeWay = Callable[..., Measure]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft model. `shared_threads` are the verifier's beside a draft model on the same cores."""
+    """A target and its draft model.
+
+    `shared_threads` are the verifier's threads when a draft model runs on the same cores.
+    """
 
     name: str
     target: Path
@@ -100,7 +110,10 @@ class Pair:
 
 @asynccontextmanager
 async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Sample]]]:
-    """A process that answers each JSON line with one; raises RuntimeError with its last words when it dies."""
+    """Start a process that answers each JSON line with one.
+
+    The call raises RuntimeError with the end of the process's standard error if the process dies.
+    """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=errors)
         if process.stdin is None or process.stdout is None:
@@ -112,9 +125,8 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
             answer = await receive.readline()
             if not answer:
                 errors.seek(0)
-                raise RuntimeError(
-                    f"{' '.join(command[:3])} died: {errors.read()[-2000:].decode(errors='replace')}"
-                )
+                last_words = errors.read()[-2000:].decode(errors="replace")
+                raise RuntimeError(f"{' '.join(command[:3])} died: {last_words}")
             return Sample(**json.loads(answer))
 
         try:
@@ -176,9 +188,10 @@ def _fields(task: Task) -> dict[str, Any]:
 async def serving(
     target: Path, drafters: list[str], **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
-    """A whole stack with settings of `outrider serve`: a client of its gateway, and the port of its verifier's metrics.
+    """Start a whole stack with settings of `outrider serve`.
 
-    Raises RuntimeError with its processes' last words when it does not start.
+    Yields a client of its gateway and the port of its verifier's metrics. Raises RuntimeError with
+    the last output of its processes if it does not start.
     """
     metrics_port = free_port("127.0.0.1")
     wanted = {
@@ -215,7 +228,11 @@ async def serving(
 async def outrider_stack(
     pair: Pair, drafters: list[str], threads: int, **settings: Any
 ) -> AsyncIterator[MakeWay]:
-    """A whole stack; call the result with a request's `speculation`, and what gives its headers, for a way of decoding."""
+    """Start a whole stack.
+
+    Call the result with a request's `speculation` and a function that makes its headers; it returns
+    a way of decoding.
+    """
     # Every round repeats the prompts, and the peers compute them anew each time.
     settings |= {"dtype": pair.dtype, "threads": threads, "prefix_caching": False}
     async with serving(pair.target, drafters, **settings) as (client, metrics_port):
@@ -261,8 +278,9 @@ async def _over_http(
 async def _stream(
     port: int, body: dict[str, Any], headers: dict[str, str], sample: Sample
 ) -> tuple[float, float, int]:
-    """One streamed completion, its times counted in tokens, of which a chunk can hold several: when the first and the last came,
-    and how many.
+    """Stream one completion; returns the times of its first and last token and their number.
+
+    A chunk can hold several tokens.
     """
     options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     started, first, last = time.perf_counter(), 0.0, b""
@@ -280,7 +298,7 @@ async def _stream(
 
 
 async def counters(port: int, host: str = "127.0.0.1") -> dict[str, float]:
-    """A process's Prometheus counters by name, and by the labels that tell phases, results and drafters apart."""
+    """Read a process's Prometheus counters, by name and label of phase, result or drafter."""
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://{host}:{port}/metrics")).text
     values: dict[str, float] = {}
@@ -292,7 +310,10 @@ async def counters(port: int, host: str = "127.0.0.1") -> dict[str, float]:
 
 
 def counter_key(name: str, labels: Mapping[str, str]) -> str:
-    """A counter's name here, with the label that tells its phase or result; empty if the metric does not count."""
+    """A counter's key: its name and the label of its phase or result.
+
+    Empty if the metric is not a counter.
+    """
     if not name.endswith(("_total", "_count", "_sum")):
         return ""
     label = labels.get("phase") or labels.get("result")

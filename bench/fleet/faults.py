@@ -11,7 +11,7 @@ Bools = NDArray[np.bool_]
 
 
 class Faults:
-    """The states of all draft processes and of their links, in their steady state from the start."""
+    """The states of all draft processes and of their links; they begin in their steady state."""
 
     def __init__(self, fleet: Fleet, count: int, random: np.random.Generator) -> None:
         drafters, links, step_s = fleet.drafters, fleet.links, fleet.days.step_s

@@ -1,4 +1,4 @@
-"""Who is where: verifiers by region, groups of verifiers that share drafters, and traffic by hour."""
+"""Verifiers by region, groups of verifiers that share drafters, and traffic by hour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Numbers of verifiers, groups and draft processes, from 0 on. A place that nobody has is -1."""
+    """Numbers of verifiers, groups and draft processes, from 0 on. An unused place is -1."""
 
     regions: list[str]
     region_of: Ints

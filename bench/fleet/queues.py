@@ -1,4 +1,7 @@
-"""Choice of servers: requests go to the server that has the fewest, vectorised over many groups of servers."""
+"""Choice of servers: a request goes to the server that has the fewest.
+
+Vectorised over many groups of servers.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ ABSENT = 1 << 40
 
 
 def fill(loads: Ints, arrivals: Ints, room: int) -> Ints:
-    """How many of its group's arrivals each server gets if each goes to the one that has the fewest.
+    """Count the arrivals that each server gets if each arrival goes to the least loaded server.
 
-    `loads` has shape (groups, servers), `arrivals` shape (groups,), the result the shape of `loads`.
-    No server gets beyond `room`; arrivals that find no server with room are left out.
+    `loads` has shape (groups, servers), `arrivals` shape (groups,), the result the shape of
+    `loads`. No server exceeds `room`; arrivals that find no server with room are left out.
     """
     order = np.argsort(loads, axis=1, kind="stable")
     rising = np.take_along_axis(loads, order, axis=1)
@@ -36,7 +39,7 @@ def fill(loads: Ints, arrivals: Ints, room: int) -> Ints:
 
 
 def spread(counts: Ints, groups: Ints, names: Ints) -> Ints:
-    """Servers for items, given how many each server gets, as `fill` says; -1 for items that get none.
+    """Choose servers for items, given each server's count from `fill`; -1 for items without one.
 
     `counts` and `names` have shape (groups, servers); `groups` says of which group each item is.
     """

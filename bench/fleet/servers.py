@@ -1,4 +1,4 @@
-"""Verifiers as flow-equivalent servers: speeds of their sequences from measured rates, interpolated.
+"""Verifiers as flow-equivalent servers: speeds of sequences, interpolated from measured rates.
 
 A verifier's sequences share its engine steps, and each has a class: drafted over a good link, over
 a bad one, or not drafted. Arrays have one entry a verifier, shape (V,), unless told otherwise.
@@ -143,7 +143,7 @@ class Servers:
         return found
 
     def _interpolate(self, table: Floats, loads: Floats, slowness: Floats) -> Floats:
-        """Linear in the load and in the logarithm of the slowness; flat outside what was measured."""
+        """Linear in the load and the logarithm of the slowness; flat outside the measurements."""
         column, x = _place(self._batches, loads)
         row, y = _place(_LOG_SLOWNESS, np.log(np.maximum(slowness, 1e-9)))
         right = np.minimum(column + 1, len(self._batches) - 1)
@@ -155,7 +155,10 @@ class Servers:
 
 
 def _place(points: Floats, values: Floats) -> tuple[Ints, Floats]:
-    """The interval of rising points that each value lies in, and how far; at an end for those outside."""
+    """Find the interval of rising points that holds each value, and the place in it, 0 to 1.
+
+    A value outside all intervals lies at the nearest end.
+    """
     if len(points) == 1:
         return np.zeros(len(values), dtype=np.int64), np.zeros(len(values))
     i = np.clip(np.searchsorted(points, values, side="right") - 1, 0, len(points) - 2)

@@ -129,7 +129,7 @@ class Simulation:
         return Requests(region=region[order], sent_at=sent_at[order], length=length)
 
     def _route(self, requests: Requests) -> None:
-        """Send each to the verifier of its region that has the fewest; to others if all are full."""
+        """Send each to the least loaded verifier of its region; elsewhere if all are full."""
         layout, most = self._layout, self._fleet.verifiers.max_sequences
         loads = self._loads(self._running) + self._loads(self._waiting)
         requests.verifier[:] = self._choose(loads, requests.region, layout.verifiers_of, most)

@@ -43,8 +43,8 @@ class Traffic(_Part):
     """Lengths of requests, and how their rate follows each region's own time of day."""
 
     arrivals: Literal["poisson", "closed"] = "poisson"
-    """poisson has new requests at the rate of the hour; closed keeps `peak_sequences` of each region
-    under way, whatever the hour."""
+    """poisson has new requests at the rate of the hour; closed keeps `peak_sequences` of each
+    region under way, whatever the hour."""
 
     prompt_tokens: Lengths = [64]
 
@@ -117,7 +117,7 @@ class Links(_Part):
 
 
 class Days(_Part):
-    """What is simulated. Each hour stands for itself by a window; loads change too slowly to need all of it."""
+    """The simulated hours. A window represents its hour, because loads change slowly."""
 
     hours: list[Hour] = Field(default=list(range(24)), min_length=1)
     """Hours of the day, UTC."""
