@@ -57,10 +57,10 @@ run)
     # minute to grow, two to load it twice, and for a guess of 30 ms a step in transformers and 10 in ours, at 128 steps a cell or, where
     # four requests follow each other at batch 1, 256, a minute for transformers' ways and as long for ours. What is slow in batches,
     # transformers' speculation, is measured at batch 1 alone as it is.
-    python3 -m bench --only judging --out bench/out
+    python3 -m outrider_bench --only judging --out bench/out
     set -- --grown-shape '[4096, 36, 64, 16, 14336]' --batches '[1, 8, 32]' --rounds 2 --tokens 64
   fi
-  python3 -m bench --only grown --out bench/out "$@"
+  python3 -m outrider_bench --only grown --out bench/out "$@"
   if [ -n "${OUT:-}" ]; then
     mkdir -p "$OUT"
     find bench/out -maxdepth 1 -name 'bench-*' -newer bench/out/started -exec cp --target-directory "$OUT" {} +

@@ -9,12 +9,18 @@ import httpx
 import pytest
 import yaml
 
-from bench.experiment.compose_file import FILES_DIRECTORY, Images, Service, Subnets, compose_file
-from bench.experiment.containers import Project
-from bench.experiment.hosts import Launch, LocalHost
-from bench.experiment.places import Places
-from bench.experiment.remote import Hosts
 from outrider.errors import OutriderError
+from outrider_bench.experiment.compose_file import (
+    FILES_DIRECTORY,
+    Images,
+    Service,
+    Subnets,
+    compose_file,
+)
+from outrider_bench.experiment.containers import Project
+from outrider_bench.experiment.hosts import Launch, LocalHost
+from outrider_bench.experiment.places import Places
+from outrider_bench.experiment.remote import Hosts
 
 VERIFIER = Launch(
     "verifier-1",
@@ -25,7 +31,9 @@ VERIFIER = Launch(
 )
 GATEWAY = Launch("gateway-1", "gateway", ("--verifier", "10.213.0.2:20000"))
 LINK = Launch(
-    "link-wire", "bench.experiment.link_process", ("--forward", "10.213.1.3:20000=10.213.0.2:20000")
+    "link-wire",
+    "outrider_bench.experiment.link_process",
+    ("--forward", "10.213.1.3:20000=10.213.0.2:20000"),
 )
 NGRAM = Launch(
     "near-1", "drafter_svc", ("--family", "ngram", "--verifier", "10.213.1.3:20000", "--cores", "1")
@@ -160,7 +168,11 @@ async def small_stack(directory: Path) -> dict[str, Any]:
     link = where.host("link-wire", None, False)
     front = f"{link.address}:{await link.free_port()}"
     await link.start(
-        Launch("link-wire", "bench.experiment.link_process", ("--forward", f"{front}={address}"))
+        Launch(
+            "link-wire",
+            "outrider_bench.experiment.link_process",
+            ("--forward", f"{front}={address}"),
+        )
     )
     for name, dialled in (("far-1", front), ("near-1", address)):
         launch = Launch(name, "drafter_svc", ("--family", "ngram", "--verifier", dialled))

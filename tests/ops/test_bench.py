@@ -12,11 +12,11 @@ import torch
 import transformers
 from rich.console import Console
 
-from bench import __main__ as bench
-from bench import seeds
-from bench.raw_client import stream
-from bench.report import Cell, Results, plot, tables, write
-from bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
+from outrider_bench import __main__ as bench
+from outrider_bench import seeds
+from outrider_bench.raw_client import stream
+from outrider_bench.report import Cell, Results, plot, tables, write
+from outrider_bench.ways import Pair, Sample, Task, line_peer, serving, transformers_ways
 
 MODELS = Path(__file__).parents[2] / "models"
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("verifier_svc", "drafter_svc", "gateway")
-BENCH = "bench"
+BENCH = "outrider_bench"
 PACKAGES = ("outrider", *SERVICES, BENCH)
 RUNTIME = ROOT / "outrider/process/runtime.py"
 WRITES = (
