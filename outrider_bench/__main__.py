@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import math
 import os
 import platform
 import subprocess
@@ -234,16 +235,9 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
     cores = len(os.sched_getaffinity(0))
     pairs = []
     if settings.only in ("", "bundled", "tracing"):
-        pairs.append(
-            Pair(
-                "bundled, 12 M, float32",
-                target,
-                draft,
-                "float32",
-                settings.draft_tokens or 4,
-                max(1, cores - 1),
-            )
-        )
+        depth = settings.draft_tokens or 4
+        threads = max(1, cores - 1)
+        pairs.append(Pair("bundled, 12 M, float32", target, draft, "float32", depth, threads))
     if settings.only in ("", "grown", "adversary", "delay"):
         console.print("growing the target, unless that was done before")
         grown = grown_checkpoint(
@@ -253,9 +247,8 @@ def _pairs(settings: BenchSettings, console: Console) -> list[Pair]:
         # target may use all cores.
         size = _parameter_count(grown)
         name = f"grown, {size / 1e6:.0f} M, {settings.grown_dtype}"
-        pairs.append(
-            Pair(name, grown, draft, settings.grown_dtype, settings.draft_tokens or 6, cores)
-        )
+        depth = settings.draft_tokens or 6
+        pairs.append(Pair(name, grown, draft, settings.grown_dtype, depth, cores))
     return pairs
 
 
@@ -264,13 +257,7 @@ def _parameter_count(checkpoint: Path) -> int:
 
     with safe_open(checkpoint / "model.safetensors", "numpy") as tensors:
         sizes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118  # no mapping
-    total = 0
-    for shape in sizes:
-        count = 1
-        for length in shape:
-            count *= length
-        total += count
-    return total
+    return sum(math.prod(shape) for shape in sizes)
 
 
 def _machine() -> str:
@@ -298,7 +285,7 @@ def _commit() -> str:
 
 
 async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -> Results:
-    """Every way in every cell, a sample a round, after one short round that is not kept."""
+    """Measure every way in every cell, once a round, after a short round that is not kept."""
     tokenizer = load_tokenizer(str(pair.target))
     kinds = {"mixed": DEMO_PROMPTS, **KINDS}
     prompts = {
@@ -325,12 +312,8 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
                         )
                         if name in _ALONE and cell.batch > 1:
                             continue
-                        task = _task(
-                            prompts[cell.kind],
-                            cell,
-                            settings.waves,
-                            settings.tokens if round_number else 8,
-                        )
+                        tokens = settings.tokens if round_number else 8
+                        task = _task(prompts[cell.kind], cell, settings.waves, tokens)
                         sample = await measure(task)
                         if round_number:
                             results.add(cell, name, sample)
@@ -338,19 +321,19 @@ async def _measure_pair(pair: Pair, settings: BenchSettings, console: Console) -
 
 
 def _task(prompts: list[list[int]], cell: Cell, waves: int, tokens: int) -> Task:
-    """Prompts of every kind there is, in the same order for everyone."""
+    """Choose prompts of all kinds, in the same order for every way."""
     count = max(4, waves * cell.batch)
-    spread = (
-        [prompts[i * len(prompts) // count] for i in range(count)] if count < len(prompts) else []
-    )
-    picked = spread or [prompts[i % len(prompts)] for i in range(count)]
+    if count < len(prompts):
+        picked = [prompts[i * len(prompts) // count] for i in range(count)]
+    else:
+        picked = [prompts[i % len(prompts)] for i in range(count)]
     return Task(picked, cell.batch, tokens, cell.temperature, varied=waves > 2)
 
 
 async def _ways(
     stack: AsyncExitStack, pair: Pair, settings: BenchSettings, console: Console
 ) -> dict[str, Measure]:
-    """The ways that are wanted, loaded."""
+    """Load the ways that the settings name."""
 
     def wanted(*names: str) -> bool:
         return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in settings.ways)
@@ -359,11 +342,9 @@ async def _ways(
     if wanted("transformers", *_ALONE):
         ways |= await stack.enter_async_context(transformers_ways(pair))
     if wanted(*_OURS):
-        texts = (
-            ["ngram", "suffix"]
-            if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console)
-            else ["ngram"]
-        )
+        texts = ["ngram"]
+        if wanted("outrider, suffix", "outrider, auto") and _has_suffix_trees(console):
+            texts.append("suffix")
         ways |= await _our_ways(stack, pair, texts)
     if settings.vllm is not None:
         for name, speculative in _vllm_methods(pair).items():

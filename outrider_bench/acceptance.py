@@ -43,7 +43,7 @@ _SCHEMA = {
 
 
 def tables(models: Path, tokens: int) -> Group:
-    """Everything, as tables to print."""
+    """Measure everything; returns tables to print."""
     return Group(*asyncio.run(_measure(models, tokens)), _same_drafts(models), judging())
 
 
@@ -87,7 +87,10 @@ def _table(title: str, first: str) -> Table:
 
 @asynccontextmanager
 async def _stack(target: Path, drafters: list[str], **settings: Any) -> AsyncIterator[Any]:
-    """A stack; call it with a request's settings and a drafter for a table's row."""
+    """Start a stack.
+
+    Call it with a request's settings and a drafter; it returns a table's row.
+    """
     settings |= {"dtype": "float32", "draft_tokens": _DEPTH, "always_draft": True}
     async with serving(target, drafters, **settings) as (client, metrics_port):
 
@@ -170,7 +173,7 @@ def _same_drafts(models: Path) -> Table:
 def _sampled_drafts(
     draft: ModelRunner, contexts: list[list[int]], generator: torch.Generator
 ) -> list[tuple[list[int], list[SparseDistribution]]]:
-    """For each context a draft of the usual depth, and what each token was sampled from."""
+    """Draft `_DEPTH` tokens for each context, and keep the distribution of each token."""
     drafts: list[tuple[list[int], list[SparseDistribution]]] = [([], []) for _ in contexts]
     for _ in range(_DEPTH):
         texts = [[*context, *tokens] for context, (tokens, _) in zip(contexts, drafts, strict=True)]
@@ -201,11 +204,9 @@ def judging() -> Table:
     It runs on this machine's GPU, or on its processor without one.
     """
     batch, rows, vocab = 64, 8, 131_072
-    where = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{torch.get_num_threads()} threads"
-    )
+    where = f"{torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
     table = Table(
         title=f"judging {batch} sequences × {rows} positions at a vocabulary of {vocab}, {where}"
     )

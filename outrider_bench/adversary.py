@@ -38,7 +38,7 @@ _ARGUMENTS = (
 
 
 class RandomFamily(Family):
-    """Draws tokens blindly, at once and as many as there is room for."""
+    """Draws random tokens at once, as many as there is room for."""
 
     name = "adversary"
 
@@ -59,7 +59,7 @@ class RandomFamily(Family):
 async def measure(
     pair: Pair, policies: list[str], rounds: int, tokens: int, console: Console
 ) -> dict[str, Any]:
-    """tokens/s with and without the drafter in turn, by policy and batch."""
+    """Measure tokens/s with and without the drafter in turn, by policy and batch."""
     tokenizer = load_tokenizer(str(pair.target))
     prompts = [tokenizer.encode(prompt).ids for _, prompt in DEMO_PROMPTS]
     record: dict[str, Any] = {}

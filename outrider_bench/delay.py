@@ -72,7 +72,8 @@ def _lookups(sample: Sample) -> tuple[float, float] | None:
     counts = sample.counters
     if not counts.get("spec_decode_num_drafts"):
         return None
-    accepted, drafts = counts["spec_decode_num_accepted_tokens"], counts["spec_decode_num_drafts"]
+    accepted = counts["spec_decode_num_accepted_tokens"]
+    drafts = counts["spec_decode_num_drafts"]
     found = [counts.get(f"draft_lookups.{result}", 0.0) for result in LOOKUPS]
     # At most one token of a draft is judged and falls, so this is a lower bound.
     fallen = min(drafts, counts["spec_decode_num_draft_tokens"] - accepted)
@@ -113,19 +114,18 @@ def _table(
         table.add_column(name, justify="left" if name == "drafter" else "right")
     for name, by_delay in rates.items():
         for delay_ms in DELAYS_MS:
-            values, plain = by_delay[delay_ms], rates["plain"][delay_ms]
-            share = accepted.get(f"{name} at {delay_ms} ms")
+            values = by_delay[delay_ms]
+            plain = rates["plain"][delay_ms]
+            shares = ["–", "–"]
+            if lookups := accepted.get(f"{name} at {delay_ms} ms"):
+                shares = [f"{median(column):.2f}" for column in zip(*lookups, strict=True)]
             table.add_row(
                 name,
                 str(delay_ms),
                 spread(values, 1),
                 spread([ours / its for ours, its in zip(values, by_delay[0], strict=True)], 2),
                 spread([ours / its for ours, its in zip(values, plain, strict=True)], 2),
-                *(
-                    [f"{median(column):.2f}" for column in zip(*share, strict=True)]
-                    if share
-                    else ("–", "–")
-                ),
+                *shares,
             )
     return table
 

@@ -42,7 +42,7 @@ from verifier_svc.metrics import Metrics
 from verifier_svc.streams.servicer import VerifierServicer
 
 _CONNECTIONS = 64
-# For latencies; what one connection has, and all.
+# Tokens/s for latencies: of one connection, and of all.
 _PACES = {1: 50, _CONNECTIONS: 5_000}
 _TOKENS = 600
 _TURNS = 2
@@ -140,7 +140,7 @@ async def _verifier(model: _PacedModel, tokenizer_fingerprint: str) -> AsyncIter
 
 @asynccontextmanager
 async def _gateway(verifier: str, models: Path) -> AsyncIterator[tuple[int, int]]:
-    """Its HTTP port and process id; on one core, which this process leaves to it."""
+    """Start a gateway on one core, which this process leaves to it; yields HTTP port and pid."""
     port, cores = free_port("127.0.0.1"), sorted(os.sched_getaffinity(0))
     flags = [
         "--verifier",
@@ -180,13 +180,13 @@ async def _latency_s(
 ) -> float:
     """Median seconds from the end of a forward to its chunks' arrival, over all connections."""
     arrivals = await asyncio.gather(*(stream() for _ in range(connections)))
-    # The first tenth is while requests still come in.
+    # Requests still arrive during the first tenth.
     times = [at for each in arrivals for at in each[len(each) // 10 : -2]]
     return median(at - model.ends[bisect_right(model.ends, at) - 1] for at in times)
 
 
 async def _from_verifier(stream: TokenStream, tokens: int) -> list[float]:
-    """When each chunk of one sequence came from the verifier itself."""
+    """The times at which the chunks of one sequence came from the verifier itself."""
     speculation = SpeculationOptions(enabled=False)
     request = TokenRequest(
         _PROMPT, tokens, SamplingParams(0.0), ignore_eos=True, speculation=speculation
@@ -195,7 +195,7 @@ async def _from_verifier(stream: TokenStream, tokens: int) -> list[float]:
 
 
 async def _through_gateway(port: int, tokens: int) -> list[float]:
-    """When each event of one streamed completion came."""
+    """The times at which the events of one streamed completion came."""
     limits = {
         "max_tokens": tokens,
         "temperature": 0,

@@ -47,16 +47,36 @@ _STEPS = 60
 _POOL_ENTRIES = 10_000_000
 _LOOKUPS = 5_000
 _MEMORY_TOKENS = 1_000_000
-# As it is where a wheel was installed.
+# Wheels have a compiled step.
 _COMPILED = not str(sys.modules[Engine.__module__].__file__).endswith(".py")
 
 
 async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Everything, printed as it comes; seconds unless the key says otherwise."""
-    record: dict[str, Any] = {}
-    # As a verifier does once it is loaded.
+    """Measure and print all limits; returns the record.
+
+    Values are in seconds unless the key says otherwise.
+    """
+    # A verifier does this once it is loaded.
     gc.collect()
     gc.freeze()
+    record = {
+        **_measure_host(console),
+        **await _measure_lookups(console),
+        **await _measure_redis_memory(console),
+    }
+    record["gateway"] = gateway = await gateway_load.measure(models)
+    table = Table(
+        title="a gateway on one core: 64 connections at full speed; "
+        "latency at 50 tokens/s (1) and 5,000 (64)"
+    )
+    for name in gateway:
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{value:.2f}" for value in gateway.values()))
+    console.print(table)
+    return record
+
+
+def _measure_host(console: Console) -> dict[str, Any]:
     host = {batch: _host_seconds(batch, drafts=False) for batch in _BATCHES}
     drafted = {batch: _host_seconds(batch, drafts=True) for batch in _BATCHES}
     how = "compiled" if _COMPILED else "not compiled"
@@ -71,7 +91,11 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
         each = [_each(seconds, batch) for seconds in (host, drafted)]
         table.add_row(str(batch), cells[0], each[0], cells[1], each[1])
     console.print(table)
-    record["host"] = {"plain": host, "drafted": drafted, "compiled": _COMPILED}
+    return {"host": {"plain": host, "drafted": drafted, "compiled": _COMPILED}}
+
+
+async def _measure_lookups(console: Console) -> dict[str, Any]:
+    record: dict[str, Any] = {}
     table = Table(title="n-gram lookups")
     for name in ("pool", "p50, µs", "p99, µs", "remarks"):
         table.add_column(name, justify="left" if name in ("pool", "remarks") else "right")
@@ -81,39 +105,31 @@ async def measure(models: Path, out: Path, console: Console) -> dict[str, Any]:
         table.add_row(name, f"{p50:.1f}", f"{p99:.1f}", remark)
         record[name] = {"p50_us": p50, "p99_us": p99}
     console.print(table)
+    return record
+
+
+async def _measure_redis_memory(console: Console) -> dict[str, Any]:
+    record: dict[str, Any] = {}
     table = Table(title=f"Redis memory for {_MEMORY_TOKENS:,} tokens in which no pair repeats")
     for name in ("n-gram size", "n-grams", "MB", "bytes an n-gram", "written, n-grams/s"):
         table.add_column(name, justify="right")
     for size in (3, 4):
         count, held, seconds = await _redis_memory(size)
-        table.add_row(
-            str(size),
-            f"{count:,}",
-            f"{held / 1e6:.0f}",
-            f"{held / count:.0f}",
-            f"{count / seconds:,.0f}",
-        )
+        megabytes = f"{held / 1e6:.0f}"
+        rate = f"{count / seconds:,.0f}"
+        table.add_row(str(size), f"{count:,}", megabytes, f"{held / count:.0f}", rate)
         record[f"redis_memory_{size}"] = {"ngrams": count, "bytes": held, "seconds": seconds}
-    console.print(table)
-    record["gateway"] = gateway = await gateway_load.measure(models)
-    table = Table(
-        title="a gateway on one core: 64 connections at full speed; "
-        "latency at 50 tokens/s (1) and 5,000 (64)"
-    )
-    for name in gateway:
-        table.add_column(name, justify="right")
-    table.add_row(*(f"{value:.2f}" for value in gateway.values()))
     console.print(table)
     return record
 
 
 def _each(seconds: dict[int, float], batch: int) -> str:
-    """What a further sequence adds, in µs."""
+    """The time that a further sequence adds, in µs."""
     return f"{1e6 * (seconds[batch] - seconds[1]) / (batch - 1):.1f}" if batch > 1 else "–"
 
 
 class _NullModel:
-    """Logits that are there already: token 0 follows everything."""
+    """A model with ready logits: token 0 follows everything."""
 
     vocab_size = _VOCAB
     eos_token_ids: tuple[int, ...] = ()
@@ -205,7 +221,8 @@ async def _redis_lookups() -> tuple[str, list[float], str]:
     """Lookups of a batch of 32 sequences in one round trip to a Redis on the loopback interface."""
     with _redis() as port:
         # With a budget that no lookup exceeds, so that late ones are measured as well.
-        server, keys = RedisServer.parse(f"redis://127.0.0.1:{port}/0"), PoolKeys(b"secret")
+        server = RedisServer.parse(f"redis://127.0.0.1:{port}/0")
+        keys = PoolKeys(b"secret")
         pool = RedisPool(server, keys, "fingerprint", 50_000, RedisOptions(budget_s=1.0))
         tenant = pool.tenant("tenant")
         generator = random.Random(0)
@@ -239,7 +256,8 @@ async def _redis_memory(size: int) -> tuple[int, int, float]:
     generator = random.Random(0)
     tokens = [generator.randrange(50_000) for _ in range(_MEMORY_TOKENS)]
     with _redis() as port, Redis(port=port) as client:
-        server, keys = RedisServer.parse(f"redis://127.0.0.1:{port}/0"), PoolKeys(b"secret")
+        server = RedisServer.parse(f"redis://127.0.0.1:{port}/0")
+        keys = PoolKeys(b"secret")
         pool = RedisPool(
             server, keys, "fingerprint", 50_000, RedisOptions(max_entries=10 * _MEMORY_TOKENS)
         )

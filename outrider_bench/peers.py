@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--draft-tokens", type=int, required=True)
     arguments = parser.parse_args()
-    dtype, device = getattr(torch, arguments.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, arguments.dtype)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     target: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype)
     draft: Any = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=dtype)
     target.to(device)
@@ -40,7 +41,8 @@ def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         started = time.perf_counter()
-        prompts, batch = task["prompts"], task["batch"]
+        prompts = task["prompts"]
+        batch = task["batch"]
         limits = {
             "max_new_tokens": task["max_tokens"],
             "min_new_tokens": task["max_tokens"],
@@ -55,11 +57,9 @@ def main() -> None:
 
 
 def _sampling(temperature: float) -> dict[str, Any]:
-    return (
-        {"do_sample": True, "temperature": temperature, "top_k": 0}
-        if temperature
-        else {"do_sample": False}
-    )
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0}
 
 
 def _generate(target: Any, prompts: list[list[int]], how: dict[str, Any], *, alone: bool) -> int:

@@ -1,4 +1,4 @@
-"""What `outrider bench` prints and writes: tables, JSON, plots, and all of it as one HTML page."""
+"""The output of `outrider bench`: tables, JSON, plots, and all of it as one HTML page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOKUPS = ("chain", "branch", "late", "miss")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What was measured together: one kind of prompts at one temperature and batch size."""
+    """One condition of measurements: kind of prompts, temperature and batch size."""
 
     kind: str
     temperature: float
@@ -52,7 +52,7 @@ class Results:
             yield f"{self.pair}; prompts: {kind}; temperature {temperature:g}", cells
 
     def base(self, names: Sequence[str], rate: Callable[[Sample], float | None]) -> str:
-        """The first of these ways that has such a rate, for the others to be compared with."""
+        """The first of these ways that has such a rate; the others are compared with it."""
         measured = {
             way
             for ways in self.samples.values()
@@ -241,7 +241,8 @@ def plot(results: Results, bases: Sequence[str]) -> dict[str, bytes]:
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=120, format="png")
         pyplot.close(figure)
-        kind, temperature = cells[0].kind, cells[0].temperature
+        kind = cells[0].kind
+        temperature = cells[0].temperature
         images[f"{results.pair.split(',')[0]}-{kind}-{temperature:g}"] = buffer.getvalue()
     return images
 
@@ -269,7 +270,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 def write(
     directory: Path, stem: str, record: dict[str, Any], printed: Console, images: dict[str, bytes]
 ) -> list[Path]:
-    """Write everything; `printed` recorded what the HTML page repeats."""
+    """Write JSON, plots and page; the page repeats the output that `printed` recorded."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{stem}.json", directory / f"{stem}.html"]
     paths[0].write_text(json.dumps(record, indent=1))

@@ -142,16 +142,12 @@ def _compare(
     answers = _run(runner, case, prompts, tokens, reference)
     for answer in answers:
         text, expected = answer.tokens, reference[answer.number]
-        same = next(
-            (i for i, pair in enumerate(zip(text, expected, strict=True)) if pair[0] != pair[1]),
-            None,
-        )
+        pairs = zip(text, expected, strict=True)
+        same = next((i for i, (ours, its) in enumerate(pairs) if ours != its), None)
         differing += same is not None
         draws += tokens if same is None else same + 1
-    accepted, cached = (
-        sum(answer.accepted for answer in answers),
-        sum(answer.cached for answer in answers),
-    )
+    accepted = sum(answer.accepted for answer in answers)
+    cached = sum(answer.cached for answer in answers)
     return Count(differing, len(answers), draws, accepted, cached)
 
 
@@ -162,7 +158,7 @@ def _run(
     tokens: int,
     reference: dict[int, list[int]],
 ) -> list[_Answer]:
-    """What each request was answered, in the order in which they ended."""
+    """Run the requests; returns their answers in the order in which they ended."""
     engine = _engine(runner, case)
     if case.depth:
         _Guesser(engine, prompts, reference, case.depth)
@@ -194,10 +190,8 @@ class _Answer:
             raise message
         self.tokens += message.token_ids
         if message.stats is not None:
-            self.accepted, self.cached = (
-                message.stats.accepted_token_count,
-                message.cached_token_count,
-            )
+            self.accepted = message.stats.accepted_token_count
+            self.cached = message.cached_token_count
 
 
 def _request(number: int, prompts: list[list[int]], tokens: int) -> TokenRequest:
@@ -231,12 +225,10 @@ class _Guesser:
     def __init__(
         self, engine: Engine, prompts: list[list[int]], reference: dict[int, list[int]], depth: int
     ) -> None:
-        self._engine, self._prompts, self._reference, self._depth = (
-            engine,
-            prompts,
-            reference,
-            depth,
-        )
+        self._engine = engine
+        self._prompts = prompts
+        self._reference = reference
+        self._depth = depth
         self._random = random.Random(0)
         self._numbers: dict[int, int] = {}
         self._drafter = engine.drafting.join(Hello("seeds", "seeds", "", 16), self._told)

@@ -134,13 +134,13 @@ async def line_peer(*command: str) -> AsyncIterator[Callable[[dict[str, Any]], A
         finally:
             with suppress(ProcessLookupError):  # it may have died by itself
                 process.kill()
-            # Not `wait`: what it still said is read, so that its pipes are closed.
+            # Unlike `wait`, this reads the remaining output, which closes the pipes.
             await process.communicate()
 
 
 @asynccontextmanager
 async def transformers_ways(pair: Pair) -> AsyncIterator[dict[str, Measure]]:
-    """`generate` with all cores. Speculation takes one sequence at a time there."""
+    """Start transformers with all cores. Its speculation takes one sequence at a time."""
     arguments = [
         str(pair.target),
         str(pair.draft),
@@ -253,7 +253,7 @@ async def _over_http(
     headers: Callable[[], dict[str, str]],
     task: Task,
 ) -> Sample:
-    """As many requests under way as the batch is large, a new one for each that ends."""
+    """Keep `batch` requests under way, a new one for each that ends."""
     sample = Sample(0, 0.0)
     waiting = list(reversed(list(zip(task.prompts, task.lengths, strict=True))))
     before = await counters(metrics_port)
@@ -264,7 +264,7 @@ async def _over_http(
             body = {**stem, "prompt": prompt, "max_tokens": length, "temperature": task.temperature}
             first, last, count = await _stream(client.base_url.port or 0, body, headers(), sample)
             sample.requests.append((first - started, last - started, count))
-            # Whoever finds nothing more to do leaves its place empty.
+            # A worker that finds no more requests ends.
             sample.full_s = sample.full_s or (0.0 if waiting else last - started)
 
     started = time.perf_counter()
@@ -285,7 +285,7 @@ async def _stream(
     options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     started, first, last = time.perf_counter(), 0.0, b""
     async for block in stream(port, {**body, **options}, headers):
-        # Before its first event an answer is but a header.
+        # Blocks before the first event have headers alone.
         first = first or (time.perf_counter() if b"data: " in block else 0.0)
         last = (last + block)[-4096:]
     ended = time.perf_counter()

@@ -166,9 +166,8 @@ def redis_launch(address: str, port: int) -> Launch:
 def link_launch(name: str, control: str, forwards: Mapping[str, str]) -> Launch:
     """The command line of a link; `forwards` has the target of each address that it listens on."""
     pairs = [f"--forward={listen}={target}" for listen, target in forwards.items()]
-    return Launch(
-        f"link-{name}", "outrider_bench.experiment.link_process", ("--control", control, *pairs)
-    )
+    arguments = ("--control", control, *pairs)
+    return Launch(f"link-{name}", "outrider_bench.experiment.link_process", arguments)
 
 
 def process_names(experiment: Experiment, name: str) -> list[str]:

@@ -62,9 +62,8 @@ def round_trips() -> dict[str, RoundTrip]:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         port, front, control = (free_port("127.0.0.1") for _ in range(3))
         unix = f"unix:{Path(directory, 'echo.sock')}"
-        stack.enter_context(
-            _child("outrider_bench.experiment.probes", "echo", f"127.0.0.1:{port}", unix)
-        )
+        echo = ("echo", f"127.0.0.1:{port}", unix)
+        stack.enter_context(_child("outrider_bench.experiment.probes", *echo))
         forward = f"127.0.0.1:{front}=127.0.0.1:{port}"
         arguments = ("--control", f"127.0.0.1:{control}", "--forward", forward)
         stack.enter_context(_child("outrider_bench.experiment.link_process", *arguments))

@@ -120,17 +120,17 @@ class Simulation:
         return self._drawn(region, self._now + step_s * self._random.random(len(region)))
 
     def _drawn(self, region: Ints, sent_at: Floats) -> Requests:
-        shortest, longest = (
-            self._fleet.traffic.output_tokens[0],
-            self._fleet.traffic.output_tokens[-1],
-        )
+        lengths = self._fleet.traffic.output_tokens
+        shortest = lengths[0]
+        longest = lengths[-1]
         length = self._random.integers(shortest, longest + 1, len(region))
         order = np.argsort(sent_at, kind="stable")
         return Requests(region=region[order], sent_at=sent_at[order], length=length)
 
     def _route(self, requests: Requests) -> None:
         """Send each to the least loaded verifier of its region; elsewhere if all are full."""
-        layout, most = self._layout, self._fleet.verifiers.max_sequences
+        layout = self._layout
+        most = self._fleet.verifiers.max_sequences
         loads = self._loads(self._running) + self._loads(self._waiting)
         requests.verifier[:] = self._choose(loads, requests.region, layout.verifiers_of, most)
         abroad = np.nonzero(requests.verifier < 0)[0]
@@ -213,7 +213,8 @@ class Simulation:
 
         `here` weighs the running requests.
         """
-        layout, running = self._layout, self._running
+        layout = self._layout
+        running = self._running
         place = running.verifier * CLASS_COUNT + kinds
         size = len(layout.region_of) * CLASS_COUNT
         counts = np.bincount(place, here, size).reshape(-1, CLASS_COUNT)

@@ -124,9 +124,9 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
 def _draft_cost(path: Path, dtype: str, threads: int, sequences: list[int]) -> DraftingCost:
     draft = ModelRunner.load(str(path), dtype=dtype, threads=threads)
     token_s = _in_rounds(sequences, lambda count: _draft_s(draft, count))
-    run_s = (
-        {} if draft.decoder is None else _in_rounds(sequences, lambda count: _run_s(draft, count))
-    )
+    run_s: dict[int, float] = {}
+    if draft.decoder is not None:
+        run_s = _in_rounds(sequences, lambda count: _run_s(draft, count))
     run_token_s = {count: seconds / _RUN for count, seconds in run_s.items()}
     _, prompt_token_s = _prompts(draft, token_s[1])
     return DraftingCost(

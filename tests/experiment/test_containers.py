@@ -30,11 +30,8 @@ VERIFIER = Launch(
     shares=(Path("/models"),),
 )
 GATEWAY = Launch("gateway-1", "gateway", ("--verifier", "10.213.0.2:20000"))
-LINK = Launch(
-    "link-wire",
-    "outrider_bench.experiment.link_process",
-    ("--forward", "10.213.1.3:20000=10.213.0.2:20000"),
-)
+LINK_MODULE = "outrider_bench.experiment.link_process"
+LINK = Launch("link-wire", LINK_MODULE, ("--forward", "10.213.1.3:20000=10.213.0.2:20000"))
 NGRAM = Launch(
     "near-1", "drafter_svc", ("--family", "ngram", "--verifier", "10.213.1.3:20000", "--cores", "1")
 )
@@ -167,13 +164,7 @@ async def small_stack(directory: Path) -> dict[str, Any]:
     await verifier.start(Launch("gateway-1", "gateway", ("--verifier", address)))
     link = where.host("link-wire", None, False)
     front = f"{link.address}:{await link.free_port()}"
-    await link.start(
-        Launch(
-            "link-wire",
-            "outrider_bench.experiment.link_process",
-            ("--forward", f"{front}={address}"),
-        )
-    )
+    await link.start(Launch("link-wire", LINK_MODULE, ("--forward", f"{front}={address}")))
     for name, dialled in (("far-1", front), ("near-1", address)):
         launch = Launch(name, "drafter_svc", ("--family", "ngram", "--verifier", dialled))
         await where.host(name, None, False).start(launch)

@@ -58,9 +58,8 @@ async def _running() -> AsyncIterator[Rig]:
     port, control_port = free_port(_HOST), free_port(_HOST)
     forward = f"{_HOST}:{port}={_HOST}:{target}"
     arguments = ("--control", f"{_HOST}:{control_port}", "--forward", forward)
-    handle = await LocalHost().start(
-        Launch("link", "outrider_bench.experiment.link_process", arguments)
-    )
+    launch = Launch("link", "outrider_bench.experiment.link_process", arguments)
+    handle = await LocalHost().start(launch)
     control = LinkControl(_HOST, control_port)
 
     async def is_up() -> bool:
