@@ -125,7 +125,9 @@ async def _measure_redis_memory(console: Console) -> dict[str, Any]:
 
 def _each(seconds: dict[int, float], batch: int) -> str:
     """The time that a further sequence adds, in µs."""
-    return f"{1e6 * (seconds[batch] - seconds[1]) / (batch - 1):.1f}" if batch > 1 else "–"
+    if batch == 1:
+        return "–"
+    return f"{1e6 * (seconds[batch] - seconds[1]) / (batch - 1):.1f}"
 
 
 class _NullModel:

@@ -153,7 +153,9 @@ def _latencies(title: str, cells: list[Cell], results: Results) -> Table:
 
 def p99(values: list[float]) -> float:
     """The 99th percentile; of a single value, itself."""
-    return quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+    if len(values) == 1:
+        return values[0]
+    return quantiles(values, n=100, method="inclusive")[98]
 
 
 def _steps(title: str, cells: list[Cell], results: Results) -> Table:

@@ -86,7 +86,9 @@ class Sample:
 def _tokens_by(at: float, first: float, last: float, count: int) -> float:
     if at < first:
         return 0.0
-    return count if at >= last else 1 + (count - 1) * (at - first) / (last - first)
+    if at >= last:
+        return count
+    return 1 + (count - 1) * (at - first) / (last - first)
 
 
 Measure = Callable[[Task], Awaitable[Sample]]
@@ -167,7 +169,8 @@ async def vllm_way(
 ) -> AsyncIterator[Measure]:
     """vLLM in the virtual environment that `python` belongs to."""
     arguments = [str(pair.target), "--dtype", pair.dtype, "--max-sequences", str(max_sequences)]
-    arguments += ["--speculative", json.dumps(speculative)] if speculative else []
+    if speculative:
+        arguments += ["--speculative", json.dumps(speculative)]
     async with line_peer(
         str(python), str(Path(__file__).with_name("vllm_peer.py")), *arguments
     ) as ask:
